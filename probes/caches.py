@@ -1,0 +1,169 @@
+"""Every `functools.lru_cache` that has entries, and which tensors, modules and bound objects those entries reach."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from lowtide.probes.objects import all_objects, collector_paused
+from lowtide.probes.ranges import Range, merge
+from lowtide.probes.tensors import held_ranges, instances_of, survey_storages
+
+_Wrapper = type(functools.lru_cache(maxsize=1)(len))
+_CHUNK = 4096
+
+# Where a walk from the entries stops: beyond these everything reaches everything.
+_BOUNDARIES: tuple[type, ...] = (
+    type,
+    ModuleType,
+    CodeType,
+    FrameType,
+    _Wrapper,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReading:
+    """One cache and what its entries (arguments and results) keep alive.
+
+    Attributes:
+        name: module and qualified name of the cached function.
+        entries: entries now.
+        maxsize: most entries it keeps; None without bound.
+        tensor_bytes: bytes of the storages that its entries reach, each byte once.
+        tensors: tensors that its entries reach.
+        modules: `torch.nn.Module`s that its entries reach.
+        bound_objects: type names of the objects that the bound methods reached belong to, sorted, each once.
+        truncated: whether the walk stopped at its limit, so that there may be more.
+        held: device, address and length of the memory behind `tensor_bytes`.
+    """
+
+    name: str
+    entries: int
+    maxsize: int | None
+    tensor_bytes: int
+    tensors: int
+    modules: int
+    bound_objects: tuple[str, ...]
+    truncated: bool
+    held: tuple[tuple[str, int, int], ...] = field(repr=False)
+
+
+def read_caches(objects: Iterable[object] | None = None, *, max_objects: int = 100_000) -> tuple[CacheReading, ...]:
+    """Reads every cache with at least one entry; sorted by name.
+
+    Args:
+        objects: what to look through; default: everything alive (`all_objects()`).
+        max_objects: how many objects to look at per cache.
+
+    The walk stops at modules and their namespaces, classes, code, frames and other caches, and of a function follows
+    its closure and its defaults only: what lies beyond is held by others as well. It does not pass to the target of a
+    weak reference, which keeps nothing alive. The cached function itself is no entry.
+    """
+    heap = all_objects() if objects is None else objects if type(objects) is list else list(objects)
+    with collector_paused():
+        namespaces = {id(vars(module)) for module in instances_of(ModuleType, list(sys.modules.values()))}
+        wrappers = [item for item in heap if type(item) is _Wrapper]
+        readings = [_read(wrapper, namespaces, max_objects) for wrapper in wrappers if wrapper.cache_info().currsize]
+    return tuple(sorted(readings, key=lambda reading: (reading.name, reading.entries, reading.held)))
+
+
+def bytes_held(caches: Iterable[CacheReading]) -> int:
+    """Bytes of the storages that the entries of all `caches` reach together, each byte once."""
+    by_device: dict[str, list[Range]] = {}
+    for cache in caches:
+        for device, address, length in cache.held:
+            by_device.setdefault(device, []).append((address, length))
+    return sum(length for ranges in by_device.values() for _, length in merge(ranges))
+
+
+def _read(wrapper: Any, namespaces: set[int], max_objects: int) -> CacheReading:
+    info = wrapper.cache_info()
+    reached, truncated = _reach(_entries(wrapper), namespaces, max_objects)
+    torch = sys.modules.get("torch")
+    held: tuple[tuple[str, int, int], ...] = ()
+    tensors = modules = 0
+    if torch is not None and hasattr(torch, "nn"):
+        found = instances_of(torch.Tensor, reached)
+        tensors = len(found)
+        modules = len(instances_of(torch.nn.Module, reached))
+        if found:
+            held = held_ranges(survey_storages(found))
+    owners = {_type_name(item.__self__) for item in reached if type(item) is MethodType}
+    return CacheReading(
+        name=_name(wrapper),
+        entries=info.currsize,
+        maxsize=info.maxsize,
+        tensor_bytes=sum(length for _, _, length in held),
+        tensors=tensors,
+        modules=modules,
+        bound_objects=tuple(sorted(owners)),
+        truncated=truncated,
+        held=held,
+    )
+
+
+def _entries(wrapper: Any) -> list[object]:
+    """The arguments and results that a cache holds, and the dict that holds them.
+
+    A bounded cache shows every key and result to the collector directly, an unbounded one through its dict; what it
+    shows besides, its function and its attributes, is left out.
+    """
+    own = (getattr(wrapper, "__wrapped__", None), vars(wrapper))
+    return [item for item in gc.get_referents(wrapper) if not any(item is part for part in own)]
+
+
+def _reach(starts: Iterable[object], namespaces: set[int], max_objects: int) -> tuple[list[object], bool]:
+    """The objects that `starts` reach, and whether there were more than `max_objects`."""
+    seen: dict[int, object] = {}
+    boundaries: dict[int, bool] = {}
+    waiting: list[object] = list(starts)
+    while waiting:
+        chunk = waiting[-_CHUNK:]
+        del waiting[-_CHUNK:]
+        plain: list[object] = []
+        for item in chunk:
+            if id(item) in seen or id(item) in namespaces:
+                continue
+            kind = type(item)
+            if id(kind) not in boundaries:
+                boundaries[id(kind)] = _is_boundary(kind)
+            if boundaries[id(kind)]:
+                continue
+            if len(seen) >= max_objects:
+                return list(seen.values()), True
+            seen[id(item)] = item
+            if type(item) is FunctionType:
+                waiting.extend(_held_by_function(item))
+            else:
+                plain.append(item)
+        waiting.extend(filter(gc.is_tracked, gc.get_referents(*plain)))
+    return list(seen.values()), False
+
+
+def _is_boundary(kind: type) -> bool:
+    return any(base is boundary for base in type.__dict__["__mro__"].__get__(kind) for boundary in _BOUNDARIES)
+
+
+def _held_by_function(function: FunctionType) -> Iterator[object]:
+    yield from function.__closure__ or ()
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+
+
+def _type_name(item: object) -> str:
+    kind = type(item)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _name(wrapper: Any) -> str:
+    module = getattr(wrapper, "__module__", None)
+    name = getattr(wrapper, "__qualname__", None)
+    if type(name) is not str:  # a cached partial or callable object has no name of its own
+        name = type(getattr(wrapper, "__wrapped__", wrapper)).__qualname__
+    return f"{module}.{name}" if type(module) is str else name

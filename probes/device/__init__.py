@@ -1,0 +1,1 @@
+"""What the devices hold: by torch's own counters, and by the driver's."""

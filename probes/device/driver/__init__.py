@@ -1,0 +1,70 @@
+"""What the driver says this process holds on a card: through NVML, amdsmi, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class DriverError(RuntimeError):
+    """A driver library that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverReading:
+    """One card as its driver sees it; None where the driver does not tell.
+
+    Attributes:
+        device: `cuda:0`, as torch numbers it.
+        source: `nvml`, `amdsmi` or `none`.
+        process_bytes: bytes that this process holds on the card.
+        card_used: bytes in use on the card, by all processes.
+        card_total: bytes of memory on the card.
+        note: why something is None; empty if all is known.
+    """
+
+    device: str
+    source: str
+    process_bytes: int | None
+    card_used: int | None
+    card_total: int | None
+    note: str
+
+
+class Driver(Protocol):
+    """A way to ask the driver."""
+
+    @property
+    def name(self) -> str:
+        """`nvml`, `amdsmi` or `none`."""
+
+    def read(self, device_index: int) -> DriverReading:
+        """Reads one card, by torch's index; never raises: what cannot be read is None, with a note."""
+
+    def close(self) -> None:
+        """Lets go of the library; legal twice."""
+
+
+def find_driver() -> Driver:
+    """The first of NVML, amdsmi and none that works here; never raises."""
+    from lowtide.probes.device.driver.amdsmi import AmdsmiDriver
+    from lowtide.probes.device.driver.none import NoDriver
+    from lowtide.probes.device.driver.nvml import NvmlDriver
+
+    kinds: tuple[Callable[[], Driver], ...] = (NvmlDriver, AmdsmiDriver)
+    reasons: list[str] = []
+    for kind in kinds:
+        driver = _opened(kind, reasons)
+        if driver is not None:
+            return driver
+    return NoDriver("; ".join(reasons))
+
+
+def _opened(kind: Callable[[], Driver], reasons: list[str]) -> Driver | None:
+    """The driver, or None with the reason added."""
+    try:
+        return kind()
+    except DriverError as error:
+        reasons.append(str(error))
+        return None

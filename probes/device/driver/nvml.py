@@ -1,0 +1,119 @@
+"""NVIDIA's driver, asked through NVML (the distribution nvidia-ml-py, module `pynvml`)."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from lowtide.probes.device.driver import DriverError, DriverReading
+from lowtide.probes.device.driver.visible import CUDA, visible_card
+from lowtide.probes.device.torch_allocator import has_context, initialized_torch
+
+
+class NvmlDriver:
+    """Holds NVML open from construction to `close()`.
+
+    Args:
+        library: stands in for the `pynvml` module.
+
+    Raises:
+        DriverError: no module, no driver, or no card.
+    """
+
+    name = "nvml"
+
+    def __init__(self, library: Any = None) -> None:
+        if library is None:
+            try:
+                library = importlib.import_module("pynvml")
+            except ImportError as error:
+                raise DriverError("NVML's module pynvml is missing; install nvidia-ml-py") from error
+        self._nvml = library
+        try:
+            library.nvmlInit()
+        except library.NVMLError as error:
+            raise DriverError(f"NVML: {error}") from error
+        self._open = True
+        try:
+            cards = library.nvmlDeviceGetCount()
+        except library.NVMLError as error:
+            self.close()
+            raise DriverError(f"NVML: {error}") from error
+        if not cards:
+            self.close()
+            raise DriverError("NVML: no card")
+
+    def close(self) -> None:
+        """Shuts NVML down; legal twice. A reading after it says that nothing is known."""
+        if self._open:
+            self._open = False
+            self._nvml.nvmlShutdown()
+
+    def read(self, device_index: int) -> DriverReading:
+        """Reads one card, by torch's index.
+
+        A process that the driver does not list holds nothing there, unless torch says that it has a context: then the
+        driver lists it under another number (a PID namespace of its own), and what it holds is not known.
+        """
+        device = f"cuda:{device_index}"
+        if not self._open:
+            return DriverReading(device, self.name, None, None, None, "this NVML driver was closed")
+        try:
+            handle = self._handle(device_index)
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(handle)
+        except self._nvml.NVMLError as error:
+            return DriverReading(device, self.name, None, None, None, f"NVML: {error}")
+        except DriverError as error:
+            return DriverReading(device, self.name, None, None, None, str(error))
+        try:
+            held, note = self._process_bytes(handle, device_index)
+        except self._nvml.NVMLError as error:
+            held, note = None, f"NVML: {error}"
+        return DriverReading(device, self.name, held, int(memory.used), int(memory.total), note)
+
+    def _process_bytes(self, handle: Any, device_index: int) -> tuple[int | None, str]:
+        pid = os.getpid()
+        compute = _own(self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle), pid)
+        graphics = _own(self._nvml.nvmlDeviceGetGraphicsRunningProcesses_v3(handle), pid)
+        if not compute and not graphics:
+            torch = initialized_torch()
+            if torch is not None and has_context(torch, device_index):
+                return None, f"NVML does not list process {pid}, which has a context: another PID namespace?"
+            return 0, ""
+        if any(used is None for used in compute + graphics):
+            return None, "NVML lists this process without its memory (a permission, or a driver model without it)"
+        # A process that does both is in both lists with all its memory, not with a share in each.
+        return max(sum(filter(None, compute)), sum(filter(None, graphics))), ""
+
+    def _handle(self, device_index: int) -> Any:
+        """The card behind torch's index, which CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER make another than NVML's."""
+        torch = initialized_torch()
+        if torch is not None:
+            return self._by_uuid(str(torch.cuda.get_device_properties(device_index).uuid))
+        card = visible_card(os.environ, CUDA, device_index)
+        if card is None:
+            raise DriverError(f"CUDA_VISIBLE_DEVICES shows no card of index {device_index}")
+        if type(card) is str:
+            return self._by_uuid(card)
+        return self._nvml.nvmlDeviceGetHandleByIndex(card)
+
+    def _by_uuid(self, uuid: str) -> Any:
+        """The card whose UUID begins so, with or without the `GPU-` that torch leaves out."""
+        if uuid.startswith("MIG-"):
+            return self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        wanted = "GPU-" + uuid.removeprefix("GPU-")
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+            if str(self._nvml.nvmlDeviceGetUUID(handle)).startswith(wanted):
+                return handle
+        raise DriverError(f"NVML knows no card with the UUID {wanted}")
+
+
+def _own(processes: Iterable[Any], pid: int) -> list[int | None]:
+    return [
+        None if process.usedGpuMemory is None else int(process.usedGpuMemory)
+        for process in processes
+        if process.pid == pid
+    ]

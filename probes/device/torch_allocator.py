@@ -1,0 +1,282 @@
+"""What torch's allocators hold: per device and pool, the BLAS libraries' workspaces, and the pinned host cache."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from lowtide.probes.tensors import live_storages
+
+# A memory segment and a block in it, as `torch.cuda.memory_snapshot()` gives them.
+Segment = Mapping[str, Any]
+Block = Mapping[str, Any]
+
+_KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSegments:
+    """The segments of one pool of torch's allocator.
+
+    Attributes:
+        pool_id: (0, 0) for the default pool; others are private pools, of CUDA graphs and `MemPool`s.
+        reserved: bytes of its segments.
+        allocated: bytes of the blocks in use, those awaiting a stream included.
+        blocks: number of those blocks.
+        workspaces: those of the allocated bytes that are BLAS workspaces.
+        empty: bytes of the segments in which no block is in use; reserved for the next allocation only.
+    """
+
+    pool_id: tuple[int, int]
+    reserved: int
+    allocated: int
+    blocks: int
+    workspaces: int
+    empty: int
+
+    @property
+    def private(self) -> bool:
+        """Whether this is the pool of a CUDA graph or a `MemPool`."""
+        return self.pool_id != (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorReading:
+    """torch's allocator on one device; None where the allocator cannot tell.
+
+    Attributes:
+        device: `cuda:0` (HIP devices too, as torch names them).
+        allocated: bytes of blocks in use.
+        reserved: bytes taken from the driver.
+        active: bytes in use or awaiting a stream.
+        inactive: bytes of free blocks that were split from a block in use, and so cannot go back.
+        pools: per pool, sorted by id; empty where there is no snapshot (`note` says why).
+        library_workspaces: bytes that BLAS libraries keep between calls.
+        backend: `native`, `cudaMallocAsync`, `pluggable`.
+        trusted: whether the counters are the native allocator's, and so say what the process holds.
+        note: why something is None or not to be trusted; empty if all is well.
+    """
+
+    device: str
+    allocated: int | None
+    reserved: int | None
+    active: int | None
+    inactive: int | None
+    pools: tuple[PoolSegments, ...]
+    library_workspaces: int | None
+    backend: str
+    trusted: bool
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedReading:
+    """torch's cache of page-locked host memory; None where torch is too old to tell.
+
+    Attributes:
+        torch_allocated: bytes handed out to tensors.
+        torch_reserved: bytes that the cache holds, handed out or free.
+    """
+
+    torch_allocated: int | None
+    torch_reserved: int | None
+
+
+def read_allocators(claimed: Collection[int] | None = None) -> tuple[AllocatorReading, ...]:
+    """Reads torch's allocator on every device that has a context; empty before CUDA is initialised.
+
+    Args:
+        claimed: the addresses of all live storages, by which a library's workspace is told from a tensor; default: they
+            are looked up.
+    """
+    torch = initialized_torch()
+    if torch is None:
+        return ()
+    if claimed is None:
+        claimed = {storage.address for storage in live_storages()}
+    backend = str(torch.cuda.get_allocator_backend())
+    segments, note = _segments(torch)
+    return tuple(
+        _read_device(torch, index, backend, segments, note, claimed)
+        for index in range(torch.cuda.device_count())
+        if has_context(torch, index)
+    )
+
+
+def read_pinned() -> PinnedReading:
+    """Reads torch's pinned host cache; zero before CUDA is initialised, for nothing can be pinned before."""
+    torch = initialized_torch()
+    if torch is None:
+        return PinnedReading(0, 0)
+    if not hasattr(torch.cuda, "host_memory_stats"):
+        return PinnedReading(None, None)
+    return parse_pinned(torch.cuda.host_memory_stats())
+
+
+def initialized_torch() -> ModuleType | None:
+    """The torch module if it is loaded and has initialised CUDA (or HIP), else None; initialises nothing."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    return torch if cuda is not None and cuda.is_initialized() else None
+
+
+def has_context(torch: ModuleType, index: int) -> bool:
+    """Whether this process has a context on the device; asking makes none."""
+    return bool(torch._C._cuda_hasPrimaryContext(index))
+
+
+def _segments(torch: ModuleType) -> tuple[list[Segment] | None, str]:
+    snapshot = torch.cuda.memory_snapshot
+    try:
+        # Newer torch can leave out the allocation history, which may be long and is not read here.
+        light = "include_traces" in snapshot.__code__.co_varnames
+        return list(snapshot(include_traces=False) if light else snapshot()), ""
+    except RuntimeError as error:  # cudaMallocAsync and pluggable allocators have none
+        return None, f"no memory snapshot: {_first_line(error)}"
+
+
+def _read_device(
+    torch: ModuleType, index: int, backend: str, segments: list[Segment] | None, note: str, claimed: Collection[int]
+) -> AllocatorReading:
+    notes = [note] if note else []
+    if backend != "native":
+        notes.append(f"the {backend} allocator's counters do not say what the process holds")
+    try:
+        stats = torch.cuda.memory_stats(index)
+    except RuntimeError as error:  # a pluggable allocator without counters
+        stats = {}
+        notes.append(f"no memory stats: {_first_line(error)}")
+    pools: tuple[PoolSegments, ...] = ()
+    workspaces: int | None = None
+    if segments is not None:
+        pools = parse_pools(segments, index, claimed, workspace_sizes(torch, index))
+        workspaces = sum(pool.workspaces for pool in pools)
+    return AllocatorReading(
+        f"cuda:{index}",
+        allocated=stats.get("allocated_bytes.all.current"),
+        reserved=stats.get("reserved_bytes.all.current"),
+        active=stats.get("active_bytes.all.current"),
+        inactive=stats.get("inactive_split_bytes.all.current"),
+        pools=pools,
+        library_workspaces=workspaces,
+        backend=backend,
+        trusted=backend == "native" and segments is not None,
+        note="; ".join(notes),
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def parse_pools(
+    segments: Iterable[Segment], device: int, claimed: Collection[int], workspace_sizes: Collection[int]
+) -> tuple[PoolSegments, ...]:
+    """Adds up the segments of one device by pool; sorted by pool id.
+
+    Args:
+        segments: as `torch.cuda.memory_snapshot()` gives them.
+        device: index of the device.
+        claimed: addresses of the live storages.
+        workspace_sizes: sizes in bytes that a BLAS workspace may have.
+    """
+    addresses = sorted(claimed)
+    sums: dict[tuple[int, int], list[int]] = {}
+    for segment in segments:
+        if segment["device"] != device:
+            continue
+        first, second = segment.get("segment_pool_id", (0, 0))
+        held = sums.setdefault((int(first), int(second)), [0, 0, 0, 0, 0])
+        held[0] += segment["total_size"]
+        if all(block["state"] == "inactive" for block in segment["blocks"]):
+            held[4] += segment["total_size"]
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                continue
+            held[1] += block["size"]
+            held[2] += 1
+            if is_workspace(block, addresses, workspace_sizes):
+                held[3] += block["size"]
+    return tuple(PoolSegments(pool_id, *held) for pool_id, held in sorted(sums.items()))
+
+
+def is_workspace(block: Block, addresses: Sequence[int], workspace_sizes: Collection[int]) -> bool:
+    """Whether a block is a BLAS workspace: in use, of exactly that size, with no storage in it.
+
+    Args:
+        block: with `address`, `size`, `requested_size` and `state`.
+        addresses: of the live storages, sorted.
+        workspace_sizes: sizes in bytes that a workspace may have.
+    """
+    # What was asked for, not what was given: a block may be larger by less than a split is worth.
+    if block["state"] != "active_allocated" or block.get("requested_size", block["size"]) not in workspace_sizes:
+        return False
+    start = block["address"]
+    nearest = bisect_left(addresses, start)
+    return nearest == len(addresses) or addresses[nearest] >= start + block["size"]
+
+
+def workspace_sizes(torch: ModuleType, index: int) -> frozenset[int]:
+    """The sizes in bytes that torch gives to the BLAS libraries' workspaces on a device."""
+    properties = torch.cuda.get_device_properties(index)
+    hip = torch.version.hip is not None
+    sizes = {
+        blas_workspace_bytes(os.environ, properties.major, hip, str(getattr(properties, "gcnArchName", ""))),
+        blas_lt_workspace_bytes(os.environ, hip),
+    }
+    # In newer torch a program can set other sizes; then these two know.
+    for getter in ("_cuda_getCublasWorkspaceSize", "_cuda_getCublasLtWorkspaceSize"):
+        if hasattr(torch._C, getter):
+            sizes.add(int(getattr(torch._C, getter)()))
+    return frozenset(sizes - {0})
+
+
+def blas_workspace_bytes(environment: Mapping[str, str], major: int, hip: bool, arch: str = "") -> int:
+    """Size of the workspace that torch allocates per BLAS handle and stream, in bytes.
+
+    As `parseChosenWorkspaceSize` in torch's ATen/cuda/CublasHandlePool.cpp: a list of `:KIB:COUNT` in
+    CUBLAS_WORKSPACE_CONFIG, else 32 MiB on compute capability 9 and later, 8320 KiB before; on ROCm 128 MiB on the
+    Instinct MI300 and MI350 families and 32 MiB elsewhere.
+    """
+    names = ("CUBLAS_WORKSPACE_CONFIG", "HIPBLAS_WORKSPACE_CONFIG", "ROCBLAS_WORKSPACE_CONFIG")
+    for name in names if hip else names[:1]:
+        if name in environment:
+            parts = re.findall(r":([0-9]+):([0-9]+)", environment[name])
+            if parts:
+                return sum(int(size) * _KIB * int(count) for size, count in parts)
+            break
+    if hip:
+        return (128 if arch.startswith(("gfx94", "gfx95")) else 32) * _KIB * _KIB
+    return 32 * _KIB * _KIB if major >= 9 else (4096 * 2 + 16 * 8) * _KIB
+
+
+def blas_lt_workspace_bytes(environment: Mapping[str, str], hip: bool) -> int:
+    """Size of a cublasLt or hipBLASLt workspace that is not shared with cuBLAS, in bytes.
+
+    As `_parseChosenWorkspaceSize` in torch's ATen/cuda/CUDABlas.cpp: KiB in CUBLASLT_WORKSPACE_SIZE, else 1 MiB, on
+    ROCm 76 MiB.
+    """
+    names = ("CUBLASLT_WORKSPACE_SIZE", "HIPBLASLT_WORKSPACE_SIZE")
+    for name in names if hip else names[:1]:
+        if name in environment:
+            if environment[name].strip().isdigit():
+                return int(environment[name]) * _KIB
+            break
+    return (76 * _KIB if hip else _KIB) * _KIB
+
+
+def parse_pinned(stats: Mapping[str, Any]) -> PinnedReading:
+    """Reads `torch.cuda.host_memory_stats()`, whose names changed between torch versions.
+
+    Earlier, `allocated_bytes` was what tensors hold and `reserved_bytes` what the cache holds; later `active_bytes` and
+    `allocated_bytes` are the two.
+    """
+    if "active_bytes.current" in stats:
+        return PinnedReading(stats["active_bytes.current"], stats.get("allocated_bytes.current"))
+    return PinnedReading(stats.get("allocated_bytes.current"), stats.get("reserved_bytes.current"))

@@ -1,0 +1,132 @@
+"""Every object that the garbage collector knows of, those hidden by `gc.freeze()` included, without touching them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator
+from inspect import CO_OPTIMIZED
+from types import FrameType, ModuleType
+
+# `gc.get_referents` takes the objects as arguments; more at once only makes the argument tuple larger.
+_CHUNK = 50_000
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keeps the garbage collector from running in the block, then leaves it on or off as it was.
+
+    A walk makes so many containers that automatic collections would cost more than the walk, and would change the
+    heap that is being read.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def all_objects() -> list[object]:
+    """Every tracked object that is reachable or unfrozen, once each, in no order that means anything.
+
+    `gc.get_objects()` leaves out what `gc.freeze()` moved to the permanent generation, and unfreezing it to look would
+    freeze too much afterwards. So where something is frozen, what it leaves out is found by a walk forward
+    (`gc.get_referents`, which does see frozen objects) from all unfrozen objects, the modules, the classes and the
+    locals of every running frame. Frozen objects that nothing reaches (frozen garbage) stay unseen.
+
+    The list keeps its objects alive: drop it as soon as it is read.
+    """
+    with collector_paused():
+        # No local variable may hold the list that is returned, nor may what is returned hold this function's frame:
+        # from Python 3.12 on that frame can be among the objects, and list and frame would keep each other, and with
+        # them the whole heap, until the next collection.
+        if gc.get_freeze_count() == 0:
+            return gc.get_objects()
+        found = {id(item): item for item in gc.get_objects()}
+        try:
+            found.update((id(root), root) for root in _roots())
+            _walk(found)
+            return [item for item in found.values() if type(item) is not FrameType]
+        finally:
+            found.clear()
+
+
+def _walk(found: dict[int, object]) -> None:
+    """Adds to `found` (id to object) every tracked object reachable from its values.
+
+    A step is a few calls per chunk, all of them in C: on a heap of a million objects that is the difference between one
+    second and ten.
+    """
+    frontier = list(found.values())
+    while frontier:
+        chunk = frontier[-_CHUNK:]
+        del frontier[-_CHUNK:]
+        # Untracked objects (numbers, strings, tuples of them) refer to nothing that is tracked.
+        referents = list(filter(gc.is_tracked, gc.get_referents(*chunk)))
+        reached = dict(zip(map(id, referents), referents, strict=True))
+        for known in reached.keys() & found.keys():
+            del reached[known]
+        found.update(reached)
+        frontier.extend(reached.values())
+        # The frame of this very call may be in them, and would keep them.
+        del chunk, referents, reached
+
+
+def _roots() -> Iterator[object]:
+    """What a frozen object may hang on without an unfrozen tracked object in between."""
+    for module in list(sys.modules.values()):
+        if issubclass(type(module), ModuleType):
+            yield module
+    yield from _classes()
+    for frame in _running_frames():
+        yield frame.f_globals
+        yield from frame_locals(frame)
+
+
+def _classes() -> Iterator[object]:
+    """All classes and, for those written in C, what their namespaces hold (a static type has no referents)."""
+    seen: set[int] = set()
+    waiting: list[type] = [object]
+    while waiting:
+        cls = waiting.pop()
+        if id(cls) in seen:
+            continue
+        seen.add(id(cls))
+        yield cls
+        yield from gc.get_referents(type.__dict__["__dict__"].__get__(cls))
+        waiting.extend(type.__subclasses__(cls))
+
+
+def _running_frames() -> Iterator[FrameType]:
+    """The frames of all threads, except those of the probes, whose locals are the walk itself."""
+    waiting: list[FrameType | None] = list(sys._current_frames().values())
+    while waiting:
+        # Nothing of this is left in a local variable at the end: one of the frames is this function's own.
+        frame = waiting.pop()
+        if frame is not None:
+            waiting.append(frame.f_back)
+            if not str(dict.get(frame.f_globals, "__name__", "")).startswith("lowtide.probes."):
+                yield frame
+
+
+def frame_locals(frame: FrameType) -> list[object]:
+    """The values of a frame's local variables, leaving nothing behind.
+
+    Up to Python 3.12 reading `f_locals` leaves in the frame a dict of the function's locals, which keeps them alive
+    after the function dropped them; it is emptied here, unless somebody else holds it (a debugger, or the function by
+    `locals()`). A module's or class body's `f_locals` is its namespace, and is never emptied.
+    """
+    namespace = frame.f_locals
+    values = list(namespace.values())
+    # 2: the frame's own reference and `namespace`; `getrefcount` adds its argument.
+    if (
+        sys.version_info < (3, 13)
+        and frame.f_code.co_flags & CO_OPTIMIZED
+        and type(namespace) is dict
+        and sys.getrefcount(namespace) <= 3
+    ):
+        namespace.clear()
+    return values

@@ -1,0 +1,59 @@
+"""Address ranges as (address, length) pairs: merged so that overlapping memory is counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+Range = tuple[int, int]
+
+
+def merge(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """Joins ranges that overlap or touch; sorted by address, empty ones dropped. Lengths in bytes."""
+    merged: list[Range] = []
+    for address, length in sorted(ranges):
+        if length <= 0:
+            continue
+        if merged:
+            last, held = merged[-1]
+            if address <= last + held:
+                merged[-1] = (last, max(held, address + length - last))
+                continue
+        merged.append((address, length))
+    return tuple(merged)
+
+
+def total(ranges: Iterable[Range]) -> int:
+    """Bytes in `ranges`; merge them first if they may overlap."""
+    return sum(length for _, length in ranges)
+
+
+def common(some: Iterable[Range], others: Iterable[Range]) -> tuple[Range, ...]:
+    """The ranges that lie in both; merged."""
+    left, right = merge(some), merge(others)
+    found: list[Range] = []
+    i = j = 0
+    while i < len(left) and j < len(right):
+        start = max(left[i][0], right[j][0])
+        left_end, right_end = sum(left[i]), sum(right[j])
+        end = min(left_end, right_end)
+        if start < end:
+            found.append((start, end - start))
+        if left_end <= right_end:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
+
+
+def without(some: Iterable[Range], gone: Iterable[Range]) -> tuple[Range, ...]:
+    """The parts of `some` that do not lie in `gone`; merged."""
+    left: list[Range] = []
+    for address, length in merge(some):
+        start = address
+        for hole, size in common([(address, length)], gone):
+            if hole > start:
+                left.append((start, hole - start))
+            start = hole + size
+        if start < address + length:
+            left.append((start, address + length - start))
+    return tuple(left)

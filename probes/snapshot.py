@@ -1,0 +1,170 @@
+"""All probes at one moment: one immutable value that keeps nothing of what it describes alive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowtide.probes.caches import CacheReading, bytes_held, read_caches
+from lowtide.probes.device.driver import Driver, DriverReading
+from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, read_allocators, read_pinned
+from lowtide.probes.gc_state import GcReading, read_gc
+from lowtide.probes.host import HostReading, Resident, read_host, resident_in
+from lowtide.probes.objects import all_objects, collector_paused
+from lowtide.probes.ranges import Range, without
+from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
+from lowtide.probes.tensors import TensorReading, summarize, survey_storages
+
+
+@dataclass(frozen=True, slots=True)
+class PoolResidency:
+    """How much of an announced pool in host memory is in physical memory.
+
+    Attributes:
+        kind: the pool's kind.
+        tag: the pool's tag.
+        resident: bytes of its mapped ranges that are in physical memory.
+    """
+
+    kind: PoolKind
+    tag: str
+    resident: Resident
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The readings of all probes at one moment.
+
+    Attributes:
+        label: what the caller calls this moment.
+        taken_at: seconds since the epoch, when the reading began.
+        seconds: how long the reading took.
+        tensors: live tensors by device.
+        allocators: torch's allocator per device with a context.
+        pinned: torch's cache of page-locked host memory.
+        drivers: the driver's figures per device asked for.
+        pools: what allocators outside torch announced.
+        pool_residency: of those pools that are host memory, per kind and tag, sorted.
+        tensor_residency: of the memory under CPU tensors that lies outside the announced pools.
+        host: the process on its host.
+        gc: the garbage collector's state.
+        caches: each `lru_cache` with entries.
+    """
+
+    label: str
+    taken_at: float
+    seconds: float
+    tensors: TensorReading
+    allocators: tuple[AllocatorReading, ...]
+    pinned: PinnedReading
+    drivers: tuple[DriverReading, ...]
+    pools: tuple[PoolReading, ...]
+    pool_residency: tuple[PoolResidency, ...]
+    tensor_residency: Resident
+    host: HostReading
+    gc: GcReading
+    caches: tuple[CacheReading, ...]
+
+    def arena_mapped(self, tag: str | None = None, device: str | None = None) -> int:
+        """Bytes mapped by announced arenas, of one tag or all, on one device or all."""
+        return sum(
+            pool.mapped
+            for pool in self.pools
+            if pool.kind == "arena" and tag in (None, pool.tag) and device in (None, pool.device)
+        )
+
+    @property
+    def pinned_bytes(self) -> int | None:
+        """Bytes of page-locked host memory, torch's cache and announced pools; None where torch does not tell."""
+        if self.pinned.torch_reserved is None:
+            return None
+        return self.pinned.torch_reserved + sum(pool.mapped for pool in self.pools if pool.kind == "pinned")
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the storages that the entries of all `lru_cache`s reach, each byte once."""
+        return bytes_held(self.caches)
+
+    def driver_bytes(self, device: str) -> int | None:
+        """Bytes that the driver says this process holds on `device`; None if it was not asked or does not tell."""
+        return next((reading.process_bytes for reading in self.drivers if reading.device == device), None)
+
+    def allocator(self, device: str) -> AllocatorReading | None:
+        """What torch's allocator holds on `device`; None where the process has no context there."""
+        return next((reading for reading in self.allocators if reading.device == device), None)
+
+    def allocated(self, device: str) -> int | None:
+        """Bytes that torch's allocator handed out on `device`: 0 without a context, None if it cannot tell."""
+        reading = self.allocator(device)
+        return 0 if reading is None else reading.allocated
+
+    def reserved(self, device: str) -> int | None:
+        """Bytes that torch's allocator took from the driver: 0 without a context, None if it cannot tell."""
+        reading = self.allocator(device)
+        return 0 if reading is None else reading.reserved
+
+
+def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = ()) -> Snapshot:
+    """Reads everything once; the heap is gone through once for all probes that need it.
+
+    Args:
+        label: what to call this moment.
+        driver: whom to ask about the cards (`find_driver()`).
+        devices: torch's indices of the cards to ask about.
+
+    Raises:
+        HostReadError: /proc does not tell.
+        PoolSourceError: an announced source raised.
+    """
+    taken_at = time.time()
+    started = time.perf_counter()
+    gc_state = read_gc()
+    with collector_paused():
+        # Memory first: the walk over the heap below needs some itself.
+        host = read_host()
+        pools = announced_pools()
+        pool_residency = _pool_residency(pools)
+        drivers = tuple(driver.read(index) for index in devices)
+        pinned = read_pinned()
+        objects = all_objects()
+        survey = survey_storages(objects)
+        caches = read_caches(objects)
+        del objects
+        tensors = summarize(survey, pools)
+        pooled = [part for pool in pools if _in_host_memory(pool) for part in pool.ranges]
+        tensor_residency = resident_in(without(tensors.on("cpu").ranges, pooled))
+        allocators = read_allocators({storage.address for storage in survey.storages})
+    return Snapshot(
+        label=label,
+        taken_at=taken_at,
+        seconds=time.perf_counter() - started,
+        tensors=tensors,
+        allocators=allocators,
+        pinned=pinned,
+        drivers=drivers,
+        pools=pools,
+        pool_residency=pool_residency,
+        tensor_residency=tensor_residency,
+        host=host,
+        gc=gc_state,
+        caches=caches,
+    )
+
+
+def _in_host_memory(pool: PoolReading) -> bool:
+    return pool.kind != "arena" or pool.device == "cpu"
+
+
+def _pool_residency(pools: Sequence[PoolReading]) -> tuple[PoolResidency, ...]:
+    """Per kind and tag; memory that two pools announce is the first one's."""
+    ranges: dict[tuple[PoolKind, str], list[Range]] = {}
+    for pool in pools:
+        if _in_host_memory(pool):
+            ranges.setdefault((pool.kind, pool.tag), []).extend(pool.ranges)
+    readings = []
+    counted: list[Range] = []
+    for (kind, tag), parts in sorted(ranges.items()):
+        readings.append(PoolResidency(kind, tag, resident_in(without(parts, counted))))
+        counted.extend(parts)
+    return tuple(readings)

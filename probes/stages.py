@@ -1,0 +1,279 @@
+"""Stage marks and pool announcements: the two things an engine calls, at next to no cost when nobody listens."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Protocol, runtime_checkable
+
+PoolKind = Literal["arena", "pinned", "host"]
+
+
+class PoolSourceError(RuntimeError):
+    """An announced pool source that cannot be announced or read; the message names its type and says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One named span of an engine's life.
+
+    Attributes:
+        name: the innermost name.
+        path: the names from the outermost stage to this one; ends in `name`.
+        thread: the identifier of the thread that entered it (`threading.get_ident()`).
+    """
+
+    name: str
+    path: tuple[str, ...]
+    thread: int
+
+
+class StageListener(Protocol):
+    """Hears of every stage, in the thread that runs it."""
+
+    def stage_entered(self, stage: Stage) -> None:
+        """Called before the body of `stage` runs; an exception from here keeps the body from running."""
+
+    def stage_left(self, stage: Stage, error: BaseException | None) -> None:
+        """Called after the body of `stage`, with the exception that ended it or None."""
+
+
+# A context variable, not a `threading.local`: it is as separate per thread (a new thread starts with an empty path),
+# and besides it follows an asyncio task, where several requests interleave on one thread.
+_path: ContextVar[tuple[str, ...]] = ContextVar("lowtide_stage_path", default=())
+
+# Copied on write, so that entering a stage reads it without a lock.
+_listeners: tuple[StageListener, ...] = ()
+_listeners_lock = threading.Lock()
+
+# Nsight Systems and Compute announce themselves to the NVTX library by this variable, before the process starts.
+_nsight_attached = "NVTX_INJECTION64_PATH" in os.environ
+
+
+class _Silence:
+    """The shared stage of an engine to which nobody listens."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        return None
+
+
+_SILENCE = _Silence()
+
+
+def stage(name: str) -> AbstractContextManager[None]:
+    """Marks a span of the engine's life: `with` it around the code that is the stage; stages nest.
+
+    Costs under a microsecond when nobody listens and no profiler is on. Under torch's profiler the stage shows as
+    `lowtide:<path>` in its events (and as an NVTX range under `emit_nvtx`), under Nsight as an NVTX range. The path
+    holds the stages that were entered while somebody listened or a profiler was on.
+    """
+    if not _listeners and not _profiled():
+        return _SILENCE
+    return _OpenStage(name)
+
+
+@contextlib.contextmanager
+def listening(listener: StageListener) -> Iterator[None]:
+    """Tells `listener` of every stage in every thread until the block ends.
+
+    A listener that raises does not leave the stage half open. What it raises reaches the engine's caller; where the
+    engine's own code raised too, the engine's exception is the one raised and the listener's is a note on it.
+    """
+    global _listeners
+    with _listeners_lock:
+        _listeners = (*_listeners, listener)
+    try:
+        yield
+    finally:
+        with _listeners_lock:
+            _listeners = _without_last(_listeners, listener)
+
+
+def _without_last(listeners: tuple[StageListener, ...], gone: StageListener) -> tuple[StageListener, ...]:
+    for index in range(len(listeners) - 1, -1, -1):
+        if listeners[index] is gone:
+            return listeners[:index] + listeners[index + 1 :]
+    return listeners
+
+
+class _OpenStage:
+    """A stage that somebody hears of: tells the listeners, marks the profiler's timeline, keeps the path."""
+
+    __slots__ = ("_close_range", "_name", "_outer", "_stage", "_told")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._outer = _path.get()
+        self._stage = Stage(self._name, (*self._outer, self._name), threading.get_ident())
+        self._close_range = _open_range("lowtide:" + "/".join(self._stage.path))
+        _path.set(self._stage.path)
+        told: list[StageListener] = []
+        self._told = told
+        try:
+            for listener in _listeners:
+                listener.stage_entered(self._stage)
+                told.append(listener)
+        except BaseException as error:
+            # `__exit__` will not be called, so those who heard of the stage hear here that it is over.
+            self._leave(error)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        failed = self._leave(error)
+        if error is None and failed is not None:
+            raise failed
+
+    def _leave(self, error: BaseException | None) -> BaseException | None:
+        """Undoes `__enter__`; returns the listeners' first error, after noting it on `error` if there is one."""
+        # Not `ContextVar.reset`, which raises where a generator is closed in another context than it began in.
+        _path.set(self._outer)
+        first = error
+        for listener in reversed(self._told):
+            if not any(listener is still for still in _listeners):
+                continue
+            try:
+                listener.stage_left(self._stage, error)
+            except BaseException as failure:  # noqa: BLE001 - noted on the first error, or raised as the first
+                if first is None:
+                    first = failure
+                else:
+                    _note(first, failure, listener)
+        if self._close_range is not None:
+            self._close_range()
+        return first
+
+
+def _note(error: BaseException, failure: BaseException, listener: StageListener) -> None:
+    """Writes what a listener raised onto the exception that goes on instead of it."""
+    told = "".join(traceback.format_exception(type(failure), failure, failure.__traceback__))
+    text = f"the stage listener {type(listener).__name__} raised as well:\n{told}"
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:  # Python 3.10; the attribute that `add_note` fills, which pytest and the exceptiongroup backport read
+        notes = [*getattr(error, "__notes__", ()), text]
+        error.__notes__ = notes  # type: ignore[attr-defined]
+
+
+def _profiled() -> bool:
+    if _nsight_attached:
+        return True
+    # torch keeps this flag for the very purpose of a cheap check; `emit_nvtx` sets it too.
+    profiler = sys.modules.get("torch.autograd.profiler")
+    return profiler is not None and bool(getattr(profiler, "_is_profiler_enabled", False))
+
+
+def _open_range(label: str) -> Callable[[], object] | None:
+    """Opens a range in whatever profiler is on; returns what closes it, or None where nothing records."""
+    profiler = sys.modules.get("torch.autograd.profiler")
+    if profiler is not None and getattr(profiler, "_is_profiler_enabled", False):
+        # Under `emit_nvtx` torch itself turns a recorded function into an NVTX range, so one call serves both.
+        recorded = profiler.record_function(label)
+        recorded.__enter__()
+        return lambda: recorded.__exit__(None, None, None)
+    # The binding, not `torch.cuda.nvtx`, whose functions exist and raise in a build without CUDA.
+    nvtx = getattr(sys.modules.get("torch._C"), "_nvtx", None) if _nsight_attached else None
+    if nvtx is None:
+        return None
+    nvtx.rangePushA(label)
+    return nvtx.rangePop  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReading:
+    """Memory that an allocator outside torch holds under one tag on one device.
+
+    Attributes:
+        kind: `arena`, device memory (on a CPU engine: what stands for it) that torch's counters do not see; `pinned`,
+            page-locked host buffers; `host`, ordinary host memory that the engine keeps, such as the image of
+            sleeping weights.
+        tag: the allocator's own name for it (`weights`, `kv_cache`).
+        device: `cuda:0`, `cpu`.
+        reserved: bytes of address range.
+        mapped: bytes with physical pages behind them.
+        ranges: address and length in bytes of each mapped part.
+    """
+
+    kind: PoolKind
+    tag: str
+    device: str
+    reserved: int
+    mapped: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@runtime_checkable
+class PoolSource(Protocol):
+    """An allocator that tells what it holds."""
+
+    def read_pools(self) -> Sequence[PoolReading]:
+        """Tells what is held now; changes nothing and allocates nothing on a device."""
+
+
+# Keyed by identity: a `WeakSet` would call the source's own `__hash__` and `__eq__`. Each change is one dict operation,
+# atomic under the interpreter lock; a lock of ours could be asked for again by a callback that the collector runs.
+_sources: dict[int, weakref.ref[PoolSource]] = {}
+
+
+def announce(source: PoolSource) -> None:
+    """Makes `source` known to the probes, weakly: announcing keeps nothing alive. Announcing twice changes nothing.
+
+    Raises:
+        PoolSourceError: `source` cannot be referenced weakly.
+    """
+    key = id(source)
+
+    def forget(gone: weakref.ref[PoolSource]) -> None:
+        if _sources.get(key) is gone:
+            del _sources[key]
+
+    try:
+        _sources[key] = weakref.ref(source, forget)
+    except TypeError as error:
+        raise PoolSourceError(
+            f"{type(source).__name__} cannot be announced, because it takes no weak reference; "
+            "if it has __slots__, add '__weakref__' to them"
+        ) from error
+
+
+def withdraw(source: PoolSource) -> None:
+    """Forgets `source`; one that is not announced changes nothing."""
+    _sources.pop(id(source), None)
+
+
+def announced_pools() -> tuple[PoolReading, ...]:
+    """Reads every announced source that is still alive; sorted by device, kind and tag.
+
+    Raises:
+        PoolSourceError: a source raised; the message names it, the cause is its exception.
+    """
+    pools: list[PoolReading] = []
+    for reference in list(_sources.values()):
+        source = reference()
+        if source is None:
+            continue
+        try:
+            pools.extend(source.read_pools())
+        except Exception as error:
+            raise PoolSourceError(
+                f"{type(source).__name__}.read_pools() raised {type(error).__name__}: {error}; "
+                "withdraw(source) if it can no longer tell what it holds"
+            ) from error
+    return tuple(sorted(pools, key=lambda pool: (pool.device, pool.kind, pool.tag, pool.ranges)))

@@ -1,0 +1,197 @@
+"""The host's facts about this process."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+
+import psutil
+import pytest
+
+from lowtide.probes.host import UnmappedRangeError, read_host, resident_bytes, resident_in
+
+PAGE = mmap.PAGESIZE
+
+
+def test_resident_memory_is_the_sum_of_its_kinds() -> None:
+    host = read_host()
+    assert host.rss == host.anonymous + host.file_backed > 1 << 20
+
+
+def test_resident_memory_is_what_psutil_says() -> None:
+    assert abs(read_host().rss - psutil.Process().memory_info().rss) < 4 << 20
+
+
+def test_memory_of_its_own_is_anonymous() -> None:
+    before = read_host()
+    with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        pages.write(b"x" * (64 << 20))
+        after = read_host()
+    assert 60 << 20 < after.anonymous - before.anonymous < 140 << 20
+    assert after.file_backed - before.file_backed < 8 << 20
+
+
+def test_shared_memory_counts_with_files() -> None:
+    before = read_host()
+    with mmap.mmap(-1, 64 << 20) as pages:
+        pages.write(b"x" * (64 << 20))
+        after = read_host()
+    assert 60 << 20 < after.file_backed - before.file_backed < 70 << 20
+
+
+def test_memory_that_is_its_own_alone_is_known_and_at_most_all() -> None:
+    host = read_host()
+    assert host.uss is not None
+    assert 0 < host.uss <= host.rss + (4 << 20)
+
+
+def test_uss_that_cannot_be_read_is_unknown_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(self: psutil.Process) -> object:
+        raise psutil.AccessDenied(msg="smaps is closed")
+
+    monkeypatch.setattr(psutil.Process, "memory_full_info", denied)
+    host = read_host()
+    assert host.uss is None
+    assert any("smaps is closed" in note for note in host.notes)
+
+
+def test_threads_have_names_and_identifiers() -> None:
+    done = threading.Event()
+    thread = threading.Thread(target=done.wait, args=(10,), name="a-worker")
+    before = read_host()
+    thread.start()
+    try:
+        after = read_host()
+    finally:
+        done.set()
+        thread.join()
+    assert set(after.threads) - set(before.threads) == {f"a-worker ({thread.ident})"}
+    assert after.native_threads == before.native_threads + 1
+
+
+def test_children_have_numbers_and_names() -> None:
+    before = read_host().children
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        after = read_host().children
+    finally:
+        child.communicate()
+    (new,) = set(after) - set(before)
+    assert new.split()[0] == str(child.pid)
+    assert new.split()[1].startswith("python")
+
+
+def test_descriptors_have_targets_and_the_reading_has_none() -> None:
+    before = read_host().descriptors
+    with open(os.devnull) as file:  # noqa: PTH123 - the descriptor is the point
+        after = read_host().descriptors
+        assert set(after) - set(before) == {f"{file.fileno()} -> /dev/null"}
+    assert read_host().descriptors == before
+
+
+def test_a_forgotten_descriptor_of_the_descriptor_folder_is_somebody_elses() -> None:
+    before = read_host().descriptors
+    forgotten = os.open("/proc/self/fd", os.O_RDONLY)
+    try:
+        after = read_host().descriptors
+    finally:
+        os.close(forgotten)
+    assert [entry.split(" -> ")[0] for entry in set(after) - set(before)] == [str(forgotten)]
+
+
+@pytest.fixture
+def block() -> Iterator[shared_memory.SharedMemory]:
+    made = shared_memory.SharedMemory(create=True, size=5 * PAGE)
+    yield made
+    made.close()
+    made.unlink()
+
+
+def test_shared_memory_that_is_mapped_here(block: shared_memory.SharedMemory) -> None:
+    (entry,) = [entry for entry in read_host().shared_memory if entry.name == block.name.lstrip("/")]
+    assert (entry.bytes, entry.mapped_here) == (5 * PAGE, True)
+
+
+def test_shared_memory_that_is_not_mapped_here_any_more(block: shared_memory.SharedMemory) -> None:
+    block.close()
+    (entry,) = [entry for entry in read_host().shared_memory if entry.name == block.name.lstrip("/")]
+    assert (entry.bytes, entry.mapped_here) == (5 * PAGE, False)
+
+
+@pytest.fixture
+def pages() -> Iterator[mmap.mmap]:
+    """16 pages of this process's own, none of them touched."""
+    made = mmap.mmap(-1, 16 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    made.madvise(mmap.MADV_NOHUGEPAGE)
+    yield made
+    made.close()
+
+
+def address_of(pages: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(pages))
+
+
+def test_untouched_pages_are_not_resident(pages: mmap.mmap) -> None:
+    assert resident_bytes(address_of(pages), 16 * PAGE) == 0
+
+
+def test_touched_pages_are_resident(pages: mmap.mmap) -> None:
+    pages[3 * PAGE] = 1
+    pages[5 * PAGE] = 1
+    assert resident_bytes(address_of(pages), 16 * PAGE) == 2 * PAGE
+
+
+def test_given_up_pages_are_not_resident_any_more(pages: mmap.mmap) -> None:
+    pages[0 : 16 * PAGE] = b"x" * (16 * PAGE)
+    pages.madvise(mmap.MADV_DONTNEED, 0, 12 * PAGE)
+    assert resident_bytes(address_of(pages), 16 * PAGE) == 4 * PAGE
+
+
+def test_only_bytes_inside_the_range_count(pages: mmap.mmap) -> None:
+    pages[0 : 3 * PAGE] = b"x" * (3 * PAGE)
+    assert resident_bytes(address_of(pages) + 10, 2 * PAGE) == 2 * PAGE
+    assert resident_bytes(address_of(pages) + 2 * PAGE + 7, 2 * PAGE) == PAGE - 7
+    assert resident_bytes(address_of(pages) + 5, 1) == 1
+
+
+def test_a_range_is_read_in_parts(pages: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.probes.host._MINCORE_BYTES", 3 * PAGE)
+    pages[2 * PAGE : 10 * PAGE] = b"x" * (8 * PAGE)
+    assert resident_bytes(address_of(pages) + 1, 15 * PAGE) == 8 * PAGE
+
+
+def test_an_empty_range_holds_nothing(pages: mmap.mmap) -> None:
+    assert resident_bytes(address_of(pages), 0) == 0
+
+
+def test_a_negative_length_is_refused(pages: mmap.mmap) -> None:
+    with pytest.raises(ValueError, match="not an address range"):
+        resident_bytes(address_of(pages), -1)
+
+
+def test_a_range_that_is_not_mapped_is_refused() -> None:
+    with pytest.raises(UnmappedRangeError, match="not all mapped here"):
+        resident_bytes(PAGE, PAGE)
+
+
+def test_a_part_that_goes_while_it_is_read_holds_nothing(pages: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(address: int, length: int) -> int:
+        raise UnmappedRangeError("unmapped since the maps were read")
+
+    monkeypatch.setattr("lowtide.probes.host.resident_bytes", gone)
+    assert resident_in([(address_of(pages), PAGE)]).total == 0
+
+
+def test_kinds_of_mapping_are_told_apart_and_gaps_count_nothing(pages: mmap.mmap) -> None:
+    pages[0:PAGE] = b"x" * PAGE
+    with mmap.mmap(-1, 4 * PAGE) as shared:
+        shared[0 : 2 * PAGE] = b"x" * (2 * PAGE)
+        ranges = [(address_of(pages), 16 * PAGE), (address_of(shared), 4 * PAGE), (PAGE, PAGE)]
+        found = resident_in(ranges)
+    assert (found.anonymous, found.file_backed, found.total) == (PAGE, 2 * PAGE, 3 * PAGE)

@@ -1,0 +1,244 @@
+"""The ledger: its lines and what is unexplained add up to the total, whatever the snapshot says."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.probes.device.driver import DriverReading, find_driver
+from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, PoolSegments
+from lowtide.probes.gc_state import GcReading
+from lowtide.probes.host import HostReading, Resident
+from lowtide.probes.ledger import Ledger, LedgerBase, LedgerError, base_from, read_ledger
+from lowtide.probes.snapshot import PoolResidency, Snapshot, take_snapshot
+from lowtide.probes.stages import PoolReading
+from lowtide.probes.tensors import TensorReading
+
+MIB = 1 << 20
+CARD = LedgerBase("cuda:0", context=500, libraries=60)
+needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card; torch sees none")
+
+EMPTY = Snapshot(
+    label="",
+    taken_at=0.0,
+    seconds=0.0,
+    tensors=TensorReading((), 0),
+    allocators=(),
+    pinned=PinnedReading(0, 0),
+    drivers=(DriverReading("cuda:0", "nvml", 10_000, 20_000, 30_000, ""),),
+    pools=(),
+    pool_residency=(),
+    tensor_residency=Resident(0, 0),
+    host=HostReading(1000, 900, 700, 300, (), 1, (), (), (), ()),
+    gc=GcReading(0, 0, True, (700, 10, 10)),
+    caches=(),
+)
+ALLOCATOR = AllocatorReading(
+    "cuda:0",
+    allocated=450,
+    reserved=1000,
+    active=450,
+    inactive=0,
+    pools=(
+        PoolSegments((0, 0), reserved=700, allocated=400, blocks=3, workspaces=32, empty=0),
+        PoolSegments((0, 1), reserved=200, allocated=50, blocks=1, workspaces=8, empty=100),
+        PoolSegments((0, 2), reserved=100, allocated=0, blocks=0, workspaces=0, empty=100),
+    ),
+    library_workspaces=40,
+    backend="native",
+    trusted=True,
+    note="",
+)
+
+
+def lines_of(ledger: Ledger) -> dict[str, int]:
+    names = [line.name for line in ledger.lines]
+    assert len(names) == len(set(names))
+    return {line.name: line.bytes for line in ledger.lines}
+
+
+def adds_up(ledger: Ledger) -> bool:
+    return (
+        ledger.unexplained is not None and sum(line.bytes for line in ledger.lines) + ledger.unexplained == ledger.total
+    )
+
+
+def test_a_cards_lines() -> None:
+    arenas = (
+        PoolReading("arena", "weights", "cuda:0", 5000, 3000, ()),
+        PoolReading("arena", "kv_cache", "cuda:0", 5000, 1000, ()),
+        PoolReading("arena", "kv_cache", "cuda:0", 5000, 200, ()),
+    )
+    ledger = read_ledger(replace(EMPTY, pools=arenas, allocators=(ALLOCATOR,)), "cuda:0", CARD)
+    assert lines_of(ledger) == {
+        "context": 500,
+        "kernels and libraries": 60,
+        "arena kv_cache": 1200,
+        "arena weights": 3000,
+        "torch default pool, in use": 368,
+        "torch default pool, cached": 300,
+        "torch private pools, in use": 42,
+        "torch private pools, cached": 250,
+        "library workspaces": 40,
+    }
+    assert (ledger.total, ledger.source, ledger.unexplained) == (10_000, "nvml", 4240)
+
+
+def test_what_is_elsewhere_is_on_no_cards_ledger() -> None:
+    elsewhere = (
+        PoolReading("arena", "weights", "cuda:1", 100, 100, ()),
+        PoolReading("arena", "weights", "cpu", 100, 100, ()),
+        PoolReading("pinned", "ring", "cuda:0", 100, 100, ()),
+        PoolReading("host", "image", "cuda:0", 100, 100, ()),
+    )
+    taken = replace(EMPTY, pools=elsewhere, allocators=(replace(ALLOCATOR, device="cuda:1"),))
+    assert lines_of(read_ledger(taken, "cuda:0", CARD)) == {"context": 500, "kernels and libraries": 60}
+
+
+def test_private_pools_are_named_by_their_ids() -> None:
+    ledger = read_ledger(replace(EMPTY, allocators=(ALLOCATOR,)), "cuda:0", CARD)
+    (line,) = [line for line in ledger.lines if line.name == "torch private pools, cached"]
+    assert line.note == "0.1 0.2"
+
+
+def test_an_allocator_without_a_snapshot_is_one_line_by_its_own_count() -> None:
+    blind = replace(ALLOCATOR, pools=(), library_workspaces=None, trusted=False, note="no memory snapshot")
+    ledger = read_ledger(replace(EMPTY, allocators=(blind,)), "cuda:0", CARD)
+    (line,) = [line for line in ledger.lines if line.name == "torch allocator"]
+    assert (line.bytes, line.note) == (1000, "no memory snapshot")
+
+
+def test_an_allocator_that_does_not_tell_is_no_line_of_zero() -> None:
+    blind = replace(ALLOCATOR, pools=(), library_workspaces=None, reserved=None)
+    ledger = read_ledger(replace(EMPTY, allocators=(blind,)), "cuda:0", CARD)
+    assert "torch allocator" not in lines_of(ledger)
+    assert adds_up(ledger)
+
+
+def test_without_a_driver_the_lines_stay_and_the_total_is_unknown() -> None:
+    taken = replace(EMPTY, drivers=(NoDriver("a test").read(0),), allocators=(ALLOCATOR,))
+    ledger = read_ledger(taken, "cuda:0", CARD)
+    assert (ledger.total, ledger.unexplained, ledger.source) == (None, None, "none")
+    assert lines_of(ledger)["library workspaces"] == 40
+
+
+def test_a_device_that_the_driver_was_not_asked_about_has_no_total() -> None:
+    ledger = read_ledger(EMPTY, "cuda:5", LedgerBase("cuda:5", context=0))
+    assert (ledger.total, ledger.source) == (None, "none")
+
+
+def test_a_base_of_another_device_is_refused() -> None:
+    with pytest.raises(LedgerError, match="measured on cuda:0 and cannot serve cpu"):
+        read_ledger(EMPTY, "cpu", CARD)
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cpu"])
+def test_right_after_measuring_the_base_nothing_is_unexplained(device: str) -> None:
+    taken = replace(EMPTY, allocators=(ALLOCATOR,))
+    assert read_ledger(taken, device, LedgerBase(device, base_from(taken, device))).unexplained == 0
+
+
+def test_a_base_without_a_driver_is_refused_with_the_remedy() -> None:
+    with pytest.raises(LedgerError, match="use LedgerBase"):
+        base_from(replace(EMPTY, drivers=()), "cuda:0")
+
+
+def test_the_hosts_lines() -> None:
+    taken = replace(
+        EMPTY,
+        pool_residency=(
+            PoolResidency("arena", "weights", Resident(100, 0)),
+            PoolResidency("host", "weights", Resident(0, 50)),
+            PoolResidency("pinned", "ring", Resident(0, 20)),
+        ),
+        tensor_residency=Resident(30, 5),
+    )
+    ledger = read_ledger(taken, "cpu", LedgerBase("cpu", context=400, libraries=10))
+    assert lines_of(ledger) == {
+        "interpreter": 400,
+        "code, libraries and mapped files": 300 - 50 - 20,
+        "libraries, loaded lazily": 10,
+        "arena weights": 100,
+        "host pool weights": 50,
+        "pinned pool ring": 20,
+        "tensors outside pools": 30,
+    }
+    assert (ledger.total, ledger.source, ledger.unexplained) == (1000, "rss", 1000 - 840)
+
+
+def test_tensors_over_mapped_files_are_told_where_they_are_counted() -> None:
+    ledger = read_ledger(replace(EMPTY, tensor_residency=Resident(30, 5)), "cpu", LedgerBase("cpu", 0))
+    (line,) = [line for line in ledger.lines if line.name == "code, libraries and mapped files"]
+    assert (line.bytes, line.note) == (300, "5 bytes of it under tensors")
+
+
+amounts = st.integers(0, 1 << 40)
+
+
+@given(amounts, amounts, amounts, amounts, amounts, amounts, amounts)
+def test_every_ledger_adds_up(
+    total: int, context: int, mapped: int, reserved: int, allocated: int, workspaces: int, resident: int
+) -> None:
+    allocator = replace(
+        ALLOCATOR,
+        pools=(PoolSegments((0, 0), reserved, allocated, 1, workspaces, 0),),
+        library_workspaces=workspaces,
+    )
+    taken = replace(
+        EMPTY,
+        drivers=(DriverReading("cuda:0", "nvml", total, None, None, ""),),
+        allocators=(allocator,),
+        pools=(PoolReading("arena", "weights", "cuda:0", mapped, mapped, ()),),
+        pool_residency=(PoolResidency("arena", "weights", Resident(resident, mapped)),),
+        host=replace(EMPTY.host, rss=total, file_backed=reserved),
+    )
+    assert adds_up(read_ledger(taken, "cuda:0", LedgerBase("cuda:0", context)))
+    assert adds_up(read_ledger(taken, "cpu", LedgerBase("cpu", context)))
+
+
+def test_on_this_host_a_large_tensor_is_explained() -> None:
+    driver = NoDriver("a test")
+    before = take_snapshot(driver=driver)
+    base = LedgerBase("cpu", base_from(before, "cpu"))
+    kept = torch.ones(256 * MIB // 4)
+    ledger = read_ledger(take_snapshot(driver=driver), "cpu", base)
+    assert adds_up(ledger)
+    assert lines_of(ledger)["tensors outside pools"] - before.tensor_residency.anonymous == kept.nbytes
+    assert ledger.unexplained is not None
+    assert abs(ledger.unexplained) < 64 * MIB
+
+
+def test_on_this_host_memory_that_nobody_names_is_unexplained() -> None:
+    driver = NoDriver("a test")
+    base = LedgerBase("cpu", base_from(take_snapshot(driver=driver), "cpu"))
+    with mmap.mmap(-1, 256 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as hidden:
+        hidden.write(b"x" * (256 * MIB))
+        ledger = read_ledger(take_snapshot(driver=driver), "cpu", base)
+    assert ledger.unexplained is not None
+    assert ledger.unexplained > 192 * MIB
+
+
+@pytest.mark.cuda
+@needs_card
+def test_on_a_card_the_ledger_explains_what_torch_takes() -> None:
+    driver = find_driver()
+    try:
+        left = torch.ones(1024, 1024, device="cuda")
+        warm = left @ left
+        torch.cuda.synchronize()
+        base = LedgerBase("cuda:0", base_from(take_snapshot(driver=driver, devices=[0]), "cuda:0"))
+        kept = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+        ledger = read_ledger(take_snapshot(driver=driver, devices=[0]), "cuda:0", base)
+    finally:
+        driver.close()
+    assert adds_up(ledger)
+    assert lines_of(ledger)["torch default pool, in use"] >= kept.nbytes + warm.nbytes
+    assert lines_of(ledger)["library workspaces"] > 0
+    assert ledger.unexplained is not None
+    assert abs(ledger.unexplained) <= 4 * MIB

@@ -1,0 +1,185 @@
+"""The enumeration of the heap: complete, frozen or not, and without traces."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import shutil
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lowtide.probes.objects import all_objects, collector_paused, frame_locals
+
+
+@pytest.fixture
+def thaw() -> Iterator[None]:
+    """Undoes the freezing of a test (and nothing else: the test process itself freezes nothing)."""
+    assert gc.get_freeze_count() == 0
+    yield
+    gc.unfreeze()
+
+
+def holds(objects: list[object], wanted: object) -> bool:
+    return sum(item is wanted for item in objects) == 1
+
+
+def test_an_unfrozen_object_is_found_once() -> None:
+    wanted = [object()]
+    assert holds(all_objects(), wanted)
+
+
+@pytest.mark.usefixtures("thaw")
+def test_a_frozen_object_that_a_running_function_holds_is_found_once() -> None:
+    wanted = ["frozen"]
+    gc.freeze()
+    assert not holds(gc.get_objects(), wanted)
+    assert holds(all_objects(), wanted)
+
+
+@pytest.mark.usefixtures("thaw")
+def test_a_frozen_object_that_only_a_module_holds_is_found() -> None:
+    module = types.ModuleType("a_module_of_this_test")
+    sys.modules[module.__name__] = module
+    try:
+        module.held = {"deep": [1, []]}  # type: ignore[attr-defined]
+        identity = id(module.held["deep"][1])  # type: ignore[attr-defined]
+        del module
+        gc.freeze()
+        assert any(id(item) == identity for item in all_objects())
+    finally:
+        del sys.modules["a_module_of_this_test"]
+
+
+@pytest.mark.usefixtures("thaw")
+def test_a_frozen_object_that_only_another_thread_holds_is_found() -> None:
+    ready, done = threading.Event(), threading.Event()
+    identity: list[int] = []
+
+    def hold() -> None:
+        mine = [object()]
+        identity.append(id(mine))
+        ready.set()
+        done.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    try:
+        assert ready.wait(10)
+        gc.freeze()
+        assert any(id(item) == identity[0] for item in all_objects())
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.mark.usefixtures("thaw")
+def test_objects_of_a_frozen_heap_come_with_the_unfrozen_ones() -> None:
+    old = ["frozen"]
+    gc.freeze()
+    new = ["fresh"]
+    objects = all_objects()
+    assert holds(objects, old)
+    assert holds(objects, new)
+
+
+@pytest.mark.usefixtures("thaw")
+def test_what_is_frozen_stays_frozen_and_nothing_joins_it() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    kept = [[] for _ in range(100)]
+    all_objects()
+    assert gc.get_freeze_count() <= before
+    assert len(kept) == 100
+
+
+@pytest.mark.usefixtures("thaw")
+def test_a_local_dies_when_its_function_drops_it_although_the_frame_was_read() -> None:
+    class Watched:
+        alive = 1
+
+        def __del__(self) -> None:
+            Watched.alive = 0
+
+    watched = Watched()
+    gc.freeze()
+    all_objects()
+    del watched
+    assert Watched.alive == 0
+
+
+def test_the_locals_of_a_frame_are_its_variables() -> None:
+    marker = object()
+    assert any(value is marker for value in frame_locals(sys._getframe()))
+
+
+def test_locals_that_the_function_itself_asked_for_are_left_as_they_are() -> None:
+    marker = object()
+    mine = locals()
+    frame_locals(sys._getframe())
+    assert mine["marker"] is marker
+
+
+def test_a_modules_namespace_is_never_emptied() -> None:
+    namespace: dict[str, object] = {"sys": sys, "frame_locals": frame_locals}
+    exec("kept = object(); frame_locals(sys._getframe())", namespace)
+    assert "kept" in namespace
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with contextlib.suppress(KeyError), collector_paused():
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+LEAVES_NOTHING = """
+import gc, sys, weakref
+sys.path.insert(0, sys.argv[1])
+from lowtide.probes.objects import all_objects
+
+class Witness:
+    pass
+
+def seen_and_dropped():
+    witness = Witness()
+    objects = all_objects()
+    assert any(item is witness for item in objects)
+    del objects
+    return weakref.ref(witness)
+
+gc.collect()
+gc.disable()
+assert seen_and_dropped()() is None, "unfrozen"
+gc.freeze()
+assert seen_and_dropped()() is None, "frozen"
+"""
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.11", "3.12", "3.13"])
+def test_reading_keeps_nothing_alive_in_any_python(version: str) -> None:
+    # How frames come to be objects differs from version to version; from 3.12 on a walk can meet its own.
+    python = find_python(version)
+    if python is None:
+        pytest.skip(f"there is no Python {version} here")
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run([python, "-c", LEAVES_NOTHING, root], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def find_python(version: str) -> str | None:
+    if sys.version_info[:2] == tuple(map(int, version.split("."))):
+        return sys.executable
+    installed = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    return str(installed[-1]) if installed else shutil.which(f"python{version}")

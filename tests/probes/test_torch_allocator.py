@@ -1,0 +1,336 @@
+"""torch's allocators: parsing on recorded snapshots, and the real thing on a card."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.probes.device.torch_allocator import (
+    PinnedReading,
+    PoolSegments,
+    blas_lt_workspace_bytes,
+    blas_workspace_bytes,
+    is_workspace,
+    parse_pinned,
+    parse_pools,
+    read_allocators,
+    read_pinned,
+)
+from lowtide.probes.tensors import live_storages
+
+MIB = 1 << 20
+needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
+
+
+def block(address: int, size: int, state: str = "active_allocated", requested: int | None = None) -> dict[str, Any]:
+    return {
+        "address": address,
+        "size": size,
+        "requested_size": size if requested is None else requested,
+        "state": state,
+        "frames": [],
+    }
+
+
+def segment(*blocks: dict[str, Any], device: int = 0, pool: tuple[int, int] = (0, 0)) -> dict[str, Any]:
+    """As `torch.cuda.memory_snapshot()` has it, cut to what is read."""
+    return {
+        "device": device,
+        "address": blocks[0]["address"],
+        "total_size": sum(part["size"] for part in blocks),
+        "segment_type": "large",
+        "segment_pool_id": pool,
+        "is_expandable": False,
+        "blocks": list(blocks),
+    }
+
+
+WORKSPACE = 32 * MIB
+RECORDED = [
+    # A model's segment with a free block, a workspace, a graph's pool, and another device.
+    segment(block(0x1000_0000, 6 * MIB), block(0x1060_0000, 14 * MIB, "inactive")),
+    segment(block(0x2000_0000, WORKSPACE)),
+    segment(block(0x3000_0000, 2 * MIB, "active_awaiting_free"), pool=(0, 3)),
+    segment(block(0x4000_0000, 8 * MIB, "inactive"), pool=(0, 3)),
+    segment(block(0x1000_0000, 99 * MIB), device=1),
+]
+
+
+def test_segments_add_up_by_pool() -> None:
+    assert parse_pools(RECORDED, 0, claimed=[0x1000_0000], workspace_sizes=[WORKSPACE]) == (
+        PoolSegments((0, 0), reserved=52 * MIB, allocated=38 * MIB, blocks=2, workspaces=32 * MIB, empty=0),
+        PoolSegments((0, 3), reserved=10 * MIB, allocated=2 * MIB, blocks=1, workspaces=0, empty=8 * MIB),
+    )
+
+
+def test_a_pool_that_is_not_the_default_one_is_private() -> None:
+    default, graph = parse_pools(RECORDED, 0, claimed=(), workspace_sizes=())
+    assert (default.private, graph.private) == (False, True)
+
+
+def test_a_device_without_segments_has_no_pools() -> None:
+    assert parse_pools(RECORDED, 7, claimed=(), workspace_sizes=()) == ()
+
+
+def test_a_block_of_the_workspaces_size_that_no_storage_claims_is_a_workspace() -> None:
+    assert is_workspace(block(1000, 64), [999, 1064], [64])
+
+
+@pytest.mark.parametrize("address", [1000, 1001, 1063])
+def test_a_block_in_which_a_storage_lies_is_no_workspace(address: int) -> None:
+    assert not is_workspace(block(1000, 64), [1, address, 5000], [64])
+
+
+def test_a_block_of_another_size_is_no_workspace() -> None:
+    assert not is_workspace(block(1000, 65), [], [64])
+
+
+def test_what_was_asked_for_counts_not_what_was_given() -> None:
+    assert is_workspace(block(1000, 512, requested=500), [], [500])
+    assert not is_workspace(block(1000, 512, requested=500), [], [512])
+
+
+@pytest.mark.parametrize("state", ["inactive", "active_awaiting_free"])
+def test_a_block_that_is_being_given_back_is_no_workspace(state: str) -> None:
+    assert not is_workspace(block(1000, 64, state), [], [64])
+
+
+@pytest.mark.parametrize(
+    ("environment", "major", "hip", "arch", "expected"),
+    [
+        pytest.param({}, 8, False, "", 8320 * 1024, id="Ampere"),
+        pytest.param({}, 9, False, "", 32 * MIB, id="Hopper"),
+        pytest.param({}, 10, False, "", 32 * MIB, id="Blackwell"),
+        pytest.param({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, 9, False, "", 8320 * 1024, id="set"),
+        pytest.param({"CUBLAS_WORKSPACE_CONFIG": "nonsense"}, 9, False, "", 32 * MIB, id="set to nonsense"),
+        pytest.param({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, 9, False, "", 0, id="switched off"),
+        pytest.param({"HIPBLAS_WORKSPACE_CONFIG": ":64:2"}, 9, True, "gfx942", 128 * 1024, id="set on ROCm"),
+        pytest.param({"HIPBLAS_WORKSPACE_CONFIG": ":64:2"}, 9, False, "", 32 * MIB, id="ROCm's name on CUDA"),
+        pytest.param(
+            {"CUBLAS_WORKSPACE_CONFIG": "nonsense", "HIPBLAS_WORKSPACE_CONFIG": ":64:2"},
+            9,
+            True,
+            "gfx1100",
+            32 * MIB,
+            id="the first name that is set decides",
+        ),
+        pytest.param({}, 9, True, "gfx942:sramecc+", 128 * MIB, id="MI300"),
+        pytest.param({}, 11, True, "gfx1100", 32 * MIB, id="Radeon"),
+    ],
+)
+def test_the_size_of_a_blas_workspace(
+    environment: dict[str, str], major: int, hip: bool, arch: str, expected: int
+) -> None:
+    assert blas_workspace_bytes(environment, major, hip, arch) == expected
+
+
+@pytest.mark.parametrize(
+    ("environment", "hip", "expected"),
+    [
+        pytest.param({}, False, MIB, id="CUDA"),
+        pytest.param({}, True, 76 * MIB, id="ROCm"),
+        pytest.param({"CUBLASLT_WORKSPACE_SIZE": "4096"}, False, 4 * MIB, id="set"),
+        pytest.param({"CUBLASLT_WORKSPACE_SIZE": "much"}, False, MIB, id="set to nonsense"),
+        pytest.param({"HIPBLASLT_WORKSPACE_SIZE": "4096"}, True, 4 * MIB, id="set on ROCm"),
+    ],
+)
+def test_the_size_of_a_blas_lt_workspace(environment: dict[str, str], hip: bool, expected: int) -> None:
+    assert blas_lt_workspace_bytes(environment, hip) == expected
+
+
+def test_pinned_stats_by_their_later_names() -> None:
+    assert parse_pinned({"active_bytes.current": 5, "allocated_bytes.current": 8}) == PinnedReading(5, 8)
+
+
+def test_pinned_stats_by_their_earlier_names() -> None:
+    assert parse_pinned({"allocated_bytes.current": 5, "reserved_bytes.current": 8}) == PinnedReading(5, 8)
+
+
+def test_pinned_stats_that_are_missing_are_unknown_not_zero() -> None:
+    assert parse_pinned({}) == PinnedReading(None, None)
+
+
+def test_before_cuda_is_initialised_there_is_nothing_and_it_stays_so() -> None:
+    code = (
+        "import torch; from lowtide.probes.device.torch_allocator import read_allocators, read_pinned;"
+        "print(read_allocators(), read_pinned() == type(read_pinned())(0, 0), torch.cuda.is_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["()", "True", "False"]
+
+
+class Counters:
+    """torch with a card, as far as the reading asks."""
+
+    class version:  # noqa: N801
+        hip = None
+
+    class _C:
+        @staticmethod
+        def _cuda_hasPrimaryContext(index: int) -> bool:
+            return index != 1
+
+    class cuda:  # noqa: N801
+        backend = "native"
+        refuses: tuple[str, ...] = ()
+
+        @staticmethod
+        def is_initialized() -> bool:
+            return True
+
+        @staticmethod
+        def device_count() -> int:
+            return 2
+
+        @classmethod
+        def get_allocator_backend(cls) -> str:
+            return cls.backend
+
+        @staticmethod
+        def get_device_properties(index: int) -> Any:
+            return type("Properties", (), {"major": 9})()
+
+        @classmethod
+        def memory_snapshot(cls) -> list[dict[str, Any]]:
+            if "snapshot" in cls.refuses:
+                raise RuntimeError("no snapshot here\nC++ stack")
+            return RECORDED
+
+        @classmethod
+        def memory_stats(cls, index: int) -> dict[str, int]:
+            if "stats" in cls.refuses:
+                raise RuntimeError("no stats here\nC++ stack")
+            return {
+                "allocated_bytes.all.current": 1,
+                "reserved_bytes.all.current": 2,
+                "active_bytes.all.current": 3,
+                "inactive_split_bytes.all.current": 4,
+            }
+
+
+@pytest.fixture
+def counters(monkeypatch: pytest.MonkeyPatch) -> type[Counters.cuda]:
+    fresh = type("cuda", (Counters.cuda,), {})
+    monkeypatch.setitem(sys.modules, "torch", type("torch", (Counters,), {"cuda": fresh}))
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    return fresh
+
+
+def test_only_devices_with_a_context_are_read(counters: type[Counters.cuda]) -> None:
+    (reading,) = read_allocators([0x1000_0000])
+    assert reading.device == "cuda:0"
+    assert (reading.allocated, reading.reserved, reading.active, reading.inactive) == (1, 2, 3, 4)
+    assert (reading.library_workspaces, len(reading.pools)) == (32 * MIB, 2)
+    assert (reading.backend, reading.trusted, reading.note) == ("native", True, "")
+
+
+def test_another_backend_is_not_trusted_and_says_so(counters: type[Counters.cuda]) -> None:
+    counters.backend = "cudaMallocAsync"
+    counters.refuses = ("snapshot",)
+    (reading,) = read_allocators([])
+    assert not reading.trusted
+    assert (reading.pools, reading.library_workspaces) == ((), None)
+    assert "no snapshot here" in reading.note
+    assert "cudaMallocAsync" in reading.note
+    assert "C++ stack" not in reading.note
+
+
+def test_counters_that_are_refused_are_unknown_not_zero(counters: type[Counters.cuda]) -> None:
+    counters.refuses = ("stats",)
+    (reading,) = read_allocators([])
+    assert (reading.allocated, reading.reserved, reading.active, reading.inactive) == (None,) * 4
+    assert "no stats here" in reading.note
+
+
+def test_a_snapshot_that_can_leave_out_the_history_does(counters: type[Counters.cuda]) -> None:
+    asked = []
+
+    def memory_snapshot(mempool_id: object = None, include_traces: bool = True) -> list[dict[str, Any]]:
+        asked.append(include_traces)
+        return RECORDED
+
+    counters.memory_snapshot = staticmethod(memory_snapshot)  # type: ignore[assignment, method-assign]
+    read_allocators([])
+    assert asked == [False]
+
+
+def test_a_torch_without_pinned_stats_is_unknown_not_zero(counters: type[Counters.cuda]) -> None:
+    assert read_pinned() == PinnedReading(None, None)
+
+
+@pytest.mark.cuda
+@needs_card
+def test_on_a_card_the_pools_add_up_to_the_counters() -> None:
+    kept = torch.ones(3 << 20, device="cuda")
+    (reading,) = [entry for entry in read_allocators() if entry.device == "cuda:0"]
+    assert reading.trusted, reading.note
+    assert reading.allocated is not None
+    assert reading.allocated >= kept.nbytes
+    assert sum(pool.reserved for pool in reading.pools) == reading.reserved
+    assert sum(pool.allocated for pool in reading.pools) == reading.active
+
+
+@pytest.mark.cuda
+@needs_card
+def test_on_a_card_a_matrix_product_leaves_a_workspace_of_the_size_that_is_expected() -> None:
+    torch._C._cuda_clearCublasWorkspaces()
+    left = torch.ones(256, 256, device="cuda")
+    before = _workspaces()
+    product = left @ left
+    torch.cuda.synchronize()
+    properties = torch.cuda.get_device_properties(0)
+    assert _workspaces() - before >= blas_workspace_bytes({}, properties.major, torch.version.hip is not None)
+    torch._C._cuda_clearCublasWorkspaces()
+    assert _workspaces() == before
+    assert product.numel() == 256 * 256
+
+
+def _workspaces() -> int:
+    (reading,) = [entry for entry in read_allocators() if entry.device == "cuda:0"]
+    assert reading.library_workspaces is not None
+    return reading.library_workspaces
+
+
+@pytest.mark.cuda
+@needs_card
+def test_on_a_card_a_tensor_of_a_workspaces_size_is_a_tensor() -> None:
+    torch.zeros(1, device="cuda")
+    before = _workspaces()
+    kept = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
+    assert _workspaces() == before
+    assert kept.numel() == 32 * MIB
+
+
+@pytest.mark.cuda
+@needs_card
+def test_on_a_card_a_graphs_memory_is_in_a_private_pool() -> None:
+    static = torch.ones(1 << 20, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = static * 2
+    (reading,) = [entry for entry in read_allocators() if entry.device == "cuda:0"]
+    assert sum(pool.allocated for pool in reading.pools if pool.private) >= kept.nbytes
+
+
+@pytest.mark.cuda
+@needs_card
+def test_on_a_card_pinned_memory_is_counted() -> None:
+    torch.zeros(1, device="cuda")
+    before = read_pinned()
+    kept = torch.empty(8 * MIB, dtype=torch.uint8, pin_memory=True)
+    after = read_pinned()
+    assert None not in (before.torch_allocated, after.torch_allocated, after.torch_reserved)
+    assert after.torch_allocated - before.torch_allocated >= kept.nbytes  # type: ignore[operator]
+    assert after.torch_reserved >= after.torch_allocated  # type: ignore[operator]
+
+
+@pytest.mark.cuda
+@needs_card
+def test_on_a_card_a_storage_is_read_with_its_device() -> None:
+    kept = torch.ones(1000, device="cuda")
+    (storage,) = live_storages([kept[3:]])
+    assert (storage.device, storage.address, storage.bytes) == ("cuda:0", kept.data_ptr(), 4000)
