@@ -1,0 +1,187 @@
+"""Arenas: memory with a tag, at addresses that stay while its physical pages come and go."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from lowtide.engine.errors import OutOfMemoryError
+from lowtide.engine.pages import Lease, PageBackend, Part
+from lowtide.engine.teardown import Teardown
+from lowtide.probes import stages
+
+# Tensors start where every vectorised load is aligned, as torch's own allocators do.
+ALIGNMENT = 512
+# Pages are mapped in parts of this many bytes: few driver calls (16 GiB in 64 of them take 3 ms on an H200), and still
+# fine enough for a copy into one part to run while the next is mapped.
+PART_BYTES = 256 << 20
+
+
+def round_up(size: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is at least `size`."""
+    return -(-size // unit) * unit
+
+
+def padded(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes that a tensor takes in an arena."""
+    return round_up(_nbytes(shape, dtype), ALIGNMENT)
+
+
+class _Record:
+    """What outlives the arena object for as long as a tensor holds its memory; it is what the probes read."""
+
+    def __init__(self, tag: str, backend: PageBackend, address: int, size: int) -> None:
+        self.tag = tag
+        self.backend = backend
+        self.address = address
+        self.size = size
+        self.parts: list[Part] = []
+        self.error: BaseException | None = None
+
+    @property
+    def mapped(self) -> int:
+        return sum(part.size for part in self.parts)
+
+    def read_pools(self) -> tuple[stages.PoolReading, ...]:
+        ranges = tuple((self.address + part.offset, part.size) for part in self.parts)
+        reading = stages.PoolReading("arena", self.tag, str(self.backend.device), self.size, self.mapped, ranges)
+        return (reading,)
+
+    def dispose(self) -> None:
+        """Run once, when the lease is gone: by the arena's close, or later by the last tensor."""
+        stages.withdraw(self)
+        try:
+            self.backend.dispose(self.address, self.size, self.parts)
+        except Exception as error:  # noqa: BLE001 - a finalizer cannot raise; `Arena.close` hands the error on
+            self.error = error
+        else:
+            self.parts.clear()
+
+
+class Arena:
+    """A range of `capacity` bytes that tensors are carved out of, one after the other.
+
+    The pages can be dropped and mapped again at any time; addresses, and so tensors and captured graphs, stay valid,
+    contents do not survive.  The memory is the arena's *and* its tensors': `close` gives it back at once if no tensor
+    is left, else it goes with the last one, exactly as memory of torch's own allocator would.
+
+    Raises:
+        OutOfMemoryError: no address range of this size.
+    """
+
+    def __init__(self, tag: str, capacity: int, backend: PageBackend) -> None:
+        self.tag = tag
+        self.capacity = round_up(max(capacity, 1), backend.granularity)
+        self._backend = backend
+        self._used = 0
+        self._lease: Lease | None = backend.reserve(self.capacity)
+        self._record = _Record(tag, backend, self._lease.address, self.capacity)
+        finalizer = weakref.finalize(self._lease, self._record.dispose)
+        # At exit the process gives everything back anyway, and the driver may be gone before us.
+        finalizer.atexit = False
+        stages.announce(self._record)
+
+    @property
+    def mapped(self) -> int:
+        """Bytes with pages behind them, from the start of the range."""
+        return self._record.mapped
+
+    @property
+    def used(self) -> int:
+        """Bytes that `allocate` has handed out."""
+        return self._used
+
+    def map_to(self, size: int) -> None:
+        """Map pages until at least the first `size` bytes have them.
+
+        Raises:
+            OutOfMemoryError: no room for all of it; then the arena is as it was before.
+        """
+        target = round_up(size, self._backend.granularity)
+        if target > self.capacity:
+            raise OutOfMemoryError(f"arena {self.tag!r} has {self.capacity} bytes of addresses, {target} are needed")
+        before = self.mapped
+        try:
+            while self.mapped < target:
+                self.map_part(target)
+        except BaseException as error:
+            undo = Teardown(f"mapping arena {self.tag!r}")
+            undo.run("giving the new pages back", partial(self.unmap_to, before))
+            undo.finish_into(error)
+            raise
+
+    def map_part(self, target: int) -> None:
+        """Map the next part on the way to `target` bytes; for a caller that fills one part while it maps the next."""
+        offset = self.mapped
+        size = min(PART_BYTES, round_up(target, self._backend.granularity) - offset)
+        try:
+            part = self._backend.map(self._require_lease(), offset, size)
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"arena {self.tag!r} cannot grow from {offset} to {target} bytes: {error}"
+            ) from error
+        self._record.parts.append(part)
+
+    def unmap_to(self, size: int) -> None:
+        """Give back the parts that lie wholly past the first `size` bytes."""
+        parts = self._record.parts
+        while parts and parts[-1].offset >= size:
+            # Taken off the list only afterwards: what the driver refuses to unmap is still mapped.
+            self._backend.unmap(self._require_lease(), parts[-1])
+            parts.pop()
+
+    def bytes_at(self, offset: int, size: int) -> torch.Tensor:
+        """A uint8 tensor of shape [size] over mapped bytes of the arena."""
+        return self._backend.tensor(self._require_lease(), offset, size)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with undefined contents at the next free address, in a storage of its own.
+
+        Raises:
+            OutOfMemoryError: the arena's capacity or the device is exhausted.
+        """
+        start, size = self._used, padded(shape, dtype)
+        self.map_to(start + size)
+        # The storage has exactly the tensor's bytes, so that whoever counts storages counts what is really used.
+        raw = self.bytes_at(start, _nbytes(shape, dtype)) if size else torch.empty(0, device=self._backend.device)
+        self._used = start + size
+        return tensor_over(raw, 0, shape, dtype)
+
+    def close(self) -> None:
+        """Give up the arena's own hold on its memory; calling it again does nothing.
+
+        Raises:
+            DriverError: the driver did not take the memory back.
+        """
+        self._lease = None
+        if self._record.error is not None:
+            error, self._record.error = self._record.error, None
+            raise error
+
+    def _require_lease(self) -> Lease:
+        if self._lease is None:
+            raise ValueError(f"arena {self.tag!r} is closed")
+        return self._lease
+
+
+def tensor_over(raw: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor in the storage of `raw`, `offset` bytes into it.
+
+    Not a view: a view would keep `raw` itself alive as its base.
+    """
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    tensor = torch.empty(0, dtype=dtype, device=raw.device)
+    return tensor.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(shape), strides[::-1])
+
+
+def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count * dtype.itemsize

@@ -1,0 +1,364 @@
+"""The engine as its user sees it: a life in four states, with every failure rolled back."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from lowtide.engine.checkpoint import load_tokenizer
+from lowtide.engine.config import PRESETS, EngineConfig, ModelConfig, load_model_config, resolve_max_model_len
+from lowtide.engine.core import EngineCore
+from lowtide.engine.errors import ConfigError, EngineStateError, RequestError
+from lowtide.engine.kv_cache import KVCacheManager, KVCacheUsage, num_kv_cache_blocks
+from lowtide.engine.pages import check_device, open_backend
+from lowtide.engine.request import Request, RequestOutput, SamplingParams
+from lowtide.engine.scheduler import Scheduler
+from lowtide.engine.teardown import Teardown, release_frames
+from lowtide.engine.weights import CheckpointWeights, RandomWeights, WeightSource
+from lowtide.engine.worker import SLEEPING_TAGS, Worker
+from lowtide.probes.stages import stage
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Prompt: TypeAlias = "str | Sequence[int]"
+
+
+class EngineState(enum.Enum):
+    """Where an engine is in its life: new -> running <-> asleep -> closed."""
+
+    NEW = "new"
+    RUNNING = "running"
+    ASLEEP = "asleep"
+    CLOSED = "closed"
+
+
+_ALLOWED = {
+    EngineState.NEW: ("create", "shutdown"),
+    EngineState.RUNNING: ("generate", "add_request", "step", "abort", "reset_prefix_cache", "sleep", "shutdown"),
+    EngineState.ASLEEP: ("wake", "shutdown"),
+    EngineState.CLOSED: ("shutdown",),
+}
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What `create` builds, known before any memory is taken."""
+
+    model_config: ModelConfig
+    num_blocks: int
+    max_model_len: int
+    source: WeightSource
+    tokenizer: Tokenizer | None
+
+
+class LLMEngine:
+    """A small LLM engine whose memory can be put to sleep, woken and given back.
+
+    Not thread-safe: one thread drives an engine.  Every call that fails leaves the engine in the state it was in, with
+    the memory it had, and can be made again; `shutdown` is legal at any time.
+
+    Args:
+        config: what to build; nothing is taken before `create`.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self._state = EngineState.NEW
+        self._core: EngineCore | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._awake_tags: set[str] = set()
+        self._level = 0
+        self._pending_outputs: list[RequestOutput] = []
+        self._num_requests = 0
+
+    def __enter__(self) -> LLMEngine:
+        """Create the engine, if it is new."""
+        if self._state is EngineState.NEW:
+            self.create()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Shut the engine down."""
+        self.shutdown()
+
+    @property
+    def state(self) -> EngineState:
+        """Where the engine is in its life."""
+        return self._state
+
+    def create(self) -> None:
+        """Take memory, load the weights, be ready for requests.
+
+        Raises:
+            EngineStateError: the engine is not new.
+            ConfigError: a setting that cannot work here; nothing was taken.
+            CheckpointError: the checkpoint cannot be used; memory is back where it was.
+            OutOfMemoryError: no room; memory is back where it was.
+        """
+        self._require("create", EngineState.NEW)
+        with stage("create"), _rolled_back():
+            plan = self._plan()
+            manager = KVCacheManager(plan.num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+            scheduler = Scheduler(
+                manager,
+                max_num_seqs=self.config.max_num_seqs,
+                max_num_batched_tokens=self.config.max_num_batched_tokens,
+                max_model_len=plan.max_model_len,
+                vocab_size=plan.model_config.vocab_size,
+                eos_token_ids=plan.model_config.eos_token_ids,
+            )
+            backend = open_backend(self.config.device)
+            # Last, so that nothing can fail once there is memory to give back.
+            worker = Worker(self.config, plan.model_config, backend, plan.source, plan.num_blocks, plan.max_model_len)
+            self._core = EngineCore(scheduler, worker)
+            self._tokenizer = plan.tokenizer
+            self._awake_tags = set(SLEEPING_TAGS)
+            self._state = EngineState.RUNNING
+
+    def check(self) -> None:
+        """Find out whether `create` can work, as far as that is possible without taking memory.
+
+        Raises:
+            ConfigError: a setting that cannot work here.
+            CheckpointError: the checkpoint cannot be used.
+        """
+        self._plan()
+        check_device(self.config.device)
+
+    def _plan(self) -> _Plan:
+        model_config = load_model_config(self.config)
+        num_blocks = num_kv_cache_blocks(self.config, model_config)
+        max_model_len = resolve_max_model_len(self.config, model_config, num_blocks)
+        if self.config.model in PRESETS:
+            return _Plan(model_config, num_blocks, max_model_len, RandomWeights(model_config, self.config.seed), None)
+        source = CheckpointWeights(self.config.model, model_config)
+        source.check()
+        return _Plan(model_config, num_blocks, max_model_len, source, load_tokenizer(self.config.model))
+
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Run prompts to their end; one output per prompt, in order.
+
+        Args:
+            prompts: token ids, or text where the checkpoint has a tokenizer.
+            params: for all, or one per prompt; greedy with 16 tokens by default.
+
+        Raises:
+            EngineStateError: the engine is not running, or has requests of the step API that would be stepped too.
+            RequestError: a prompt can never be served; none was started.
+        """
+        core = self._require("generate", EngineState.RUNNING)
+        if core.has_unfinished_requests():
+            raise EngineStateError(
+                "generate", "running", ("step", "abort"), "requests of add_request are unfinished; finish them first"
+            )
+        each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one per prompt")
+        with stage("infer"), _rolled_back():
+            ids: list[str] = []
+            finished: dict[str, RequestOutput] = {}
+            try:
+                for prompt, one in zip(prompts, each, strict=True):
+                    ids.append(self._add(core, None, prompt, one))
+                while core.has_unfinished_requests():
+                    for output in core.step():
+                        if output.finished:
+                            finished[output.request_id] = output
+            except BaseException:
+                core.abort(ids)
+                raise
+            return [finished[request_id] for request_id in ids]
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> str:
+        """Queue a request for `step`; returns its id.
+
+        Raises:
+            EngineStateError: the engine is not running.
+            RequestError: the request can never be served, or its id is in use.
+        """
+        core = self._require("add_request", EngineState.RUNNING)
+        return self._add(core, request_id, prompt, params or SamplingParams())
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has something to do, or something to tell."""
+        return bool(self._pending_outputs) or (self._core is not None and self._core.has_unfinished_requests())
+
+    def step(self) -> list[RequestOutput]:
+        """Compute one step; one output for each request that has a new token.
+
+        Raises:
+            EngineStateError: the engine is not running.
+        """
+        core = self._require("step", EngineState.RUNNING)
+        with stage("infer"), _rolled_back():
+            outputs = core.step()
+        pending, self._pending_outputs = self._pending_outputs, []
+        return pending + outputs
+
+    def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
+        """End requests now; the last output of each that was still unfinished.
+
+        Raises:
+            EngineStateError: the engine is not running.
+        """
+        core = self._require("abort", EngineState.RUNNING)
+        return core.abort([request_ids] if isinstance(request_ids, str) else request_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, with nothing changed, while requests hold blocks.
+
+        Raises:
+            EngineStateError: the engine is not running.
+        """
+        return self._require("reset_prefix_cache", EngineState.RUNNING).reset_prefix_cache()
+
+    def sleep(self, level: int = 1, mode: Literal["wait", "abort"] = "wait") -> list[RequestOutput]:
+        """Give the device memory of weights and KV cache back until `wake`.
+
+        Args:
+            level: 1 keeps the weights in host memory; 2 drops them, and wake loads them from where they came.
+            mode: `wait` runs unfinished requests to their end first, `abort` ends them now.
+
+        Returns:
+            The last output of each request that this finished or aborted, so that none is lost.
+
+        Raises:
+            EngineStateError: the engine is not running.
+            ConfigError: another level or mode.
+            OutOfMemoryError: no host memory for the weights; the engine runs on, requests that had finished come out
+                of the next `step`.
+        """
+        core = self._require("sleep", EngineState.RUNNING)
+        if level not in (1, 2):
+            raise ConfigError(f"sleep level {level!r} does not exist: use 1 (weights stay in host memory) or 2")
+        if mode not in ("wait", "abort"):
+            raise ConfigError(f"sleep mode {mode!r} does not exist: use 'wait' or 'abort'")
+        with stage("sleep"), _rolled_back():
+            while mode == "wait" and core.has_unfinished_requests():
+                self._pending_outputs += [output for output in core.step() if output.finished]
+            core.worker.prepare_sleep(level)
+            self._pending_outputs += core.abort_all()
+            # What the cache's blocks hold goes with their pages.
+            core.reset_prefix_cache()
+            core.worker.sleep(level)
+            self._state = EngineState.ASLEEP
+            self._level = level
+            self._awake_tags.clear()
+        pending, self._pending_outputs = self._pending_outputs, []
+        return pending
+
+    def wake(self, tags: Iterable[str] | None = None) -> None:
+        """Take the memory again and fill it; the engine runs when all of it is awake.
+
+        Args:
+            tags: `weights` or `kv_cache` alone, for a trainer that wants to write new weights before there is a KV
+                cache; None is all that is asleep.
+
+        Raises:
+            EngineStateError: the engine is not asleep, or a tag is awake already.
+            ConfigError: a tag that does not exist.
+            OutOfMemoryError: no room; what was asleep still is.
+            CheckpointError: the weights of a level 2 sleep cannot be read again; what was asleep still is.
+        """
+        core = self._require("wake", EngineState.ASLEEP)
+        asleep = [tag for tag in ("weights", "kv_cache") if tag not in self._awake_tags]
+        wanted = asleep if tags is None else list(dict.fromkeys([tags] if isinstance(tags, str) else tags))
+        for tag in wanted:
+            if tag not in SLEEPING_TAGS:
+                raise ConfigError(f"there is no tag {tag!r} to wake: use 'weights', 'kv_cache' or None for both")
+            if tag not in asleep:
+                raise EngineStateError("wake", "asleep", [f"wake({t!r})" for t in asleep], f"{tag!r} is awake already")
+        if not wanted:
+            raise ConfigError("wake was given no tag: use 'weights', 'kv_cache' or None for both")
+        with stage("wake"), _rolled_back():
+            core.worker.wake(wanted)
+            self._awake_tags.update(wanted)
+            if "weights" in wanted and not self.config.keep_host_copy:
+                core.worker.memory.forget_weights()
+            if self._awake_tags == set(SLEEPING_TAGS):
+                self._state = EngineState.RUNNING
+
+    def shutdown(self) -> None:
+        """Give everything back; legal in every state, and again.
+
+        Raises:
+            ExceptionGroup: the errors of the steps that failed; the others were done all the same, and the engine is
+                closed.
+        """
+        closed_before, self._state = self._state is EngineState.CLOSED, EngineState.CLOSED
+        if closed_before or self._core is None:
+            return
+        with stage("shutdown"):
+            teardown = Teardown("shutting the engine down")
+            teardown.run("the requests", self._core.abort_all)
+            teardown.run("the worker", self._core.worker.shutdown)
+            self._tokenizer = None
+            self._pending_outputs = []
+            self._awake_tags.clear()
+            teardown.finish()
+
+    def kv_cache_usage(self) -> KVCacheUsage:
+        """Who has the KV blocks.
+
+        Raises:
+            EngineStateError: the engine has none, because it is new or closed.
+        """
+        core = self._require("kv_cache_usage", EngineState.RUNNING, EngineState.ASLEEP)
+        return core.scheduler.kv_cache_manager.usage
+
+    def memory_mapped(self) -> dict[str, int]:
+        """Bytes with pages behind them, by arena tag; empty before `create`."""
+        return {} if self._core is None else self._core.worker.memory.mapped()
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids.
+
+        Raises:
+            ConfigError: the model has no tokenizer.
+        """
+        return str(self._require_tokenizer().decode(list(token_ids)))
+
+    def _add(self, core: EngineCore, request_id: str | None, prompt: Prompt, params: SamplingParams) -> str:
+        if request_id is None:
+            request_id = f"request-{self._num_requests}"
+            self._num_requests += 1
+        token_ids = self._require_tokenizer().encode(prompt).ids if isinstance(prompt, str) else prompt
+        core.add_request(Request(request_id, token_ids, params))
+        return request_id
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ConfigError(f"model {self.config.model!r} has no tokenizer.json: give prompts as token ids")
+        return self._tokenizer
+
+    def _require(self, call: str, *states: EngineState) -> EngineCore:
+        if self._state not in states:
+            allowed: Sequence[str] = _ALLOWED[self._state]
+            if self._state is EngineState.ASLEEP and self._awake_tags:
+                asleep = next(tag for tag in SLEEPING_TAGS if tag not in self._awake_tags)
+                allowed = (f"wake({asleep!r})", "shutdown")
+            raise EngineStateError(call, self._state.value, allowed)
+        return self._core  # type: ignore[return-value]
+
+
+def _rolled_back() -> AbstractContextManager[None]:
+    """On an error, let go of the memory that the frames of the failed call hold, so that it is back at once."""
+    return _release_on_error(sys.exc_info()[1])
+
+
+@contextmanager
+def _release_on_error(handled: BaseException | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        release_frames(error, handled)
+        raise

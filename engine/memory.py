@@ -1,0 +1,141 @@
+"""All memory of one engine: an arena per tag, and how their contents go to the host and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from lowtide.engine.arena import Arena
+from lowtide.engine.host_memory import HostBuffer
+from lowtide.engine.pages import PageBackend
+from lowtide.engine.teardown import Teardown
+from lowtide.engine.transfer import TransferRing
+from lowtide.engine.workspace import Workspace
+
+# Addresses cost nothing; what the runtime arena really holds is mapped as it is asked for.
+RUNTIME_ADDRESSES = 1 << 30
+
+
+class EngineMemory:
+    """Owns the arenas `weights`, `kv_cache`, `runtime` and `workspace` (one per micro-batch), and the transfer ring.
+
+    Args:
+        backend: where pages come from.
+        weights: bytes of the weights arena.
+        kv_cache: bytes of the KV cache arena.
+        workspace: bytes that one micro-batch's workspace may grow to.
+        num_micro_batches: how many workspaces.
+
+    Raises:
+        OutOfMemoryError: no room; nothing is held then.
+    """
+
+    def __init__(
+        self, backend: PageBackend, *, weights: int, kv_cache: int, workspace: int, num_micro_batches: int
+    ) -> None:
+        self._backend = backend
+        self._image: HostBuffer | None = None
+        self._ring: TransferRing | None = None
+        self._arenas: dict[str, Arena] = {}
+        self.workspaces: list[Workspace] = []
+        self._workspace_arenas: list[Arena] = []
+        try:
+            self._arenas["weights"] = Arena("weights", weights, backend)
+            self._arenas["kv_cache"] = Arena("kv_cache", kv_cache, backend)
+            self._arenas["runtime"] = Arena("runtime", RUNTIME_ADDRESSES, backend)
+            for _ in range(num_micro_batches):
+                arena = Arena("workspace", workspace, backend)
+                self._workspace_arenas.append(arena)
+                self.workspaces.append(Workspace(arena))
+            self._ring = TransferRing(backend, weights)
+        except BaseException as error:
+            undo = Teardown("creating the engine's memory")
+            self.close(undo)
+            undo.finish_into(error)
+            raise
+
+    @property
+    def sleeping_weights(self) -> bool:
+        """Whether the host has a copy of the weights."""
+        return self._image is not None
+
+    def arena(self, tag: str) -> Arena:
+        """The arena of one tag: `weights`, `kv_cache` or `runtime`."""
+        return self._arenas[tag]
+
+    def mapped(self) -> dict[str, int]:
+        """Bytes with pages behind them, by tag."""
+        sizes = {tag: arena.mapped for tag, arena in self._arenas.items()}
+        sizes["workspace"] = sum(arena.mapped for arena in self._workspace_arenas)
+        return sizes
+
+    def save_weights(self) -> None:
+        """Copy the weights to host memory; on an error everything is as it was."""
+        assert self._ring is not None
+        weights = self._arenas["weights"]
+        fresh = self._image is None
+        image = self._image or self._ring.new_image(weights.used)
+        try:
+            self._ring.save(weights, image)
+        except BaseException:
+            if fresh:
+                image.close()
+            raise
+        self._image = image
+
+    def forget_weights(self) -> None:
+        """Give up the host copy of the weights."""
+        image, self._image = self._image, None
+        if image is not None:
+            image.close()
+
+    def drop(self, tags: Sequence[str]) -> None:
+        """Give the pages of these arenas and of all workspaces back; contents are gone, addresses stay."""
+        for tag in tags:
+            self._arenas[tag].unmap_to(0)
+        for workspace in self.workspaces:
+            workspace.drop_pages()
+        self._backend.empty_cache()
+
+    def restore(self, tag: str, refill: Callable[[], None] | None = None) -> None:
+        """Map an arena's pages again; weights are filled from the host copy, or by `refill` where there is none.
+
+        Raises:
+            OutOfMemoryError: no room.  The arena may be mapped in part: the caller drops it.
+        """
+        arena = self._arenas[tag]
+        if tag == "weights" and self._image is not None:
+            assert self._ring is not None
+            self._ring.restore(self._image, arena, arena.used)
+            return
+        arena.map_to(arena.used)
+        if refill is not None:
+            refill()
+
+    def close_host_buffers(self, teardown: Teardown) -> None:
+        """Give up the transfer ring and the host copy of the weights."""
+        ring, image = self._ring, self._image
+        self._ring = self._image = None
+        if image is not None:
+            teardown.run("the host copy of the weights", image.close)
+        if ring is not None:
+            teardown.run("the transfer ring", ring.close)
+
+    def close(self, teardown: Teardown, *, drop_pages: bool = False) -> None:
+        """Give everything up, step by step; memory that a tensor still holds goes with that tensor.
+
+        With `drop_pages` even that is given back: for an engine that never came to life, whose tensors nobody but a
+        traceback can hold.
+        """
+        self.close_host_buffers(teardown)
+        for arena in [*self._arenas.values(), *self._workspace_arenas]:
+            if drop_pages:
+                teardown.run(f"pages of arena {arena.tag!r}", partial(arena.unmap_to, 0))
+        for workspace in self.workspaces:
+            teardown.run("a workspace", workspace.close)
+        for arena in self._arenas.values():
+            teardown.run(f"arena {arena.tag!r}", arena.close)
+        self.workspaces = []
+        self._workspace_arenas = []
+        self._arenas = {}
+        teardown.run("torch's cached memory", self._backend.empty_cache)

@@ -1,0 +1,213 @@
+"""The Llama-family decoder (Llama and Qwen2), over flattened tokens and a paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import embedding, linear, silu
+
+from lowtide.engine.attention import AttentionMetadata, Workspace, paged_attention
+from lowtide.engine.config import Allocator, ModelConfig
+from lowtide.engine.kv_cache import KVCache
+from lowtide.engine.rope import RotaryEmbedding, rotate
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, allocate: Allocator) -> nn.Parameter:
+    """A parameter that lives where the allocator says from the start; contents come from a `WeightSource` later."""
+    return nn.Parameter(allocate(shape, dtype), requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, weight [out, in]; torch's own would allocate and initialise by itself."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, allocate: Allocator
+    ) -> None:
+        super().__init__()
+        self.weight = _parameter((out_features, in_features), dtype, allocate)
+        self.bias = _parameter((out_features,), dtype, allocate) if bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., out]."""
+        return linear(x, self.weight, self.bias)
+
+
+class Embedding(nn.Module):
+    """Rows of a table [vocab_size, hidden_size]."""
+
+    def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
+        super().__init__()
+        self.weight = _parameter((config.vocab_size, config.hidden_size), config.torch_dtype, allocate)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden_size]."""
+        return embedding(token_ids, self.weight)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
+
+    In float32, and rounded before the weight is multiplied in, as transformers does it: tokens are compared with its.
+    """
+
+    def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
+        super().__init__()
+        self.weight = _parameter((config.hidden_size,), config.torch_dtype, allocate)
+        self.eps = config.rms_norm_eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query attention (Ainslie et al., "GQA", 2023) with rotary positions over the layer's KV cache."""
+
+    def __init__(self, config: ModelConfig, layer_index: int, allocate: Allocator) -> None:
+        super().__init__()
+        self.layer_index = layer_index
+        self.head_dim = config.head_dim
+        hidden, dtype = config.hidden_size, config.torch_dtype
+        query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = Linear(hidden, query, config.attention_bias, dtype, allocate)
+        self.k_proj = Linear(hidden, kv, config.attention_bias, dtype, allocate)
+        self.v_proj = Linear(hidden, kv, config.attention_bias, dtype, allocate)
+        self.o_proj = Linear(query, hidden, config.attention_output_bias, dtype, allocate)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attention_metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        workspace: Workspace,
+    ) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]."""
+        query, key, value = (
+            projected.view(x.shape[0], -1, self.head_dim)
+            for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        )
+        attended = paged_attention(
+            rotate(query, *rotation),
+            rotate(key, *rotation),
+            value,
+            *kv_cache.layers[self.layer_index],
+            attention_metadata,
+            workspace,
+        )
+        output: torch.Tensor = self.o_proj(attended.flatten(1))
+        return output
+
+
+class LlamaMLP(nn.Module):
+    """SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020)."""
+
+    def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(hidden, inner, config.mlp_bias, config.torch_dtype, allocate)
+        self.up_proj = Linear(hidden, inner, config.mlp_bias, config.torch_dtype, allocate)
+        self.down_proj = Linear(inner, hidden, config.mlp_bias, config.torch_dtype, allocate)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]."""
+        output: torch.Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and MLP, each on the normalised residual stream and added back to it."""
+
+    def __init__(self, config: ModelConfig, layer_index: int, allocate: Allocator) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config, layer_index, allocate)
+        self.mlp = LlamaMLP(config, allocate)
+        self.input_layernorm = RMSNorm(config, allocate)
+        self.post_attention_layernorm = RMSNorm(config, allocate)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attention_metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        workspace: Workspace,
+    ) -> torch.Tensor:
+        """[T, hidden_size] -> [T, hidden_size]."""
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attention_metadata, kv_cache, workspace)
+        output: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return output
+
+
+class LlamaModel(nn.Module):
+    """Embedding, decoder layers, final norm."""
+
+    def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config, allocate)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(config, index, allocate) for index in range(config.num_layers))
+        self.norm = RMSNorm(config, allocate)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        attention_metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        workspace: Workspace,
+    ) -> torch.Tensor:
+        """[T] -> [T, hidden_size]."""
+        x: torch.Tensor = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x, rotation, attention_metadata, kv_cache, workspace)
+        normed: torch.Tensor = self.norm(x)
+        return normed
+
+
+class LlamaForCausalLM(nn.Module):
+    """The decoder with its head; Qwen2 is the same with biases on q, k and v.
+
+    Its parameters have the names of a Hugging Face checkpoint and the shapes of `parameter_shapes(config)`; they are
+    asked of `allocate` one by one and hold nothing until a `WeightSource` fills them. The rotary table is no part of
+    the module: the engine owns it and lends it.
+    """
+
+    def __init__(self, config: ModelConfig, allocate: Allocator, rotary: RotaryEmbedding) -> None:
+        super().__init__()
+        self.config = config
+        self.rotary = rotary
+        self.model = LlamaModel(config, allocate)
+        self.lm_head = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, False, config.torch_dtype, allocate)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attention_metadata: AttentionMetadata,
+        kv_cache: KVCache,
+        workspace: Workspace,
+    ) -> torch.Tensor:
+        """Computes new tokens of several sequences, flattened into one dimension, and caches their keys and values.
+
+        Args:
+            input_ids: int64 [T].
+            positions: int64 [T], of each token in its sequence.
+            attention_metadata: which sequences these are.
+            kv_cache: written at the new tokens' slots.
+            workspace: scratch memory of this micro-batch.
+
+        Returns:
+            Hidden states [T, hidden_size].
+        """
+        rotation = self.rotary.lookup(positions)
+        hidden: torch.Tensor = self.model(input_ids, rotation, attention_metadata, kv_cache, workspace)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden_size] -> [N, vocab_size], in the model's dtype."""
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        return linear(hidden, head.weight)

@@ -1,0 +1,130 @@
+"""Where an arena's pages come from: one backend per kind of device, all with the same few operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from lowtide.engine.errors import ConfigError
+
+
+class Lease(Protocol):
+    """Keeps an address range alive.
+
+    Every tensor over the range holds the lease through its storage, so the range goes when the arena *and* the last
+    tensor are gone: a tensor that somebody leaked can hold memory, but can never read somebody else's.
+    """
+
+    @property
+    def address(self) -> int:
+        """First byte of the range."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the range."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A mapped part of a range: where it lies, bytes, and the driver's handle of its pages."""
+
+    offset: int
+    size: int
+    handle: int = 0
+
+
+class PageBackend(Protocol):
+    """Address ranges whose physical pages come and go.  Sizes are bytes, multiples of `granularity`."""
+
+    device: torch.device
+    granularity: int
+    pins_host_memory: bool
+
+    def reserve(self, size: int) -> Lease:
+        """Reserve a range without any page.
+
+        Raises:
+            OutOfMemoryError: no address range of this size.
+        """
+
+    def map(self, lease: Lease, offset: int, size: int) -> Part:
+        """Put physical pages behind one part of the range; their contents are undefined.
+
+        Raises:
+            OutOfMemoryError: the device has no room; nothing was mapped.
+        """
+
+    def unmap(self, lease: Lease, part: Part) -> None:
+        """Give the pages of one part back."""
+
+    def dispose(self, address: int, size: int, parts: Sequence[Part]) -> None:
+        """Give back what is still mapped and the address range; called once, after the lease died."""
+
+    def tensor(self, lease: Lease, offset: int, size: int) -> torch.Tensor:
+        """A uint8 tensor of shape [size] over mapped pages, with a storage of its own that holds the lease."""
+
+    def pin(self, address: int, size: int) -> None:
+        """Lock host pages so that the device can copy to and from them directly.
+
+        Raises:
+            OutOfMemoryError: the system does not let that much memory be locked.
+        """
+
+    def unpin(self, address: int) -> None:
+        """Undo `pin` for the range that starts at `address`."""
+
+    def record(self) -> torch.cuda.Event | None:
+        """Mark this point on the device's current stream; None where copies are synchronous."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was queued."""
+
+    def empty_cache(self) -> None:
+        """Make torch give cached, unused device memory back to the driver."""
+
+
+def check_device(device: str) -> torch.device:
+    """The device that `device` names: "cpu", "cuda" or "cuda:N" (which is also what torch calls an AMD card).
+
+    Raises:
+        ConfigError: the device is of another kind, or there is none here.
+    """
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"device {device!r} is not one that torch knows: use 'cpu' or 'cuda:N'") from error
+    if wanted.type == "cpu":
+        return wanted
+    if wanted.type != "cuda":
+        raise ConfigError(f"device {device!r} is not supported: use 'cpu' or 'cuda:N'")
+    if not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r} was asked for, but torch sees no card here: use device 'cpu'")
+    index = wanted.index if wanted.index is not None else torch.cuda.current_device()
+    if index >= torch.cuda.device_count():
+        raise ConfigError(f"device 'cuda:{index}' does not exist: torch sees {torch.cuda.device_count()} card(s)")
+    return torch.device("cuda", index)
+
+
+def open_backend(device: str) -> PageBackend:
+    """The backend for `device`.
+
+    Raises:
+        ConfigError: the device is of another kind, or there is none here, or its driver's bindings are missing.
+    """
+    wanted = check_device(device)
+    if wanted.type == "cpu":
+        from lowtide.engine.pages.cpu import CpuPages
+
+        return CpuPages()
+    from lowtide.engine.pages.vmm import VmmPages
+
+    if torch.version.hip is not None:
+        from lowtide.engine.pages.hip import HipDriver, load_hip
+
+        return VmmPages(HipDriver(load_hip(), wanted.index), wanted.index)
+    from lowtide.engine.pages.cuda import CudaDriver
+
+    return VmmPages(CudaDriver(wanted.index), wanted.index)

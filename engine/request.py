@@ -1,0 +1,166 @@
+"""What a user asks for (sampling parameters), what the engine keeps of it (request), what comes back (output)."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowtide.engine.errors import RequestError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when they end.
+
+    Attributes:
+        max_tokens: tokens to generate at most.
+        temperature: 0 takes the likeliest token (greedy); above 0 draws.
+        top_k: draw among the k likeliest tokens; 0 is all of them.
+        top_p: draw among the fewest likeliest tokens whose probabilities reach top_p.
+        seed: equal seeds draw equal tokens, whatever else is in the batch; None takes one from the engine's seed.
+        stop_token_ids: tokens that end the request, besides the model's eos; the last one generated is returned too.
+        ignore_eos: whether to go on past the model's eos.
+
+    Raises:
+        RequestError: a value that cannot work; names the field and what is allowed.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens {self.max_tokens} must be at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"temperature {self.temperature} must be 0 (greedy) or above")
+        if self.top_k < 0:
+            raise RequestError(f"top_k {self.top_k} must be 0 (all tokens) or above")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p {self.top_p} must be above 0 and at most 1")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise RequestError(f"seed {self.seed} must be from 0 to {2**63 - 1}")
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED_STOPPED = "stop"
+    FINISHED_LENGTH = "length"
+    FINISHED_ABORTED = "abort"
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more will come."""
+        return self in (self.FINISHED_STOPPED, self.FINISHED_LENGTH, self.FINISHED_ABORTED)
+
+
+class Request:
+    """One request inside the engine: its tokens so far and how many of them are in the KV cache.
+
+    Prefill and decode are one thing here, as in vLLM V1: a step computes some of the tokens that are not yet computed,
+    and a token is sampled when none is left.
+
+    Args:
+        request_id: unique among the requests in the engine.
+        prompt_token_ids: at least one token.
+        params: how to sample.
+
+    Raises:
+        RequestError: the prompt is empty.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "arrival_index",
+        "block_hashes",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "params",
+        "request_id",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        if not prompt_token_ids:
+            raise RequestError(f"request {request_id!r} has an empty prompt; give at least one token")
+        self.request_id = request_id
+        self.params = params
+        self.token_ids: list[int] = list(prompt_token_ids)
+        """Prompt, then what has been generated."""
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        """Leading tokens whose keys and values are in the KV cache."""
+        self.num_cached_tokens = 0
+        """Prompt tokens that the prefix cache had when the request first ran."""
+        self.num_preemptions = 0
+        self.status = RequestStatus.WAITING
+        self.arrival_index = 0
+        """How many requests came before; set by the scheduler."""
+        self.block_hashes: list[bytes] = []
+        """Hash of each full block of `token_ids`; extended by the KV cache manager."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens so far."""
+        return len(self.token_ids)
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]:
+        """The prompt."""
+        return tuple(self.token_ids[: self.num_prompt_tokens])
+
+    @property
+    def output_token_ids(self) -> tuple[int, ...]:
+        """What has been generated so far."""
+        return tuple(self.token_ids[self.num_prompt_tokens :])
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens have been generated so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def output(self) -> RequestOutput:
+        """What the user sees of the request now."""
+        finished = self.status.is_finished
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=self.output_token_ids,
+            finished=finished,
+            finish_reason=self.status.value if finished else None,
+            num_cached_tokens=self.num_cached_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """The state of a request after a step.
+
+    Attributes:
+        request_id: of the request.
+        prompt_token_ids: the prompt.
+        token_ids: all tokens generated so far, a stop token included.
+        finished: whether this is the last output.
+        finish_reason: `stop`, `length` or `abort`; None while not finished.
+        num_cached_tokens: prompt tokens that the prefix cache had when the request first ran.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finished: bool
+    finish_reason: str | None
+    num_cached_tokens: int

@@ -1,0 +1,164 @@
+"""Runs one step on the device: lays out the scheduled tokens, computes them in micro-batches, samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lowtide.engine.attention import Workspace, build_attention_metadata
+from lowtide.engine.block_table import BlockTable
+from lowtide.engine.config import Allocator, EngineConfig
+from lowtide.engine.kv_cache import KVCache
+from lowtide.engine.model import LlamaForCausalLM
+from lowtide.engine.sampling import Sampler
+from lowtide.engine.scheduler import ScheduledRequest, SchedulerOutput
+
+
+class ModelRunner:
+    """Owns the step's input buffers and the rows of the block table; borrows all else from the engine.
+
+    Between steps it remembers nothing but which request has which row, and puts that right at every step: rows of
+    requests that are not in the step are given up, and written anew when the request is back.
+
+    Args:
+        config: of the engine.
+        model: filled with weights.
+        kv_cache: that the blocks of the scheduler mean.
+        block_table: with `config.max_num_seqs` rows.
+        sampler: for the requests whose last token was computed.
+        workspaces: one per micro-batch; there are as many micro-batches.
+        allocate: gives the input buffers, which keep their addresses.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: LlamaForCausalLM,
+        kv_cache: KVCache,
+        block_table: BlockTable,
+        sampler: Sampler,
+        workspaces: Sequence[Workspace],
+        allocate: Allocator,
+    ) -> None:
+        self.model = model
+        self._kv_cache = kv_cache
+        self._block_table = block_table
+        self._sampler = sampler
+        self._workspaces = tuple(workspaces)
+        self._input_ids = allocate((config.max_num_batched_tokens,), torch.int64)
+        self._positions = allocate((config.max_num_batched_tokens,), torch.int64)
+        self._slot_mapping = allocate((config.max_num_batched_tokens,), torch.int64)
+        self._rows = allocate((config.max_num_seqs,), torch.int64)
+        self._row_of: dict[str, tuple[int, int]] = {}
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+
+    def shutdown(self) -> None:
+        """Lets go of all that is on the device; the runner computes nothing any more."""
+        del self.model, self._kv_cache, self._block_table
+        del self._input_ids, self._positions, self._slot_mapping, self._rows
+        self._workspaces = ()
+
+    # Not inference mode: tensors made in it can never be written outside it, and a workspace that grows during a step
+    # makes tensors that live on.
+    @torch.no_grad()
+    def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
+        """Computes a step; the device is waited for once, at the end, for the sampled tokens.
+
+        Args:
+            output: what the scheduler planned.
+
+        Returns:
+            Next token by request id, for each request whose last token was computed.
+        """
+        self._assign_rows(output.scheduled)
+        sampled: list[ScheduledRequest] = []
+        hidden: list[torch.Tensor] = []
+        first_token = first_seq = 0
+        for micro_batch, workspace in zip(
+            split_micro_batches(output.scheduled, len(self._workspaces)), self._workspaces, strict=False
+        ):
+            states = self._compute(micro_batch, first_token, first_seq, workspace)
+            ends = np.cumsum([item.num_tokens for item in micro_batch]) - 1
+            last = [(int(end), item) for end, item in zip(ends, micro_batch, strict=True) if item.samples]
+            if last:
+                hidden.append(states[torch.tensor([end for end, _ in last], device=states.device)])
+                sampled += [item for _, item in last]
+            first_token += states.shape[0]
+            first_seq += len(micro_batch)
+        if not sampled:
+            return {}
+        logits = self.model.compute_logits(torch.cat(hidden))
+        requests = [item.request for item in sampled]
+        tokens = self._sampler.sample(logits, requests).tolist()
+        return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
+
+    def _compute(
+        self, micro_batch: Sequence[ScheduledRequest], first_token: int, first_seq: int, workspace: Workspace
+    ) -> torch.Tensor:
+        """Hidden states of a micro-batch; its inputs go into the buffers from `first_token` and `first_seq` on."""
+        starts = [item.request.num_computed_tokens for item in micro_batch]
+        stops = [start + item.num_tokens for start, item in zip(starts, micro_batch, strict=True)]
+        rows = [self._row_of[item.request.request_id][0] for item in micro_batch]
+        spans = list(zip(micro_batch, rows, starts, stops, strict=True))
+        token_ids = [token for item, _, start, stop in spans for token in item.request.token_ids[start:stop]]
+        positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, _, start, stop in spans])
+        slots = np.concatenate([self._block_table.slots(row, start, stop) for _, row, start, stop in spans])
+        input_ids = _upload(self._input_ids, first_token, np.array(token_ids, dtype=np.int64))
+        row_indices = _upload(self._rows, first_seq, np.array(rows, dtype=np.int64))
+        metadata = build_attention_metadata(
+            query_lens=[item.num_tokens for item in micro_batch],
+            seq_lens=stops,
+            block_tables=self._block_table.device_table[row_indices],
+            slot_mapping=_upload(self._slot_mapping, first_token, slots),
+            block_size=self._kv_cache.block_size,
+            dtype=self.model.config.torch_dtype,
+        )
+        positions_on_device = _upload(self._positions, first_token, positions)
+        return self.model.forward(input_ids, positions_on_device, metadata, self._kv_cache, workspace)
+
+    def _assign_rows(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Gives each scheduled request a row of the block table that lists its blocks."""
+        # A request that was preempted has other blocks now, so its row is of an earlier life.
+        lives = {item.request.request_id: item.request.num_preemptions for item in scheduled}
+        for request_id, (row, life) in list(self._row_of.items()):
+            if lives.get(request_id) != life:
+                self._block_table.clear(row)
+                self._free_rows.append(row)
+                del self._row_of[request_id]
+        for item in scheduled:
+            request_id = item.request.request_id
+            if request_id not in self._row_of:
+                self._row_of[request_id] = (self._free_rows.pop(), lives[request_id])
+            row, _ = self._row_of[request_id]
+            self._block_table.append(row, item.block_ids[self._block_table.num_blocks(row) :])
+        self._block_table.commit()
+
+
+def split_micro_batches(scheduled: Sequence[ScheduledRequest], count: int) -> list[list[ScheduledRequest]]:
+    """Splits a step into at most `count` parts with about as many tokens, none of them empty.
+
+    Within each part, requests with one new token come first and the longest of them at the front, as the attention
+    wants them.
+    """
+    total = sum(item.num_tokens for item in scheduled)
+    parts: list[list[ScheduledRequest]] = [[] for _ in range(count)]
+    before = 0
+    for item in scheduled:
+        # By the middle of its tokens, so that one long prompt does not drag all that follows it into the last part.
+        parts[(2 * before + item.num_tokens) * count // (2 * total)].append(item)
+        before += item.num_tokens
+    return [sorted(part, key=_attention_order) for part in parts if part]
+
+
+def _attention_order(item: ScheduledRequest) -> tuple[bool, int]:
+    return item.num_tokens > 1, -(item.request.num_computed_tokens + item.num_tokens)
+
+
+def _upload(buffer: torch.Tensor, start: int, values: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Copies host values into a buffer from `start` on; the part of the buffer that now holds them."""
+    part = buffer[start : start + len(values)]
+    part.copy_(torch.from_numpy(values), non_blocking=True)
+    return part

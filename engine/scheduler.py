@@ -1,0 +1,246 @@
+"""Decides what each step computes: which requests run, how many tokens of each, and who must give way."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lowtide.engine.errors import RequestError
+from lowtide.engine.kv_cache import KVCacheManager
+from lowtide.engine.request import Request, RequestOutput, RequestStatus
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """What one step computes of one request.
+
+    Attributes:
+        request: with `num_computed_tokens` as it is before the step.
+        num_tokens: tokens to compute, from the first that is not computed.
+        block_ids: all its KV blocks; a live view, valid until the next call of the scheduler.
+    """
+
+    request: Request
+    num_tokens: int
+    block_ids: Sequence[int]
+
+    @property
+    def samples(self) -> bool:
+        """Whether the step computes the request's last token, so that the next one can be sampled."""
+        return self.request.num_computed_tokens + self.num_tokens == self.request.num_tokens
+
+
+@dataclass(frozen=True)
+class SchedulerOutput:
+    """What one step computes.
+
+    Attributes:
+        scheduled: in order of arrival.
+        preempted_ids: requests that lost their KV blocks to others in this step.
+    """
+
+    scheduled: tuple[ScheduledRequest, ...]
+    preempted_ids: tuple[str, ...]
+
+    @property
+    def num_scheduled_tokens(self) -> dict[str, int]:
+        """Tokens to compute, by request id."""
+        return {item.request.request_id: item.num_tokens for item in self.scheduled}
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        """Tokens to compute."""
+        return sum(item.num_tokens for item in self.scheduled)
+
+
+class Scheduler:
+    """Continuous batching in order of arrival, with chunked prefill and preemption by recomputing, as in vLLM V1.
+
+    `schedule` takes blocks, but a request advances only in `update_from_output`: when the step between them fails, the
+    next `schedule` plans the same again.
+
+    Args:
+        kv_cache_manager: whose blocks are given out.
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: tokens that one step computes.
+        max_model_len: prompt and output tokens of one request.
+        vocab_size: of the model; a token beyond it would be an illegal address on a card.
+        eos_token_ids: tokens that end a request, unless it ignores them.
+    """
+
+    def __init__(
+        self,
+        kv_cache_manager: KVCacheManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self.kv_cache_manager = kv_cache_manager
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        # Whoever runs came before whoever waits, and both are in order of arrival: the last that runs is always the
+        # one to give way, and the first always gets on.
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._num_arrived = 0
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self._requests)
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            RequestError: its id is in use, a token is not in the vocabulary, or it could never run to its end.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(f"request id {request.request_id!r} is in use; ids must be unique until they finish")
+        strange = next((token for token in request.token_ids if not 0 <= token < self.vocab_size), None)
+        if strange is not None:
+            raise RequestError(
+                f"request {request.request_id!r} has token {strange}; the vocabulary has {self.vocab_size}"
+            )
+        asked = f"{request.num_tokens} prompt tokens and max_tokens {request.params.max_tokens}"
+        num_tokens = request.num_tokens + request.params.max_tokens
+        if num_tokens > self.max_model_len:
+            raise RequestError(
+                f"request {request.request_id!r} with {asked} is beyond max_model_len {self.max_model_len}"
+            )
+        # The last token is returned and never computed, so it needs no room.
+        manager = self.kv_cache_manager
+        if num_tokens - 1 > manager.num_blocks * manager.block_size:
+            raise RequestError(
+                f"request {request.request_id!r} with {asked} is beyond the KV cache of {manager.num_blocks} blocks x "
+                f"{manager.block_size} tokens"
+            )
+        request.arrival_index = self._num_arrived
+        self._num_arrived += 1
+        self._requests[request.request_id] = request
+        self.waiting.append(request)
+
+    def schedule(self) -> SchedulerOutput:
+        """Plans one step: running requests first, then waiting ones as far as tokens, blocks and seats go."""
+        scheduled: list[ScheduledRequest] = []
+        preempted: list[str] = []
+        budget = self.max_num_batched_tokens
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            if self._make_room(request, num_tokens, preempted):
+                scheduled.append(self._planned(request, num_tokens))
+                budget -= num_tokens
+            index += 1
+        # Whoever just gave way would take blocks back at once, and lose them again.
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
+            num_tokens = self._start(self.waiting[0], budget)
+            if num_tokens == 0:
+                break
+            scheduled.append(self._planned(self.running[-1], num_tokens))
+            budget -= num_tokens
+        return SchedulerOutput(tuple(scheduled), tuple(preempted))
+
+    def update_from_output(self, output: SchedulerOutput, sampled_tokens: Mapping[str, int]) -> list[RequestOutput]:
+        """Takes in what a step computed.
+
+        Args:
+            output: what `schedule` planned.
+            sampled_tokens: next token by request id, for each request whose last token was computed.
+
+        Returns:
+            One output for each request with a new token.
+        """
+        outputs = []
+        for item in output.scheduled:
+            request = item.request
+            if request.status is not RequestStatus.RUNNING:
+                continue  # aborted since
+            request.num_computed_tokens += item.num_tokens
+            self.kv_cache_manager.cache_blocks(request, item.num_tokens)
+            if request.num_computed_tokens < request.num_tokens:
+                continue
+            request.token_ids.append(sampled_tokens[request.request_id])
+            status = self._finish_status(request)
+            if status is not None:
+                self._finish(request, status)
+            outputs.append(request.output())
+        return outputs
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Ends requests now and takes their blocks back; ids that are not (or no more) here are passed over.
+
+        Returns:
+            The last output of each.
+        """
+        outputs = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request, RequestStatus.FINISHED_ABORTED)
+                outputs.append(request.output())
+        return outputs
+
+    def abort_all(self) -> list[RequestOutput]:
+        """Ends every request now; see `abort`."""
+        return self.abort(list(self._requests))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False, with nothing changed, while requests hold blocks."""
+        return self.kv_cache_manager.reset_prefix_cache()
+
+    def _planned(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        return ScheduledRequest(request, num_tokens, self.kv_cache_manager.block_ids(request.request_id))
+
+    def _make_room(self, request: Request, num_tokens: int, preempted: list[str]) -> bool:
+        """Takes blocks for a running request, from those that came last if need be; False when it had to go itself."""
+        while self.kv_cache_manager.allocate_slots(request, num_tokens) is None:
+            victim = self.running.pop()
+            self.kv_cache_manager.free(victim)
+            victim.status = RequestStatus.PREEMPTED
+            victim.num_computed_tokens = 0
+            victim.num_preemptions += 1
+            self.waiting.appendleft(victim)
+            preempted.append(victim.request_id)
+            if victim is request:
+                return False
+        return True
+
+    def _start(self, request: Request, budget: int) -> int:
+        """Lets the first waiting request run; the tokens to compute, 0 when there are too few blocks."""
+        manager = self.kv_cache_manager
+        computed_blocks = manager.get_computed_blocks(request)
+        num_computed = len(computed_blocks) * manager.block_size
+        num_tokens = min(request.num_tokens - num_computed, budget)
+        if manager.allocate_slots(request, num_tokens, computed_blocks) is None:
+            return 0
+        self.waiting.popleft()
+        self.running.append(request)
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = num_computed
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = num_computed
+        return num_tokens
+
+    def _finish_status(self, request: Request) -> RequestStatus | None:
+        params, token = request.params, request.token_ids[-1]
+        if token in params.stop_token_ids or (token in self.eos_token_ids and not params.ignore_eos):
+            return RequestStatus.FINISHED_STOPPED
+        return RequestStatus.FINISHED_LENGTH if request.num_output_tokens == params.max_tokens else None
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        request.status = status
+        self.kv_cache_manager.free(request)
+        del self._requests[request.request_id]

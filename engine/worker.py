@@ -1,0 +1,145 @@
+"""The device's side of an engine: its memory, the model in it, and the runner that computes steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from lowtide.engine.arena import ALIGNMENT, padded
+from lowtide.engine.attention import workspace_bytes
+from lowtide.engine.block_table import BlockTable
+from lowtide.engine.config import EngineConfig, ModelConfig
+from lowtide.engine.kv_cache import KVCache, kv_cache_shape
+from lowtide.engine.memory import EngineMemory
+from lowtide.engine.model import LlamaForCausalLM
+from lowtide.engine.pages import PageBackend
+from lowtide.engine.rope import RotaryEmbedding
+from lowtide.engine.runner import ModelRunner
+from lowtide.engine.sampling import Sampler
+from lowtide.engine.scheduler import SchedulerOutput
+from lowtide.engine.teardown import Teardown
+from lowtide.engine.weights import WeightSource
+from lowtide.probes.stages import stage
+
+# What sleeps, in the order in which it is given up; `runtime` never does.
+SLEEPING_TAGS = ("kv_cache", "weights")
+
+
+class Worker:
+    """Owns everything of the engine that lives on the device.
+
+    Args:
+        config: of the engine.
+        model_config: of the model.
+        backend: where device memory comes from.
+        source: what fills the weights, now and after a level 2 sleep.
+        num_blocks: KV blocks.
+        max_model_len: tokens that one request may span.
+
+    Raises:
+        OutOfMemoryError: the device or the host has no room; all memory is back where it was.
+        CheckpointError: the weights cannot be read; likewise.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        backend: PageBackend,
+        source: WeightSource,
+        num_blocks: int,
+        max_model_len: int,
+    ) -> None:
+        self._source = source
+        dtype = model_config.torch_dtype
+        cache_shape = kv_cache_shape(model_config, num_blocks, config.block_size)
+        self.memory = EngineMemory(
+            backend,
+            weights=sum(padded(shape, dtype) for shape in source.shapes().values()),
+            kv_cache=2 * model_config.num_layers * padded(cache_shape, dtype),
+            # Keys and values each start aligned.
+            workspace=workspace_bytes(model_config, config.max_num_seqs, max_model_len) + 2 * ALIGNMENT,
+            num_micro_batches=config.num_micro_batches,
+        )
+        try:
+            runtime = self.memory.arena("runtime").allocate
+            with stage("load_weights"):
+                rotary = RotaryEmbedding(model_config, max_model_len, runtime)
+                # One mapping of the whole arena instead of one per tensor.
+                self.memory.arena("weights").map_to(self.memory.arena("weights").capacity)
+                model = LlamaForCausalLM(model_config, self.memory.arena("weights").allocate, rotary)
+                source.fill(dict(model.named_parameters()))
+            with stage("allocate_kv_cache"):
+                self.memory.arena("kv_cache").map_to(self.memory.arena("kv_cache").capacity)
+                kv_cache = KVCache(model_config, num_blocks, config.block_size, self.memory.arena("kv_cache").allocate)
+            blocks_per_seq = -(-max_model_len // config.block_size)
+            self.model_runner = ModelRunner(
+                config,
+                model,
+                kv_cache,
+                BlockTable(config.max_num_seqs, blocks_per_seq, config.block_size, runtime),
+                Sampler(config.seed),
+                self.memory.workspaces,
+                runtime,
+            )
+        except BaseException as error:
+            undo = Teardown("creating the worker")
+            self.memory.close(undo, drop_pages=True)
+            undo.finish_into(error)
+            raise
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
+        """Compute one step; the next token by request id."""
+        return self.model_runner.execute_model(output)
+
+    def prepare_sleep(self, level: int) -> None:
+        """All of a sleep that can fail for want of something: level 1 saves the weights, level 2 makes sure that they
+        can be loaded again.  On an error nothing has changed.
+        """
+        if level == 1:
+            self.memory.save_weights()
+        else:
+            self._source.check()
+
+    def sleep(self, level: int) -> None:
+        """Give up the pages of weights, KV cache and workspaces, after `prepare_sleep`.
+
+        A driver that refuses half-way leaves the worker awake: the weights are filled again, the KV cache is not.
+        """
+        if level == 2:
+            self.memory.forget_weights()
+        try:
+            self.memory.drop(SLEEPING_TAGS)
+        except BaseException:
+            self.wake(SLEEPING_TAGS)
+            raise
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Map the pages of these tags again, and fill the weights from the host or from where they came.
+
+        Raises:
+            OutOfMemoryError: the device has no room; what was asleep still is.
+            CheckpointError: the weights cannot be read again; likewise.
+        """
+        try:
+            for tag in tags:
+                self.memory.restore(tag, self._reload_weights if tag == "weights" else None)
+        except BaseException as error:
+            undo = Teardown("waking the worker")
+            undo.run("giving the pages back", partial(self.memory.drop, tags))
+            undo.finish_into(error)
+            raise
+
+    def shutdown(self) -> None:
+        """Give everything up.
+
+        Raises:
+            ExceptionGroup: the errors of all steps that failed; the others were done all the same.
+        """
+        teardown = Teardown("shutting the worker down")
+        teardown.run("the model runner", self.model_runner.shutdown)
+        self.memory.close(teardown)
+        teardown.finish()
+
+    def _reload_weights(self) -> None:
+        self._source.fill(dict(self.model_runner.model.named_parameters()))

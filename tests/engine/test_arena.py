@@ -1,0 +1,187 @@
+"""Arenas: addresses stay, pages come and go, memory goes with the last tensor."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lowtide.engine.arena import ALIGNMENT, Arena, padded
+from lowtide.engine.errors import OutOfMemoryError
+from lowtide.engine.pages import Lease, Part
+from lowtide.engine.pages.cpu import CpuPages
+from lowtide.probes.host import resident_bytes
+from lowtide.probes.stages import announced_pools
+
+PAGE = 4096
+
+
+class Recorder(CpuPages):
+    """CPU pages that can refuse the n-th mapping and remember what was disposed of."""
+
+    def __init__(self, refuse_at: int | None = None) -> None:
+        super().__init__()
+        self.maps = 0
+        self.refuse_at = refuse_at
+        self.disposed: list[tuple[int, int]] = []
+        self.dispose_error: Exception | None = None
+
+    def map(self, lease: Lease, offset: int, size: int) -> Part:
+        self.maps += 1
+        if self.maps == self.refuse_at:
+            raise OutOfMemoryError("refused")
+        return super().map(lease, offset, size)
+
+    def dispose(self, address: int, size: int, parts: object) -> None:
+        self.disposed.append((address, size))
+        if self.dispose_error is not None:
+            raise self.dispose_error
+
+
+@pytest.fixture
+def without_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def test_tensors_keep_address_and_lose_contents_when_pages_are_dropped() -> None:
+    arena = Arena("weights", 64 * PAGE, CpuPages())
+    tensor = arena.allocate((1000,), torch.float32)
+    tensor.fill_(7.0)
+    address = tensor.data_ptr()
+    arena.unmap_to(0)
+    assert arena.mapped == 0
+    arena.map_to(arena.used)
+    assert tensor.data_ptr() == address
+    assert not tensor.any()
+    tensor.fill_(8.0)
+    assert tensor.sum() == 8000.0
+
+
+def test_mapped_pages_are_really_there_and_dropped_ones_are_not() -> None:
+    arena = Arena("kv_cache", 1024 * PAGE, CpuPages())
+    arena.map_to(512 * PAGE)
+    start = arena.bytes_at(0, 1).data_ptr()
+    assert resident_bytes(start, 512 * PAGE) == 512 * PAGE
+    arena.unmap_to(0)
+    assert resident_bytes(start, 512 * PAGE) == 0
+
+
+def test_each_tensor_has_a_storage_of_its_own_size() -> None:
+    arena = Arena("weights", 16 * PAGE, CpuPages())
+    first = arena.allocate((3, 5), torch.bfloat16)
+    second = arena.allocate((7,), torch.int64)
+    assert first.untyped_storage().nbytes() == 30
+    assert second.untyped_storage().nbytes() == 56
+    assert second.data_ptr() - first.data_ptr() == padded((3, 5), torch.bfloat16) == ALIGNMENT
+    assert first.shape == (3, 5)
+    assert first.is_contiguous()
+    assert first._base is None
+
+
+def test_an_empty_tensor_takes_nothing() -> None:
+    arena = Arena("weights", PAGE, CpuPages())
+    assert arena.allocate((0, 5), torch.float32).shape == (0, 5)
+    assert arena.mapped == 0
+
+
+def test_a_refused_mapping_leaves_the_arena_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.engine.arena.PART_BYTES", 4 * PAGE)
+    arena = Arena("weights", 64 * PAGE, Recorder(refuse_at=4))
+    arena.map_to(4 * PAGE)
+    with pytest.raises(OutOfMemoryError, match="arena 'weights' cannot grow from 49152"):
+        arena.map_to(64 * PAGE - 12 * PAGE)
+    assert arena.mapped == 4 * PAGE
+    arena.map_to(64 * PAGE)
+    assert arena.mapped == 64 * PAGE
+
+
+def test_more_than_the_capacity_is_refused() -> None:
+    arena = Arena("workspace", PAGE, CpuPages())
+    with pytest.raises(OutOfMemoryError, match="4096 bytes of addresses, 8192 are needed"):
+        arena.allocate((PAGE + 1,), torch.uint8)
+    assert arena.used == 0
+
+
+def test_more_than_the_host_has_is_refused_before_the_kernel_kills() -> None:
+    arena = Arena("weights", PAGE, CpuPages())
+    with pytest.raises(OutOfMemoryError, match="bytes available"):
+        CpuPages().map(arena._require_lease(), 0, 1 << 45)
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_close_gives_back_at_once_when_no_tensor_is_left() -> None:
+    backend = Recorder()
+    arena = Arena("weights", PAGE, backend)
+    tensor = arena.allocate((10,), torch.float32)
+    del tensor
+    arena.close()
+    assert len(backend.disposed) == 1
+    assert announced_pools() == ()
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_memory_of_a_leaked_tensor_goes_with_it_and_is_announced_until_then() -> None:
+    backend = Recorder()
+    arena = Arena("weights", 4 * PAGE, backend)
+    tensor = arena.allocate((10,), torch.float32)
+    tensor.fill_(3.0)
+    view = tensor[2:]
+    del tensor
+    arena.close()
+    assert backend.disposed == []
+    assert [pool.mapped for pool in announced_pools()] == [PAGE]
+    assert view.sum() == 24.0
+    del view
+    assert len(backend.disposed) == 1
+    assert announced_pools() == ()
+
+
+@pytest.mark.usefixtures("without_collector")
+def test_an_arena_that_is_forgotten_keeps_nothing() -> None:
+    backend = Recorder()
+    arena = Arena("weights", PAGE, backend)
+    arena.allocate((10,), torch.float32)
+    gone = weakref.ref(arena)
+    del arena
+    assert gone() is None
+    assert len(backend.disposed) == 1
+
+
+def test_an_error_of_giving_back_comes_out_of_close_once() -> None:
+    backend = Recorder()
+    backend.dispose_error = OSError("the driver says no")
+    arena = Arena("weights", PAGE, backend)
+    with pytest.raises(OSError, match="the driver says no"):
+        arena.close()
+    arena.close()
+
+
+def test_a_closed_arena_gives_no_memory() -> None:
+    arena = Arena("weights", PAGE, CpuPages())
+    arena.close()
+    with pytest.raises(ValueError, match="arena 'weights' is closed"):
+        arena.allocate((1,), torch.uint8)
+
+
+def test_what_is_announced_are_the_mapped_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.engine.arena.PART_BYTES", 2 * PAGE)
+    arena = Arena("kv_cache", 8 * PAGE, CpuPages())
+    arena.map_to(3 * PAGE)
+    (pool,) = announced_pools()
+    start = arena.bytes_at(0, 1).data_ptr()
+    assert (pool.kind, pool.tag, pool.device, pool.reserved, pool.mapped) == (
+        "arena",
+        "kv_cache",
+        "cpu",
+        8 * PAGE,
+        3 * PAGE,
+    )
+    assert pool.ranges == ((start, 2 * PAGE), (start + 2 * PAGE, PAGE))

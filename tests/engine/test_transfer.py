@@ -1,0 +1,155 @@
+"""The transfer ring: bytes survive the way to the host and back in any size, and errors leave nothing behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from lowtide.engine.arena import Arena
+from lowtide.engine.errors import OutOfMemoryError
+from lowtide.engine.host_memory import HostBuffer
+from lowtide.engine.pages.cpu import CpuPages
+from lowtide.engine.transfer import TransferRing
+from lowtide.probes.stages import announced_pools
+
+SLOT = 1 << 16
+
+
+class PinningPages(CpuPages):
+    """CPU pages that keep the books of pinning as a card's driver would, and can refuse."""
+
+    def __init__(self, refuse_after: int | None = None) -> None:
+        super().__init__()
+        self.pins_host_memory = True
+        self.refuse_after = refuse_after
+        self.pinned: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def pin(self, address: int, size: int) -> None:
+        with self._lock:
+            if self.refuse_after is not None and len(self.pinned) >= self.refuse_after:
+                raise OutOfMemoryError("limit on locked memory")
+            assert address not in self.pinned
+            self.pinned[address] = size
+
+    def unpin(self, address: int) -> None:
+        del self.pinned[address]
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.engine.transfer.SLOT_BYTES", SLOT)
+
+
+def filled(size: int, backend: CpuPages) -> tuple[Arena, torch.Tensor]:
+    arena = Arena("weights", size, backend)
+    contents = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    arena.allocate((size,), torch.uint8).copy_(contents)
+    return arena, contents
+
+
+@pytest.mark.parametrize("size", [1, 4096, SLOT - 1, SLOT, SLOT + 1, 8 * SLOT, 8 * SLOT + 1, 21 * SLOT + 5])
+@pytest.mark.parametrize("refuse_after", [None, 0, 12], ids=["pinned", "never-pinned", "partly-pinned"])
+def test_bytes_survive_two_round_trips(size: int, refuse_after: int | None) -> None:
+    backend = PinningPages()
+    arena, contents = filled(size, backend)
+    ring = TransferRing(backend, size)
+    image = ring.new_image(size)
+    backend.refuse_after = refuse_after
+    for _ in range(2):
+        ring.save(arena, image)
+        arena.unmap_to(0)
+        ring.restore(image, arena, size)
+        assert torch.equal(arena.bytes_at(0, size), contents)
+        contents = contents.flip(0)
+        arena.bytes_at(0, size).copy_(contents)
+    image.close()
+    ring.close()
+    assert backend.pinned == {}
+    assert [pool.tag for pool in announced_pools()] == ["weights"]
+
+
+def test_the_ring_is_bounded_however_much_is_copied() -> None:
+    backend = PinningPages(refuse_after=8)
+    arena, _ = filled(64 * SLOT, backend)
+    ring = TransferRing(backend, 64 * SLOT)
+    image = ring.new_image(64 * SLOT)
+    ring.save(arena, image)
+    assert sum(backend.pinned.values()) == 8 * SLOT
+
+
+def test_a_small_model_gets_a_small_ring() -> None:
+    backend = PinningPages()
+    ring = TransferRing(backend, 5000)
+    assert sum(backend.pinned.values()) == 8192
+    ring.close()
+
+
+def test_a_failed_copy_raises_as_it_is_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = CpuPages()
+    arena, contents = filled(20 * SLOT, backend)
+    ring = TransferRing(backend, 20 * SLOT)
+    image = ring.new_image(20 * SLOT)
+    calls = []
+
+    def refuse(target: torch.Tensor, source: torch.Tensor) -> None:
+        calls.append(target)
+        if len(calls) == 5:
+            raise OSError("bus error")
+
+    before = threading.active_count()
+    with monkeypatch.context() as patched:
+        patched.setattr("lowtide.engine.transfer._copy_on_host", refuse)
+        with pytest.raises(OSError, match="bus error"):
+            ring.save(arena, image)
+    assert threading.active_count() == before
+    ring.save(arena, image)
+    arena.unmap_to(0)
+    calls.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr("lowtide.engine.transfer._copy_on_host", refuse)
+        with pytest.raises(OSError, match="bus error"):
+            ring.restore(image, arena, 20 * SLOT)
+    assert threading.active_count() == before
+    arena.unmap_to(0)
+    ring.restore(image, arena, 20 * SLOT)
+    assert torch.equal(arena.bytes_at(0, 20 * SLOT), contents)
+
+
+def test_a_ring_that_cannot_be_pinned_gives_back_what_it_had() -> None:
+    backend = PinningPages(refuse_after=3)
+    with pytest.raises(OutOfMemoryError, match="limit on locked memory"):
+        TransferRing(backend, 20 * SLOT)
+    assert backend.pinned == {}
+    assert announced_pools() == ()
+
+
+def test_a_host_buffer_says_what_is_pinned_and_what_is_not() -> None:
+    backend = PinningPages()
+    buffer = HostBuffer("image", 3 * SLOT, SLOT, backend)
+    assert announced_pools() == ()
+    buffer.tensor(0, 2 * SLOT).zero_()
+    buffer.pin(SLOT)
+    assert [(pool.kind, pool.mapped) for pool in announced_pools()] == [("host", SLOT), ("pinned", SLOT)]
+    buffer.close()
+    buffer.close()
+    assert announced_pools() == ()
+    assert backend.pinned == {}
+
+
+def test_closing_a_host_buffer_unpins_the_other_blocks_when_one_refuses() -> None:
+    class Refusing(PinningPages):
+        def unpin(self, address: int) -> None:
+            super().unpin(address)
+            if len(self.pinned) == 2:
+                raise OSError("not registered")
+
+    backend = Refusing()
+    buffer = HostBuffer("image", 3 * SLOT, SLOT, backend)
+    for block in range(3):
+        buffer.pin(block * SLOT)
+    with pytest.raises(OSError, match="not registered"):
+        buffer.close()
+    assert backend.pinned == {}
