@@ -1,0 +1,1 @@
+"""Judges: what must have come back, when, and what it means if it did not."""

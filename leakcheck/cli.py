@@ -1,0 +1,219 @@
+"""The `lowtide` command."""
+
+from __future__ import annotations
+
+import datetime
+import shlex
+import sys
+import tempfile
+from contextlib import ExitStack
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import lowtide
+
+if TYPE_CHECKING:
+    from lowtide.engine import EngineConfig
+    from lowtide.probes.device.driver import Driver
+    from lowtide.reports.schema import Report, Subject
+
+app = typer.Typer(
+    name="lowtide",
+    help="Does an inference engine's memory come back, and if not, who holds it?",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells count it: 128 + SIGINT."""
+
+
+class Device(str, Enum):
+    """Where the engine runs."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Preset(str, Enum):
+    """Random models by size."""
+
+    TINY = "tiny"
+    ONE_B = "1b"
+    EIGHT_B = "8b"
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lowtide {lowtide.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    device: Annotated[Device, typer.Option(help="Where the engine runs; auto takes a card if there is one.")] = (
+        Device.AUTO
+    ),
+    preset: Annotated[Preset | None, typer.Option(help="A random model of this size [default: tiny].")] = None,
+    model: Annotated[Path | None, typer.Option(help="A Hugging Face checkpoint folder instead of a preset.")] = None,
+    cycles: Annotated[int, typer.Option(help="Whole lives, one after the other; the first warms libraries up.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of random weights and prompts.")] = 0,
+    defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Folder for leakcheck.json.")] = None,
+) -> None:
+    """Drive the reference engine through its life, account for every byte, and judge.
+
+    Exit codes: 0 clean, 1 a leak was found, 2 bad input or could not be measured, 130 interrupted.
+    """
+    if cycles < 1:
+        _refuse(f"--cycles {cycles} is not possible: use 1 or more")
+    if preset is not None and model is not None:
+        _refuse("--preset and --model exclude each other: give one of them")
+    if report is not None:
+        _check_writable(report)
+
+    # Only now: importing torch takes seconds, and bad input should not.
+    from lowtide.engine import EngineError
+    from lowtide.engine.defects import find_defect
+    from lowtide.leakcheck.lifecycle import Event, LifecycleRun
+    from lowtide.leakcheck.reference import ReferenceLife
+    from lowtide.probes.device.driver import find_driver
+    from lowtide.reports import schema
+    from lowtide.reports.terminal import render
+
+    console = Console(width=None if sys.stdout.isatty() else 180, soft_wrap=not sys.stdout.isatty())
+    with ExitStack() as stack:
+        try:
+            active = find_defect(defect) if defect is not None else None
+            config, vocab_size = _configure(device, str(model) if model else (preset or Preset.TINY).value, seed)
+        except EngineError as error:
+            _refuse(str(error))
+        driver = find_driver()
+        stack.callback(driver.close)
+        if active is not None:
+            stack.enter_context(active.activate())
+        progress = stack.enter_context(
+            Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=console,
+                disable=not sys.stdout.isatty(),
+                transient=True,
+            )
+        )
+        task = progress.add_task("starting")
+
+        def show(event: Event) -> None:
+            progress.update(
+                task,
+                description=f"cycle {event.cycle}/{event.cycles}: {event.stage}",
+                completed=event.done,
+                total=event.total,
+            )
+
+        life = LifecycleRun(
+            f"run[{config.model}]",
+            lambda: ReferenceLife(config, vocab_size),
+            device=config.device,
+            driver=driver,
+            cycles=cycles,
+            listener=show,
+        )
+        subject = life.run()
+        written = _report(subject, driver)
+    console.print(render(written))
+    if report is not None:
+        try:
+            console.print(f"report: {schema.write(written, report)}", highlight=False)
+        except schema.ReportError as error:
+            _refuse(str(error))
+    raise typer.Exit(INTERRUPTED if life.interrupted else schema.exit_code(written))
+
+
+@app.command()
+def defects() -> None:
+    """List the historical bugs that the reference engine can switch on."""
+    from rich.table import Table
+
+    from lowtide.engine.defects import DEFECTS
+
+    table = Table("name", "where it happened", "what went wrong", box=None)
+    for known in DEFECTS.values():
+        table.add_row(known.name, known.source, known.summary)
+    Console().print(table)
+
+
+def _configure(device: Device, model: str, seed: int) -> tuple[EngineConfig, int]:
+    """The engine's settings and its vocabulary, checked as far as that goes without memory.
+
+    Raises:
+        EngineError: something cannot work.
+    """
+    from lowtide.engine import EngineConfig, LLMEngine
+    from lowtide.engine.config import load_model_config
+
+    config = EngineConfig(model=model, device=_device_name(device), seed=seed)
+    LLMEngine(config).check()
+    return config, load_model_config(config).vocab_size
+
+
+def _device_name(device: Device) -> str:
+    import torch
+
+    if device is Device.CPU or (device is Device.AUTO and not torch.cuda.is_available()):
+        return "cpu"
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cuda"
+
+
+def _report(subject: Subject, driver: Driver) -> Report:
+    from lowtide.leakcheck.readings import this_machine
+    from lowtide.reports.schema import Report
+
+    return Report(
+        schema="lowtide-report/1",
+        version=lowtide.__version__,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        command=shlex.join(["lowtide", *sys.argv[1:]]),
+        machine=this_machine(driver),
+        subjects=(subject,),
+    )
+
+
+def _check_writable(folder: Path) -> None:
+    """Make sure that the report can be written before hours are spent on what goes into it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        _refuse(f"--report {folder} cannot be written to ({error.strerror}): choose another folder")
+
+
+def _refuse(message: str) -> None:
+    """End with one line and exit code 2."""
+    typer.echo(f"lowtide: {message}", err=True)
+    raise typer.Exit(2)

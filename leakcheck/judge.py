@@ -1,0 +1,171 @@
+"""From readings to findings: what is above its baseline, at which rung it came back, and what that says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.ladder import ACTIONS, Rung, Step
+from lowtide.leakcheck.metrics import Metric
+from lowtide.probes.snapshot import Snapshot
+from lowtide.reports.schema import Cause, Finding, NotMeasured, Remedy, Return, Verdict
+from lowtide.reports.sizes import format_amount
+
+# What it means that a resource came back at a rung only: the rung is the diagnosis.
+_CAUSE_OF_RUNG: dict[Rung, Cause] = {
+    Rung.SETTLE: "driver",
+    Rung.COLLECT: "cycle",
+    Rung.UNFREEZE: "frozen-garbage",
+    Rung.EMPTY_CACHE: "allocator-cache",
+    Rung.CLEAR_CACHES: "lru-cache",
+    Rung.RESET_COMPILED: "compiled-code",
+    Rung.CLEAR_WORKSPACES: "library-workspace",
+    Rung.CLEAR_HOST_CACHE: "allocator-cache",
+}
+_VERDICT_OF_RUNG: dict[Rung, Verdict] = {
+    Rung.UNFREEZE: "frozen-garbage",
+    Rung.EMPTY_CACHE: "cached",
+    Rung.CLEAR_CACHES: "reachable",
+    Rung.CLEAR_HOST_CACHE: "cached",
+}
+
+
+@dataclass(frozen=True)
+class Excess:
+    """How far one metric is above its baseline, in the metric's unit; None where it could not be read."""
+
+    metric: Metric
+    above: int | None
+
+    @property
+    def is_back(self) -> bool:
+        """Whether it counts as back (what cannot be read is not judged, and is said to be so)."""
+        return self.above is None or self.above <= self.metric.tolerance
+
+
+def excesses(metrics: Iterable[Metric], baseline: Snapshot, now: Snapshot) -> tuple[Excess, ...]:
+    """How far each metric is above its baseline."""
+    found = []
+    for metric in metrics:
+        before, after = metric.read(baseline), metric.read(now)
+        found.append(Excess(metric, None if before is None or after is None else after - before))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What one climb of the ladder showed."""
+
+    findings: tuple[Finding, ...]
+    returns: tuple[Return, ...]
+    not_measured: tuple[NotMeasured, ...]
+
+
+def judge(
+    metrics: Sequence[Metric], baseline: Snapshot, steps: Sequence[Step[Snapshot]], *, stage: str, cycle: int
+) -> Judgement:
+    """Judge a climb: a metric that is back at its rung is clean, one that is back later or never is a finding.
+
+    Args:
+        metrics: what is judged.
+        baseline: what must be returned to.
+        steps: the climb's readings, `raw` first.
+        stage: where this was.
+        cycle: which life, from 1.
+    """
+    findings, returns, not_measured = [], [], []
+    table = [excesses(metrics, baseline, step.reading) for step in steps]
+    for column, metric in enumerate(metrics):
+        excess = [row[column] for row in table]
+        if excess[0].above is None:
+            where = f" on {metric.device}" if metric.device else ""
+            not_measured.append(NotMeasured(what=f"{metric.resource}{where}", why="this machine does not say"))
+            continue
+        back = next((turn for turn, item in enumerate(excess) if item.is_back), None)
+        if back == 0:
+            continue
+        raw = excess[0].above
+        if back is not None:
+            returns.append(
+                Return(
+                    resource=metric.resource,
+                    device=metric.device,
+                    stage=stage,
+                    cycle=cycle,
+                    bytes=raw if metric.unit == "bytes" else 0,
+                    rung=steps[back].rung.value,
+                    seconds=sum(step.seconds for step in steps[: back + 1]),
+                )
+            )
+            if steps[back].rung.order <= metric.rung.order:
+                continue
+        findings.append(_finding(metric, baseline, steps, [item.above or 0 for item in excess], back, stage))
+    return Judgement(tuple(findings), tuple(returns), tuple(not_measured))
+
+
+def _finding(
+    metric: Metric,
+    baseline: Snapshot,
+    steps: Sequence[Step[Snapshot]],
+    above: Sequence[int],
+    back: int | None,
+    stage: str,
+) -> Finding:
+    # What counts is what was left when the resource had to be back.
+    due = max(turn for turn, step in enumerate(steps) if step.rung.order <= metric.rung.order)
+    left = above[due]
+    cause: Cause = "unknown"
+    verdict: Verdict | None = None
+    remedy = None
+    if metric.resource == "gc-frozen":
+        cause = "not-restored"
+    if back is not None:
+        rung = steps[back].rung
+        cause = cause if cause != "unknown" else _CAUSE_OF_RUNG[rung]
+        verdict = _VERDICT_OF_RUNG.get(rung)
+        if rung in ACTIONS:
+            remedy = Remedy(action=ACTIONS[rung], returns_bytes=_bytes(metric, above[back - 1] - above[back]))
+    elif metric.resource == "driver":
+        verdict = "unexplained"
+    new = _new_names(metric, baseline, steps[due].reading)
+    where = f" on {metric.device}" if metric.device else ""
+    message = f"{format_amount(left, metric.unit)} of {metric.resource}{where} did not come back at {stage}"
+    if new:
+        message += ": " + ", ".join(new)
+    if remedy is not None:
+        came = format_amount(above[(back or 0) - 1] - above[back or 0], metric.unit)
+        message += f"; {remedy.action} returns {came}"
+    return Finding(
+        resource=metric.resource,
+        cause=cause,
+        bytes=_bytes(metric, left),
+        count=left if metric.unit != "bytes" else 1,
+        device=metric.device,
+        stage=stage,
+        message=message,
+        fingerprint=fingerprint(resource=metric.resource, device=metric.device, stage=stage, suspects=(cause,)),
+        verdict=verdict,
+        remedy=remedy,
+    )
+
+
+def _bytes(metric: Metric, amount: int) -> int:
+    return amount if metric.unit == "bytes" else 0
+
+
+def _new_names(metric: Metric, baseline: Snapshot, now: Snapshot) -> tuple[str, ...]:
+    if metric.describe is None:
+        return ()
+    known = set(metric.describe(baseline))
+    return tuple(name for name in metric.describe(now) if name not in known)
+
+
+def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Findings with the same fingerprint as one, the largest of them, in order of first appearance."""
+    groups: dict[str, Finding] = {}
+    for finding in findings:
+        known = groups.get(finding.fingerprint)
+        if known is None or (finding.bytes, finding.count) > (known.bytes, known.count):
+            groups[finding.fingerprint] = finding
+    return tuple(groups.values())

@@ -1,0 +1,59 @@
+"""The reference engine as something that can be driven through a life."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
+
+PROMPT_LENGTHS = (5, 17, 33, 64, 64, 100, 120, 150)
+"""Tokens of the prompts; the two of 64 begin alike, so that prefix caching has something to do."""
+
+SHARED_PREFIX = 48
+MAX_TOKENS = 32
+
+
+class ReferenceLife:
+    """One life of the reference engine with a fixed set of prompts.
+
+    Args:
+        config: of the engine.
+        vocab_size: of its model; the prompts are random tokens below it, the same for every life.
+    """
+
+    def __init__(self, config: EngineConfig, vocab_size: int) -> None:
+        self._engine = LLMEngine(config)
+        self._prompts = make_prompts(vocab_size, config.seed)
+
+    def create(self) -> None:
+        """Create the engine."""
+        self._engine.create()
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        """Greedy tokens of every prompt."""
+        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
+        return [output.token_ids for output in self._engine.generate(self._prompts, params)]
+
+    def sleep(self, level: int) -> None:
+        """Put the engine to sleep."""
+        self._engine.sleep(level)
+
+    def wake(self) -> None:
+        """Wake all of the engine."""
+        self._engine.wake()
+
+    def shutdown(self) -> None:
+        """Shut the engine down."""
+        self._engine.shutdown()
+
+
+def make_prompts(vocab_size: int, seed: int) -> list[list[int]]:
+    """Prompts of mixed lengths, some with a common beginning, the same for the same seed."""
+    source = random.Random(seed)
+    shared = [source.randrange(vocab_size) for _ in range(SHARED_PREFIX)]
+    prompts = []
+    for length in PROMPT_LENGTHS:
+        start = shared if length == 64 else []
+        prompts.append(start + [source.randrange(vocab_size) for _ in range(length - len(start))])
+    return prompts

@@ -1,0 +1,1 @@
+"""What is written and shown: the report's schema, and pure functions that render it."""

@@ -1,0 +1,283 @@
+"""The report: what every run writes, as typed, immutable data; its JSON Schema is generated from these types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+SCHEMA = "lowtide-report/1"
+
+Outcome = Literal["clean", "leak", "error", "skipped", "unsupported"]
+Resource = Literal[
+    "tensors",
+    "reserved",
+    "driver",
+    "arena",
+    "pinned",
+    "host-memory",
+    "kv-blocks",
+    "gc-frozen",
+    "lru-cache",
+    "pointers",
+    "contents",
+    "threads",
+    "processes",
+    "file-descriptors",
+    "shared-memory",
+    "process-groups",
+    "globals",
+    "teardown",
+]
+Cause = Literal[
+    "lru-cache",
+    "module-global",
+    "class-attribute",
+    "instance-attribute",
+    "closure",
+    "frame",
+    "thread",
+    "cycle",
+    "frozen-garbage",
+    "autograd",
+    "allocator-cache",
+    "cuda-graph",
+    "compiled-code",
+    "library-workspace",
+    "native",
+    "driver",
+    "pending-transfer",
+    "not-restored",
+    "unknown",
+]
+Verdict = Literal["reachable", "frozen-holder", "frozen-garbage", "native-held", "cached", "in-flight", "unexplained"]
+Rung = Literal[
+    "raw",
+    "settle",
+    "collect",
+    "unfreeze",
+    "empty_cache",
+    "clear_caches",
+    "reset_compiled",
+    "clear_workspaces",
+    "clear_host_cache",
+]
+
+
+class ReportError(ValueError):
+    """A report that cannot be read or written; the message names the file and what is wrong with it."""
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all parts: immutable, named fields only, and unknown ones are an error."""
+
+
+class LedgerLine(_Record, frozen=True, kw_only=True):
+    """One named part of a device's memory."""
+
+    name: str
+    bytes: int
+    note: str = ""
+
+
+class Ledger(_Record, frozen=True, kw_only=True):
+    """A device's bytes, split into lines; lines and `unexplained` add up to `total` where that is known."""
+
+    device: str
+    source: str
+    total: int | None
+    lines: tuple[LedgerLine, ...]
+    unexplained: int | None
+
+
+class Readings(_Record, frozen=True, kw_only=True):
+    """What the probes said at one moment; sizes in bytes, None where this machine cannot say."""
+
+    tensors: int
+    allocated: int | None
+    reserved: int | None
+    arenas: dict[str, int]
+    pinned: int | None
+    host_pools: int
+    driver: int | None
+    rss: int
+    frozen_objects: int
+    cache_bytes: int
+    threads: int
+    native_threads: int
+    processes: int
+    descriptors: int
+    shared_memory: int
+    ledgers: tuple[Ledger, ...] = ()
+
+
+class Stage(_Record, frozen=True, kw_only=True):
+    """One stage of a life, with the readings on both sides of it."""
+
+    name: str
+    cycle: int
+    seconds: float
+    before: Readings
+    after: Readings
+    tokens_per_second: float | None = None
+    bytes_per_second: float | None = None
+
+
+class Hop(_Record, frozen=True, kw_only=True):
+    """One step of a path: the object's type, and the edge that led to it, as code."""
+
+    type: str
+    edge: str
+    suspect: bool = False
+
+
+class Frame(_Record, frozen=True, kw_only=True):
+    """One frame of an allocation stack."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Remedy(_Record, frozen=True, kw_only=True):
+    """One action, and the bytes that it gave back when it was tried."""
+
+    action: str
+    returns_bytes: int
+
+
+class Finding(_Record, frozen=True, kw_only=True):
+    """One thing that did not come back."""
+
+    resource: Resource
+    cause: Cause
+    bytes: int
+    count: int
+    device: str
+    stage: str
+    message: str
+    fingerprint: str
+    verdict: Verdict | None = None
+    holder: str | None = None
+    path: tuple[Hop, ...] = ()
+    allocated_at: tuple[Frame, ...] = ()
+    remedy: Remedy | None = None
+    suppressed_by: str | None = None
+    trend: Literal["residue", "bounded", "growth"] | None = None
+
+
+class Return(_Record, frozen=True, kw_only=True):
+    """How one resource came back after a stage: at which rung of the ladder, and after how many seconds of waiting."""
+
+    resource: Resource
+    device: str
+    stage: str
+    cycle: int
+    bytes: int
+    rung: Rung
+    seconds: float
+
+
+class NotMeasured(_Record, frozen=True, kw_only=True):
+    """Something that could not be judged here, and why."""
+
+    what: str
+    why: str
+
+
+class Subject(_Record, frozen=True, kw_only=True):
+    """What was judged: a test, a run, a life."""
+
+    id: str
+    outcome: Outcome
+    reason: str = ""
+    stages: tuple[Stage, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    returns: tuple[Return, ...] = ()
+    not_measured: tuple[NotMeasured, ...] = ()
+
+
+class Machine(_Record, frozen=True, kw_only=True):
+    """Where it was measured."""
+
+    platform: str
+    python: str
+    torch: str
+    cpus: int
+    memory: int
+    devices: tuple[str, ...]
+    driver: str
+
+
+class Report(_Record, frozen=True, kw_only=True):
+    """One run of lowtide."""
+
+    schema: Literal["lowtide-report/1"]
+    version: str
+    created: str
+    command: str
+    machine: Machine
+    subjects: tuple[Subject, ...]
+
+
+def exit_code(report: Report) -> int:
+    """0 clean, 1 a leak was found, 2 something could not be measured or failed."""
+    outcomes = {subject.outcome for subject in report.subjects}
+    if "leak" in outcomes:
+        return 1
+    return 2 if outcomes & {"error", "unsupported"} else 0
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of a report, as shipped in `lowtide-report-1.schema.json`."""
+    schema = msgspec.json.schema(Report)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA, **schema}
+
+
+def encode(report: Report) -> bytes:
+    """The report as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+
+
+def decode(data: bytes, name: str = "report") -> Report:
+    """The report in `data`.
+
+    Raises:
+        ReportError: not JSON, or not of this schema; `name` and the offending field are in the message.
+    """
+    try:
+        return msgspec.json.decode(data, type=Report)
+    except msgspec.DecodeError as error:
+        raise ReportError(f"{name} is not a {SCHEMA} report: {error}") from error
+
+
+def read(folder: Path) -> Report:
+    """The report in a report folder.
+
+    Raises:
+        ReportError: there is none, or it cannot be read.
+    """
+    path = folder / "leakcheck.json"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror}") from error
+    return decode(data, str(path))
+
+
+def write(report: Report, folder: Path) -> Path:
+    """Write `leakcheck.json` into `folder`, as a whole or not at all; returns its path.
+
+    Raises:
+        ReportError: the folder cannot be written to.
+    """
+    path = folder / "leakcheck.json"
+    partial = path.with_suffix(".json.partial")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(encode(report))
+        partial.replace(path)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error.strerror}; choose another report folder") from error
+    return path
