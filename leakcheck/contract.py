@@ -21,20 +21,18 @@ ASLEEP_DRIVER_TOLERANCE = 64 * MIB
 """Bytes that the driver may count for a process whose engine sleeps at level 2, above what it counted before create."""
 
 
-def after_sleep(stage: str, device: str, after: Snapshot) -> list[Finding]:
-    """After any sleep the arenas of weights, KV cache and workspaces have no pages left."""
-    return [
-        _finding(
-            "arena",
-            stage=stage,
-            device=device,
-            amount=after.arena_mapped(tag, device),
-            suspect=tag,
-            message=f"arena {tag!r} still has {format_bytes(after.arena_mapped(tag, device))} mapped after {stage}",
-        )
-        for tag in SLEEPING_ARENAS
-        if after.arena_mapped(tag, device)
-    ]
+def after_sleep(stage: str, device: str, baseline: Snapshot, after: Snapshot) -> list[Finding]:
+    """After any sleep the arenas of weights, KV cache and workspaces have no pages beyond those before create.
+
+    (An earlier engine may have left some; that is the finding of its own shutdown.)
+    """
+    findings = []
+    for tag in SLEEPING_ARENAS:
+        left = after.arena_mapped(tag, device) - baseline.arena_mapped(tag, device)
+        if left > 0:
+            message = f"arena {tag!r} still has {format_bytes(left)} mapped after {stage}"
+            findings.append(_finding("arena", stage=stage, device=device, amount=left, suspect=tag, message=message))
+    return findings
 
 
 def after_deep_sleep(stage: str, device: str, baseline: Snapshot, after: Snapshot) -> list[Finding]:

@@ -18,6 +18,9 @@ from lowtide.probes.ledger import LedgerBase, base_from
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.reports.schema import Finding, NotMeasured, Outcome, Return, Stage, Subject
 
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
+
 SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "infer", "shutdown")
 """One whole life."""
 
@@ -149,7 +152,7 @@ class LifecycleRun:
             self._stages.append((name, cycle, seconds, before, after, sum(map(len, tokens)), moved))
             if name.startswith("sleep"):
                 before_sleep = before
-                self._findings += contract.after_sleep(name, self._device, after)
+                self._findings += contract.after_sleep(name, self._device, baseline, after)
                 if name == "sleep(2)" and self._judges_first_use(cycle):
                     self._findings += contract.after_deep_sleep(name, self._device, baseline, after)
             elif name == "wake":
@@ -165,9 +168,8 @@ class LifecycleRun:
         before = self._stages[-1][4] if self._stages and self._stages[-1][1] == cycle else baseline
         started = time.perf_counter()
         try:
-            life.shutdown()
-        except BaseException as error:  # noqa: BLE001 - becomes a finding; an interrupt has ended the run already
-            self.interrupted = self.interrupted or isinstance(error, KeyboardInterrupt)
+            self._shut_down(life, cycle)
+        except Exception as error:  # noqa: BLE001 - whatever an engine's shutdown raises is a finding
             self._findings.append(contract.failed_teardown("shutdown", error))
         seconds = time.perf_counter() - started
         metrics = self._metrics(cycle)
@@ -177,6 +179,17 @@ class LifecycleRun:
         self._findings += judgement.findings
         self._returns += judgement.returns
         self._not_measured.update({item.what: item for item in judgement.not_measured})
+
+    def _shut_down(self, life: Life, cycle: int) -> None:
+        try:
+            life.shutdown()
+        except BaseException as error:
+            if not _was_interrupted(error):
+                raise
+            self.interrupted = True
+            self._failure = self._failure or f"interrupted in cycle {cycle}"
+            # Legal at any time, and again: what the interrupt kept from being given back is given back now.
+            life.shutdown()
 
     def _climb(self, metrics: Sequence[Metric], baseline: Snapshot) -> list[Step[Snapshot]]:
         def missing(now: Snapshot) -> dict[Metric, int]:
@@ -257,3 +270,9 @@ class LifecycleRun:
             tokens_per_second=tokens / seconds if tokens else None,
             bytes_per_second=moved / seconds if moved else None,
         )
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return any(_was_interrupted(part) for part in error.exceptions)
+    return isinstance(error, KeyboardInterrupt)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from lowtide.probes.objects import all_objects, collector_paused
+from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import Range, merge
-from lowtide.probes.tensors import held_ranges, instances_of, survey_storages
+from lowtide.probes.tensors import held_ranges, survey_storages
 
 _Wrapper = type(functools.lru_cache(maxsize=1)(len))
 _CHUNK = 4096
@@ -54,7 +54,9 @@ class CacheReading:
     held: tuple[tuple[str, int, int], ...] = field(repr=False)
 
 
-def read_caches(objects: Iterable[object] | None = None, *, max_objects: int = 100_000) -> tuple[CacheReading, ...]:
+def read_caches(
+    objects: Iterable[object] | Census | None = None, *, max_objects: int = 100_000
+) -> tuple[CacheReading, ...]:
     """Reads every cache with at least one entry; sorted by name.
 
     Args:
@@ -65,10 +67,10 @@ def read_caches(objects: Iterable[object] | None = None, *, max_objects: int = 1
     its closure and its defaults only: what lies beyond is held by others as well. It does not pass to the target of a
     weak reference, which keeps nothing alive. The cached function itself is no entry.
     """
-    heap = all_objects() if objects is None else objects if type(objects) is list else list(objects)
     with collector_paused():
-        namespaces = {id(vars(module)) for module in instances_of(ModuleType, list(sys.modules.values()))}
-        wrappers = [item for item in heap if type(item) is _Wrapper]
+        census = objects if isinstance(objects, Census) else Census(all_objects() if objects is None else objects)
+        namespaces = {id(vars(module)) for module in Census(sys.modules.values()).instances_of(ModuleType)}
+        wrappers = census.exactly(_Wrapper)
         readings = [_read(wrapper, namespaces, max_objects) for wrapper in wrappers if wrapper.cache_info().currsize]
     return tuple(sorted(readings, key=lambda reading: (reading.name, reading.entries, reading.held)))
 
@@ -89,9 +91,10 @@ def _read(wrapper: Any, namespaces: set[int], max_objects: int) -> CacheReading:
     held: tuple[tuple[str, int, int], ...] = ()
     tensors = modules = 0
     if torch is not None and hasattr(torch, "nn"):
-        found = instances_of(torch.Tensor, reached)
+        census = Census(reached)
+        found = census.instances_of(torch.Tensor)
         tensors = len(found)
-        modules = len(instances_of(torch.nn.Module, reached))
+        modules = len(census.instances_of(torch.nn.Module))
         if found:
             held = held_ranges(survey_storages(found))
     owners = {_type_name(item.__self__) for item in reached if type(item) is MethodType}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import CO_OPTIMIZED
+from itertools import compress
 from types import FrameType, ModuleType
+from typing import Any
 
 # `gc.get_referents` takes the objects as arguments; more at once only makes the argument tuple larger.
 _CHUNK = 50_000
@@ -52,6 +54,42 @@ def all_objects() -> list[object]:
             return [item for item in found.values() if type(item) is not FrameType]
         finally:
             found.clear()
+
+
+class Census:
+    """Some objects and, taken once for all questions, the real type of each.
+
+    Going to every object of a large heap to see its type is what costs; the questions after that are cheap.
+    """
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        self._objects = objects if type(objects) is list else list(objects)
+        types = list(map(type, self._objects))
+        # By identity, and so never by the `__hash__` or `__eq__` of a metaclass.
+        self._kinds = list(map(id, types))
+        self._types = dict(zip(self._kinds, types, strict=True))
+
+    def instances_of(self, cls: type) -> list[Any]:
+        """The objects whose type derives from `cls`.
+
+        Not `isinstance`: it asks the object, and a weak proxy answers for its target, other objects warn or run code.
+        """
+        # Not `issubclass`, which a metaclass may answer.
+        matching = {
+            kind
+            for kind, candidate in self._types.items()
+            if any(base is cls for base in type.__dict__["__mro__"].__get__(candidate))
+        }
+        return self._of(matching)
+
+    def exactly(self, cls: type) -> list[Any]:
+        """The objects whose type is `cls` itself."""
+        return self._of({id(cls)} & self._types.keys())
+
+    def _of(self, kinds: set[int]) -> list[Any]:
+        if not kinds:
+            return []
+        return list(compress(self._objects, map(kinds.__contains__, self._kinds)))
 
 
 def _walk(found: dict[int, object]) -> None:

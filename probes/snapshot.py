@@ -11,7 +11,7 @@ from lowtide.probes.device.driver import Driver, DriverReading
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, read_allocators, read_pinned
 from lowtide.probes.gc_state import GcReading, read_gc
 from lowtide.probes.host import HostReading, Resident, read_host, resident_in
-from lowtide.probes.objects import all_objects, collector_paused
+from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import Range, without
 from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
 from lowtide.probes.tensors import TensorReading, summarize, survey_storages
@@ -127,10 +127,10 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         pool_residency = _pool_residency(pools)
         drivers = tuple(driver.read(index) for index in devices)
         pinned = read_pinned()
-        objects = all_objects()
-        survey = survey_storages(objects)
-        caches = read_caches(objects)
-        del objects
+        census = Census(all_objects())
+        survey = survey_storages(census)
+        caches = read_caches(census)
+        del census
         tensors = summarize(survey, pools)
         pooled = [part for pool in pools if _in_host_memory(pool) for part in pool.ranges]
         tensor_residency = resident_in(without(tensors.on("cpu").ranges, pooled))

@@ -8,11 +8,10 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 from types import ModuleType
 from typing import Any
 
-from lowtide.probes.objects import all_objects, collector_paused
+from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import Range, common, merge, total
 from lowtide.probes.stages import PoolReading, announced_pools
 
@@ -141,7 +140,7 @@ def summarize(survey: StorageSurvey, pools: Sequence[PoolReading]) -> TensorRead
     return TensorReading(tuple(per_device), survey.unreadable)
 
 
-def survey_storages(objects: Iterable[object]) -> StorageSurvey:
+def survey_storages(objects: Iterable[object] | Census) -> StorageSurvey:
     """Finds the storages under the tensors, and the storage objects, among `objects`; empty where torch is not loaded.
 
     Two storages at one address of one device are one.
@@ -149,27 +148,14 @@ def survey_storages(objects: Iterable[object]) -> StorageSurvey:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "Tensor"):  # not loaded, or half way through its import
         return StorageSurvey((), 0)
-    objects = objects if type(objects) is list else list(objects)
     with collector_paused(), plain_tensors(torch):
+        census = objects if isinstance(objects, Census) else Census(objects)
         found = _Found(torch)
-        for storage in instances_of(torch.UntypedStorage, objects):
+        for storage in census.instances_of(torch.UntypedStorage):
             found.add_storage(storage)
-        for tensor in instances_of(torch.Tensor, objects):
+        for tensor in census.instances_of(torch.Tensor):
             found.add_tensor(tensor)
     return StorageSurvey(found.readings(), found.unreadable)
-
-
-def instances_of(cls: type, objects: list[object]) -> list[Any]:
-    """Those of `objects` whose type derives from `cls`, by their real type.
-
-    Not `isinstance`: it asks the object, and a weak proxy answers for its target, other objects warn or run code.
-    """
-    types = list(map(type, objects))
-    verdicts: dict[int, bool] = {}
-    for candidate in dict(zip(map(id, types), types, strict=True)).values():
-        # Not `issubclass`, which a metaclass may answer.
-        verdicts[id(candidate)] = any(base is cls for base in type.__dict__["__mro__"].__get__(candidate))
-    return list(compress(objects, map(verdicts.__getitem__, map(id, types))))
 
 
 @contextlib.contextmanager

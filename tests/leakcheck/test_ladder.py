@@ -1,0 +1,137 @@
+"""The ladder: one rung at a time, no further than needed, and a wait that ends when nothing moves any more."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, release
+
+QUICK = SettlePolicy(stability=0.05, limit=0.5, first_pause=0.001, longest_pause=0.01)
+
+
+class Readings:
+    """Gives prepared readings, the last one for ever."""
+
+    def __init__(self, *values: int) -> None:
+        self.values = list(values)
+        self.taken = 0
+
+    def __call__(self) -> int:
+        value = self.values[min(self.taken, len(self.values) - 1)]
+        self.taken += 1
+        return value
+
+
+def go(readings: Readings, *, waits: bool = False, rungs: tuple[Rung, ...] = tuple(Rung)) -> list[Step[int]]:
+    return climb(
+        readings,
+        lambda value: value == 0,
+        still_waiting=lambda value: waits and value > 0,
+        moved=lambda then, now: then != now,
+        policy=QUICK,
+        rungs=rungs,
+    )
+
+
+def test_what_is_back_at_once_costs_one_reading_and_no_collection() -> None:
+    collections: list[str] = []
+    heard = lambda phase, info: collections.append(phase)  # noqa: E731
+    gc.callbacks.append(heard)
+    try:
+        steps = go(Readings(0))
+    finally:
+        gc.callbacks.remove(heard)
+    assert [step.rung for step in steps] == [Rung.RAW]
+    assert collections == []
+
+
+def test_it_stops_at_the_rung_where_everything_is_back() -> None:
+    steps = go(Readings(5, 0))
+    assert [(step.rung, step.reading) for step in steps] == [(Rung.RAW, 5), (Rung.COLLECT, 0)]
+
+
+def test_it_climbs_to_the_top_when_nothing_helps_and_passes_over_rungs_without_anything_to_act_on() -> None:
+    steps = go(Readings(5), rungs=(Rung.RAW, Rung.COLLECT, Rung.UNFREEZE, Rung.EMPTY_CACHE, Rung.CLEAR_CACHES))
+    assert [step.rung for step in steps] == [Rung.RAW, Rung.COLLECT, Rung.CLEAR_CACHES]
+
+
+def test_only_what_may_come_back_by_itself_is_waited_for() -> None:
+    readings = Readings(5, 5)
+    go(readings, rungs=(Rung.RAW, Rung.SETTLE))
+    assert readings.taken == 1
+
+
+def test_settling_ends_as_soon_as_it_is_back() -> None:
+    readings = Readings(5, 4, 3, 0, 99)
+    steps = go(readings, waits=True, rungs=(Rung.RAW, Rung.SETTLE))
+    assert [(step.rung, step.reading) for step in steps] == [(Rung.RAW, 5), (Rung.SETTLE, 0)]
+    assert readings.taken == 4
+
+
+def test_settling_ends_when_nothing_moves() -> None:
+    (_, settled) = go(Readings(5), waits=True, rungs=(Rung.RAW, Rung.SETTLE))
+    assert settled.reading == 5
+    assert QUICK.stability <= settled.seconds < QUICK.limit
+
+
+def test_settling_goes_on_while_something_moves_but_not_for_ever() -> None:
+    class Counting:
+        value = 1_000_000
+
+        def __call__(self) -> int:
+            self.value -= 1
+            return self.value
+
+    steps = climb(
+        Counting(),
+        lambda value: value == 0,
+        still_waiting=lambda value: True,
+        moved=lambda then, now: then != now,
+        policy=QUICK,
+        rungs=(Rung.RAW, Rung.SETTLE),
+    )
+    assert steps[1].seconds >= QUICK.limit
+
+
+def test_rungs_are_in_the_order_of_the_design() -> None:
+    assert [rung.value for rung in Rung] == [
+        "raw",
+        "settle",
+        "collect",
+        "unfreeze",
+        "empty_cache",
+        "clear_caches",
+        "reset_compiled",
+        "clear_workspaces",
+        "clear_host_cache",
+    ]
+    assert Rung.COLLECT.order < Rung.UNFREEZE.order < Rung.CLEAR_HOST_CACHE.order
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("thawed")
+def test_unfreezing_is_tried_only_where_something_is_frozen() -> None:
+    assert gc.get_freeze_count() == 0
+    assert not release(Rung.UNFREEZE)
+    gc.freeze()
+    assert release(Rung.UNFREEZE)
+    assert gc.get_freeze_count() == 0
+
+
+def test_clearing_caches_clears_every_functools_cache() -> None:
+    @functools.lru_cache(maxsize=8)
+    def cached(key: int) -> list[int]:
+        return [key]
+
+    cached(1)
+    assert release(Rung.CLEAR_CACHES)
+    assert cached.cache_info().currsize == 0

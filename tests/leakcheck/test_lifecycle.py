@@ -1,0 +1,364 @@
+"""Lives of small engines, each with one thing wrong, and the clean twin: what the run finds and what it does not."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.engine.arena import Arena
+from lowtide.engine.pages.cpu import CpuPages
+from lowtide.leakcheck.lifecycle import SCRIPT, Event, LifecycleRun
+from lowtide.probes.device.driver.none import NoDriver
+from lowtide.reports.schema import Finding, Subject
+
+MIB = 1 << 20
+
+
+class SmallLife:
+    """A clean engine of a few MiB: weights and cache in arenas, tokens that depend on the weights' contents."""
+
+    def __init__(self) -> None:
+        self.pages = CpuPages()
+        self.arenas: dict[str, Arena] = {}
+
+    def create(self) -> None:
+        for tag in ("weights", "kv_cache", "runtime"):
+            self.arenas[tag] = Arena(tag, 2 * MIB, self.pages)
+        self.weights = self.arenas["weights"].allocate((1000,), torch.int64)
+        self.weights.copy_(torch.arange(1000))
+        self.arenas["kv_cache"].map_to(MIB)
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        return [self.weights[:5].tolist(), self.weights[-3:].tolist()]
+
+    def sleep(self, level: int) -> None:
+        self.saved = self.weights.clone() if level == 1 else None
+        self.arenas["weights"].unmap_to(0)
+        self.arenas["kv_cache"].unmap_to(0)
+
+    def wake(self) -> None:
+        self.arenas["weights"].map_to(self.arenas["weights"].used)
+        self.arenas["kv_cache"].map_to(MIB)
+        self.weights.copy_(torch.arange(1000) if self.saved is None else self.saved)
+        self.saved = None
+
+    def shutdown(self) -> None:
+        for name in ("weights", "saved"):
+            self.__dict__.pop(name, None)
+        for arena in self.arenas.values():
+            arena.close()
+        self.arenas = {}
+
+
+def live(make: Callable[[], Any], cycles: int = 2) -> LifecycleRun:
+    return LifecycleRun("small", make, device="cpu", driver=NoDriver("a test"), cycles=cycles)
+
+
+def found(make: Callable[[], Any], cycles: int = 2) -> tuple[Subject, tuple[Finding, ...]]:
+    subject = live(make, cycles).run()
+    return subject, subject.findings
+
+
+@pytest.fixture(autouse=True)
+def tidy() -> Iterator[None]:
+    gc.collect()
+    yield
+    gc.unfreeze()
+    KEPT.clear()
+
+
+KEPT: list[Any] = []
+
+
+def test_a_clean_life_is_clean_and_has_every_stage() -> None:
+    subject, findings = found(SmallLife)
+    assert (subject.outcome, subject.reason, findings, subject.returns) == ("clean", "", (), ())
+    assert [(stage.cycle, stage.name) for stage in subject.stages] == [(c, name) for c in (1, 2) for name in SCRIPT]
+    for stage in subject.stages:
+        assert stage.seconds >= 0
+        assert (stage.tokens_per_second is not None) == (stage.name == "infer")
+    asleep = [stage.after.arenas for stage in subject.stages if stage.name.startswith("sleep")]
+    assert asleep == [{"weights": 0, "kv_cache": 0, "runtime": 0}] * 4
+
+
+def test_each_stage_is_announced_before_it_starts() -> None:
+    heard: list[Event] = []
+    LifecycleRun("small", SmallLife, device="cpu", driver=NoDriver("a test"), cycles=2, listener=heard.append).run()
+    assert [(event.cycle, event.stage) for event in heard] == [(c, name) for c in (1, 2) for name in SCRIPT]
+    assert [event.done for event in heard] == list(range(18))
+    assert {(event.cycles, event.total) for event in heard} == {(2, 18)}
+
+
+# --- after shutdown -------------------------------------------------------------------------------------------------
+
+
+class KeepsTensor(SmallLife):
+    def create(self) -> None:
+        super().create()
+        KEPT.append(torch.ones(1000))
+
+
+def test_a_tensor_that_something_keeps_is_found_in_the_first_life_already() -> None:
+    for cycles in (1, 2):
+        subject, (finding,) = found(KeepsTensor, cycles)
+        assert subject.outcome == "leak"
+        assert (finding.resource, finding.bytes, finding.device, finding.stage) == ("tensors", 4000, "cpu", "shutdown")
+        assert (finding.cause, finding.remedy) == ("unknown", None)
+        assert finding.message.startswith("3.9 KiB of tensors on cpu did not come back at shutdown")
+
+
+class KeepsOneByte(SmallLife):
+    def create(self) -> None:
+        super().create()
+        KEPT.append(torch.ones(1, dtype=torch.uint8))
+
+
+def test_one_byte_is_enough() -> None:
+    _, (finding,) = found(KeepsOneByte)
+    assert (finding.resource, finding.bytes) == ("tensors", 1)
+
+
+class Cycle(SmallLife):
+    def create(self) -> None:
+        super().create()
+        holder: dict[str, Any] = {"tensor": torch.ones(1000)}
+        holder["itself"] = holder
+
+
+def test_garbage_in_a_cycle_is_clean_and_said_to_come_back_at_collect() -> None:
+    gc.disable()
+    try:
+        subject, findings = found(Cycle)
+    finally:
+        gc.enable()
+    assert (subject.outcome, findings) == ("clean", ())
+    assert {(item.resource, item.rung, item.bytes) for item in subject.returns} == {("tensors", "collect", 4000)}
+
+
+@functools.lru_cache(maxsize=16)
+def cached(owner: object) -> int:
+    return id(owner)
+
+
+class Model:
+    """Something with a tensor whose method is asked about."""
+
+    def __init__(self) -> None:
+        self.weight = torch.ones(1000)
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class CachesMethod(SmallLife):
+    def create(self) -> None:
+        super().create()
+        cached(Model().forward)
+
+
+def test_a_bound_method_in_an_lru_cache_is_found_with_its_remedy() -> None:
+    cached.cache_clear()
+    subject, findings = found(CachesMethod)
+    assert subject.outcome == "leak"
+    assert [(item.resource, item.cause) for item in findings] == [("tensors", "lru-cache")]
+    remedy = findings[0].remedy
+    assert remedy is not None
+    assert "cache_clear()" in remedy.action
+    assert remedy.returns_bytes == findings[0].bytes
+
+
+class Freezes(SmallLife):
+    def create(self) -> None:
+        super().create()
+        holder: dict[str, Any] = {"tensor": torch.ones(1000)}
+        holder["itself"] = holder
+        gc.freeze()
+
+
+def test_a_freeze_without_its_pair_is_found_with_what_it_hides() -> None:
+    _, findings = found(Freezes, cycles=1)
+    kinds = {(item.resource, item.cause) for item in findings}
+    assert ("gc-frozen", "not-restored") in kinds
+    frozen = next(item for item in findings if item.resource == "gc-frozen")
+    assert frozen.count > 1000
+    assert frozen.remedy is not None
+    assert frozen.remedy.action == "gc.unfreeze(); gc.collect()"
+
+
+class KeepsThread(SmallLife):
+    stop = threading.Event()
+
+    def create(self) -> None:
+        super().create()
+        threading.Thread(target=self.stop.wait, args=(60,), name="forgotten-worker").start()
+
+
+def test_a_thread_that_runs_on_is_found_by_name() -> None:
+    try:
+        _, (finding,) = found(KeepsThread, cycles=1)
+    finally:
+        KeepsThread.stop.set()
+    assert (finding.resource, finding.count, finding.bytes) == ("threads", 1, 0)
+    assert "forgotten-worker" in finding.message
+
+
+class KeepsDescriptor(SmallLife):
+    def create(self) -> None:
+        super().create()
+        KEPT.append(os.open("/dev/null", os.O_RDONLY))
+
+
+def test_a_descriptor_left_open_is_found_from_the_second_life_on() -> None:
+    try:
+        subject, (finding,) = found(KeepsDescriptor)
+    finally:
+        for descriptor in KEPT:
+            os.close(descriptor)
+    assert (finding.resource, finding.count) == ("file-descriptors", 1)
+    assert "/dev/null" in finding.message
+    assert subject.not_measured == ()
+
+
+class KeepsArena(SmallLife):
+    def shutdown(self) -> None:
+        del self.weights
+        KEPT.append(self.arenas)
+
+
+def test_an_arena_without_tensors_is_found_as_an_arena() -> None:
+    _, (finding,) = found(KeepsArena)
+    assert (finding.resource, finding.device) == ("arena", "cpu")
+    assert finding.bytes == MIB + 8192
+
+
+class KeepsArenaByTensor(SmallLife):
+    def shutdown(self) -> None:
+        KEPT.append(self.weights)
+        super().shutdown()
+
+
+def test_an_arena_that_a_tensor_keeps_is_that_tensors_leak_alone() -> None:
+    _, (finding,) = found(KeepsArenaByTensor)
+    assert (finding.resource, finding.bytes) == ("tensors", 8000)
+
+
+class KeepsHostMemory(SmallLife):
+    def create(self) -> None:
+        super().create()
+        KEPT.append(bytearray(b"x" * (40 * MIB)))
+
+
+def test_host_memory_beyond_the_tolerance_is_found_and_one_life_says_that_it_cannot_tell() -> None:
+    _, (finding,) = found(KeepsHostMemory)
+    assert (finding.resource, finding.device) == ("host-memory", "cpu")
+    assert 32 * MIB < finding.bytes < 48 * MIB
+    KEPT.clear()
+    subject, findings = found(KeepsHostMemory, cycles=1)
+    assert findings == ()
+    assert {item.what for item in subject.not_measured} == {"host-memory", "file-descriptors"}
+
+
+# --- at the stages --------------------------------------------------------------------------------------------------
+
+
+class SleepsWithCache(SmallLife):
+    def sleep(self, level: int) -> None:
+        super().sleep(level)
+        if level == 2:
+            self.arenas["kv_cache"].map_to(MIB)
+
+
+def test_an_arena_that_stays_mapped_asleep_is_found_with_the_stage() -> None:
+    _, (finding,) = found(SleepsWithCache)
+    assert (finding.resource, finding.stage, finding.bytes) == ("arena", "sleep(2)", MIB)
+    assert "'kv_cache'" in finding.message
+
+
+class WakesHalf(SmallLife):
+    def wake(self) -> None:
+        super().wake()
+        self.arenas["kv_cache"].unmap_to(0)
+
+
+def test_an_arena_that_does_not_come_back_is_found() -> None:
+    _, (finding,) = found(WakesHalf)
+    assert (finding.resource, finding.cause, finding.stage) == ("arena", "not-restored", "wake")
+
+
+class LosesContents(SmallLife):
+    def wake(self) -> None:
+        self.saved = torch.zeros(1000, dtype=torch.int64)
+        super().wake()
+
+
+def test_contents_that_did_not_survive_are_found_by_the_tokens() -> None:
+    _, (finding,) = found(LosesContents)
+    assert (finding.resource, finding.cause, finding.stage) == ("contents", "not-restored", "infer")
+    assert finding.message.startswith("2 of 2 prompts")
+
+
+class RaisesInShutdown(SmallLife):
+    def shutdown(self) -> None:
+        super().shutdown()
+        raise RuntimeError("Cannot access accelerator device when none is available")
+
+
+def test_a_shutdown_that_raises_is_a_finding_of_its_own() -> None:
+    _, (finding,) = found(RaisesInShutdown)
+    assert (finding.resource, finding.stage) == ("teardown", "shutdown")
+    assert "Cannot access accelerator device" in finding.message
+
+
+# --- ends -----------------------------------------------------------------------------------------------------------
+
+
+class FailsToWake(SmallLife):
+    def wake(self) -> None:
+        raise MemoryError("no room")
+
+
+def test_an_error_ends_the_run_with_the_engine_shut_down() -> None:
+    subject, findings = found(FailsToWake)
+    assert (subject.outcome, subject.reason) == ("error", "cycle 1: wake raised MemoryError: no room")
+    assert findings == ()
+    assert [stage.name for stage in subject.stages] == ["create", "infer", "sleep(1)", "shutdown"]
+    assert subject.stages[-1].after.arenas == {}
+
+
+@pytest.mark.parametrize("at", ["create", "infer", "sleep", "wake", "shutdown"])
+def test_ctrl_c_at_any_stage_ends_the_run_with_the_engine_shut_down(at: str) -> None:
+    class Interrupted(SmallLife):
+        pass
+
+    original = getattr(SmallLife, at)
+    once: list[None] = []
+
+    def interrupted(self: SmallLife, *args: Any) -> Any:
+        result = original(self, *args)
+        if not once:
+            once.append(None)
+            raise KeyboardInterrupt
+        return result
+
+    setattr(Interrupted, at, interrupted)
+    run = live(Interrupted)
+    subject = run.run()
+    assert run.interrupted
+    assert subject.stages[-1].name == "shutdown"
+    assert subject.stages[-1].after.arenas == {}
+    assert {stage.cycle for stage in subject.stages} == {1}
+    assert subject.reason == "interrupted in cycle 1"
+    assert subject.outcome == "error"
+
+
+def test_the_same_leak_in_every_life_is_one_finding() -> None:
+    subject, findings = found(KeepsTensor, cycles=3)
+    assert len(findings) == 1
+    assert len(subject.stages) == 3 * len(SCRIPT)
