@@ -93,7 +93,16 @@ def run(
     if report is not None:
         _check_writable(report)
 
-    # Only now: importing torch takes seconds, and bad input should not.
+    try:
+        code = _run(device, str(model) if model else (preset or Preset.TINY).value, cycles, seed, defect, report)
+    except KeyboardInterrupt:
+        typer.echo("lowtide: interrupted before there was anything to report", err=True)
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+def _run(device: Device, model: str, cycles: int, seed: int, defect: str | None, report: Path | None) -> int:
+    # Only now: importing torch takes seconds, and refusing bad input should not.
     from lowtide.engine import EngineError
     from lowtide.engine.defects import find_defect
     from lowtide.leakcheck.lifecycle import Event, LifecycleRun
@@ -106,7 +115,7 @@ def run(
     with ExitStack() as stack:
         try:
             active = find_defect(defect) if defect is not None else None
-            config, vocab_size = _configure(device, str(model) if model else (preset or Preset.TINY).value, seed)
+            config, vocab_size = _configure(device, model, seed)
         except EngineError as error:
             _refuse(str(error))
         driver = find_driver()
@@ -151,7 +160,7 @@ def run(
             console.print(f"report: {schema.write(written, report)}", highlight=False)
         except schema.ReportError as error:
             _refuse(str(error))
-    raise typer.Exit(INTERRUPTED if life.interrupted else schema.exit_code(written))
+    return INTERRUPTED if life.interrupted else schema.exit_code(written)
 
 
 @app.command()

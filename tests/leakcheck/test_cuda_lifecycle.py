@@ -1,0 +1,60 @@
+"""Whole lives on a card: the ledger adds up to the driver's figure, a clean engine is clean, a defect is found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lowtide.engine import EngineConfig
+from lowtide.engine.defects import find_defect
+from lowtide.leakcheck.lifecycle import LifecycleRun
+from lowtide.leakcheck.reference import ReferenceLife
+from lowtide.probes.device.driver import Driver, find_driver
+from lowtide.reports.schema import Subject
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card; torch sees none"),
+]
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    driver = find_driver()
+    yield driver
+    driver.close()
+
+
+def live(driver: Driver, cycles: int = 2) -> Subject:
+    config = EngineConfig(device="cuda:0")
+    run = LifecycleRun("tiny", lambda: ReferenceLife(config, 1024), device="cuda:0", driver=driver, cycles=cycles)
+    return run.run()
+
+
+def test_a_clean_engine_is_clean_and_back_at_once(driver: Driver) -> None:
+    subject = live(driver, cycles=3)
+    assert (subject.outcome, subject.findings, subject.not_measured) == ("clean", (), ())
+    assert subject.returns == ()
+
+
+def test_the_ledger_adds_up_to_the_drivers_figure_and_explains_it(driver: Driver) -> None:
+    stages = [stage for stage in live(driver, cycles=3).stages if stage.cycle > 1]
+    start = stages[0].before.ledgers[0].unexplained
+    assert start is not None
+    for stage in stages:
+        ledger = stage.after.ledgers[0]
+        assert (ledger.device, ledger.source) == ("cuda:0", "nvml")
+        assert ledger.unexplained is not None
+        assert ledger.total == sum(line.bytes for line in ledger.lines) + ledger.unexplained
+        assert abs(ledger.unexplained - start) <= 32 * MIB
+
+
+@pytest.mark.parametrize("name", ["shutdown-noop", "worker-keeps-everything"])
+def test_a_defect_is_one_finding_on_the_card(driver: Driver, name: str) -> None:
+    with find_defect(name).activate():
+        subject = live(driver)
+    assert [(item.resource, item.device) for item in subject.findings] == [("tensors", "cuda:0")]
