@@ -30,12 +30,13 @@ class HostBuffer:
 
     def __init__(self, tag: str, size: int, block: int, backend: PageBackend) -> None:
         self.tag = tag
-        self.size = size
+        # Whole pages, because whole pages are what is pinned.
+        self.size = round_up(size, mmap.PAGESIZE)
         self.block = block
         self._backend = backend
         self._pinned: set[int] = set()
         self._touched: set[int] = set()
-        reserved = round_up(size, HUGE_PAGE) + HUGE_PAGE
+        reserved = round_up(self.size, HUGE_PAGE) + HUGE_PAGE
         try:
             self._mapping = mmap.mmap(-1, reserved, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:

@@ -138,4 +138,8 @@ class EngineMemory:
         self.workspaces = []
         self._workspace_arenas = []
         self._arenas = {}
+        self.empty_cache(teardown)
+
+    def empty_cache(self, teardown: Teardown) -> None:
+        """Make torch give back what it caches of the memory that the steps used."""
         teardown.run("torch's cached memory", self._backend.empty_cache)

@@ -171,6 +171,7 @@ def test_a_closed_arena_gives_no_memory() -> None:
         arena.allocate((1,), torch.uint8)
 
 
+@pytest.mark.usefixtures("without_collector")
 def test_what_is_announced_are_the_mapped_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.engine.arena.PART_BYTES", 2 * PAGE)
     arena = Arena("kv_cache", 8 * PAGE, CpuPages())
