@@ -10,11 +10,10 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import transformers
 
 from lowtide.engine.block_table import BlockTable
 from lowtide.engine.checkpoint import INDEX_FILE
@@ -27,6 +26,9 @@ from lowtide.engine.runner import ModelRunner
 from lowtide.engine.sampling import Sampler
 from lowtide.engine.scheduler import Scheduler, SchedulerOutput
 from lowtide.engine.weights import CheckpointWeights, RandomWeights, WeightSource
+
+if TYPE_CHECKING:
+    import transformers
 
 NUM_GOLDEN_TOKENS = 64
 VOCAB_SIZE = 199
@@ -86,6 +88,9 @@ class Golden:
 
 def build_reference(variety: Variety, seed: int = 0) -> transformers.PreTrainedModel:
     """A random model of transformers, its biases and norms included."""
+    # Only here: it triples the heap, and with it what every snapshot of every other test costs.
+    import transformers
+
     config_class = getattr(transformers, f"{variety.architecture}Config")
     model_class = getattr(transformers, f"{variety.architecture}ForCausalLM")
     torch.manual_seed(seed)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from lowtide.engine.config import (
     PRESETS,
@@ -99,6 +98,8 @@ def test_a_generation_config_without_end_tokens_changes_nothing(folder: Path) ->
 
 
 def test_qwen2_has_biases_on_queries_keys_and_values_alone(tmp_path: Path) -> None:
+    import transformers
+
     transformers.Qwen2Config(architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
     config = read_model_config(tmp_path)
     assert (config.attention_bias, config.attention_output_bias, config.mlp_bias) == (True, False, False)

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lowtide.engine.attention import MAX_GATHERED_TOKENS, split_decodes, workspace_bytes
 from lowtide.engine.config import PRESETS, ModelConfig, RopeConfig, read_model_config
@@ -41,6 +39,8 @@ def build(config: ModelConfig, weights: Memory) -> LlamaForCausalLM:
 )
 def test_parameters_are_those_of_transformers(variety: str, write_checkpoint: Callable[[str], Path]) -> None:
     folder = write_checkpoint(variety)
+    import transformers
+
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder)
     expected = {name: tuple(parameter.shape) for name, parameter in reference.named_parameters()}
     model = build(read_model_config(folder), Memory())
@@ -82,6 +82,9 @@ def test_rotary_frequencies_are_those_of_transformers(rope: RopeConfig, head_dim
     }
     if rope.rope_type == "default":
         parameters = {"rope_type": "default", "rope_theta": rope.theta}
+    import transformers
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     config = transformers.LlamaConfig(head_dim=head_dim, rope_parameters=parameters, max_position_embeddings=131_072)
     if rope.rope_type == "default":
         expected = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq

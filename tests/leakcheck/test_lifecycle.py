@@ -57,11 +57,11 @@ class SmallLife:
         self.arenas = {}
 
 
-def live(make: Callable[[], Any], cycles: int = 2) -> LifecycleRun:
+def live(make: Callable[[], Any], cycles: int) -> LifecycleRun:
     return LifecycleRun("small", make, device="cpu", driver=NoDriver("a test"), cycles=cycles)
 
 
-def found(make: Callable[[], Any], cycles: int = 2) -> tuple[Subject, tuple[Finding, ...]]:
+def found(make: Callable[[], Any], cycles: int = 1) -> tuple[Subject, tuple[Finding, ...]]:
     subject = live(make, cycles).run()
     return subject, subject.findings
 
@@ -78,7 +78,7 @@ KEPT: list[Any] = []
 
 
 def test_a_clean_life_is_clean_and_has_every_stage() -> None:
-    subject, findings = found(SmallLife)
+    subject, findings = found(SmallLife, cycles=2)
     assert (subject.outcome, subject.reason, findings, subject.returns) == ("clean", "", (), ())
     assert [(stage.cycle, stage.name) for stage in subject.stages] == [(c, name) for c in (1, 2) for name in SCRIPT]
     for stage in subject.stages:
@@ -106,12 +106,11 @@ class KeepsTensor(SmallLife):
 
 
 def test_a_tensor_that_something_keeps_is_found_in_the_first_life_already() -> None:
-    for cycles in (1, 2):
-        subject, (finding,) = found(KeepsTensor, cycles)
-        assert subject.outcome == "leak"
-        assert (finding.resource, finding.bytes, finding.device, finding.stage) == ("tensors", 4000, "cpu", "shutdown")
-        assert (finding.cause, finding.remedy) == ("unknown", None)
-        assert finding.message.startswith("3.9 KiB of tensors on cpu did not come back at shutdown")
+    subject, (finding,) = found(KeepsTensor)
+    assert subject.outcome == "leak"
+    assert (finding.resource, finding.bytes, finding.device, finding.stage) == ("tensors", 4000, "cpu", "shutdown")
+    assert (finding.cause, finding.remedy) == ("unknown", None)
+    assert finding.message.startswith("3.9 KiB of tensors on cpu did not come back at shutdown")
 
 
 class KeepsOneByte(SmallLife):
@@ -183,7 +182,7 @@ class Freezes(SmallLife):
 
 
 def test_a_freeze_without_its_pair_is_found_with_what_it_hides() -> None:
-    _, findings = found(Freezes, cycles=1)
+    _, findings = found(Freezes)
     kinds = {(item.resource, item.cause) for item in findings}
     assert ("gc-frozen", "not-restored") in kinds
     frozen = next(item for item in findings if item.resource == "gc-frozen")
@@ -202,7 +201,7 @@ class KeepsThread(SmallLife):
 
 def test_a_thread_that_runs_on_is_found_by_name() -> None:
     try:
-        _, (finding,) = found(KeepsThread, cycles=1)
+        _, (finding,) = found(KeepsThread)
     finally:
         KeepsThread.stop.set()
     assert (finding.resource, finding.count, finding.bytes) == ("threads", 1, 0)
@@ -217,7 +216,7 @@ class KeepsDescriptor(SmallLife):
 
 def test_a_descriptor_left_open_is_found_from_the_second_life_on() -> None:
     try:
-        subject, (finding,) = found(KeepsDescriptor)
+        subject, (finding,) = found(KeepsDescriptor, cycles=2)
     finally:
         for descriptor in KEPT:
             os.close(descriptor)
@@ -256,11 +255,11 @@ class KeepsHostMemory(SmallLife):
 
 
 def test_host_memory_beyond_the_tolerance_is_found_and_one_life_says_that_it_cannot_tell() -> None:
-    _, (finding,) = found(KeepsHostMemory)
+    _, (finding,) = found(KeepsHostMemory, cycles=2)
     assert (finding.resource, finding.device) == ("host-memory", "cpu")
     assert 32 * MIB < finding.bytes < 48 * MIB
     KEPT.clear()
-    subject, findings = found(KeepsHostMemory, cycles=1)
+    subject, findings = found(KeepsHostMemory)
     assert findings == ()
     assert {item.what for item in subject.not_measured} == {"host-memory", "file-descriptors"}
 
@@ -348,7 +347,7 @@ def test_ctrl_c_at_any_stage_ends_the_run_with_the_engine_shut_down(at: str) -> 
         return result
 
     setattr(Interrupted, at, interrupted)
-    run = live(Interrupted)
+    run = live(Interrupted, cycles=2)
     subject = run.run()
     assert run.interrupted
     assert subject.stages[-1].name == "shutdown"
@@ -359,6 +358,6 @@ def test_ctrl_c_at_any_stage_ends_the_run_with_the_engine_shut_down(at: str) -> 
 
 
 def test_the_same_leak_in_every_life_is_one_finding() -> None:
-    subject, findings = found(KeepsTensor, cycles=3)
+    subject, findings = found(KeepsTensor, cycles=2)
     assert len(findings) == 1
-    assert len(subject.stages) == 3 * len(SCRIPT)
+    assert len(subject.stages) == 2 * len(SCRIPT)
