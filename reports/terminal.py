@@ -84,7 +84,9 @@ def ledger_table(cycle: int, names: Sequence[str], ledgers: Sequence[Ledger]) ->
         for line in ledger.lines:
             rows.setdefault(line.name, [0] * len(ledgers))[turn] = line.bytes
     for name, sizes in rows.items():
-        table.add_row(name, *map(_mib, sizes))
+        # A line that never held anything says nothing.
+        if any(sizes):
+            table.add_row(name, *map(_mib, sizes))
     table.add_row("unexplained", *(_mib(ledger.unexplained) for ledger in ledgers), style="bold")
     table.add_section()
     table.add_row("total", *(_mib(ledger.total) for ledger in ledgers), style="bold")
