@@ -40,6 +40,7 @@ class _Record:
         self.size = size
         self.parts: list[Part] = []
         self.error: BaseException | None = None
+        self.disposed = False
 
     @property
     def mapped(self) -> int:
@@ -51,14 +52,14 @@ class _Record:
         return (reading,)
 
     def dispose(self) -> None:
-        """Run once, when the lease is gone: by the arena's close, or later by the last tensor."""
-        stages.withdraw(self)
+        """Run when the lease is gone: by the arena's close, or later by the last tensor."""
         try:
             self.backend.dispose(self.address, self.size, self.parts)
-        except Exception as error:  # noqa: BLE001 - a finalizer cannot raise; `Arena.close` hands the error on
+        except BaseException as error:  # noqa: BLE001 - a finalizer cannot raise; `Arena.close` hands the error on
             self.error = error
         else:
-            self.parts.clear()
+            self.disposed = True
+            stages.withdraw(self)
 
 
 class Arena:
@@ -77,6 +78,7 @@ class Arena:
         self.capacity = round_up(max(capacity, 1), backend.granularity)
         self._backend = backend
         self._used = 0
+        self._failed = False
         self._lease: Lease | None = backend.reserve(self.capacity)
         self._record = _Record(tag, backend, self._lease.address, self.capacity)
         finalizer = weakref.finalize(self._lease, self._record.dispose)
@@ -151,12 +153,16 @@ class Arena:
         return tensor_over(raw, 0, shape, dtype)
 
     def close(self) -> None:
-        """Give up the arena's own hold on its memory; calling it again does nothing.
+        """Give up the arena's own hold on its memory; called again, it tries again what has failed.
 
         Raises:
             DriverError: the driver did not take the memory back.
         """
+        failed_before = self._lease is None and self._failed
         self._lease = None
+        if failed_before and not self._record.disposed:
+            self._record.dispose()
+        self._failed = self._record.error is not None
         if self._record.error is not None:
             error, self._record.error = self._record.error, None
             raise error

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import weakref
+from functools import partial
 
 import torch
 
 from lowtide.engine.arena import round_up
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import PageBackend
+from lowtide.engine.teardown import Teardown
 from lowtide.probes import stages
 
 # One page-table entry of the host's huge pages.
@@ -48,6 +51,9 @@ class HostBuffer:
         with contextlib.suppress(OSError, AttributeError):
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         stages.announce(self)
+        # For an owner that is dropped without `close`: pages must not go while the driver has them registered.
+        forgotten = weakref.finalize(self, _unpin_all, backend, self.address, block, self._pinned)
+        forgotten.atexit = False
 
     def tensor(self, offset: int, size: int) -> torch.Tensor:
         """A uint8 tensor of shape [size] over the buffer."""
@@ -75,22 +81,18 @@ class HostBuffer:
         """Unpin all blocks and give the memory back; calling it again does nothing.
 
         Raises:
-            DriverError: a block could not be unpinned; the others were.
+            ExceptionGroup: blocks that could not be unpinned; the others were.
         """
-        stages.withdraw(self)
-        failure: BaseException | None = None
+        teardown = Teardown(f"giving host memory ({self.tag}) back")
         for index in sorted(self._pinned):
-            try:
-                self._backend.unpin(self.address + index * self.block)
-            except Exception as error:  # noqa: BLE001 - the other blocks must go too; raised below
-                failure = failure or error
+            teardown.run(f"unpinning block {index}", partial(self._backend.unpin, self.address + index * self.block))
         self._pinned.clear()
         # The mapping itself goes with the last tensor over it; its pages go now.
         if self._touched:
             self._mapping.madvise(mmap.MADV_DONTNEED)
             self._touched.clear()
-        if failure is not None:
-            raise failure
+        stages.withdraw(self)
+        teardown.finish()
 
     def read_pools(self) -> tuple[stages.PoolReading, ...]:
         """What the probes see: pinned and ordinary bytes of the buffer apart."""
@@ -108,3 +110,8 @@ class HostBuffer:
                 held = sum(length for _, length in ranges)
                 readings.append(stages.PoolReading(kind, self.tag, "cpu", self.size, held, ranges))
         return tuple(readings)
+
+
+def _unpin_all(backend: PageBackend, address: int, block: int, pinned: set[int]) -> None:
+    while pinned:
+        backend.unpin(address + pinned.pop() * block)

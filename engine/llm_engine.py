@@ -72,9 +72,9 @@ class LLMEngine:
         self._core: EngineCore | None = None
         self._tokenizer: Tokenizer | None = None
         self._awake_tags: set[str] = set()
-        self._level = 0
         self._pending_outputs: list[RequestOutput] = []
         self._num_requests = 0
+        self._torn_down = False
 
     def __enter__(self) -> LLMEngine:
         """Create the engine, if it is new."""
@@ -249,10 +249,14 @@ class LLMEngine:
             self._pending_outputs += core.abort_all()
             # What the cache's blocks hold goes with their pages.
             core.reset_prefix_cache()
-            core.worker.sleep(level)
-            self._state = EngineState.ASLEEP
-            self._level = level
-            self._awake_tags.clear()
+            try:
+                core.worker.sleep(level)
+            finally:
+                # Not so after a failure that was undone; but where undoing it failed too, the engine must not run on
+                # without its memory: asleep, it can still be woken or shut down.
+                if not core.worker.awake:
+                    self._state = EngineState.ASLEEP
+                    self._awake_tags.clear()
         pending, self._pending_outputs = self._pending_outputs, []
         return pending
 
@@ -294,8 +298,8 @@ class LLMEngine:
             ExceptionGroup: the errors of the steps that failed; the others were done all the same, and the engine is
                 closed.
         """
-        closed_before, self._state = self._state is EngineState.CLOSED, EngineState.CLOSED
-        if closed_before or self._core is None:
+        self._state = EngineState.CLOSED
+        if self._core is None or self._torn_down:
             return
         with stage("shutdown"):
             teardown = Teardown("shutting the engine down")
@@ -304,6 +308,8 @@ class LLMEngine:
             self._tokenizer = None
             self._pending_outputs = []
             self._awake_tags.clear()
+            # Only now: after an interrupt on the way here, the next call does it all again.
+            self._torn_down = True
             teardown.finish()
 
     def kv_cache_usage(self) -> KVCacheUsage:

@@ -13,6 +13,7 @@ from lowtide.engine.block_table import BlockTable
 from lowtide.engine.config import Allocator, EngineConfig
 from lowtide.engine.kv_cache import KVCache
 from lowtide.engine.model import LlamaForCausalLM
+from lowtide.engine.request import Request
 from lowtide.engine.sampling import Sampler
 from lowtide.engine.scheduler import ScheduledRequest, SchedulerOutput
 
@@ -52,14 +53,15 @@ class ModelRunner:
         self._positions = allocate((config.max_num_batched_tokens,), torch.int64)
         self._slot_mapping = allocate((config.max_num_batched_tokens,), torch.int64)
         self._rows = allocate((config.max_num_seqs,), torch.int64)
-        self._row_of: dict[str, tuple[int, int]] = {}
+        self._row_of: dict[tuple[int, int], int] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
 
     def shutdown(self) -> None:
         """Lets go of all that is on the device; the runner computes nothing any more."""
-        del self.model, self._kv_cache, self._block_table
-        del self._input_ids, self._positions, self._slot_mapping, self._rows
         self._workspaces = ()
+        # By name, so that it can be called again after an interrupt.
+        for name in ("model", "_kv_cache", "_block_table", "_input_ids", "_positions", "_slot_mapping", "_rows"):
+            self.__dict__.pop(name, None)
 
     # Not inference mode: tensors made in it can never be written outside it, and a workspace that grows during a step
     # makes tensors that live on.
@@ -101,7 +103,7 @@ class ModelRunner:
         """Hidden states of a micro-batch; its inputs go into the buffers from `first_token` and `first_seq` on."""
         starts = [item.request.num_computed_tokens for item in micro_batch]
         stops = [start + item.num_tokens for start, item in zip(starts, micro_batch, strict=True)]
-        rows = [self._row_of[item.request.request_id][0] for item in micro_batch]
+        rows = [self._row_of[_life(item.request)] for item in micro_batch]
         spans = list(zip(micro_batch, rows, starts, stops, strict=True))
         token_ids = [token for item, _, start, stop in spans for token in item.request.token_ids[start:stop]]
         positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, _, start, stop in spans])
@@ -121,20 +123,27 @@ class ModelRunner:
 
     def _assign_rows(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Gives each scheduled request a row of the block table that lists its blocks."""
-        # A request that was preempted has other blocks now, so its row is of an earlier life.
-        lives = {item.request.request_id: item.request.num_preemptions for item in scheduled}
-        for request_id, (row, life) in list(self._row_of.items()):
-            if lives.get(request_id) != life:
-                self._block_table.clear(row)
-                self._free_rows.append(row)
-                del self._row_of[request_id]
+        present = {_life(item.request) for item in scheduled}
+        for life in [life for life in self._row_of if life not in present]:
+            row = self._row_of.pop(life)
+            self._block_table.clear(row)
+            self._free_rows.append(row)
         for item in scheduled:
-            request_id = item.request.request_id
-            if request_id not in self._row_of:
-                self._row_of[request_id] = (self._free_rows.pop(), lives[request_id])
-            row, _ = self._row_of[request_id]
+            life = _life(item.request)
+            if life not in self._row_of:
+                self._row_of[life] = self._free_rows.pop()
+            row = self._row_of[life]
             self._block_table.append(row, item.block_ids[self._block_table.num_blocks(row) :])
         self._block_table.commit()
+
+
+def _life(request: Request) -> tuple[int, int]:
+    """What one row of the block table is for.
+
+    Not the request's id, which a later request may have again, and not the request alone: one that was preempted has
+    other blocks when it is back.
+    """
+    return request.arrival_index, request.num_preemptions
 
 
 def split_micro_batches(scheduled: Sequence[ScheduledRequest], count: int) -> list[list[ScheduledRequest]]:

@@ -64,7 +64,8 @@ class TransferRing:
         inflight: deque[Future[None]] = deque()
         with ThreadPoolExecutor(self._workers, thread_name_prefix="lowtide-save") as workers:
             try:
-                for turn, offset in enumerate(range(0, arena.used, self.slot_bytes)):
+                carried = 0
+                for offset in range(0, arena.used, self.slot_bytes):
                     size = min(self.slot_bytes, arena.used - offset)
                     source = arena.bytes_at(offset, size)
                     if image.pinned(offset):
@@ -72,7 +73,9 @@ class TransferRing:
                         continue
                     if len(inflight) == len(self._views):
                         inflight.popleft().result()
-                    slot = self._views[turn % len(self._views)][:size]
+                    # Counted apart from the offsets, of which pinned blocks take some without a slot.
+                    slot = self._views[carried % len(self._views)][:size]
+                    carried += 1
                     slot.copy_(source, non_blocking=True)
                     arrived = self._backend.record()
                     inflight.append(workers.submit(self._drain, slot, arrived, image, offset))

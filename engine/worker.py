@@ -88,6 +88,11 @@ class Worker:
             undo.finish_into(error)
             raise
 
+    @property
+    def awake(self) -> bool:
+        """Whether weights and KV cache have all their pages."""
+        return all(self.memory.arena(tag).mapped >= self.memory.arena(tag).used for tag in SLEEPING_TAGS)
+
     def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
         """Compute one step; the next token by request id."""
         return self.model_runner.execute_model(output)
@@ -110,8 +115,10 @@ class Worker:
             self.memory.forget_weights()
         try:
             self.memory.drop(SLEEPING_TAGS)
-        except BaseException:
-            self.wake(SLEEPING_TAGS)
+        except BaseException as error:
+            undo = Teardown("putting the worker to sleep")
+            undo.run("waking it again", partial(self.wake, SLEEPING_TAGS))
+            undo.finish_into(error)
             raise
 
     def wake(self, tags: Sequence[str]) -> None:

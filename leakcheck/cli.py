@@ -154,12 +154,17 @@ def _run(device: Device, model: str, cycles: int, seed: int, defect: str | None,
         )
         subject = life.run()
         written = _report(subject, driver)
-    console.print(render(written))
+    # Written before it is shown: a pipe that breaks must not cost the report.
+    where = None
     if report is not None:
         try:
-            console.print(f"report: {schema.write(written, report)}", highlight=False)
+            where = schema.write(written, report)
         except schema.ReportError as error:
+            console.print(render(written))
             _refuse(str(error))
+    console.print(render(written))
+    if where is not None:
+        console.print(f"report: {where}", highlight=False)
     return INTERRUPTED if life.interrupted else schema.exit_code(written)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.metrics import MIB
@@ -74,7 +75,12 @@ def after_wake(stage: str, device: str, before_sleep: Snapshot, after: Snapshot)
 
 def after_infer(stage: str, expected: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> list[Finding]:
     """The same prompts give the same tokens at every point of a life: contents came back too."""
-    wrong = [index for index, pair in enumerate(zip(expected, tokens, strict=True)) if list(pair[0]) != list(pair[1])]
+    if not any(expected):
+        return [
+            _finding("contents", stage=stage, device="", amount=0, suspect="none", message=f"{stage} gave no token")
+        ]
+    pairs = zip_longest(expected, tokens, fillvalue=())
+    wrong = [index for index, (then, now) in enumerate(pairs) if list(then) != list(now)]
     if not wrong:
         return []
     return [

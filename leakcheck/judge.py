@@ -40,17 +40,13 @@ class Excess:
 
     @property
     def is_back(self) -> bool:
-        """Whether it counts as back (what cannot be read is not judged, and is said to be so)."""
-        return self.above is None or self.above <= self.metric.tolerance
+        """Whether it is known to be back."""
+        return self.above is not None and self.above <= self.metric.tolerance
 
 
 def excesses(metrics: Iterable[Metric], baseline: Snapshot, now: Snapshot) -> tuple[Excess, ...]:
     """How far each metric is above its baseline."""
-    found = []
-    for metric in metrics:
-        before, after = metric.read(baseline), metric.read(now)
-        found.append(Excess(metric, None if before is None or after is None else after - before))
-    return tuple(found)
+    return tuple(Excess(metric, metric.above(baseline, now)) for metric in metrics)
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,7 @@ def judge(
     for column, metric in enumerate(metrics):
         excess = [row[column] for row in table]
         if excess[0].above is None:
-            where = f" on {metric.device}" if metric.device else ""
-            not_measured.append(NotMeasured(what=f"{metric.resource}{where}", why="this machine does not say"))
+            not_measured.append(NotMeasured(what=_name(metric), why="this machine does not say"))
             continue
         back = next((turn for turn, item in enumerate(excess) if item.is_back), None)
         if back == 0:
@@ -115,22 +110,19 @@ def _finding(
     # What counts is what was left when the resource had to be back.
     due = max(turn for turn, step in enumerate(steps) if step.rung.order <= metric.rung.order)
     left = above[due]
-    cause: Cause = "unknown"
-    verdict: Verdict | None = None
+    cause: Cause = metric.cause
+    verdict: Verdict | None = metric.verdict
     remedy = None
-    if metric.resource == "gc-frozen":
-        cause = "not-restored"
     if back is not None:
         rung = steps[back].rung
         cause = cause if cause != "unknown" else _CAUSE_OF_RUNG[rung]
         verdict = _VERDICT_OF_RUNG.get(rung)
         if rung in ACTIONS:
             remedy = Remedy(action=ACTIONS[rung], returns_bytes=_bytes(metric, above[back - 1] - above[back]))
-    elif metric.resource == "driver":
-        verdict = "unexplained"
-    new = _new_names(metric, baseline, steps[due].reading)
-    where = f" on {metric.device}" if metric.device else ""
-    message = f"{format_amount(left, metric.unit)} of {metric.resource}{where} did not come back at {stage}"
+    new = sorted(metric.new_items(baseline, steps[due].reading))
+    amount = format_amount(left, metric.unit)
+    message = f"{amount} of {_name(metric)}" if metric.unit == "bytes" else amount
+    message += f" did not come back at {stage}"
     if new:
         message += ": " + ", ".join(new)
     if remedy is not None:
@@ -144,7 +136,9 @@ def _finding(
         device=metric.device,
         stage=stage,
         message=message,
-        fingerprint=fingerprint(resource=metric.resource, device=metric.device, stage=stage, suspects=(cause,)),
+        fingerprint=fingerprint(
+            resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause)
+        ),
         verdict=verdict,
         remedy=remedy,
     )
@@ -154,11 +148,9 @@ def _bytes(metric: Metric, amount: int) -> int:
     return amount if metric.unit == "bytes" else 0
 
 
-def _new_names(metric: Metric, baseline: Snapshot, now: Snapshot) -> tuple[str, ...]:
-    if metric.describe is None:
-        return ()
-    known = set(metric.describe(baseline))
-    return tuple(name for name in metric.describe(now) if name not in known)
+def _name(metric: Metric) -> str:
+    where = f" on {metric.device}" if metric.device else ""
+    return f"{metric.what or metric.resource}{where}"
 
 
 def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:

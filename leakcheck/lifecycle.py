@@ -10,7 +10,7 @@ from typing import Protocol
 
 from lowtide.leakcheck import contract
 from lowtide.leakcheck.judge import excesses, grouped, judge
-from lowtide.leakcheck.ladder import Step, climb
+from lowtide.leakcheck.ladder import Rung, Step, climb, release
 from lowtide.leakcheck.metrics import Metric, shutdown_metrics
 from lowtide.leakcheck.readings import to_readings
 from lowtide.probes.device.driver import Driver
@@ -90,16 +90,23 @@ class LifecycleRun:
         self._not_measured: dict[str, NotMeasured] = {}
         self._libraries: dict[str, int] = {}
         self._context: dict[str, int] = {}
+        self._warm_baseline: Snapshot | None = None
+        self._expected: Sequence[Sequence[int]] | None = None
+        self._cycle = 0
         self._failure = ""
         self.interrupted = False
 
     def run(self) -> Subject:
-        """Live all lives; an error or Ctrl-C ends the run early, with the engine shut down and judged."""
-        self._open_device()
-        for cycle in range(1, self._cycles + 1):
-            self._live(cycle)
-            if self._failure:
-                break
+        """Live all lives; an error or Ctrl-C ends the run early, with the engine shut down and what there is kept."""
+        try:
+            self._open_device()
+            for cycle in range(1, self._cycles + 1):
+                self._live(cycle)
+                if self._failure:
+                    break
+        except KeyboardInterrupt:
+            # Outside the engine's own stages: it is shut down already, or was never made.
+            self._interrupt()
         return self._subject()
 
     def _open_device(self) -> None:
@@ -108,39 +115,44 @@ class LifecycleRun:
             sys.modules["torch"].cuda.synchronize(self._device)
 
     def _live(self, cycle: int) -> None:
+        self._cycle = cycle
+        # What an earlier life left to the collector would hide as much that this one keeps.
+        release(Rung.COLLECT)
+        release(Rung.EMPTY_CACHE)
         baseline = self._snapshot(f"before cycle {cycle}")
         if cycle == 1:
             self._context = self._unexplained(baseline)
         elif cycle == 2:
+            self._warm_baseline = baseline
             self._libraries = {
                 device: left - self._context[device] for device, left in self._unexplained(baseline).items()
             }
-        life = self._make()
+        life = None
         try:
+            life = self._make()
             self._walk(life, cycle, baseline)
         except KeyboardInterrupt:
-            self.interrupted = True
-            self._failure = f"interrupted in cycle {cycle}"
-        except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
-            self._failure = f"cycle {cycle}: {self._at} raised {type(error).__name__}: {error}"
-        self._end(life, cycle, baseline)
+            self._interrupt()
+        except Exception as error:  # noqa: BLE001 - the engine must be shut down whatever went wrong here
+            self._failure = f"cycle {cycle}: lowtide itself failed: {type(error).__name__}: {error}"
+        if life is not None:
+            self._end(life, cycle, baseline)
+
+    def _interrupt(self) -> None:
+        self.interrupted = True
+        self._failure = self._failure or f"interrupted in cycle {self._cycle}"
 
     def _walk(self, life: Life, cycle: int, baseline: Snapshot) -> None:
         before = baseline
         before_sleep = baseline
-        expected: Sequence[Sequence[int]] | None = None
         for turn, name in enumerate(SCRIPT[:-1]):
             self._announce(cycle, turn)
-            tokens: Sequence[Sequence[int]] = ()
             started = time.perf_counter()
-            if name == "create":
-                life.create()
-            elif name == "infer":
-                tokens = life.infer()
-            elif name == "wake":
-                life.wake()
-            else:
-                life.sleep(1 if name == "sleep(1)" else 2)
+            try:
+                tokens = _perform(life, name)
+            except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
+                self._failure = f"cycle {cycle}: {name} raised {type(error).__name__}: {error}"
+                return
             seconds = time.perf_counter() - started
             after = self._snapshot(f"cycle {cycle}, after {name}")
             # What a level 1 sleep, and the wake from it, have to move.
@@ -158,8 +170,9 @@ class LifecycleRun:
             elif name == "wake":
                 self._findings += contract.after_wake(name, self._device, before_sleep, after)
             elif name == "infer":
-                expected = expected if expected is not None else tokens
-                self._findings += contract.after_infer(name, expected, tokens)
+                if self._expected is None:
+                    self._expected = tokens
+                self._findings += contract.after_infer(name, self._expected, tokens)
             before = after
 
     def _end(self, life: Life, cycle: int, baseline: Snapshot) -> None:
@@ -168,35 +181,47 @@ class LifecycleRun:
         before = self._stages[-1][4] if self._stages and self._stages[-1][1] == cycle else baseline
         started = time.perf_counter()
         try:
-            self._shut_down(life, cycle)
+            self._shut_down(life)
         except Exception as error:  # noqa: BLE001 - whatever an engine's shutdown raises is a finding
             self._findings.append(contract.failed_teardown("shutdown", error))
         seconds = time.perf_counter() - started
         metrics = self._metrics(cycle)
-        steps = self._climb(metrics, baseline)
+        baselines = [baseline]
+        warm = self._warm_baseline
+        if cycle == self._cycles and warm is not None and warm is not baseline:
+            # What each life leaves may be within the tolerance; what all of them leave must be too.
+            baselines.append(warm)
+        steps = self._climb(metrics, baselines)
         self._stages.append(("shutdown", cycle, seconds, before, steps[0].reading, 0, 0))
-        judgement = judge(metrics, baseline, steps, stage="shutdown", cycle=cycle)
-        self._findings += judgement.findings
-        self._returns += judgement.returns
-        self._not_measured.update({item.what: item for item in judgement.not_measured})
+        for start in baselines:
+            judgement = judge(metrics, start, steps, stage="shutdown", cycle=cycle)
+            self._findings += judgement.findings
+            if start is baseline:
+                self._returns += judgement.returns
+            self._not_measured.update({item.what: item for item in judgement.not_measured})
 
-    def _shut_down(self, life: Life, cycle: int) -> None:
+    def _shut_down(self, life: Life) -> None:
         try:
             life.shutdown()
         except BaseException as error:
             if not _was_interrupted(error):
                 raise
-            self.interrupted = True
-            self._failure = self._failure or f"interrupted in cycle {cycle}"
+            self._interrupt()
+            self._findings += [contract.failed_teardown("shutdown", part) for part in _failures(error)]
             # Legal at any time, and again: what the interrupt kept from being given back is given back now.
             life.shutdown()
 
-    def _climb(self, metrics: Sequence[Metric], baseline: Snapshot) -> list[Step[Snapshot]]:
-        def missing(now: Snapshot) -> dict[Metric, int]:
-            return {item.metric: item.above or 0 for item in excesses(metrics, baseline, now) if not item.is_back}
+    def _climb(self, metrics: Sequence[Metric], baselines: Sequence[Snapshot]) -> list[Step[Snapshot]]:
+        def missing(now: Snapshot) -> list[tuple[Metric, int]]:
+            return [
+                (item.metric, item.above)
+                for baseline in baselines
+                for item in excesses(metrics, baseline, now)
+                if item.above is not None and not item.is_back
+            ]
 
         def waiting(now: Snapshot) -> list[int]:
-            return [above for metric, above in missing(now).items() if metric.settles]
+            return [above for metric, above in missing(now) if metric.settles]
 
         return climb(
             lambda: self._snapshot("after shutdown"),
@@ -221,7 +246,6 @@ class LifecycleRun:
         return cycle > 1
 
     def _announce(self, cycle: int, turn: int) -> None:
-        self._at = SCRIPT[turn]
         total = self._cycles * len(SCRIPT)
         self._listener(Event(cycle, self._cycles, SCRIPT[turn], (cycle - 1) * len(SCRIPT) + turn, total))
 
@@ -270,6 +294,26 @@ class LifecycleRun:
             tokens_per_second=tokens / seconds if tokens else None,
             bytes_per_second=moved / seconds if moved else None,
         )
+
+
+def _perform(life: Life, name: str) -> Sequence[Sequence[int]]:
+    """One stage of the script; the tokens of an infer, nothing for the others."""
+    if name == "infer":
+        return life.infer()
+    if name == "create":
+        life.create()
+    elif name == "wake":
+        life.wake()
+    else:
+        life.sleep(1 if name == "sleep(1)" else 2)
+    return ()
+
+
+def _failures(error: BaseException) -> list[BaseException]:
+    """The parts of an error that are no interrupt."""
+    if isinstance(error, BaseExceptionGroup):
+        return [part for inner in error.exceptions for part in _failures(inner)]
+    return [] if isinstance(error, KeyboardInterrupt) else [error]
 
 
 def _was_interrupted(error: BaseException) -> bool:

@@ -6,13 +6,15 @@ and not four (its storage, the arena that it keeps mapped, the driver's bytes be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.leakcheck.ladder import Rung
 from lowtide.probes.ranges import common
 from lowtide.probes.snapshot import Snapshot
-from lowtide.reports.schema import Resource
+from lowtide.reports.schema import Cause, Resource, Verdict
 
 MIB = 1 << 20
 
@@ -31,7 +33,11 @@ class Metric:
         first_use: whether libraries move it when they are first used in a process (kernels that load, threads that
             start), so that the first life says nothing about it.
         settles: whether it comes back in the driver's own time, so that waiting is worth while.
-        describe: names what is there in a snapshot, so that a finding can say which are new.
+        items: what is there by name, with bytes or 1 each. Where given, what counts is what is new by name: one thing
+            that went away must not hide another that stayed.
+        what: how a finding calls it, if not by the resource.
+        cause: what a finding says when no rung brings it back.
+        verdict: likewise.
     """
 
     resource: Resource
@@ -42,7 +48,24 @@ class Metric:
     unit: str = "bytes"
     first_use: bool = False
     settles: bool = False
-    describe: Callable[[Snapshot], tuple[str, ...]] | None = None
+    items: Callable[[Snapshot], Mapping[str, int]] | None = None
+    what: str = ""
+    cause: Cause = "unknown"
+    verdict: Verdict | None = None
+
+    def above(self, baseline: Snapshot, now: Snapshot) -> int | None:
+        """How far `now` is above `baseline`; None where one of them cannot say."""
+        if self.items is not None:
+            return sum(self.new_items(baseline, now).values())
+        before, after = self.read(baseline), self.read(now)
+        return None if before is None or after is None else after - before
+
+    def new_items(self, baseline: Snapshot, now: Snapshot) -> dict[str, int]:
+        """What is there now, by name, and was not at the baseline."""
+        if self.items is None:
+            return {}
+        known = self.items(baseline)
+        return {name: amount for name, amount in self.items(now).items() if name not in known}
 
 
 def shutdown_metrics(device: str) -> tuple[Metric, ...]:
@@ -55,29 +78,33 @@ def shutdown_metrics(device: str) -> tuple[Metric, ...]:
         Metric("tensors", "cpu", lambda s: s.tensors.bytes_on("cpu")),
         Metric("arena", device, lambda s: arena_without_tensors(s, device)),
         Metric("pinned", "", lambda s: s.pinned_bytes),
-        Metric("gc-frozen", "", lambda s: s.gc.frozen, unit="objects"),
-        Metric("threads", "", lambda s: len(s.host.threads), unit="threads", describe=lambda s: s.host.threads),
-        Metric("processes", "", lambda s: len(s.host.children), unit="processes", describe=lambda s: s.host.children),
+        Metric("gc-frozen", "", lambda s: s.gc.frozen, unit="frozen objects", cause="not-restored"),
         Metric(
-            "file-descriptors",
+            "tensors",
             "",
-            lambda s: len(s.host.descriptors),
-            unit="descriptors",
-            first_use=True,
-            describe=lambda s: s.host.descriptors,
+            lambda s: s.tensors.unreadable,
+            unit="tensors of a kind whose memory cannot be read",
+            what="tensors of a kind whose memory cannot be read",
         ),
-        Metric(
-            "shared-memory",
-            "",
-            lambda s: sum(entry.bytes for entry in s.host.shared_memory if entry.mapped_here),
-            describe=lambda s: tuple(entry.name for entry in s.host.shared_memory if entry.mapped_here),
-        ),
+        _counted("threads", lambda s: s.host.threads),
+        _counted("processes", lambda s: s.host.children),
+        _counted("file-descriptors", lambda s: s.host.descriptors, first_use=True),
+        Metric("shared-memory", "", lambda s: sum(own_shared_memory(s).values()), items=own_shared_memory),
         Metric("host-memory", "", lambda s: sum(pool.mapped for pool in s.pools if pool.kind == "host")),
         Metric("host-memory", "cpu", unaccounted_host_memory, tolerance=32 * MIB, first_use=True),
     ]
     if device != "cpu":
         metrics += [
             Metric("tensors", device, lambda s: s.tensors.bytes_on(device)),
+            Metric(
+                "tensors",
+                device,
+                lambda s: native_held(s, device),
+                first_use=True,
+                what="memory that native code holds",
+                cause="native",
+                verdict="native-held",
+            ),
             Metric("reserved", device, lambda s: empty_segments(s, device), first_use=True),
             Metric(
                 "driver",
@@ -86,9 +113,43 @@ def shutdown_metrics(device: str) -> tuple[Metric, ...]:
                 tolerance=8 * MIB,
                 first_use=True,
                 settles=True,
+                verdict="unexplained",
             ),
         ]
     return tuple(metrics)
+
+
+def _counted(resource: Resource, names: Callable[[Snapshot], Sequence[str]], *, first_use: bool = False) -> Metric:
+    """A metric of things that are counted and have names."""
+    return Metric(
+        resource,
+        "",
+        lambda s: len(names(s)),
+        unit=resource,
+        first_use=first_use,
+        items=lambda s: dict.fromkeys(names(s), 1),
+    )
+
+
+def own_shared_memory(snapshot: Snapshot) -> dict[str, int]:
+    """Bytes of what this process has in /dev/shm, by name: what it maps, and what carries its process id in its name.
+
+    (An entry that is neither may be another process's: nobody can be blamed for it from here.)
+    """
+    pid = str(os.getpid())
+    return {
+        entry.name: entry.bytes
+        for entry in snapshot.host.shared_memory
+        if entry.mapped_here or pid in re.findall(r"\d+", entry.name)
+    }
+
+
+def native_held(snapshot: Snapshot, device: str) -> int | None:
+    """Bytes of torch's blocks in use that no tensor visible to Python explains, and no library workspace."""
+    allocator = snapshot.allocator(device)
+    if allocator is None:
+        return 0
+    return sum(pool.unclaimed for pool in allocator.pools) if allocator.trusted else None
 
 
 def arena_without_tensors(snapshot: Snapshot, device: str) -> int:

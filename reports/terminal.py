@@ -122,7 +122,8 @@ def finding_text(finding: Finding) -> Text:
 def _outcome_text(subject: Subject) -> Text:
     judged = {stage.cycle for stage in subject.stages}
     if subject.outcome == "clean":
-        return Text(f"CLEAN: {len(judged)} cycle(s), everything came back", style="bold green")
+        what = "everything that was judged came back" if subject.not_measured else "everything came back"
+        return Text(f"CLEAN: {len(judged)} cycle(s), {what}", style="bold green")
     if subject.outcome == "leak":
         return Text(f"LEAK: {len(subject.findings)} finding(s) in {len(judged)} cycle(s)", style="bold red")
     return Text(f"{subject.outcome.upper()}: nothing can be concluded", style="bold yellow")

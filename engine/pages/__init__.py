@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,8 +59,8 @@ class PageBackend(Protocol):
     def unmap(self, lease: Lease, part: Part) -> None:
         """Give the pages of one part back."""
 
-    def dispose(self, address: int, size: int, parts: Sequence[Part]) -> None:
-        """Give back what is still mapped and the address range; called once, after the lease died."""
+    def dispose(self, address: int, size: int, parts: list[Part]) -> None:
+        """Give back what is still mapped, taking it off `parts`, and the address range; called after the lease died."""
 
     def tensor(self, lease: Lease, offset: int, size: int) -> torch.Tensor:
         """A uint8 tensor of shape [size] over mapped pages, with a storage of its own that holds the lease."""

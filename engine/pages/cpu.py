@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
 
 import psutil
 import torch
@@ -55,10 +54,15 @@ class CpuPages:
             raise OutOfMemoryError(f"the host has {available} bytes available, {size} more are needed")
         assert isinstance(lease, _Mapping)
         try:
-            lease.madvise(MADV_POPULATE_WRITE, offset, size)
-        except OSError:
-            # An older kernel, or a sandbox without it: writing to the pages has the same effect.
-            ctypes.memset(lease.address + offset, 0, size)
+            try:
+                lease.madvise(MADV_POPULATE_WRITE, offset, size)
+            except OSError:
+                # An older kernel, or a sandbox without it: writing to the pages has the same effect.
+                ctypes.memset(lease.address + offset, 0, size)
+        except BaseException:
+            # An interrupt half-way: what is there already is given back.
+            lease.madvise(mmap.MADV_DONTNEED, offset, size)
+            raise
         return Part(offset, size)
 
     def unmap(self, lease: Lease, part: Part) -> None:
@@ -66,8 +70,9 @@ class CpuPages:
         assert isinstance(lease, _Mapping)
         lease.madvise(mmap.MADV_DONTNEED, part.offset, part.size)
 
-    def dispose(self, address: int, size: int, parts: Sequence[Part]) -> None:
+    def dispose(self, address: int, size: int, parts: list[Part]) -> None:
         """Nothing to do: the mapping went with its lease."""
+        parts.clear()
 
     def tensor(self, lease: Lease, offset: int, size: int) -> torch.Tensor:
         """A uint8 tensor [size] whose storage holds the mapping."""

@@ -39,7 +39,8 @@ class CudaDriver:
 
     def address_reserve(self, size: int, alignment: int) -> int:
         """Reserve a range of device addresses."""
-        return int(self._call(self._cuda.cuMemAddressReserve, size, alignment, 0, 0, asked=size))
+        what = f"there is no range of {size} device addresses left"
+        return int(self._call(self._cuda.cuMemAddressReserve, size, alignment, 0, 0, refusal=what))
 
     def address_free(self, address: int, size: int) -> None:
         """Give a range of device addresses back."""
@@ -71,16 +72,18 @@ class CudaDriver:
 
     def host_register(self, address: int, size: int) -> None:
         """Lock host pages for direct copies, by whichever card."""
-        self._call(self._cuda.cuMemHostRegister, address, size, self._cuda.CU_MEMHOSTREGISTER_PORTABLE, asked=size)
+        portable = self._cuda.CU_MEMHOSTREGISTER_PORTABLE
+        what = f"the host does not let {size} bytes be locked (see `ulimit -l`)"
+        self._call(self._cuda.cuMemHostRegister, address, size, portable, refusal=what)
 
     def host_unregister(self, address: int) -> None:
         """Undo `host_register`."""
         self._call(self._cuda.cuMemHostUnregister, address)
 
-    def _call(self, function: Callable[..., Any], *args: Any, asked: int = 0) -> Any:
+    def _call(self, function: Callable[..., Any], *args: Any, asked: int = 0, refusal: str = "") -> Any:
         self._check(*self._cuda.cuCtxPushCurrent(self._context))
         try:
-            return self._check(*function(*args), asked=asked)
+            return self._check(*function(*args), asked=asked, refusal=refusal)
         finally:
             self._check(*self._cuda.cuCtxPopCurrent())
 
@@ -91,10 +94,12 @@ class CudaDriver:
         properties.location.id = self._index
         return properties
 
-    def _check(self, code: Any, result: Any = None, *, asked: int = 0) -> Any:
+    def _check(self, code: Any, result: Any = None, *, asked: int = 0, refusal: str = "") -> Any:
         if code == self._cuda.CUresult.CUDA_SUCCESS:
             return result
         if code == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            if refusal:
+                raise OutOfMemoryError(refusal)
             free, total = torch.cuda.mem_get_info(self._index)
             raise OutOfMemoryError(f"the card has no room for {asked} bytes: {free} of {total} bytes are free")
         _, name = self._cuda.cuGetErrorName(code)

@@ -97,7 +97,7 @@ class HipDriver:
             ctypes.c_void_p(None),
             ctypes.c_ulonglong(0),
         )
-        self._check(code, asked=size)
+        self._check(code, refusal=f"there is no range of {size} device addresses left")
         return address.value or 0
 
     def address_free(self, address: int, size: int) -> None:
@@ -146,7 +146,7 @@ class HipDriver:
         code = self._hip.hipHostRegister(
             ctypes.c_void_p(address), ctypes.c_size_t(size), ctypes.c_uint(HOST_REGISTER_PORTABLE)
         )
-        self._check(code, asked=size)
+        self._check(code, refusal=f"the host does not let {size} bytes be locked (see `ulimit -l`)")
 
     def host_unregister(self, address: int) -> None:
         """Undo `host_register`."""
@@ -155,10 +155,10 @@ class HipDriver:
     def _properties(self) -> MemAllocationProp:
         return MemAllocationProp(type=ALLOCATION_TYPE_PINNED, location=MemLocation(LOCATION_TYPE_DEVICE, self._index))
 
-    def _check(self, code: int, *, asked: int = 0) -> None:
+    def _check(self, code: int, *, asked: int = 0, refusal: str = "") -> None:
         if code == HIP_SUCCESS:
             return
         if code == HIP_ERROR_OUT_OF_MEMORY:
-            raise OutOfMemoryError(f"the card has no room for {asked} bytes")
+            raise OutOfMemoryError(refusal or f"the card has no room for {asked} bytes")
         text = self._hip.hipGetErrorString(ctypes.c_int(code)) or b"?"
         raise DriverError(f"the HIP runtime answered {code}: {text.decode()}")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from lowtide.engine.pages import Lease, Part
+from lowtide.engine.teardown import Teardown
 
 
 class VmmDriver(Protocol):
@@ -106,12 +107,22 @@ class VmmPages:
         self.synchronize()
         self._unmap(lease.address, part)
 
-    def dispose(self, address: int, size: int, parts: Sequence[Part]) -> None:
-        """Unmap what is left and give the addresses back, after the kernels that may still use them."""
-        self.synchronize()
-        for part in parts:
-            self._unmap(address, part)
-        self._driver.address_free(address, size)
+    def dispose(self, address: int, size: int, parts: list[Part]) -> None:
+        """Unmap what is left and give the addresses back, after the kernels that may still use them.
+
+        A part that the driver refuses skips no other; it stays in `parts`, and the addresses stay reserved with it.
+        """
+        teardown = Teardown("giving an arena back")
+        teardown.run("waiting for the card", self.synchronize)
+        for part in list(parts):
+            teardown.run(f"the part at {part.offset}", partial(self._unmap_one, address, part, parts))
+        if not parts:
+            teardown.run("its addresses", partial(self._driver.address_free, address, size))
+        teardown.finish()
+
+    def _unmap_one(self, address: int, part: Part, parts: list[Part]) -> None:
+        self._unmap(address, part)
+        parts.remove(part)
 
     def _unmap(self, address: int, part: Part) -> None:
         self._driver.unmap(address + part.offset, part.size)

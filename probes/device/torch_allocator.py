@@ -31,6 +31,8 @@ class PoolSegments:
         blocks: number of those blocks.
         workspaces: those of the allocated bytes that are BLAS workspaces.
         empty: bytes of the segments in which no block is in use; reserved for the next allocation only.
+        unclaimed: bytes of the blocks in use that neither a live storage nor a workspace explains: what native code
+            holds, such as tensors that autograd saved and caches in C++.
     """
 
     pool_id: tuple[int, int]
@@ -39,6 +41,7 @@ class PoolSegments:
     blocks: int
     workspaces: int
     empty: int
+    unclaimed: int
 
     @property
     def private(self) -> bool:
@@ -192,7 +195,7 @@ def parse_pools(
         if segment["device"] != device:
             continue
         first, second = segment.get("segment_pool_id", (0, 0))
-        held = sums.setdefault((int(first), int(second)), [0, 0, 0, 0, 0])
+        held = sums.setdefault((int(first), int(second)), [0, 0, 0, 0, 0, 0])
         held[0] += segment["total_size"]
         if all(block["state"] == "inactive" for block in segment["blocks"]):
             held[4] += segment["total_size"]
@@ -203,6 +206,8 @@ def parse_pools(
             held[2] += 1
             if is_workspace(block, addresses, workspace_sizes):
                 held[3] += block["size"]
+            elif block["state"] == "active_allocated" and not is_claimed(block, addresses):
+                held[5] += block["size"]
     return tuple(PoolSegments(pool_id, *held) for pool_id, held in sorted(sums.items()))
 
 
@@ -217,9 +222,14 @@ def is_workspace(block: Block, addresses: Sequence[int], workspace_sizes: Collec
     # What was asked for, not what was given: a block may be larger by less than a split is worth.
     if block["state"] != "active_allocated" or block.get("requested_size", block["size"]) not in workspace_sizes:
         return False
+    return not is_claimed(block, addresses)
+
+
+def is_claimed(block: Block, addresses: Sequence[int]) -> bool:
+    """Whether a live storage begins in the block; `addresses` are those of the live storages, sorted."""
     start = block["address"]
     nearest = bisect_left(addresses, start)
-    return nearest == len(addresses) or addresses[nearest] >= start + block["size"]
+    return nearest < len(addresses) and addresses[nearest] < start + block["size"]
 
 
 def workspace_sizes(torch: ModuleType, index: int) -> frozenset[int]:

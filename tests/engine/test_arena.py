@@ -39,6 +39,7 @@ class Recorder(CpuPages):
         self.disposed.append((address, size))
         if self.dispose_error is not None:
             raise self.dispose_error
+        super().dispose(address, size, parts)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -159,9 +160,15 @@ def test_an_error_of_giving_back_comes_out_of_close_once() -> None:
     backend = Recorder()
     backend.dispose_error = OSError("the driver says no")
     arena = Arena("weights", PAGE, backend)
+    arena.map_to(PAGE)
     with pytest.raises(OSError, match="the driver says no"):
         arena.close()
+    assert [pool.mapped for pool in announced_pools()] == [PAGE]
+    backend.dispose_error = None
     arena.close()
+    assert announced_pools() == ()
+    arena.close()
+    assert len(backend.disposed) == 2
 
 
 def test_a_closed_arena_gives_no_memory() -> None:

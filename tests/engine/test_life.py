@@ -548,6 +548,40 @@ def test_generate_does_not_step_requests_of_others(engine: LLMEngine) -> None:
         engine.generate([[1]], PARAMS)
 
 
+@pytest.mark.parametrize("end", ["finish", "abort", "sleep"])
+def test_a_request_id_can_be_used_again(pages: FaultyPages, end: str) -> None:
+    with LLMEngine(EngineConfig(num_blocks=10, enable_prefix_caching=False)) as engine:
+        expected = engine.generate([PROMPTS[1]], PARAMS)[0].token_ids
+        others = [engine.add_request([9] * 30, SamplingParams(max_tokens=20, ignore_eos=True))]
+        engine.add_request(PROMPTS[0], SamplingParams(max_tokens=2), request_id="again")
+        engine.step()
+        if end == "finish":
+            engine.step()
+        elif end == "abort":
+            engine.abort("again")
+        else:
+            engine.sleep(1, mode="abort")
+            engine.wake()
+        engine.add_request(PROMPTS[1], PARAMS, request_id="again")
+        finished: dict[str, tuple[int, ...]] = {}
+        while engine.has_unfinished_requests():
+            finished |= {output.request_id: output.token_ids for output in engine.step() if output.finished}
+        assert finished["again"] == expected
+        assert others
+
+
+def test_when_undoing_a_failed_sleep_fails_too_the_engine_is_asleep_and_can_be_woken(pages: FaultyPages) -> None:
+    with LLMEngine(EngineConfig(kv_cache_bytes=4 * MIB)) as engine:
+        expected = tokens(engine)
+        pages.countdown = {"unmap": 6, "map": 2}
+        with pytest.raises(BrokenError, match=r"^unmap") as caught:
+            engine.sleep(1)
+        assert any("waking it again failed too" in note for note in caught.value.__notes__)  # type: ignore[attr-defined]
+        assert engine.state is EngineState.ASLEEP
+        engine.wake()
+        assert tokens(engine) == expected
+
+
 # --- teardown -------------------------------------------------------------------------------------------------------
 
 
@@ -582,6 +616,25 @@ def test_a_teardown_step_that_raises_skips_none_and_all_errors_come_out(
     assert engine.state is EngineState.CLOSED
     assert footprint() == before
     engine.shutdown()
+
+
+def test_a_shutdown_that_was_interrupted_is_done_by_the_next(pages: FaultyPages) -> None:
+    gc.collect()
+    before = footprint()
+    engine = LLMEngine(EngineConfig(kv_cache_bytes=4 * MIB))
+    engine.create()
+
+    class Interrupting:
+        def stage_entered(self, stage: stages.Stage) -> None:
+            raise KeyboardInterrupt
+
+        def stage_left(self, stage: stages.Stage, error: BaseException | None) -> None:
+            pass
+
+    with stages.listening(Interrupting()), pytest.raises(KeyboardInterrupt):
+        engine.shutdown()
+    engine.shutdown()
+    assert footprint() == before
 
 
 def test_an_error_while_rolling_back_is_noted_on_the_first(pages: FaultyPages) -> None:

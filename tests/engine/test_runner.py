@@ -99,7 +99,7 @@ def test_a_request_whose_preemption_was_never_run_gets_its_new_blocks(make_loop:
     assert loop.scheduler.schedule().preempted_ids == ("b",)
     loop.scheduler.abort(["a"])
     loop.step()
-    row, _ = loop.runner._row_of["b"]
+    row = loop.runner._row_of[1, 1]
     blocks = list(loop.kv_cache_manager.block_ids("b"))
     assert loop.runner._block_table.device_table[row, : len(blocks)].tolist() == blocks
     assert loop.runner._block_table.num_blocks(row) == len(blocks)
@@ -114,7 +114,7 @@ def test_micro_batches_have_their_own_part_of_the_input_buffers(make_loop: Calla
     loop.step()
     assert [input_ids.tolist() for input_ids, _ in seen] == [[1, 2, 3], [4, 5, 6]]
     assert [positions.tolist() for _, positions in seen] == [[0, 1, 2], [0, 1, 2]]
-    assert loop.runner._rows[:2].tolist() == [loop.runner._row_of["a"][0], loop.runner._row_of["b"][0]]
+    assert loop.runner._rows[:2].tolist() == [loop.runner._row_of[0, 0], loop.runner._row_of[1, 0]]
 
 
 def test_input_buffers_keep_their_addresses_and_are_allocated_once(make_loop: Callable[..., Any]) -> None:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
+import time
 
 import pytest
 import torch
 
+from lowtide.engine import transfer
 from lowtide.engine.arena import Arena
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.host_memory import HostBuffer
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.transfer import TransferRing
 from lowtide.probes.stages import announced_pools
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import ExceptionGroup
 
 SLOT = 1 << 16
 
@@ -153,6 +159,38 @@ def test_closing_a_host_buffer_unpins_the_other_blocks_when_one_refuses() -> Non
     buffer = HostBuffer("image", 3 * SLOT, SLOT, backend)
     for block in range(3):
         buffer.pin(block * SLOT)
-    with pytest.raises(OSError, match="not registered"):
+    with pytest.raises(ExceptionGroup, match="unpinning block 0 failed") as caught:
         buffer.close()
+    assert [str(error) for error in caught.value.exceptions] == ["not registered"]
     assert backend.pinned == {}
+
+
+def test_a_host_buffer_that_is_forgotten_is_unpinned_before_its_pages_go() -> None:
+    backend = PinningPages()
+    buffer = HostBuffer("image", 3 * SLOT, SLOT, backend)
+    for block in range(3):
+        buffer.tensor(block * SLOT, SLOT).zero_()
+        buffer.pin(block * SLOT)
+    del buffer
+    assert backend.pinned == {}
+
+
+def test_an_image_pinned_in_part_is_saved_right_however_slow_the_threads_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = PinningPages()
+    size = 32 * SLOT
+    arena, contents = filled(size, backend)
+    ring = TransferRing(backend, size)
+    image = ring.new_image(size)
+    image.tensor(0, size).zero_()
+    for block in (0, 1, 2, 3, 4, 5, 7, 12):
+        image.pin(block * SLOT)
+    backend.refuse_after = 0
+    copy = transfer._copy_on_host
+
+    def slowly(target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(0.01)
+        copy(target, source)
+
+    monkeypatch.setattr(transfer, "_copy_on_host", slowly)
+    ring.save(arena, image)
+    assert torch.equal(image.tensor(0, size), contents)

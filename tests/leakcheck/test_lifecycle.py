@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.lifecycle import SCRIPT, Event, LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.stages import announce
 from lowtide.reports.schema import Finding, Subject
 
 MIB = 1 << 20
@@ -248,10 +251,18 @@ def test_an_arena_that_a_tensor_keeps_is_that_tensors_leak_alone() -> None:
     assert (finding.resource, finding.bytes) == ("tensors", 8000)
 
 
+def touched(size: int) -> mmap.mmap:
+    """Resident host memory of exactly this size, which no allocator keeps for later."""
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for offset in range(0, size, mmap.PAGESIZE):
+        memory[offset] = 1
+    return memory
+
+
 class KeepsHostMemory(SmallLife):
     def create(self) -> None:
         super().create()
-        KEPT.append(bytearray(b"x" * (40 * MIB)))
+        KEPT.append(touched(40 * MIB))
 
 
 def test_host_memory_beyond_the_tolerance_is_found_and_one_life_says_that_it_cannot_tell() -> None:
@@ -262,6 +273,93 @@ def test_host_memory_beyond_the_tolerance_is_found_and_one_life_says_that_it_can
     subject, findings = found(KeepsHostMemory)
     assert findings == ()
     assert {item.what for item in subject.not_measured} == {"host-memory", "file-descriptors"}
+
+
+class KeepsALittleHostMemory(SmallLife):
+    def create(self) -> None:
+        super().create()
+        KEPT.append(touched(20 * MIB))
+
+
+def test_what_each_life_keeps_within_the_tolerance_adds_up() -> None:
+    _, findings = found(KeepsALittleHostMemory, cycles=2)
+    assert findings == ()
+    KEPT.clear()
+    _, (finding,) = found(KeepsALittleHostMemory, cycles=4)
+    assert (finding.resource, finding.device) == ("host-memory", "cpu")
+    assert 55 * MIB < finding.bytes < 70 * MIB
+
+
+class TakesWhatGarbageLeaves(SmallLife):
+    def create(self) -> None:
+        super().create()
+        gc.collect()
+        KEPT.append(torch.ones(1000))
+
+
+def test_garbage_from_before_hides_no_leak_of_its_size() -> None:
+    gc.disable()
+    try:
+        holder: dict[str, Any] = {"tensor": torch.ones(1000)}
+        holder["itself"] = holder
+        del holder
+        _, (finding,) = found(TakesWhatGarbageLeaves)
+    finally:
+        gc.enable()
+    assert (finding.resource, finding.bytes) == ("tensors", 4000)
+
+
+class SwapsDescriptors(SmallLife):
+    def create(self) -> None:
+        super().create()
+        opened = os.open("/dev/zero" if len(SWAPPED) else "/dev/full", os.O_RDONLY)
+        os.close(KEPT.pop())
+        KEPT.append(opened)
+        SWAPPED.append(opened)
+
+
+SWAPPED: list[int] = []
+
+
+def test_a_descriptor_that_went_hides_none_that_stayed() -> None:
+    KEPT.append(os.open("/dev/null", os.O_RDONLY))
+    try:
+        subject, findings = found(SwapsDescriptors, cycles=2)
+    finally:
+        os.close(KEPT.pop())
+    assert subject.outcome == "leak"
+    assert [(item.resource, item.count) for item in findings] == [("file-descriptors", 1)]
+    assert "/dev/zero" in findings[0].message
+
+
+class KeepsOpaqueTensor(SmallLife):
+    def create(self) -> None:
+        super().create()
+        KEPT.append(torch.ones(1000).to_mkldnn())
+
+
+def test_a_tensor_whose_memory_cannot_be_read_is_still_found() -> None:
+    _, (finding,) = found(KeepsOpaqueTensor)
+    assert (finding.resource, finding.count) == ("tensors", 1)
+    assert "cannot be read" in finding.message
+
+
+class LeavesSharedMemory(SmallLife):
+    def create(self) -> None:
+        super().create()
+        name = Path(f"/dev/shm/lowtide_{os.getpid()}_{len(KEPT)}")
+        name.write_bytes(b"x" * 4096)
+        KEPT.append(name)
+
+
+def test_shared_memory_that_is_closed_and_never_unlinked_is_found() -> None:
+    try:
+        _, (finding,) = found(LeavesSharedMemory)
+        assert (finding.resource, finding.bytes) == ("shared-memory", 4096)
+        assert KEPT[0].name in finding.message
+    finally:
+        for name in KEPT:
+            name.unlink()
 
 
 # --- at the stages --------------------------------------------------------------------------------------------------
@@ -301,6 +399,33 @@ def test_contents_that_did_not_survive_are_found_by_the_tokens() -> None:
     _, (finding,) = found(LosesContents)
     assert (finding.resource, finding.cause, finding.stage) == ("contents", "not-restored", "infer")
     assert finding.message.startswith("2 of 2 prompts")
+
+
+class SaysNothing(SmallLife):
+    def infer(self) -> Sequence[Sequence[int]]:
+        return []
+
+
+def test_an_engine_that_gives_no_token_does_not_pass() -> None:
+    _, (finding,) = found(SaysNothing)
+    assert (finding.resource, finding.message) == ("contents", "infer gave no token")
+
+
+class ForgetsAPrompt(SmallLife):
+    woken = False
+
+    def wake(self) -> None:
+        super().wake()
+        self.woken = True
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        return super().infer()[: 1 if self.woken else 2]
+
+
+def test_an_engine_that_answers_fewer_prompts_after_a_wake_does_not_pass() -> None:
+    _, (finding,) = found(ForgetsAPrompt)
+    assert (finding.resource, finding.stage) == ("contents", "infer")
+    assert finding.message.startswith("1 of 2 prompts")
 
 
 class RaisesInShutdown(SmallLife):
@@ -355,6 +480,51 @@ def test_ctrl_c_at_any_stage_ends_the_run_with_the_engine_shut_down(at: str) -> 
     assert {stage.cycle for stage in subject.stages} == {1}
     assert subject.reason == "interrupted in cycle 1"
     assert subject.outcome == "error"
+
+
+@pytest.mark.parametrize("label", ["before cycle 2", "after shutdown"])
+def test_ctrl_c_while_reading_keeps_what_there_is(label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LifecycleRun._snapshot
+
+    def interrupted(self: LifecycleRun, text: str) -> Any:
+        if text == label:
+            raise KeyboardInterrupt
+        return original(self, text)
+
+    monkeypatch.setattr(LifecycleRun, "_snapshot", interrupted)
+    run = live(SmallLife, cycles=2)
+    subject = run.run()
+    assert run.interrupted
+    assert subject.outcome == "error"
+    assert len(subject.stages) >= len(SCRIPT) - 1
+
+
+class BrokenSource:
+    """An announced pool that fails once when it is read."""
+
+    def __init__(self) -> None:
+        self.broken = True
+        announce(self)
+
+    def read_pools(self) -> tuple[Any, ...]:
+        if self.broken:
+            self.broken = False
+            raise OSError("gone")
+        return ()
+
+
+class CannotBeRead(SmallLife):
+    def wake(self) -> None:
+        super().wake()
+        KEPT.append(BrokenSource())
+
+
+def test_an_error_of_the_checker_itself_is_said_to_be_one_and_the_engine_is_shut_down() -> None:
+    subject, _ = found(CannotBeRead)
+    assert subject.outcome == "error"
+    assert "lowtide itself failed: PoolSourceError" in subject.reason
+    assert subject.stages[-1].name == "shutdown"
+    assert subject.stages[-1].after.arenas == {}
 
 
 def test_the_same_leak_in_every_life_is_one_finding() -> None:

@@ -62,9 +62,19 @@ RECORDED = [
 
 def test_segments_add_up_by_pool() -> None:
     assert parse_pools(RECORDED, 0, claimed=[0x1000_0000], workspace_sizes=[WORKSPACE]) == (
-        PoolSegments((0, 0), reserved=52 * MIB, allocated=38 * MIB, blocks=2, workspaces=32 * MIB, empty=0),
-        PoolSegments((0, 3), reserved=10 * MIB, allocated=2 * MIB, blocks=1, workspaces=0, empty=8 * MIB),
+        PoolSegments(
+            (0, 0), reserved=52 * MIB, allocated=38 * MIB, blocks=2, workspaces=32 * MIB, empty=0, unclaimed=0
+        ),
+        PoolSegments((0, 3), reserved=10 * MIB, allocated=2 * MIB, blocks=1, workspaces=0, empty=8 * MIB, unclaimed=0),
     )
+
+
+def test_what_neither_a_storage_nor_a_workspace_explains_is_unclaimed() -> None:
+    default, graph = parse_pools(RECORDED, 0, claimed=(), workspace_sizes=[WORKSPACE])
+    # The block that waits for a stream is on its way out, and nobody's any more.
+    assert (default.unclaimed, graph.unclaimed) == (6 * MIB, 0)
+    inside, _ = parse_pools(RECORDED, 0, claimed=[0x1000_0000 + 512], workspace_sizes=[WORKSPACE])
+    assert inside.unclaimed == 0
 
 
 def test_a_pool_that_is_not_the_default_one_is_private() -> None:
