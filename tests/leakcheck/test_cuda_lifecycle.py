@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -51,6 +52,31 @@ def test_the_ledger_adds_up_to_the_drivers_figure_and_explains_it(driver: Driver
         assert ledger.unexplained is not None
         assert ledger.total == sum(line.bytes for line in ledger.lines) + ledger.unexplained
         assert abs(ledger.unexplained - start) <= 32 * MIB
+
+
+class SavesForBackward(ReferenceLife):
+    """A forward without `no_grad`: autograd saves a large tensor that no Python object names (vllm#46046)."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    def create(self) -> None:
+        super().create()
+        leaf = torch.ones(16 * MIB, device="cuda", requires_grad=True)
+        self.kept.append(leaf.exp().sum())
+
+
+def test_what_autograd_saved_is_found_though_python_cannot_see_it(driver: Driver) -> None:
+    config = EngineConfig(device="cuda:0")
+    run = LifecycleRun("tiny", lambda: SavesForBackward(config, 1024), device="cuda:0", driver=driver, cycles=2)
+    try:
+        findings = {(item.resource, item.cause): item for item in run.run().findings}
+    finally:
+        SavesForBackward.kept.clear()
+    native = findings.pop(("tensors", "native"))
+    assert native.bytes >= 64 * MIB
+    assert native.verdict == "native-held"
+    # The sum itself Python does see.
+    assert set(findings) == {("tensors", "unknown")}
 
 
 @pytest.mark.parametrize("name", ["shutdown-noop", "worker-keeps-everything"])
