@@ -22,7 +22,9 @@ ROOT = Path(__file__).parents[2]
 
 def lowtide(*args: str | Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lowtide", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, cwd=ROOT)
+    # One thread: beside another test on the other core, torch's threads would mostly wait for each other.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, cwd=ROOT, env=env)
 
 
 def report_of(folder: Path) -> schema.Report:
