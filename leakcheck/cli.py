@@ -80,7 +80,7 @@ def run(
     cycles: Annotated[int, typer.Option(help="Whole lives, one after the other; the first warms libraries up.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of random weights and prompts.")] = 0,
     defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Folder for leakcheck.json.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Folder for the report (JSON, HTML, JUnit, Markdown).")] = None,
 ) -> None:
     """Drive the reference engine through its life, account for every byte, and judge.
 
@@ -109,6 +109,7 @@ def _run(device: Device, model: str, cycles: int, seed: int, defect: str | None,
     from lowtide.leakcheck.reference import ReferenceLife
     from lowtide.probes.device.driver import find_driver
     from lowtide.reports import schema
+    from lowtide.reports.folder import write_folder
     from lowtide.reports.terminal import render
 
     console = Console(width=None if sys.stdout.isatty() else 180, soft_wrap=not sys.stdout.isatty())
@@ -158,7 +159,7 @@ def _run(device: Device, model: str, cycles: int, seed: int, defect: str | None,
     where = None
     if report is not None:
         try:
-            where = schema.write(written, report)
+            where = write_folder(written, report)
         except schema.ReportError as error:
             console.print(render(written))
             _refuse(str(error))

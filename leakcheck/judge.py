@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.ladder import ACTIONS, Rung, Step
 from lowtide.leakcheck.metrics import Metric
-from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Remedy, Return, Verdict
 from lowtide.reports.sizes import format_amount
 
 # What it means that a resource came back at a rung only: the rung is the diagnosis.
-_CAUSE_OF_RUNG: dict[Rung, Cause] = {
+CAUSE_OF_RUNG: dict[Rung, Cause] = {
     Rung.SETTLE: "driver",
     Rung.COLLECT: "cycle",
     Rung.UNFREEZE: "frozen-garbage",
@@ -23,19 +23,21 @@ _CAUSE_OF_RUNG: dict[Rung, Cause] = {
     Rung.CLEAR_WORKSPACES: "library-workspace",
     Rung.CLEAR_HOST_CACHE: "allocator-cache",
 }
-_VERDICT_OF_RUNG: dict[Rung, Verdict] = {
+VERDICT_OF_RUNG: dict[Rung, Verdict] = {
     Rung.UNFREEZE: "frozen-garbage",
     Rung.EMPTY_CACHE: "cached",
     Rung.CLEAR_CACHES: "reachable",
     Rung.CLEAR_HOST_CACHE: "cached",
 }
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True)
 class Excess:
     """How far one metric is above its baseline, in the metric's unit; None where it could not be read."""
 
-    metric: Metric
+    metric: Metric[Any]
     above: int | None
 
     @property
@@ -44,7 +46,7 @@ class Excess:
         return self.above is not None and self.above <= self.metric.tolerance
 
 
-def excesses(metrics: Iterable[Metric], baseline: Snapshot, now: Snapshot) -> tuple[Excess, ...]:
+def excesses(metrics: Iterable[Metric[R]], baseline: R, now: R) -> tuple[Excess, ...]:
     """How far each metric is above its baseline."""
     return tuple(Excess(metric, metric.above(baseline, now)) for metric in metrics)
 
@@ -58,9 +60,7 @@ class Judgement:
     not_measured: tuple[NotMeasured, ...]
 
 
-def judge(
-    metrics: Sequence[Metric], baseline: Snapshot, steps: Sequence[Step[Snapshot]], *, stage: str, cycle: int
-) -> Judgement:
+def judge(metrics: Sequence[Metric[R]], baseline: R, steps: Sequence[Step[R]], *, stage: str, cycle: int) -> Judgement:
     """Judge a climb: a metric that is back at its rung is clean, one that is back later or never is a finding.
 
     Args:
@@ -100,9 +100,9 @@ def judge(
 
 
 def _finding(
-    metric: Metric,
-    baseline: Snapshot,
-    steps: Sequence[Step[Snapshot]],
+    metric: Metric[R],
+    baseline: R,
+    steps: Sequence[Step[R]],
     above: Sequence[int],
     back: int | None,
     stage: str,
@@ -115,8 +115,8 @@ def _finding(
     remedy = None
     if back is not None:
         rung = steps[back].rung
-        cause = cause if cause != "unknown" else _CAUSE_OF_RUNG[rung]
-        verdict = _VERDICT_OF_RUNG.get(rung)
+        cause = cause if cause != "unknown" else CAUSE_OF_RUNG[rung]
+        verdict = VERDICT_OF_RUNG.get(rung)
         if rung in ACTIONS:
             remedy = Remedy(action=ACTIONS[rung], returns_bytes=_bytes(metric, above[back - 1] - above[back]))
     new = sorted(metric.new_items(baseline, steps[due].reading))
@@ -144,11 +144,11 @@ def _finding(
     )
 
 
-def _bytes(metric: Metric, amount: int) -> int:
+def _bytes(metric: Metric[Any], amount: int) -> int:
     return amount if metric.unit == "bytes" else 0
 
 
-def _name(metric: Metric) -> str:
+def _name(metric: Metric[Any]) -> str:
     where = f" on {metric.device}" if metric.device else ""
     return f"{metric.what or metric.resource}{where}"
 

@@ -211,8 +211,8 @@ class LifecycleRun:
             # Legal at any time, and again: what the interrupt kept from being given back is given back now.
             life.shutdown()
 
-    def _climb(self, metrics: Sequence[Metric], baselines: Sequence[Snapshot]) -> list[Step[Snapshot]]:
-        def missing(now: Snapshot) -> list[tuple[Metric, int]]:
+    def _climb(self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]) -> list[Step[Snapshot]]:
+        def missing(now: Snapshot) -> list[tuple[Metric[Snapshot], int]]:
             return [
                 (item.metric, item.above)
                 for baseline in baselines
@@ -230,7 +230,7 @@ class LifecycleRun:
             moved=lambda then, now: waiting(then) != waiting(now),
         )
 
-    def _metrics(self, cycle: int) -> tuple[Metric, ...]:
+    def _metrics(self, cycle: int) -> tuple[Metric[Snapshot], ...]:
         metrics = shutdown_metrics(self._device)
         if self._judges_first_use(cycle):
             return metrics

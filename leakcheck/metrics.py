@@ -1,4 +1,4 @@
-"""The one table of what is judged after a shutdown: each metric's reading, tolerance and rung.
+"""What is judged, and the one table of it for an engine's shutdown: each metric's reading, tolerance and rung.
 
 Readings are disjoint: what one metric has counted is left out of the next, coarser one.  A leaked tensor is one finding
 and not four (its storage, the arena that it keeps mapped, the driver's bytes behind that, the process's memory).
@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from lowtide.leakcheck.ladder import Rung
 from lowtide.probes.ranges import common
@@ -18,15 +19,17 @@ from lowtide.reports.schema import Cause, Resource, Verdict
 
 MIB = 1 << 20
 
+R = TypeVar("R")
+
 
 @dataclass(frozen=True)
-class Metric:
+class Metric(Generic[R]):
     """Something that must come back.
 
     Attributes:
         resource: the word that findings use.
         device: "cpu", "cuda:0", or "" where the reading belongs to the process.
-        read: bytes or a count, from a snapshot; None where this machine cannot say.
+        read: bytes or a count, from a reading (`R`: a snapshot, or a plain test's); None where this machine cannot say.
         tolerance: how far above the baseline still counts as back; unit of `read`.
         rung: where on the ladder it must be back: what comes back later is somebody else's work.
         unit: "bytes" or the plural of what is counted.
@@ -42,25 +45,25 @@ class Metric:
 
     resource: Resource
     device: str
-    read: Callable[[Snapshot], int | None]
+    read: Callable[[R], int | None]
     tolerance: int = 0
     rung: Rung = Rung.COLLECT
     unit: str = "bytes"
     first_use: bool = False
     settles: bool = False
-    items: Callable[[Snapshot], Mapping[str, int]] | None = None
+    items: Callable[[R], Mapping[str, int]] | None = None
     what: str = ""
     cause: Cause = "unknown"
     verdict: Verdict | None = None
 
-    def above(self, baseline: Snapshot, now: Snapshot) -> int | None:
+    def above(self, baseline: R, now: R) -> int | None:
         """How far `now` is above `baseline`; None where one of them cannot say."""
         if self.items is not None:
             return sum(self.new_items(baseline, now).values())
         before, after = self.read(baseline), self.read(now)
         return None if before is None or after is None else after - before
 
-    def new_items(self, baseline: Snapshot, now: Snapshot) -> dict[str, int]:
+    def new_items(self, baseline: R, now: R) -> dict[str, int]:
         """What is there now, by name, and was not at the baseline."""
         if self.items is None:
             return {}
@@ -68,13 +71,13 @@ class Metric:
         return {name: amount for name, amount in self.items(now).items() if name not in known}
 
 
-def shutdown_metrics(device: str) -> tuple[Metric, ...]:
+def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
     """What must be back after an engine's shutdown: everything, at `collect`, because releasing is its own job.
 
     `device` is where the engine ran.  The tolerances are measured: the heap of a process moves by some MiB with every
     life (32 MiB is the coarsest figure here, and the report says so), a driver's figure for a process by up to 8 MiB.
     """
-    metrics = [
+    metrics: list[Metric[Snapshot]] = [
         Metric("tensors", "cpu", lambda s: s.tensors.bytes_on("cpu")),
         Metric("arena", device, lambda s: arena_without_tensors(s, device)),
         Metric("pinned", "", lambda s: s.pinned_bytes),
@@ -119,7 +122,9 @@ def shutdown_metrics(device: str) -> tuple[Metric, ...]:
     return tuple(metrics)
 
 
-def _counted(resource: Resource, names: Callable[[Snapshot], Sequence[str]], *, first_use: bool = False) -> Metric:
+def _counted(
+    resource: Resource, names: Callable[[Snapshot], Sequence[str]], *, first_use: bool = False
+) -> Metric[Snapshot]:
     """A metric of things that are counted and have names."""
     return Metric(
         resource,

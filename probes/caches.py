@@ -5,26 +5,18 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import MethodType
 from typing import Any
 
 from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import Range, merge
+from lowtide.probes.reach import reach
 from lowtide.probes.tensors import held_ranges, survey_storages
 
-_Wrapper = type(functools.lru_cache(maxsize=1)(len))
-_CHUNK = 4096
-
-# Where a walk from the entries stops: beyond these everything reaches everything.
-_BOUNDARIES: tuple[type, ...] = (
-    type,
-    ModuleType,
-    CodeType,
-    FrameType,
-    _Wrapper,
-)
+LRU_CACHE = type(functools.lru_cache(maxsize=1)(len))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +61,8 @@ def read_caches(
     """
     with collector_paused():
         census = objects if isinstance(objects, Census) else Census(all_objects() if objects is None else objects)
-        namespaces = {id(vars(module)) for module in Census(sys.modules.values()).instances_of(ModuleType)}
-        wrappers = census.exactly(_Wrapper)
-        readings = [_read(wrapper, namespaces, max_objects) for wrapper in wrappers if wrapper.cache_info().currsize]
+        wrappers = census.exactly(LRU_CACHE)
+        readings = [_read(wrapper, max_objects) for wrapper in wrappers if wrapper.cache_info().currsize]
     return tuple(sorted(readings, key=lambda reading: (reading.name, reading.entries, reading.held)))
 
 
@@ -84,9 +75,41 @@ def bytes_held(caches: Iterable[CacheReading]) -> int:
     return sum(length for ranges in by_device.values() for _, length in merge(ranges))
 
 
-def _read(wrapper: Any, namespaces: set[int], max_objects: int) -> CacheReading:
+class CacheActivity:
+    """Which caches got new entries since a mark; holds the caches weakly, and finds new ones only when told of them."""
+
+    def __init__(self) -> None:
+        self._caches: dict[int, weakref.ref[Any]] = {}
+        self._misses: dict[int, int] = {}
+
+    def add(self, wrappers: Iterable[Any]) -> None:
+        """Watch these `lru_cache`s too; one that is known already changes nothing."""
+        for wrapper in wrappers:
+            known = self._caches.get(id(wrapper))
+            if known is None or known() is None:
+                self._caches[id(wrapper)] = weakref.ref(wrapper)
+                self._misses[id(wrapper)] = 0
+
+    def mark(self) -> None:
+        """From here on."""
+        for key, reference in list(self._caches.items()):
+            wrapper = reference()
+            if wrapper is None:
+                del self._caches[key], self._misses[key]
+            else:
+                self._misses[key] = wrapper.cache_info()[1]
+
+    def changed(self) -> list[Any]:
+        """The caches that were asked since the mark for what they did not have."""
+        alive = ((key, reference()) for key, reference in self._caches.items())
+        return [
+            wrapper for key, wrapper in alive if wrapper is not None and wrapper.cache_info()[1] != self._misses[key]
+        ]
+
+
+def _read(wrapper: Any, max_objects: int) -> CacheReading:
     info = wrapper.cache_info()
-    reached, truncated = _reach(_entries(wrapper), namespaces, max_objects)
+    reached, truncated = reach(cache_entries(wrapper), boundaries=(LRU_CACHE,), max_objects=max_objects)
     torch = sys.modules.get("torch")
     held: tuple[tuple[str, int, int], ...] = ()
     tensors = modules = 0
@@ -111,7 +134,7 @@ def _read(wrapper: Any, namespaces: set[int], max_objects: int) -> CacheReading:
     )
 
 
-def _entries(wrapper: Any) -> list[object]:
+def cache_entries(wrapper: Any) -> list[object]:
     """The arguments and results that a cache holds, and the dict that holds them.
 
     A bounded cache shows every key and result to the collector directly, an unbounded one through its dict; what it
@@ -119,44 +142,6 @@ def _entries(wrapper: Any) -> list[object]:
     """
     own = (getattr(wrapper, "__wrapped__", None), vars(wrapper))
     return [item for item in gc.get_referents(wrapper) if not any(item is part for part in own)]
-
-
-def _reach(starts: Iterable[object], namespaces: set[int], max_objects: int) -> tuple[list[object], bool]:
-    """The objects that `starts` reach, and whether there were more than `max_objects`."""
-    seen: dict[int, object] = {}
-    boundaries: dict[int, bool] = {}
-    waiting: list[object] = list(starts)
-    while waiting:
-        chunk = waiting[-_CHUNK:]
-        del waiting[-_CHUNK:]
-        plain: list[object] = []
-        for item in chunk:
-            if id(item) in seen or id(item) in namespaces:
-                continue
-            kind = type(item)
-            if id(kind) not in boundaries:
-                boundaries[id(kind)] = _is_boundary(kind)
-            if boundaries[id(kind)]:
-                continue
-            if len(seen) >= max_objects:
-                return list(seen.values()), True
-            seen[id(item)] = item
-            if type(item) is FunctionType:
-                waiting.extend(_held_by_function(item))
-            else:
-                plain.append(item)
-        waiting.extend(filter(gc.is_tracked, gc.get_referents(*plain)))
-    return list(seen.values()), False
-
-
-def _is_boundary(kind: type) -> bool:
-    return any(base is boundary for base in type.__dict__["__mro__"].__get__(kind) for boundary in _BOUNDARIES)
-
-
-def _held_by_function(function: FunctionType) -> Iterator[object]:
-    yield from function.__closure__ or ()
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
 
 
 def _type_name(item: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -260,3 +261,21 @@ def _resident_or_gone(part: Range) -> int:
         return resident_bytes(*part)
     except UnmappedRangeError:  # another thread unmapped it since the maps were read
         return 0
+
+
+def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
+    """The names in /dev/shm that any of these processes maps or has open; what may not be read counts as none."""
+    prefix = f"{_SHARED_MEMORY}/"
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+                _, found_prefix, name = line.partition(prefix)
+                if found_prefix:
+                    found.add(name.removesuffix(" (deleted)"))
+            with os.scandir(f"/proc/{pid}/fd") as entries:
+                for entry in entries:
+                    target = os.readlink(entry.path)  # noqa: PTH115
+                    if target.startswith(prefix):
+                        found.add(target.removeprefix(prefix).removesuffix(" (deleted)"))
+    return found

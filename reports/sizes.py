@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -18,5 +20,28 @@ def format_bytes(size: int | None) -> str:
 
 
 def format_amount(amount: int, unit: str) -> str:
-    """`1.5 MiB` for bytes, `3 threads` for anything else."""
-    return format_bytes(amount) if unit == "bytes" else f"{amount} {unit}"
+    """`1.5 MiB` for bytes, `3 threads` and `1 thread` for anything else; `unit` is the plural."""
+    if unit == "bytes":
+        return format_bytes(amount)
+    return f"{amount} {_singular(unit) if amount == 1 else unit}"
+
+
+def _singular(unit: str) -> str:
+    """`thread` of `threads`, `tensor of a kind` of `tensors of a kind`: the first plural is what is counted."""
+    return re.sub(r"(?:(?<=ss)es|(?<!s)s)\b", "", unit, count=1)
+
+
+def parse_bytes(size: object) -> int:
+    """The bytes in `1MiB`, `1.5 GiB`, `2000`, `10kB` or a number.
+
+    Raises:
+        ValueError: it is none of these; the message says what is allowed.
+    """
+    if type(size) is int and size >= 0:
+        return size
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)(B?)\s*", size) if isinstance(size, str) else None
+    if found is None or (found[3] and not found[2]):
+        raise ValueError(f"{size!r} is no size: use bytes such as 4096, or a unit such as 512KiB, 1.5MiB, 2GiB, 10MB")
+    step = 1024 if found[3] else 1000
+    power = " KMGT".index(found[2].upper()) if found[2] else 0
+    return round(float(found[1]) * float(step**power))

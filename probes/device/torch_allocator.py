@@ -211,6 +211,46 @@ def parse_pools(
     return tuple(PoolSegments(pool_id, *held) for pool_id, held in sorted(sums.items()))
 
 
+def unexplained_blocks(index: int, claimed: Collection[int]) -> dict[int, int] | None:
+    """Address and bytes of the blocks in use that neither a storage at a `claimed` address nor a BLAS library explains.
+
+    None where the allocator gives no snapshot.
+    """
+    torch = initialized_torch()
+    segments = None if torch is None else _segments(torch)[0]
+    if torch is None or segments is None:
+        return None
+    addresses = sorted(claimed)
+    sizes = workspace_sizes(torch, index)
+    return {
+        block["address"]: block["size"]
+        for segment in segments
+        if segment["device"] == index
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+        and not is_workspace(block, addresses, sizes)
+        and not is_claimed(block, addresses)
+    }
+
+
+def read_segments(index: int) -> list[tuple[tuple[int, int], int, int, bool]] | None:
+    """Pool, address, bytes of each segment of a card, and whether anything in it is in use; None without a snapshot."""
+    torch = initialized_torch()
+    segments = None if torch is None else _segments(torch)[0]
+    if segments is None:
+        return None
+    return [
+        (
+            (int(segment.get("segment_pool_id", (0, 0))[0]), int(segment.get("segment_pool_id", (0, 0))[1])),
+            segment["address"],
+            segment["total_size"],
+            any(block["state"] != "inactive" for block in segment["blocks"]),
+        )
+        for segment in segments
+        if segment["device"] == index
+    ]
+
+
 def is_workspace(block: Block, addresses: Sequence[int], workspace_sizes: Collection[int]) -> bool:
     """Whether a block is a BLAS workspace: in use, of exactly that size, with no storage in it.
 

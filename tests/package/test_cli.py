@@ -55,6 +55,11 @@ def test_the_table_has_a_row_per_stage_and_the_ledger_its_lines(
     assert done.stdout.count("sleep(2)") >= 2
 
 
+def test_the_report_folder_has_all_its_files(clean_run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    _, folder = clean_run
+    assert {path.name for path in folder.iterdir()} == {"leakcheck.json", "index.html", "junit.xml", "summary.md"}
+
+
 def test_the_report_fits_the_schema_that_is_shipped(
     clean_run: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:

@@ -1,0 +1,181 @@
+"""The books of one test: its baseline, who owns what, since which stage, and what is above what it should be."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Optional
+
+import psutil
+
+from lowtide.leakcheck.exemptions import is_exempt
+from lowtide.leakcheck.owners import Owner
+from lowtide.probes.counters import Counters
+from lowtide.probes.host import mapped_shared_memory
+
+Subject = Optional[Owner]  # noqa: UP045 - evaluated, and Python 3.10's `|` does not know strings
+"""Who is judged: an owner that has ended, or (None) the test."""
+
+
+class Books:
+    """Kept by the watch; knows counters only, and reads nothing itself but who maps a new entry of /dev/shm.
+
+    Args:
+        alone: whether no other worker of the same run is at work.
+    """
+
+    def __init__(self, *, alone: bool) -> None:
+        self._alone = alone
+        self.baseline = Counters({}, {}, {})
+        self.live: list[Owner] = []
+        self._opened: list[Owner] = []
+        self._entered: list[tuple[Owner, int]] = []
+        self._since: dict[tuple[str, str], str] = {}
+        self._levels: list[tuple[str, Counters]] = []
+
+    def begin(self, stage: str, now: Counters) -> None:
+        """A test begins."""
+        self.baseline = now
+        self._opened.clear()
+        self._entered.clear()
+        self._since.clear()
+        self._levels = [(stage, now)]
+
+    def attribute(self, stage: str, now: Counters) -> None:
+        """What is new since the last call appeared in `stage`."""
+        before = self._levels[-1][1]
+        for key, names in now.items.items():
+            for name in names.keys() - before.items.get(key, {}).keys():
+                self._since[(key, name)] = stage
+        for name, value in now.settings.items():
+            if before.settings.get(name, value) != value:
+                self._since[("globals", name)] = stage
+        self._levels.append((stage, now))
+
+    def enter(self, owner: Owner, now: Counters) -> None:
+        """What appears from here to `leave` is the owner's."""
+        owner.before = now
+        self._entered.append((owner, len(self._opened)))
+
+    def leave(self, now: Counters) -> Owner:
+        """The owner entered last, with what it took."""
+        owner, first = self._entered.pop()
+        owner.take(now, self.live, self._opened[first:])
+        self.live.append(owner)
+        self._opened.append(owner)
+        return owner
+
+    def close(self, owners: Iterable[Owner]) -> list[Owner]:
+        """These owners are alive no more; those of them that were."""
+        gone = [owner for owner in owners if any(owner is other for other in self.live)]
+        self.live = [owner for owner in self.live if not any(owner is other for other in gone)]
+        return gone
+
+    def new_items(self, key: str, now: Counters, subject: Subject, ended: Sequence[Owner]) -> dict[str, int]:
+        """What is there now, by name, and should not be: the test's, or an ended owner's."""
+        if key == "globals":
+            return self._changed_settings(now, subject, ended)
+        names = now.items.get(key, {})
+        if subject is not None:
+            found = {name: amount for name, amount in names.items() if name in subject.items.get(key, ())}
+        else:
+            known = self.baseline.items.get(key, {})
+            fresh = names.keys() - known.keys()
+            if not fresh:
+                return {}
+            owned = {name for owner in (*self.live, *ended) for name in owner.items.get(key, ())}
+            found = {name: names[name] for name in sorted(fresh - owned)}
+        found = {name: amount for name, amount in found.items() if not is_exempt(key, name)}
+        return self._own_shared_memory(found) if key == "shared-memory" else found
+
+    def shares(self, key: str, now: Counters, ended: Sequence[Owner]) -> dict[int, int | None]:
+        """How far a level is above what it should be, by subject (its identity): an owner answers for what it took."""
+        level, base = now.amounts.get(key, 0), self.baseline.amounts.get(key, 0)
+        if level is None or base is None:
+            return dict.fromkeys((id(subject) for subject in (None, *ended)), None)
+        expected = base + sum(owner.growth.get(key, 0) for owner in self._opened)
+        if ended:
+            # It should fall by what they took, but not below where it was before they took it.
+            floor = min(self._floor(key, owner) for owner in ended)
+            expected = max(expected - sum(owner.growth.get(key, 0) for owner in ended), floor)
+        excess = level - expected
+        found: dict[int, int | None] = {}
+        for owner in reversed(ended):
+            share = min(max(excess, 0), max(owner.growth.get(key, 0), 0))
+            found[id(owner)] = share
+            excess -= share
+        found[id(None)] = excess
+        return found
+
+    def _floor(self, key: str, owner: Owner) -> int:
+        later = sum(other.growth.get(key, 0) for other in self.live if other.serial > owner.serial)
+        return (owner.before.amounts.get(key, 0) or 0) + later
+
+    def since(self, key: str, names: Iterable[str]) -> str:
+        """The stage in which the first of these items, or else most of the level, appeared; empty if unknown."""
+        if key == "globals":
+            # These are told as sentences that begin with the setting.
+            names = [name for _, name in self._since if any(text.startswith(f"{name} ") for text in names)]
+        stages = [self._since[(key, name)] for name in names if (key, name) in self._since]
+        if stages:
+            return stages[0]
+        growth: list[tuple[int, str]] = []
+        for (_, before), (stage, after) in itertools.pairwise(self._levels):
+            then, now = before.amounts.get(key, 0), after.amounts.get(key, 0)
+            if then is not None and now is not None and now > then:
+                growth.append((now - then, stage))
+        return max(growth)[1] if growth else ""
+
+    def _changed_settings(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> dict[str, int]:
+        if subject is not None:
+            before: Mapping[str, str] = subject.before.settings
+            names: Iterable[str] = subject.items.get("globals", ())
+        else:
+            # An owner that changed one and ended put it back to what it was before that owner.
+            before = {
+                **self.baseline.settings,
+                **{
+                    name: owner.before.settings[name]
+                    for owner in reversed(ended)
+                    for name in owner.items.get("globals", ())
+                    if name in owner.before.settings
+                },
+            }
+            owned = {name for owner in (*self.live, *ended) for name in owner.items.get("globals", ())}
+            names = [name for name in now.settings if name not in owned]
+        return {
+            _change(name, before[name], now.settings[name]): 1
+            for name in names
+            if name in before and name in now.settings and before[name] != now.settings[name]
+        }
+
+    def _own_shared_memory(self, names: Mapping[str, int]) -> dict[str, int]:
+        """Those entries of /dev/shm that this process has to answer for, with their bytes."""
+        if not names:
+            return {}
+        family = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+        mine = mapped_shared_memory(family)
+        others: set[str] | None = None
+        found = {}
+        for name in names:
+            own = name in mine or bool({str(pid) for pid in family} & set(re.findall(r"\d+", name)))
+            if not own and self._alone:
+                if others is None:
+                    others = mapped_shared_memory(pid for pid in psutil.pids() if pid not in family)
+                # Nobody has it open: closed and never unlinked.
+                own = name not in others
+            try:
+                facts = Path("/dev/shm", name).stat()
+            except OSError:  # it is gone by now
+                continue
+            if own and facts.st_uid == os.geteuid():
+                found[name] = max(facts.st_size, 1)
+        return found
+
+
+def _change(name: str, before: str, now: str) -> str:
+    """`torch.get_default_dtype() was torch.float32, is torch.float64`; functions are known by their identity only."""
+    return f"{name} was replaced" if now.startswith("0x") else f"{name} was {before}, is {now}"

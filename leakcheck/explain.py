@@ -1,0 +1,250 @@
+"""Says who holds a suspect: reads the path that `lowtide.probes.heap` found as verdict, cause, holder and suspects.
+
+Which edges of a path are suspects follows LeakCanary's Shark: what lies between the last object that is meant to live
+and the leaked one. Meant to live are:
+
+- the root, and after it modules, classes, functions and caches for as long as the path passes nothing else: a program
+  defines them once, at import;
+- every object that the caller names as innocent (what was alive before the leak), and whatever the path passes before.
+
+So `helper.ENGINE.model.weight` is a `module-global` leak: the engine is not meant to live, and the first suspect edge
+is `.ENGINE`. If the caller names the engine as innocent, the same path is an `instance-attribute` leak of `.model`.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from lowtide.probes.heap import Kind, Path, Step, find_paths, type_name
+from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, collector_paused
+from lowtide.probes.tensors import plain_tensors
+from lowtide.reports.schema import Cause, Hop, Verdict
+
+_CAUSE_OF_ROOT: dict[str, Cause] = {"frame": "frame", "thread": "thread", "context": "thread"}
+_CAUSE_OF_KIND: dict[Kind, Cause] = {
+    "module-global": "module-global",
+    "class-attribute": "class-attribute",
+    "instance-attribute": "instance-attribute",
+    "closure": "closure",
+    # A default value lives and dies with its function, as what the function closes over does.
+    "default": "closure",
+    "frame-local": "frame",
+    "generator-local": "frame",
+    "thread": "thread",
+    "context-variable": "thread",
+    "lru-cache-key": "lru-cache",
+    "lru-cache-value": "lru-cache",
+}
+_AUTOGRAD = re.compile(r"(torch\.autograd\.(function|graph)\..*|\w+Backward\d*|AccumulateGrad)")
+_CUDA_GRAPH = re.compile(r"torch\.cuda\.graphs\..*|torch\._inductor\.cudagraph_.*|(.*\.)?_?CUDAGraph\w*")
+_COMPILED = re.compile(r"torch\.(_dynamo|_inductor|_functorch|fx)\..*|torch\.(_dynamo|_inductor)")
+_TRANSFER = re.compile(r"(?i).*(transfer|offload)\w*(\..*)?")
+_WORKSPACE = re.compile(r"(?i).*workspace.*")
+# Libraries that keep buffers for their kernels in globals of their own.
+_KERNEL_LIBRARIES = frozenset(
+    {"cutlass", "deep_gemm", "flash_attn", "flashinfer", "torch", "transformer_engine", "triton", "xformers"}
+)
+_LONGEST_HOLDER = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why one suspect is alive.
+
+    Attributes:
+        verdict: `reachable`; `frozen-holder` if a holder on the path, other than the program's own code, is hidden
+            by `gc.freeze()`; without a path, `native-held` for a tensor that torch says C++ holds, `frozen-garbage`
+            for what is itself frozen, `unexplained` for anything else.
+        cause: the most telling edge of the path, else the kind of its first suspect edge.
+        holder: who holds it, on one line: `helper.CACHE['a'][0]`, `helper.supports_kw (lru_cache key)`; empty if
+            nobody is known to.
+        path: from the root to the suspect.
+        suspects: the suspect edges without what changes from run to run, for `fingerprint()`.
+    """
+
+    verdict: Verdict
+    cause: Cause
+    holder: str
+    path: tuple[Hop, ...]
+    suspects: tuple[str, ...]
+
+
+def explain(
+    targets: Sequence[object], *, ignore: Collection[int] = (), innocent: Collection[int] = ()
+) -> list[Explanation]:
+    """Explains each of `targets`, in their order, by one walk over the heap.
+
+    Args:
+        targets: the objects that should be gone.
+        ignore: ids of containers in which the caller keeps them; no path leads through those.
+        innocent: ids of objects that were alive before the leak and are meant to stay.
+    """
+    paths = find_paths(targets, ignore=ignore, innocent=innocent)
+    lost = [target for target, path in zip(targets, paths, strict=True) if path is None]
+    without = _without_path(lost, {id(targets), id(lost), *ignore}) if lost else []
+    return [without.pop(0) if path is None else _with_path(path) for path in paths]
+
+
+def _with_path(path: Path) -> Explanation:
+    first = _first_suspect(path.steps)
+    cause = _telling_cause(path) or _cause_of_edge(path, first)
+    root = Hop(type=path.root_kind, edge=path.root_name)
+    hops = (Hop(type=step.type_name, edge=step.edge, suspect=turn >= first) for turn, step in enumerate(path.steps))
+    return Explanation(
+        verdict="frozen-holder" if any(_is_frozen_holder(step) for step in path.steps[:-1]) else "reachable",
+        cause=cause,
+        holder=_holder(path, first),
+        path=(root, *hops),
+        suspects=_suspects(path, first),
+    )
+
+
+def _is_frozen_holder(step: Step) -> bool:
+    # Where a program freezes its heap all its functions and classes are frozen, and that is as it should be.
+    return step.frozen and not step.definition
+
+
+def _without_path(targets: Sequence[object], ignore: Collection[int]) -> list[Explanation]:
+    """Explains what no root reaches: C++ holds it, or it is garbage that nobody has collected yet."""
+    with collector_paused():
+        unfrozen = set(map(id, gc.get_objects()))
+        some_frozen = gc.get_freeze_count() > FROZEN_AT_STARTUP
+        return [
+            _held_by_native_code(target)
+            or _garbage(
+                target, frozen=some_frozen and gc.is_tracked(target) and id(target) not in unfrozen, ignore=ignore
+            )
+            for target in targets
+        ]
+
+
+def _held_by_native_code(target: Any) -> Explanation | None:
+    """For a tensor that torch's own counter says is held from C++, else None."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "Tensor") or not Census([target]).instances_of(torch.Tensor):
+        return None
+    with plain_tensors(torch):
+        # Python's own reference to the C++ tensor counts one.
+        if target._use_count() < 2:
+            return None
+        node = "" if target.grad_fn is None else target.grad_fn.name()
+    if not node:
+        return Explanation("native-held", "native", "native code", (), ("native code",))
+    holder = f"autograd graph, made by {node}"
+    return Explanation("native-held", "autograd", holder, (), (holder,))
+
+
+def _garbage(target: object, *, frozen: bool, ignore: Collection[int]) -> Explanation:
+    if frozen:
+        return Explanation("frozen-garbage", "frozen-garbage", "", (), ("frozen garbage",))
+    holders = [
+        type_name(type(holder))
+        for holder in gc.get_referrers(target)
+        if id(holder) not in ignore and type(holder) is not FrameType
+    ]
+    if holders:
+        name = min(holders)
+        return Explanation("unexplained", "cycle", f"garbage: {name}", (), (f"garbage {name}",))
+    return Explanation("unexplained", "unknown", "", (), ())
+
+
+def _first_suspect(steps: Sequence[Step]) -> int:
+    """The place of the first step that leads away from what is meant to live."""
+    named = [turn for turn, step in enumerate(steps) if step.innocent]
+    first = named[-1] + 1 if named else 0
+    while first < len(steps) and steps[first].definition:
+        first += 1
+    # The suspect itself cannot be meant to live, whatever it is.
+    return max(0, min(first, len(steps) - 1))
+
+
+def _cause_of_edge(path: Path, place: int) -> Cause:
+    """The cause that the step at `place` stands for: an entry of a container counts as the edge to the container."""
+    for step in reversed(path.steps[: place + 1]):
+        if step.kind in _CAUSE_OF_KIND:
+            cause = _CAUSE_OF_KIND[step.kind]
+            return "thread" if cause == "frame" and path.thread else cause
+    return _CAUSE_OF_ROOT.get(path.root_kind, "unknown")
+
+
+def _telling_cause(path: Path) -> Cause | None:
+    """What the path says whatever its first suspect edge is; the first rule that answers decides."""
+    return next((cause for cause, crosses in _TELLING if crosses(path)), None)
+
+
+def _crosses_cache(path: Path) -> bool:
+    return any(step.kind in ("lru-cache-key", "lru-cache-value") for step in path.steps)
+
+
+def _crosses_type(pattern: re.Pattern[str]) -> Callable[[Path], bool]:
+    """Whether the path leads from a module, or through an object of a type, of such a name; its end does not count."""
+
+    def crosses(path: Path) -> bool:
+        names = [step.type_name for step in path.steps[:-1]]
+        if path.root_kind in ("module", "class"):
+            names.append(path.root_name)
+        return any(pattern.fullmatch(name) for name in names)
+
+    return crosses
+
+
+def _crosses_workspace(path: Path) -> bool:
+    is_kernel_library = path.root_kind == "module" and path.root_name.partition(".")[0] in _KERNEL_LIBRARIES
+    return is_kernel_library and any(_WORKSPACE.fullmatch(step.edge) for step in path.steps)
+
+
+_TELLING: tuple[tuple[Cause, Callable[[Path], bool]], ...] = (
+    ("lru-cache", _crosses_cache),
+    ("autograd", _crosses_type(_AUTOGRAD)),
+    ("cuda-graph", _crosses_type(_CUDA_GRAPH)),
+    ("compiled-code", _crosses_type(_COMPILED)),
+    ("pending-transfer", _crosses_type(_TRANSFER)),
+    ("library-workspace", _crosses_workspace),
+)
+
+
+def _holder(path: Path, first: int) -> str:
+    """The path as code from its root, up to where a cache or closure holds on to all that follows."""
+    if path.root_kind == "frame":
+        function, _, place = path.root_name.partition(" in ")
+        variable = path.steps[0].edge.removeprefix("f_locals[").removesuffix("]") if path.steps else ""
+        frame = f"local {variable} of {function}() in {place}"
+        return f"thread '{path.thread}', {frame}" if path.thread else frame
+    if path.root_kind in ("thread", "context"):
+        return path.root
+    code = path.root_name
+    for turn, step in enumerate(path.steps):
+        if step.kind in ("lru-cache-key", "lru-cache-value"):
+            return _shortened(code) + f" ({step.edge})"
+        if step.kind == "closure" and turn >= first:
+            return _shortened(code) + f", closure {step.edge}"
+        code += step.edge if step.edge.startswith((".", "[", "<", "{")) else f" {step.edge}"
+    return _shortened(code)
+
+
+def _shortened(code: str) -> str:
+    if len(code) <= _LONGEST_HOLDER:
+        return code
+    half = _LONGEST_HOLDER // 2
+    return f"{code[:half]}…{code[1 - half :]}"
+
+
+def _suspects(path: Path, first: int) -> tuple[str, ...]:
+    """The suspect edges with what they start from, and every number in them as `*`."""
+    root = path.root_name
+    if path.root_kind == "frame":
+        root = root.rpartition(":")[0]
+    edges = []
+    for turn, step in enumerate(path.steps[first:], first):
+        owner = path.steps[turn - 1].type_name if turn else root
+        if turn == first and turn:
+            # Where the suspect part starts at a definition, its name says more than that it is a function.
+            owner = "".join([root, *(before.edge for before in path.steps[:turn])])
+        edges.append(re.sub(r"\d+", "*", f"{owner} {step.edge}"))
+    return tuple(edges)

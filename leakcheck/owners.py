@@ -1,0 +1,145 @@
+"""Whose memory it is: what a fixture of a wider scope sets up, or an import makes, is not the test's."""
+
+from __future__ import annotations
+
+import functools
+import io
+import itertools
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from lowtide.probes.counters import Counters
+from lowtide.probes.objects import Census
+from lowtide.probes.reach import reach
+
+# pytest's own objects lead from any fixture to all of the session, and this checker's to all that it judges.
+_PACKAGES = ("_pytest", "pytest", "pluggy", "lowtide")
+
+
+_serial = itertools.count()
+
+
+class Owner:
+    """Something that memory belongs to for longer than one test.
+
+    Args:
+        name: as a finding calls it: `module fixture 'engine'`.
+        roots: what it holds now, by which to tell what grew under it later.
+    """
+
+    def __init__(self, name: str, roots: Callable[[], Iterable[object]] = tuple) -> None:
+        self.name = name
+        self.stage = f"setup of {name}"
+        self.serial = next(_serial)
+        # The same fixture is set up again for every parameter.
+        self.label = f"{self.stage} #{self.serial}"
+        self.roots = roots
+        self.items: dict[str, set[str]] = {}
+        self.storages: dict[tuple[str, int], str] = {}
+        self.growth: dict[str, int] = {}
+        self.before = Counters({}, {}, {})
+
+    @property
+    def holds_anything(self) -> bool:
+        """Whether anything belongs to it, so that its end is worth a look."""
+        return bool(self.storages or any(self.items.values()) or any(self.growth.values()))
+
+    def take(self, now: Counters, live: Iterable[Owner], nested: Sequence[Owner]) -> None:
+        """What appeared between `before` and `now` is its own, but for what is another's.
+
+        Args:
+            now: the counters when its setup was over.
+            live: the other owners that are alive.
+            nested: those whose setup began and ended meanwhile.
+        """
+        for key, names in now.items.items():
+            taken = {name for other in live for name in other.items.get(key, ())}
+            new = names.keys() - self.before.items.get(key, {}).keys() - taken
+            if new:
+                self.items[key] = new
+        for key, level in now.amounts.items():
+            then = self.before.amounts.get(key, 0)
+            if level is not None and then is not None:
+                self.growth[key] = level - then - sum(other.growth.get(key, 0) for other in nested)
+        changed = {name for name, value in now.settings.items() if self.before.settings.get(name, value) != value}
+        if changed:
+            self.items["globals"] = changed
+
+
+class Claims:
+    """What the live owners hold at this moment, by a walk from their roots.
+
+    Args:
+        owners: those that are alive, the innermost last.
+    """
+
+    def __init__(self, owners: Sequence[Owner]) -> None:
+        self.owners = tuple(owners)
+
+    @functools.cached_property
+    def _reached(self) -> list[tuple[Owner, dict[int, Any]]]:
+        """Walked when first asked for: most tests claim nothing."""
+        reached = []
+        for owner in self.owners:
+            roots = list(owner.roots())
+            if roots:
+                objects, _ = reach(roots, packages=_PACKAGES)
+                reached.append((owner, {id(item): item for item in objects}))
+        return reached
+
+    def owner_of(self, item: object) -> Owner | None:
+        """Who reaches an object; a gradient is reached with its tensor, which Python's own graph does not show."""
+        for owner, reached in self._reached:
+            if id(item) in reached:
+                return owner
+        return None
+
+    def gradients(self, tensor_type: type, wanted: Iterable[int]) -> dict[int, Owner]:
+        """Those of the `wanted` tensors, by identity, that are the gradient of a tensor that an owner holds."""
+        ids = set(wanted)
+        found: dict[int, Owner] = {}
+        for owner, reached in self._reached:
+            for tensor in Census(reached.values()).instances_of(tensor_type):
+                if tensor.requires_grad and tensor.is_leaf and id(tensor.grad) in ids:
+                    found[id(tensor.grad)] = owner
+        return found
+
+    def names(self, key: str) -> dict[str, Owner]:
+        """The items of a resource, as the counters name them or as prefixes of that, that an owner holds."""
+        found: dict[str, Owner] = {}
+        for owner, reached in self._reached:
+            census = Census(reached.values())
+            if key == "threads":
+                names = [f"{thread.name} ({thread.ident})" for thread in census.instances_of(threading.Thread)]
+            elif key == "processes":
+                names = [
+                    str(item.pid) for kind in (subprocess.Popen, BaseProcess) for item in census.instances_of(kind)
+                ]
+            elif key == "file-descriptors":
+                kinds = (socket.socket, io.FileIO, select.epoll)
+                names = [f"{number} ->" for kind in kinds for number in map(_number, census.instances_of(kind))]
+            elif key == "shared-memory":
+                memory = _shared_memory_type()
+                names = [] if memory is None else [item.name.lstrip("/") for item in census.instances_of(memory)]
+            else:
+                names = []
+            found.update(dict.fromkeys(names, owner))
+        return found
+
+
+def _number(file: Any) -> int:
+    try:
+        return int(file.fileno())
+    except (ValueError, OSError):  # closed
+        return -1
+
+
+def _shared_memory_type() -> type | None:
+    module: Any = sys.modules.get("multiprocessing.shared_memory")
+    return None if module is None else module.SharedMemory

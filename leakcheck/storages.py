@@ -1,0 +1,191 @@
+"""Which storages somebody's tensors hold that were not there at the baseline, and whose they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.leakcheck.owners import Claims, Owner
+from lowtide.probes.births import Births, Newborn
+from lowtide.probes.objects import Census, all_objects, collector_paused
+from lowtide.probes.tensors import StorageReading, survey_storages
+
+Key = tuple[str, int]
+"""A storage: its device and its address."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A storage that is held and was not there at the baseline, or belongs to an owner that has ended.
+
+    Attributes:
+        key: device and address.
+        bytes: its length, without what lies under another one of these.
+        text: data type and shape of the largest tensor over it.
+        stage: in which stage it appeared.
+        owner: whose it is; None: the test's.
+    """
+
+    key: Key
+    bytes: int
+    text: str
+    stage: str
+    owner: Owner | None
+
+    @property
+    def name(self) -> str:
+        """As a finding lists it."""
+        return f"{self.text} at {self.key[1]:#x}"
+
+
+@dataclass(frozen=True)
+class HeapReading:
+    """The storages at one moment.
+
+    Attributes:
+        held: those to be judged.
+        claimed: those that grew under an owner that is alive, to be added to what it owns.
+        alive: all of them.
+        unreadable: new tensors of a kind whose memory cannot be read, as text by identity.
+    """
+
+    held: tuple[Held, ...]
+    claimed: Mapping[Key, Owner]
+    alive: frozenset[Key]
+    unreadable: Mapping[str, int]
+    new_on_cpu: int
+
+
+def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Collection[Key]) -> HeapReading:
+    """Goes through the heap once.
+
+    Args:
+        births: what was born since the baseline.
+        claims: what the owners that are alive hold.
+        ended: those whose scope has just ended.
+        seen: the storages at the last full reading, for what the program froze since the baseline.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        return HeapReading((), {}, frozenset(), {}, 0)
+    with collector_paused():
+        census = Census(all_objects())
+        everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
+        del census
+        newborn = {id(born.item): born for born in births.survivors() if is_tensor(born.item)}
+        old = [item for item in everything if id(item) not in newborn]
+        if births.froze:
+            # What was frozen before it was ever seen young: new is what lies where nothing lay before.
+            hidden = [item for item in old if not _keys([item]) <= set(seen)]
+            newborn.update((id(item), Newborn(item, births.label)) for item in hidden)
+            old = [item for item in old if id(item) not in newborn]
+        older = {_key(storage): storage for storage in survey_storages(old).storages}
+        readings, unreadable = _new_storages(newborn.values(), older)
+        live = claims.owners
+        claimed = _claimed(torch, claims, newborn) if readings else {}
+        by_label = {owner.label: owner for owner in (*live, *ended)}
+        by_key = {key: owner for owner in live for key in owner.storages}
+        held = []
+        for key, (storage, stage) in readings.items():
+            owner = by_label.get(stage) or by_key.get(key) or claimed.get(key)
+            if owner is None or any(owner is gone for gone in ended):
+                text = stage if owner is None or stage not in by_label else owner.stage
+                held.append(Held(key, storage.bytes, _text(storage), text, owner))
+        for owner in ended:
+            for key, stage in owner.storages.items():
+                if key in older:
+                    held.append(Held(key, older[key].bytes, _text(older[key]), stage, owner))
+        return HeapReading(
+            held=_without_overlaps(held),
+            claimed=claimed,
+            alive=frozenset({*older, *readings}),
+            unreadable={name: 1 for name, item in unreadable.items() if claims.owner_of(item) is None},
+            new_on_cpu=sum(storage.bytes for key, (storage, _) in readings.items() if key[0] == "cpu"),
+        )
+
+
+def tensors_over(keys: Collection[Key]) -> list[Any]:
+    """The tensors and storage objects over some storages; drop them soon."""
+    torch: Any = sys.modules.get("torch")
+    with collector_paused():
+        census = Census(all_objects())
+        everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
+        return [item for item in everything if _keys([item]) & set(keys)]
+
+
+def is_tensor(item: object) -> bool:
+    """Whether an object is a tensor or a storage, by its real type."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        return False
+    return any(base is torch.Tensor or base is torch.UntypedStorage for base in type(item).__mro__)
+
+
+def storage_keys(items: Iterable[Any]) -> set[Key]:
+    """The storages under some tensors."""
+    return _keys(items)
+
+
+def _keys(items: Iterable[Any]) -> set[Key]:
+    return {_key(storage) for storage in survey_storages(items).storages}
+
+
+def _key(storage: StorageReading) -> Key:
+    return storage.device, storage.address
+
+
+def _text(storage: StorageReading) -> str:
+    return f"{storage.dtype} [{storage.shape}]" if storage.dtype else "storage"
+
+
+def _new_storages(
+    newborn: Iterable[Newborn], older: Mapping[Key, StorageReading]
+) -> tuple[dict[Key, tuple[StorageReading, str]], dict[str, Any]]:
+    """The storages that only newborn tensors view, with the stage of the first; and the tensors that cannot be read."""
+    by_label: dict[str, list[Any]] = {}
+    for born in newborn:
+        by_label.setdefault(born.label, []).append(born.item)
+    readings: dict[Key, tuple[StorageReading, str]] = {}
+    unreadable: dict[str, Any] = {}
+    for label, items in by_label.items():
+        survey = survey_storages(items)
+        for storage in survey.storages:
+            if _key(storage) not in older:
+                readings.setdefault(_key(storage), (storage, label))
+        if survey.unreadable:
+            for item in items:
+                if survey_storages([item]).unreadable:
+                    unreadable[f"{type(item).__name__} {id(item):#x}"] = item
+    return readings, unreadable
+
+
+def _claimed(torch: Any, claims: Claims, newborn: Mapping[int, Newborn]) -> dict[Key, Owner]:
+    found: dict[Key, Owner] = {}
+    open_ones = []
+    for born in newborn.values():
+        owner = claims.owner_of(born.item)
+        if owner is None:
+            open_ones.append(born.item)
+        else:
+            found.update(dict.fromkeys(_keys([born.item]), owner))
+    gradients = claims.gradients(torch.Tensor, map(id, open_ones)) if open_ones else {}
+    for item in open_ones:
+        if id(item) in gradients:
+            found.update(dict.fromkeys(_keys([item]), gradients[id(item)]))
+    return found
+
+
+def _without_overlaps(held: Iterable[Held]) -> tuple[Held, ...]:
+    """The same storages, each byte counted once: with the first that holds it."""
+    ends: dict[str, int] = {}
+    result = []
+    for item in sorted(held, key=lambda item: (item.key, -item.bytes)):
+        device, address = item.key
+        start = max(address, ends.get(device, 0))
+        left = address + item.bytes - start
+        if left > 0:
+            ends[device] = address + item.bytes
+            result.append(Held(item.key, left, item.text, item.stage, item.owner))
+    return tuple(result)

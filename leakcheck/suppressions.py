@@ -1,0 +1,424 @@
+"""Suppressions: which findings are known and may stay, for which reason, until when, and under which versions."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import date
+from importlib import metadata, resources
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
+
+from lowtide.reports.schema import Cause, Finding, Resource
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+
+KEYS = ("fingerprint", "path", "resource", "cause", "reason", "owner", "expires", "when")
+"""What an entry may say; the shipped list also has `evidence`."""
+
+_OWN_FILE = ("suppressions",)
+_PYPROJECT = ("tool", "lowtide", "suppressions")
+_SHIPPED = "shipped_suppressions.toml"
+_PLACEHOLDER = "TODO: say why this may stay"
+
+# What can hide the end of a line from a reader of TOML, and the end of a line itself.
+_TOKEN = re.compile(
+    r'"""(?:\\.|[^\\])*?""""{0,2}' + r"|'''.*?''''{0,2}" + r'|"(?:\\.|[^"\\])*"' + r"|'[^']*'|#[^\n]*|[\[\]{}\n]",
+    re.DOTALL,
+)
+
+
+class SuppressionError(ValueError):
+    """A file of suppressions that cannot be used; one line with the file, the line and what is allowed instead."""
+
+
+@dataclass(frozen=True)
+class Suppression:
+    """One entry; a finding must match all that it names.
+
+    Attributes:
+        id: file and line, as `lowtide.toml:12`; the same in every process that loads the file.
+        fingerprint: the one finding that is meant, or None.
+        path: a pattern in which `*` stands for any text and all else for itself, or None; it must fit the whole of the
+            holder or of the path as text (all edges, joined).
+        resource: likewise; None fits all.
+        cause: likewise; None fits all.
+        reason: why it may stay.
+        owner: who to ask.
+        expires: the last day on which it counts.
+        applies: whether its version predicates hold here.
+        evidence: what a shipped entry rests on; "" in anybody else's.
+    """
+
+    id: str
+    reason: str
+    fingerprint: str | None = None
+    path: str | None = None
+    resource: str | None = None
+    cause: str | None = None
+    owner: str | None = None
+    expires: date | None = None
+    applies: bool = True
+    evidence: str = ""
+
+    @property
+    def note(self) -> str:
+        """What a report says of a finding that it suppresses, as one line."""
+        return f"{self.id}: {' '.join(self.reason.split())}"
+
+    def is_expired(self, today: date) -> bool:
+        """Whether its last day is over."""
+        return self.expires is not None and self.expires < today
+
+    def matches(self, finding: Finding) -> bool:
+        """Whether a finding is what the entry describes."""
+        if self.fingerprint not in (None, finding.fingerprint):
+            return False
+        if self.resource not in (None, finding.resource) or self.cause not in (None, finding.cause):
+            return False
+        if self.path is None:
+            return True
+        # Edges are full of brackets (`['kv'][3]`), which `fnmatch` would read as sets of characters.
+        pattern = re.compile(".*".join(map(re.escape, re.split(r"\*+", self.path))), re.DOTALL)
+        texts = (finding.holder or "", "".join(hop.edge for hop in finding.path))
+        return any(pattern.fullmatch(text) for text in texts)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What suppressions did to some findings.
+
+    Attributes:
+        findings: in the same order, `suppressed_by` set where an entry matched.
+        used: the ids of all entries that matched; those of several processes are merged by union.
+    """
+
+    findings: tuple[Finding, ...]
+    used: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Suppressions:
+    """Entries in the order in which they are asked: the first that matches gives its reason."""
+
+    entries: tuple[Suppression, ...] = ()
+
+    def apply(self, findings: Iterable[Finding], today: date) -> Applied:
+        """Mark the findings that an entry in force matches; one that is suppressed already stays as it is."""
+        in_force = [entry for entry in self.entries if entry.applies and not entry.is_expired(today)]
+        marked: list[Finding] = []
+        used: set[str] = set()
+        for finding in findings:
+            open_ = finding.suppressed_by is None
+            matching = [entry for entry in in_force if open_ and entry.matches(finding)]
+            # Not only the first: an entry that another one hides is still one that matches something.
+            used.update(entry.id for entry in matching)
+            note = matching[0].note if matching else finding.suppressed_by
+            marked.append(msgspec.structs.replace(finding, suppressed_by=note))
+        return Applied(tuple(marked), frozenset(used))
+
+
+def problems(entries: Iterable[Suppression], used: Collection[str], today: date) -> tuple[str, ...]:
+    """What is wrong with the entries after a whole run, a line each: expired, or nothing that they match.
+
+    Args:
+        entries: all that were loaded.
+        used: the ids of those that matched something, in any process.
+        today: the day of the run.
+    """
+    lines = []
+    for entry in entries:
+        owner = f" (owner: {entry.owner})" if entry.owner else ""
+        if entry.is_expired(today):
+            lines.append(f"{entry.id}: expired on {entry.expires}{owner}: fix the leak, or renew the entry")
+        elif entry.applies and not entry.evidence and entry.id not in used:
+            lines.append(f"{entry.id}: unused{owner}: no finding matches it, delete the entry")
+    return tuple(lines)
+
+
+def load(path: Path) -> Suppressions:
+    """The entries of a file: `[[suppressions]]`, or `[[tool.lowtide.suppressions]]` in a `pyproject.toml`.
+
+    Raises:
+        SuppressionError: the file cannot be read, or an entry in it cannot be used.
+    """
+    return _parse(_read(path), str(path), _table_of(path))
+
+
+def shipped() -> Suppressions:
+    """What libraries are known to leave behind: each entry with its evidence, and never unused."""
+    text = resources.files("lowtide.leakcheck").joinpath(_SHIPPED).read_text(encoding="utf-8")
+    return _parse(text, _SHIPPED, _OWN_FILE, (*KEYS, "evidence"))
+
+
+def find(start: Path) -> Path | None:
+    """The file of suppressions that belongs to a folder: its own, or that of the nearest folder above with one.
+
+    Raises:
+        SuppressionError: a `pyproject.toml` on the way cannot be read.
+    """
+    start = start.resolve()
+    for folder in (start, *start.parents):
+        own, project = folder / "lowtide.toml", folder / "pyproject.toml"
+        if own.is_file():
+            return own
+        if project.is_file() and _value(_document(_read(project), str(project)), _PYPROJECT) is not None:
+            return project
+    return None
+
+
+def write_entries(findings: Iterable[Finding]) -> str:
+    """TOML for `lowtide.toml`: an entry per fingerprint that is not suppressed yet, its reason left to a person.
+
+    Until the reason is filled in, `load` refuses what is written here.
+    """
+    groups: dict[str, Finding] = {}
+    for finding in findings:
+        if finding.suppressed_by is None:
+            groups.setdefault(finding.fingerprint, finding)
+    return "\n".join(map(_entry, groups.values()))
+
+
+def _entry(finding: Finding) -> str:
+    values = {
+        "fingerprint": finding.fingerprint,
+        "resource": finding.resource,
+        "cause": finding.cause,
+        "reason": f"{_PLACEHOLDER} ({finding.message})",
+    }
+    return "\n".join(["[[suppressions]]", *(f"{key} = {_quoted(value)}" for key, value in values.items()), ""])
+
+
+def _quoted(text: str) -> str:
+    # JSON's escapes are TOML's; but TOML has no halves of surrogate pairs, and wants DEL escaped too.
+    encodable = text.encode(errors="backslashreplace").decode()
+    return json.dumps(encodable, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _table_of(path: Path) -> tuple[str, ...]:
+    return _PYPROJECT if path.name == "pyproject.toml" else _OWN_FILE
+
+
+def _read(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SuppressionError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise SuppressionError(f"{path}:{line}: not TOML: a byte that is not UTF-8") from error
+
+
+def _document(text: str, file: str) -> dict[str, Any]:
+    try:
+        document: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message, _, place = str(error).rpartition(" (at ")
+        number = re.match(r"line (\d+)", place)
+        line = int(number[1]) if number else text.rstrip("\n").count("\n") + 1
+        raise SuppressionError(f"{file}:{line}: not TOML: {message}") from error
+    return document
+
+
+def _value(document: object, keys: Iterable[str]) -> object | None:
+    for key in keys:
+        if not isinstance(document, dict) or key not in document:
+            return None
+        document = document[key]
+    return document
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """A table's header or a key with its value: where it is, and the full name of what it is about."""
+
+    line: int
+    name: tuple[str, ...]
+    opens_entry: bool
+
+
+def _parse(text: str, file: str, table: tuple[str, ...], allowed: Collection[str] = KEYS) -> Suppressions:
+    document = _document(text, file)
+    statements = list(_statements(text))
+    if len(table) == 1:
+        # The file is for nothing else, so another name is a slip, which would suppress nothing in silence.
+        for statement in statements:
+            if statement.name[0] != table[0]:
+                problem = f"unknown key {statement.name[0]!r}; allowed: [[{'.'.join(table)}]]"
+                raise SuppressionError(f"{file}:{statement.line}: {problem}")
+    values = _value(document, table)
+    if values is None:
+        return Suppressions()
+    about = [statement for statement in statements if statement.name[: len(table)] == table]
+    lines: list[dict[str, int]] = []
+    headers = []
+    for statement in about:
+        if statement.name == table and statement.opens_entry:
+            headers.append(statement.line)
+            lines.append({})
+        elif lines and len(statement.name) > len(table):
+            lines[-1].setdefault(statement.name[len(table)], statement.line)
+    if not isinstance(values, list) or len(values) != len(headers):
+        line = about[0].line if about else 1
+        raise SuppressionError(f"{file}:{line}: each suppression is a table of its own, under [[{'.'.join(table)}]]")
+    return Suppressions(
+        tuple(
+            _suppression(_Written(file, line, keys, entry), allowed)
+            for line, keys, entry in zip(headers, lines, values, strict=True)
+        )
+    )
+
+
+def _statements(text: str) -> Iterator[_Statement]:
+    """What a valid document consists of, which the parser does not tell the lines of."""
+    table: tuple[str, ...] = ()
+    for line, source in _logical_lines(text):
+        name: list[str] = []
+        value: object = tomllib.loads(source)
+        while isinstance(value, dict) and value:
+            key = next(iter(value))
+            name.append(key)
+            value = value[key]
+        if source.lstrip().startswith("["):
+            table = tuple(name)
+            yield _Statement(line, table, source.lstrip().startswith("[["))
+        elif name:
+            yield _Statement(line, (*table, *name), opens_entry=False)
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Each line with its number, those that one array or one string spans as one."""
+    text += "\n"
+    depth, start, line = 0, 0, 1
+    for token in _TOKEN.finditer(text):
+        mark = token.group()
+        if mark in ("[", "{"):
+            depth += 1
+        elif mark in ("]", "}"):
+            depth -= 1
+        elif mark == "\n" and depth == 0:
+            yield line, text[start : token.end()]
+            line += text.count("\n", start, token.end())
+            start = token.end()
+
+
+@dataclass(frozen=True)
+class _Written:
+    """An entry as it is written: its values, and the line of its header and of each key."""
+
+    file: str
+    line: int
+    lines: Mapping[str, int]
+    values: Mapping[str, Any]
+
+    def error(self, message: str, key: str = "") -> SuppressionError:
+        return SuppressionError(f"{self.file}:{self.lines.get(key, self.line)}: {message}")
+
+    def text(self, key: str) -> str | None:
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(f"{key} must be text, and not empty; it is {value!r}", key)
+        return value.strip()
+
+    def required(self, key: str, what: str) -> str:
+        text = self.text(key)
+        if text is None:
+            raise self.error(f"an entry needs a {key}: {what}")
+        return text
+
+    def one_of(self, key: str, allowed: Collection[str]) -> str | None:
+        text = self.text(key)
+        if text is not None and text not in allowed:
+            raise self.error(f"unknown {key} {text!r}; allowed: {', '.join(allowed)}", key)
+        return text
+
+
+def _suppression(written: _Written, allowed: Collection[str]) -> Suppression:
+    for key in written.values:
+        if key not in allowed:
+            raise written.error(f"unknown key {key!r}; allowed: {', '.join(allowed)}", key)
+    named = [key for key in ("fingerprint", "path") if key in written.values]
+    if len(named) != 1:
+        raise written.error(f"an entry needs either fingerprint or path; it has {'both' if named else 'neither'}")
+    reason = written.required("reason", "why this may stay")
+    if re.match(r"todo\b", reason, re.IGNORECASE):
+        raise written.error(f"the reason is still to be filled in: {reason!r}; say why this may stay", "reason")
+    return Suppression(
+        id=f"{Path(written.file).name}:{written.line}",
+        fingerprint=_fingerprint(written),
+        path=written.text("path"),
+        resource=written.one_of("resource", get_args(Resource)),
+        cause=written.one_of("cause", get_args(Cause)),
+        reason=reason,
+        owner=written.text("owner"),
+        expires=_expires(written),
+        applies=_applies(written),
+        evidence=written.required("evidence", "where it was seen") if "evidence" in allowed else "",
+    )
+
+
+def _fingerprint(written: _Written) -> str | None:
+    text = written.text("fingerprint")
+    if text is not None and not re.fullmatch(r"[0-9a-fA-F]{16}", text):
+        raise written.error(f"fingerprint {text!r} is not 16 hex digits, as a report gives them", "fingerprint")
+    return None if text is None else text.lower()
+
+
+def _expires(written: _Written) -> date | None:
+    value = written.values.get("expires")
+    # A time of day is a date to Python, but no day to expire on.
+    if value is None or type(value) is date:
+        return value
+    try:
+        # `date.fromisoformat` alone takes more forms on newer Pythons.
+        if isinstance(value, str) and re.fullmatch(r"\d{4}-\d{2}-\d{2}", value):
+            return date.fromisoformat(value)
+    except ValueError:
+        pass
+    raise written.error(f"expires must be a day such as 2027-01-31; it is {str(value)!r}", "expires")
+
+
+def _applies(written: _Written) -> bool:
+    text = written.text("when")
+    # All of them are read, so that one that does not hold cannot hide one that is wrong.
+    answers = [] if text is None else [_holds(written, part.strip()) for part in text.split(",")]
+    return all(answers)
+
+
+def _holds(written: _Written, predicate: str) -> bool:
+    """Whether a version predicate is true here; it is not where the distribution is not installed."""
+    try:
+        wanted = Requirement(predicate)
+    except InvalidRequirement:
+        wanted = None
+    if wanted is None or not wanted.specifier or wanted.extras or wanted.marker:
+        raise written.error(
+            f"when must be version predicates such as torch<2.14, python>=3.12; {predicate!r} is none", "when"
+        )
+    try:
+        version = _version(wanted.name)
+    except (metadata.PackageNotFoundError, InvalidVersion):
+        return False
+    # A pre-release that is installed is a version like any other.
+    return wanted.specifier.contains(version, prereleases=True)
+
+
+def _version(distribution: str) -> Version:
+    if distribution.lower() == "python":
+        # `platform.python_version()` may have a suffix that is no version: 3.12.1+.
+        return Version(".".join(map(str, sys.version_info[:3])))
+    return Version(metadata.version(distribution))

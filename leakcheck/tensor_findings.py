@@ -1,0 +1,131 @@
+"""From storages that did not come back to findings: one per holder, with the path to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from lowtide.leakcheck.explain import Explanation, explain
+from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.judge import CAUSE_OF_RUNG, VERDICT_OF_RUNG
+from lowtide.leakcheck.ladder import ACTIONS, Rung
+from lowtide.leakcheck.storages import Held, Key, storage_keys, tensors_over
+from lowtide.reports.schema import Finding, Remedy
+from lowtide.reports.sizes import format_bytes
+
+
+@dataclass(frozen=True)
+class _Reason:
+    """Why a storage is still there: at which rung it came back, or who holds it."""
+
+    rung: Rung | None
+    explanation: Explanation | None
+
+
+def tensor_findings(held: Sequence[Sequence[Held]], rungs: Sequence[Rung]) -> list[Finding]:
+    """The findings for the storages of one device that are left at the first of some steps.
+
+    Args:
+        held: the storages left at each step.
+        rungs: the rung of each step.
+    """
+    left = [{storage.key for storage in row} for row in held]
+    explained = _explained(left[-1] & left[0])
+    groups: dict[str, list[tuple[Held, _Reason]]] = {}
+    for storage in held[0]:
+        back = next((turn for turn, keys in enumerate(left) if storage.key not in keys), None)
+        reason = _Reason(None if back is None else rungs[back], explained.get(storage.key))
+        groups.setdefault(_fingerprint(storage, reason), []).append((storage, reason))
+    findings = [_finding(key, group) for key, group in groups.items()]
+    return sorted(findings, key=lambda finding: -finding.bytes)
+
+
+def restaged(finding: Finding, stage: str) -> Finding:
+    """The same finding, said to be there since `stage`."""
+    if finding.stage == stage:
+        return finding
+    message = finding.message.replace(f" did not come back at {finding.stage}", f" did not come back, since {stage}")
+    parts = (finding.cause, finding.verdict or "")
+    return msgspec.structs.replace(
+        finding,
+        stage=stage,
+        message=message,
+        fingerprint=fingerprint(resource=finding.resource, device=finding.device, stage=stage, suspects=parts),
+    )
+
+
+def _explained(keys: set[Key]) -> dict[Key, Explanation]:
+    """The best explanation of each storage: the shortest path among its tensors'."""
+    tensors = tensors_over(keys)
+    found: dict[Key, Explanation] = {}
+    for tensor, explanation in zip(tensors, explain(tensors, ignore={id(tensors)}), strict=True):
+        for key in storage_keys([tensor]):
+            known = found.get(key)
+            if known is None or _rank(explanation) < _rank(known):
+                found[key] = explanation
+    return found
+
+
+def _rank(explanation: Explanation) -> tuple[bool, int]:
+    return not explanation.path, len(explanation.path)
+
+
+def _fingerprint(storage: Held, reason: _Reason) -> str:
+    if reason.rung is not None:
+        suspects: tuple[str, ...] = (reason.rung.value,)
+    elif reason.explanation is not None:
+        suspects = (reason.explanation.cause, *reason.explanation.suspects)
+    else:
+        suspects = ("unknown",)
+    return fingerprint(resource="tensors", device=storage.key[0], stage=storage.stage, suspects=suspects)
+
+
+def _finding(mark: str, group: Sequence[tuple[Held, _Reason]]) -> Finding:
+    first, reason = group[0]
+    device = first.key[0]
+    size = sum(storage.bytes for storage, _ in group)
+    largest = max((storage for storage, _ in group), key=lambda storage: storage.bytes)
+    things = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
+    message = f"{format_bytes(size)} in {things} on {device}, since {first.stage} ({largest.text})"
+    if reason.rung is not None:
+        action = ACTIONS[reason.rung]
+        return Finding(
+            resource="tensors",
+            cause=CAUSE_OF_RUNG[reason.rung],
+            bytes=size,
+            count=len(group),
+            device=device,
+            stage=first.stage,
+            message=f"{message}; {action} returns {format_bytes(size)}",
+            fingerprint=mark,
+            verdict=VERDICT_OF_RUNG.get(reason.rung),
+            remedy=Remedy(action=action, returns_bytes=size),
+        )
+    explanation = reason.explanation
+    if explanation is None:
+        return Finding(
+            resource="tensors",
+            cause="unknown",
+            bytes=size,
+            count=len(group),
+            device=device,
+            stage=first.stage,
+            message=message,
+            fingerprint=mark,
+            verdict="unexplained",
+        )
+    return Finding(
+        resource="tensors",
+        cause=explanation.cause,
+        bytes=size,
+        count=len(group),
+        device=device,
+        stage=first.stage,
+        message=f"{message}, held by {explanation.holder}" if explanation.holder else message,
+        fingerprint=mark,
+        verdict=explanation.verdict,
+        holder=explanation.holder,
+        path=explanation.path,
+    )

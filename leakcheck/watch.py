@@ -1,0 +1,442 @@
+"""Watches a process test by test: the cheap pass that clears nearly every test, and the full reading of the others.
+
+A test owns what appears while it runs.  A fixture of a wider scope owns what appears while it is set up and what later
+grows under it (a pool that starts its threads at the first request); both are judged when their own scope ends.  What
+appears while a module is imported belongs to the process.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+
+from lowtide.leakcheck.books import Books, Subject
+from lowtide.leakcheck.cards import Cards
+from lowtide.leakcheck.judge import excesses, judge
+from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb
+from lowtide.leakcheck.metrics import Metric
+from lowtide.leakcheck.owners import Claims, Owner
+from lowtide.leakcheck.plain import DRIVER_TOLERANCE, HOST_MEMORY_TOLERANCE, Reading, plain_metrics
+from lowtide.leakcheck.storages import HeapReading, Key, is_tensor, read_heap, storage_keys
+from lowtide.leakcheck.tensor_findings import restaged, tensor_findings
+from lowtide.probes.births import Births, Newborn
+from lowtide.probes.caches import LRU_CACHE, CacheActivity, cache_entries
+from lowtide.probes.counters import Counters, read_counters
+from lowtide.probes.device.driver import Driver, find_driver
+from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects, collector_paused
+from lowtide.probes.ranges import common
+from lowtide.probes.reach import reach
+from lowtide.probes.stages import announced_pools
+from lowtide.probes.tensors import survey_storages
+from lowtide.reports.schema import Finding
+
+LONGEST_WAIT = 60.0
+"""Seconds after which waiting ends even if something still moves."""
+
+_PINNED_DRIFT = 64 << 10
+"""Bytes by which torch's count of pinned memory in use moves by itself."""
+
+_WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How strictly to watch.
+
+    Attributes:
+        tolerance: bytes that may stay of each resource that is counted in bytes.
+        settle: seconds without any movement after which waiting for threads, processes or the driver ends.
+        card: whether cards are judged.
+        driver: whether the driver's figures are (not where several workers share a card).
+        alone: whether no other worker of the same run is at work: else an entry of /dev/shm that nobody maps may be
+            another worker's.
+    """
+
+    tolerance: int = 0
+    settle: float = 0.5
+    card: bool = True
+    driver: bool = True
+    alone: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a test, and the owners that ended with it, left behind.
+
+    Attributes:
+        findings: the test's own.
+        of_owners: those of each owner that ended, by its label.
+        climbed: whether the cheap pass was not enough.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    of_owners: Mapping[str, tuple[Finding, ...]] = field(default_factory=dict)
+    climbed: bool = False
+
+
+@dataclass(frozen=True)
+class _Deep:
+    """A full reading: one `Reading` per subject, and the storages behind them."""
+
+    readings: tuple[Reading, ...]
+    heap: HeapReading
+
+
+class Watch:
+    """Watches one process, one test at a time.
+
+    Args:
+        policy: how strictly.
+    """
+
+    def __init__(self, policy: Policy | None = None) -> None:
+        self.policy = policy or Policy()
+        self._books = Books(alone=self.policy.alone)
+        self._births = Births()
+        self._caches = CacheActivity()
+        self._cards = Cards(driver=self.policy.driver)
+        self._driver: Driver | None = None
+        self._labels: list[str] = []
+        self._tolerance = self.policy.tolerance
+        self._seen: frozenset[Key] = frozenset()
+
+    def open(self) -> None:
+        """Begin to watch; goes through the heap once."""
+        self._births.start()
+        with collector_paused():
+            census = Census(all_objects())
+            self._caches.add(census.exactly(LRU_CACHE))
+            self._seen = frozenset((held.device, held.address) for held in survey_storages(census).storages)
+
+    def close(self) -> None:
+        """End it; legal twice."""
+        self._births.stop()
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+
+    def begin(self, stage: str = "setup", tolerance: int | None = None) -> None:
+        """A test begins: what is there now is its baseline.
+
+        Args:
+            stage: to what it is attributed that appears now.
+            tolerance: bytes that this test may leave, if not what the policy says.
+        """
+        if gc.isenabled():
+            # What earlier tests left in young garbage must not come back during this one.
+            gc.collect(1)
+        self._tolerance = self.policy.tolerance if tolerance is None else tolerance
+        self._births.mark(stage)
+        self._caches.mark()
+        now = self._read()
+        self._books.begin(stage, now)
+        if any(not self._cards.knows(device) for device in _devices(now)):
+            self._adopt(now, read_heap(self._births, Claims(()), (), ()))
+
+    @property
+    def stage_now(self) -> str:
+        """The stage to which what appears is attributed."""
+        return self._births.label
+
+    def stage(self, label: str) -> None:
+        """Tensors that appear from here on, appeared in stage `label`."""
+        self._births.note()
+        self._births.label = label
+
+    def phase(self, label: str) -> None:
+        """As `stage`, and for threads, descriptors and levels too; costs a reading of the counters."""
+        ending = self._births.label
+        self.stage(label)
+        self._books.attribute(ending, self._read())
+
+    def enter(self, owner: Owner) -> None:
+        """What appears from here to `leave` belongs to `owner`; nests."""
+        self._labels.append(self._births.label)
+        self.phase(owner.label)
+        self._books.enter(owner, self._read())
+
+    def leave(self) -> None:
+        """The setup of the owner entered last is over, whether it succeeded or not."""
+        self.stage(self._labels.pop())
+        now = self._read()
+        owner = self._books.leave(now)
+        self._books.attribute(owner.stage, now)
+        survivors = self._births.survivors()
+        self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
+        own = [born.item for born in survivors if born.label == owner.label and is_tensor(born.item)]
+        owner.storages = dict.fromkeys(storage_keys(own), owner.stage)
+
+    def end(
+        self,
+        ended: Sequence[Owner] = (),
+        *,
+        let_go: Callable[[], None] = lambda: None,
+        hints: Iterable[tuple[str, object]] = (),
+    ) -> Verdict:
+        """The test is over, and everything that its runner held for it is let go: judge it.
+
+        Args:
+            ended: the owners whose scope ended with it; they are judged too, and then forgotten.
+            let_go: lets go of what the runner holds and may still need where nothing is suspect.
+            hints: advice to give where a finding is held by the object beside it.
+        """
+        return self._judge(self._books.close(ended), let_go, hints)
+
+    def check(self) -> Verdict:
+        """Judge in the middle of a test: as `end`, but nothing ends."""
+        return self._judge([], lambda: None, ())
+
+    def _judge(self, ended: list[Owner], let_go: Callable[[], None], hints: Iterable[tuple[str, object]]) -> Verdict:
+        stage = self._births.label
+        now = self._read()
+        self._books.attribute(stage, now)
+        if not self._suspects(now, ended):
+            return Verdict()
+        let_go()
+        # Young garbage first, at a hundredth of the cost of a full collection.
+        for generation in (1, 2):
+            gc.collect(generation)
+            if not self._suspects(self._read(), ended):
+                return Verdict(climbed=generation == 2)
+        self._wait(ended)
+        devices = ["cpu", *_devices(self._read())]
+        metrics = plain_metrics(devices, self._tolerance)
+        subjects: tuple[Subject, ...] = (None, *ended)
+        nothing = Reading()
+
+        def is_back(deep: _Deep) -> bool:
+            return all(
+                item.is_back or item.above is None
+                for reading in deep.readings
+                for item in excesses(metrics, nothing, reading)
+            )
+
+        rungs = [Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE]
+        if (self._books.baseline.amounts.get("gc-frozen") or 0) <= FROZEN_AT_STARTUP < gc.get_freeze_count():
+            # Undoes what this test froze; a freeze that was there before is not to be undone.
+            rungs.insert(0, Rung.UNFREEZE)
+        steps = climb(
+            lambda: self._deep(subjects, ended),
+            is_back,
+            still_waiting=lambda deep: False,
+            moved=lambda then, now: False,
+            rungs=rungs,
+        )
+        for key, owner in steps[0].reading.heap.claimed.items():
+            owner.storages.setdefault(key, owner.stage)
+        self._hints = tuple(hints)
+        findings = [
+            self._findings(subject, turn, metrics=metrics, steps=steps, stage=stage)
+            for turn, subject in enumerate(subjects)
+        ]
+        self._adopt(self._read(), steps[-1].reading.heap)
+        return Verdict(
+            findings=findings[0],
+            of_owners={owner.label: found for owner, found in zip(ended, findings[1:], strict=True)},
+            climbed=True,
+        )
+
+    def _findings(
+        self,
+        subject: Subject,
+        turn: int,
+        *,
+        metrics: Sequence[Metric[Reading]],
+        steps: Sequence[Step[_Deep]],
+        stage: str,
+    ) -> tuple[Finding, ...]:
+        own = [Step(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
+        found: list[Finding] = []
+        for finding in judge(metrics, Reading(), own, stage=stage, cycle=1).findings:
+            if finding.resource == "tensors" and finding.verdict != "native-held" and finding.bytes:
+                held = [
+                    [
+                        storage
+                        for storage in step.reading.heap.held
+                        if storage.owner is subject and storage.key[0] == finding.device
+                    ]
+                    for step in steps
+                ]
+                found += tensor_findings(held, [step.rung for step in steps])
+            else:
+                key = f"{finding.resource} {finding.device}".strip()
+                since = self._books.since(key, own[0].reading.items.get(key, ()))
+                found.append(restaged(finding, subject.stage if subject is not None else since or stage))
+        return tuple(found)
+
+    def _deep(self, subjects: Sequence[Subject], ended: Sequence[Owner]) -> _Deep:
+        now = self._read()
+        devices = _devices(now)
+        claims = Claims(self._books.live)
+        heap = read_heap(self._births, claims, ended, self._seen)
+        cards = self._cards.new_items(devices, {address for _, address in heap.alive})
+        readings = []
+        for subject in subjects:
+            items: dict[str, Mapping[str, int]] = {}
+            for key in (*now.items, "globals"):
+                items[key] = self._books.new_items(key, now, subject, ended)
+                if subject is None:
+                    items[key] = _unclaimed(key, items[key], claims)
+            for key in [key for key in items if key.startswith("arena ")]:
+                items[key] = _without_tensors(key.partition(" ")[2], items[key], heap.alive)
+            for held in heap.held:
+                if held.owner is subject:
+                    items[f"tensors {held.key[0]}"] = {**items.get(f"tensors {held.key[0]}", {}), held.name: held.bytes}
+            if subject is None:
+                items |= cards
+                items["unreadable"] = heap.unreadable
+                items["lru-cache"] = self._held_by_caches(self._births.survivors(), heap)
+            readings.append(Reading(items, self._levels(now, subject, ended, heap)))
+        return _Deep(tuple(readings), heap)
+
+    def _levels(
+        self, now: Counters, subject: Subject, ended: Sequence[Owner], heap: HeapReading
+    ) -> dict[str, int | None]:
+        """By how much each level is above what it should be, as far as nothing finer explains it."""
+        levels: dict[str, int | None] = {}
+        for key in now.amounts:
+            share = self._books.shares(key, now, ended)[id(subject)]
+            if key.startswith(("allocated ", "reserved ")):
+                continue  # their parts are judged one by one
+            if key.startswith("driver ") and self._cards.lists_allocations(key.partition(" ")[2]):
+                continue
+            if share is not None and subject is None and key == "host-memory":
+                share -= heap.new_on_cpu
+            if share is not None and key == "pinned":
+                # torch rounds what is pinned up to a power of two.
+                share = max(share - 2 * heap.new_on_cpu - _PINNED_DRIFT, 0)
+            levels[key] = share
+        return levels
+
+    def _suspects(self, now: Counters, ended: Sequence[Owner]) -> list[str]:
+        """What may be above what it should be, by key; costs next to nothing and may err on this side only."""
+        suspects = [
+            key
+            for subject in (None, *ended)
+            for key in (*now.items, "globals")
+            if self._books.new_items(key, now, subject, ended)
+        ]
+        for key in now.amounts:
+            shares = self._books.shares(key, now, ended).values()
+            if any(share is not None and share > self._slack(key) for share in shares) and self._is_worth(key):
+                suspects.append(key)
+        if any(owner.storages for owner in ended) or self._births.froze:
+            suspects.append("tensors")
+        live = {owner.label for owner in self._books.live}
+        survivors = self._births.survivors()
+        if any(is_tensor(born.item) and born.label not in live for born in survivors):
+            suspects.append("tensors")
+        self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
+        if self._held_by_caches(survivors, None):
+            suspects.append("lru-cache")
+        return suspects
+
+    def _slack(self, key: str) -> int:
+        if key == "host-memory":
+            return max(self._tolerance, HOST_MEMORY_TOLERANCE)
+        if key == "pinned":
+            return self._tolerance + _PINNED_DRIFT
+        if key.startswith("driver ") and not self._cards.lists_allocations(key.partition(" ")[2]):
+            return max(self._tolerance, DRIVER_TOLERANCE)
+        return 0
+
+    def _is_worth(self, key: str) -> bool:
+        """Whether a level's growth deserves a full reading: torch keeps free segments, which is no leak."""
+        return not key.startswith("reserved ") or self._cards.has_new_empty_pools(key.partition(" ")[2])
+
+    def _held_by_caches(self, survivors: Iterable[Newborn], heap: HeapReading | None) -> dict[str, int]:
+        """New modules, and objects of bound methods, in caches that were asked for something new since the baseline.
+
+        Where such a cache holds a storage that is judged, the storage is the finding.
+        """
+        caches = self._caches.changed()
+        if not caches:
+            return {}
+        newborn = {id(born.item) for born in survivors}
+        young = self._births.young_ids()
+        judged = set() if heap is None else {held.key for held in heap.held}
+        found = {}
+        for cache in caches:
+            objects, _ = reach(cache_entries(cache), boundaries=(LRU_CACHE,), max_objects=20_000)
+            owners = [item.__self__ for item in objects if type(item) is MethodType]
+            held = [
+                item for item in objects if id(item) in newborn and not is_tensor(item) and type(item) is not LRU_CACHE
+            ]
+            held += [owner for owner in owners if id(owner) in young and type(owner).__module__ != "builtins"]
+            if held and not (judged and storage_keys(item for item in objects if is_tensor(item)) & judged):
+                name = f"{cache.__module__}.{getattr(cache, '__qualname__', '?')}"
+                found.update({f"{type(item).__qualname__} at {id(item):#x} in {name}": 1 for item in held})
+        return found
+
+    def _wait(self, ended: Sequence[Owner]) -> None:
+        """Wait for what comes back by itself: threads and processes that are ending, a driver that takes its time."""
+
+        def missing(now: Counters) -> dict[str, object]:
+            waiting: dict[str, object] = {
+                key: sorted(found)
+                for subject in (None, *ended)
+                for key in _WAITED_FOR
+                if (found := self._books.new_items(key, now, subject, ended))
+            }
+            for key in now.amounts:
+                share = self._books.shares(key, now, ended)[id(None)]
+                if key.startswith("driver ") and share is not None and share > self._slack(key):
+                    waiting[key] = share
+            return waiting
+
+        climb(
+            self._read,
+            lambda now: not missing(now),
+            still_waiting=lambda now: bool(missing(now)),
+            moved=lambda then, now: missing(then) != missing(now),
+            policy=SettlePolicy(stability=self.policy.settle, limit=max(LONGEST_WAIT, self.policy.settle)),
+            rungs=(Rung.SETTLE,),
+        )
+
+    def _adopt(self, now: Counters, heap: HeapReading) -> None:
+        self._seen = heap.alive
+        self._cards.adopt(_devices(now), {address for _, address in heap.alive})
+
+    def _read(self) -> Counters:
+        return read_counters(self._ask_driver if self.policy.driver else None, card=self.policy.card)
+
+    def _ask_driver(self) -> Driver:
+        if self._driver is None:
+            self._driver = find_driver()
+        return self._driver
+
+
+def _devices(now: Counters) -> list[str]:
+    """The cards on which the process has a context."""
+    return [key.partition(" ")[2] for key in now.amounts if key.startswith("reserved ")]
+
+
+def _unclaimed(key: str, items: Mapping[str, int], claims: Claims) -> dict[str, int]:
+    """Without what grew under an owner that is alive; it is the owner's from now on."""
+    if not items:
+        return {}
+    owners = claims.names(key)
+    left = {}
+    for name, amount in items.items():
+        owner = owners.get(name) or owners.get(name.partition(" -> ")[0] + " ->")
+        if owner is None:
+            left[name] = amount
+        else:
+            owner.items.setdefault(key, set()).add(name)
+    return left
+
+
+def _without_tensors(device: str, items: Mapping[str, int], alive: Iterable[Key]) -> dict[str, int]:
+    """Without the parts of arenas under a live tensor: those are the tensor's."""
+    if not items:
+        return {}
+    parts = {
+        f"{pool.tag} at {address:#x}": (address, length)
+        for pool in announced_pools()
+        if pool.kind == "arena" and pool.device == device
+        for address, length in pool.ranges
+    }
+    tensors = [(address, 1) for where, address in alive if where == device]
+    return {name: size for name, size in items.items() if name in parts and not common([parts[name]], tensors)}

@@ -1,0 +1,63 @@
+"""The allocations of the CUDA driver itself: every address range that some code in this process asked it for."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+from lowtide.probes.device.torch_allocator import initialized_torch
+from lowtide.probes.ranges import Range
+
+# The driver hands out device addresses from reserved, inaccessible mappings, in steps of this.
+_STEP = 2 << 20
+
+
+def read_allocations(device_index: int) -> tuple[Range, ...] | None:
+    """Address and length of each allocation on a card, sorted; None where the driver cannot be asked.
+
+    Kernels that a library loads on first use take device memory too, but the driver keeps that for itself: it is in no
+    allocation. So this tells memory that somebody asked for from memory that the driver needs, which NVML's figure
+    cannot. On Linux the driver reserves the host's addresses for what it hands out on a card (one address space for
+    both), as private mappings without access; each 2 MiB step in those is asked about (`cuMemGetAddressRange`), about
+    0.5 µs each. Of several small allocations in one step only those that begin where the previous one ends are seen.
+    """
+    torch = initialized_torch()
+    if torch is None or torch.version.hip is not None:
+        return None
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        ask: Any = cuda.cuMemGetAddressRange_v2
+        attribute: Any = cuda.cuPointerGetAttribute
+    except (OSError, AttributeError):
+        return None
+    ask.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint64)
+    attribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+    found: dict[int, int] = {}
+    start, length, ordinal = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
+    with torch.cuda.device(device_index):
+        for low, high in _reserved():
+            position = low
+            while position < high:
+                if ask(ctypes.byref(start), ctypes.byref(length), position) != 0:
+                    position += _STEP - position % _STEP
+                    continue
+                if attribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, position) == 0 and ordinal.value == device_index:
+                    found[start.value] = length.value
+                position = max(start.value + length.value, position + 1)
+    return tuple(sorted(found.items()))
+
+
+_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+
+
+def _reserved() -> list[Range]:
+    """First and last address of the mappings without access and without a file."""
+    spans = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        fields = line.split(maxsplit=5)
+        low, _, high = fields[0].partition("-")
+        first = -(-int(low, 16) // _STEP) * _STEP
+        if fields[1].startswith("---") and len(fields) < 6 and int(high, 16) - first >= _STEP:
+            spans.append((first, int(high, 16)))
+    return spans

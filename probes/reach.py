@@ -1,0 +1,88 @@
+"""What some objects keep alive: a walk forward from them that stops where everything would be reached."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
+from typing import Any
+
+from lowtide.probes.objects import frame_locals
+
+_CHUNK = 4096
+
+# Beyond these everything reaches everything.
+_BOUNDARIES: tuple[type, ...] = (type, ModuleType, CodeType, FrameType)
+
+_SUSPENDED = (GeneratorType, CoroutineType, AsyncGeneratorType)
+
+
+def reach(
+    starts: Iterable[object],
+    *,
+    boundaries: Collection[type] = (),
+    packages: Collection[str] = (),
+    max_objects: int = 200_000,
+) -> tuple[list[Any], bool]:
+    """The tracked objects that `starts` reach, they included, and whether there were more than `max_objects`.
+
+    Args:
+        starts: where to begin.
+        boundaries: types not to look into, besides classes, modules and their namespaces, code and frames.
+        packages: top-level packages whose objects are not to be looked into.
+        max_objects: how many to look at.
+
+    Of a function its closure and its defaults are followed, of a suspended generator or coroutine its locals. A weak
+    reference does not keep its target.
+    """
+    stops = (*_BOUNDARIES, *boundaries)
+    namespaces = {id(vars(module)) for module in list(sys.modules.values()) if issubclass(type(module), ModuleType)}
+    seen: dict[int, object] = {}
+    known: dict[int, bool] = {}
+    waiting: list[object] = list(starts)
+    while waiting:
+        chunk = waiting[-_CHUNK:]
+        del waiting[-_CHUNK:]
+        plain: list[object] = []
+        for item in chunk:
+            if id(item) in seen or id(item) in namespaces:
+                continue
+            kind = type(item)
+            if id(kind) not in known:
+                known[id(kind)] = _stops(kind, stops, packages)
+            if known[id(kind)]:
+                continue
+            if len(seen) >= max_objects:
+                return list(seen.values()), True
+            seen[id(item)] = item
+            if kind is FunctionType:
+                waiting.extend(_held_by_function(item))
+            elif kind in _SUSPENDED:
+                waiting.extend(_held_by_suspended(item))
+            else:
+                plain.append(item)
+        waiting.extend(filter(gc.is_tracked, gc.get_referents(*plain)))
+    return list(seen.values()), False
+
+
+def _stops(kind: type, stops: Iterable[type], packages: Collection[str]) -> bool:
+    bases = type.__dict__["__mro__"].__get__(kind)
+    if any(base is stop for base in bases for stop in stops):
+        return True
+    module = kind.__dict__.get("__module__")
+    return type(module) is str and module.partition(".")[0] in packages
+
+
+def _held_by_function(function: Any) -> Iterator[object]:
+    yield from function.__closure__ or ()
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+
+
+def _held_by_suspended(item: Any) -> list[object]:
+    for name in ("gi_frame", "cr_frame", "ag_frame"):
+        frame = getattr(item, name, None)
+        if frame is not None:
+            return frame_locals(frame)
+    return []

@@ -1,0 +1,1 @@
+"""The pytest plugin: `--leakcheck` judges what every test leaves behind."""

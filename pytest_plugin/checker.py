@@ -1,0 +1,427 @@
+"""`--leakcheck` at work: baselines, verdicts and reports around each test's protocol."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import msgspec
+import pytest
+from _pytest.runner import call_and_report, show_test_item
+
+import lowtide
+from lowtide.leakcheck.owners import Owner
+from lowtide.leakcheck.readings import this_machine
+from lowtide.leakcheck.watch import Policy, Verdict, Watch
+from lowtide.probes.device.driver import find_driver
+from lowtide.probes.stages import Stage, listening, stage
+from lowtide.pytest_plugin import terminal
+from lowtide.pytest_plugin.failures import LeakFailure, fail_report
+from lowtide.pytest_plugin.imports import ImportWatch
+from lowtide.pytest_plugin.retention import hints, release_test, release_warnings
+from lowtide.pytest_plugin.scopes import FixtureOwner
+from lowtide.pytest_plugin.settings import read_markers, read_settings
+from lowtide.reports.folder import write_folder
+from lowtide.reports.schema import Finding, Report, ReportError, Subject
+
+_SUBJECTS = "lowtide_subjects"
+"""The attribute under which a test's report carries what was judged, as JSON, also from an xdist worker."""
+
+
+class Checker:
+    """One run under `--leakcheck`.
+
+    Args:
+        config: pytest's.
+
+    Raises:
+        pytest.UsageError: a setting makes no sense.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.settings = read_settings(config)
+        self._config = config
+        worker = getattr(config, "workerinput", None)
+        self._is_worker = worker is not None
+        workers = int(worker["workercount"]) if worker is not None else _workers(config)
+        self.shares_card = workers > 1
+        self.watch = Watch(
+            Policy(
+                tolerance=self.settings.tolerance,
+                settle=self.settings.settle,
+                card=self.settings.device != "cpu",
+                driver=not self.shares_card,
+                alone=not self.shares_card,
+            )
+        )
+        if self.settings.device == "cuda":
+            _insist_on_a_card()
+        self._imports = ImportWatch(self.watch.enter, self.watch.leave)
+        self._is_open = False
+        self._item: pytest.Item | None = None
+        self._owns_protocol = False
+        self._owners: dict[int, FixtureOwner] = {}
+        self._ended: list[FixtureOwner] = []
+        self._debugged = False
+        self._setup: Owner | None = None
+        self._stages: list[str] = []
+        self.subjects: list[Subject] = []
+
+    # The session.
+
+    def pytest_report_header(self) -> list[str]:
+        """What is measured here, and what cannot be."""
+        return terminal.header(self.settings, shares_card=self.shares_card)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
+        """Refuse markers that make no sense before anything runs."""
+        for item in items:
+            read_markers(item)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """After the last teardown: what `-x` left to it is judged here, and the report written."""
+        if self._is_open:
+            leftovers = self._take_ended()
+            if leftovers:
+                self._record(self._owner_subjects(self.watch.end(leftovers), leftovers))
+            self._close()
+        if self._is_worker:
+            self._config.workeroutput["lowtide"] = _encode(self.subjects)  # type: ignore[attr-defined]
+            return
+        if self.settings.action == "fail" and session.exitstatus == pytest.ExitCode.OK and self._open_leaks():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        self._write_report()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """An xdist worker is done: take what it judged outside of tests."""
+        output = getattr(node, "workeroutput", None) or {}
+        known = {subject.id for subject in self.subjects}
+        self.subjects += [subject for subject in _decode(output.get("lowtide", "[]")) if subject.id not in known]
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """One line per leak."""
+        terminal.summary(terminalreporter, self.subjects, self.settings)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """Nothing of the watch stays behind, whatever ended the session."""
+        self._close()
+
+    def _close(self) -> None:
+        self._imports.remove()
+        self.watch.close()
+        self._is_open = False
+
+    def _write_report(self) -> None:
+        if self.settings.report is None:
+            return
+        driver = find_driver()
+        try:
+            report = Report(
+                schema="lowtide-report/1",
+                version=lowtide.__version__,
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                command=" ".join(["pytest", *self._config.invocation_params.args]),
+                machine=this_machine(driver),
+                subjects=tuple(self.subjects),
+            )
+            write_folder(report, self.settings.report)
+        except ReportError as error:
+            raise pytest.UsageError(f"--leakcheck-report: {error}") from None
+        finally:
+            driver.close()
+
+    # One test.
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Run a test as pytest does, but report its call only when it is known what it left.
+
+        So a leak is a failure of its test, counted once everywhere. Where another plugin runs the test (to run it
+        again, or in a child process), or a debugger may be entered, the verdict is an error of the teardown instead.
+        """
+        if item.config.getoption("usepdb", False):
+            return None
+        for plugin in item.ihook.pytest_runtest_protocol.get_hookimpls()[::-1]:
+            if plugin.wrapper or plugin.hookwrapper or plugin.plugin is self or plugin.plugin_name == "runner":
+                continue
+            arguments = {"item": item, "nextitem": nextitem}
+            if plugin.function(**{name: arguments[name] for name in plugin.argnames}) is not None:
+                return True
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        self._owns_protocol = True
+        try:
+            self._run(item, nextitem)
+        finally:
+            self._owns_protocol = False
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _run(self, item: Any, nextitem: pytest.Item | None) -> None:
+        """As `_pytest.runner.runtestprotocol`, with the reports of a passed call and of the teardown held back."""
+        log = item.ihook.pytest_runtest_logreport
+        if hasattr(item, "_request") and not item._request:
+            item._initrequest()
+        call = None
+        try:
+            setup = call_and_report(item, "setup", log=True)
+            if setup.passed:
+                setup_only = item.config.getoption("setuponly", False)
+                if item.config.getoption("setupshow", False):
+                    show_test_item(item, add_space=not setup_only)
+                if not setup_only:
+                    call = call_and_report(item, "call", log=False)
+                    if not call.passed:
+                        log(report=call)
+            if item.session.shouldfail or item.session.shouldstop:
+                nextitem = None
+            teardown = call_and_report(item, "teardown", log=False, nextitem=nextitem)
+        except BaseException:
+            # An interrupt during the teardown: the test itself had passed.
+            if call is not None and call.passed:
+                log(report=call)
+            raise
+        finally:
+            if hasattr(item, "_request"):
+                item._request = False
+                item.funcargs = None
+        passed = call is not None and call.passed
+        subjects = self._judge(item, ran="failed" if setup.failed or (call is not None and call.failed) else "")
+        self._deliver(item, subjects, setup, call, teardown)
+        if passed:
+            log(report=call)
+        setattr(teardown, _SUBJECTS, _encode(subjects))
+        log(report=teardown)
+
+    def _deliver(self, item: pytest.Item, subjects: Sequence[Subject], setup: Any, call: Any, teardown: Any) -> None:
+        """Make the verdict part of the test's reports."""
+        own, of_owners = subjects[0], subjects[1:]
+        failing = self.settings.action == "fail"
+        if _has_open(own):
+            text = terminal.details(own, self._config.get_verbosity())
+            if call is not None and call.passed and failing:
+                fail_report(item, call, terminal.headline(own), text)
+            elif failing and _was_skipped(setup, call):
+                fail_report(item, teardown, terminal.headline(own), text)
+            else:
+                (call or setup).sections.append(("leakcheck", text))
+        for subject in of_owners:
+            if _has_open(subject):
+                text = terminal.details(subject, self._config.get_verbosity())
+                if failing and not teardown.failed:
+                    fail_report(item, teardown, terminal.headline(subject), text)
+                else:
+                    teardown.sections.append(("leakcheck", text))
+        for subject in subjects:
+            teardown.user_properties += [("leakcheck", terminal.line(subject, finding)) for finding in subject.findings]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
+        """The baseline, before anything of the test is set up."""
+        if not self._is_open:
+            self.watch.open()
+            self._imports.install()
+            self._is_open = True
+        self._item = item
+        self._debugged = False
+        markers = read_markers(item)
+        tolerance = None if self.settings.tolerance_is_final else markers.tolerance
+        self.watch.begin("setup", tolerance)
+        self._imports.active = True
+        self._setup = None
+        if "leakcheck" not in getattr(item, "fixturenames", ()):
+            with listening(self):
+                yield
+            return
+        # For `leakcheck.check()` in the middle, what the test's fixtures hold is nothing that must be back.
+        self._setup = Owner("the test's fixtures")
+        self.watch.enter(self._setup)
+        try:
+            with listening(self):
+                yield
+        finally:
+            self.watch.leave()
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self) -> Generator[None, None, None]:
+        """What appears from here on is the call's."""
+        self.watch.phase("call")
+        with listening(self):
+            yield
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
+        """The outermost part of the teardown; where another plugin runs the test, the verdict too."""
+        self.watch.phase("teardown")
+        with listening(self):
+            yield
+        if not self._owns_protocol:
+            subjects = self._judge(item, ran="")
+            item.stash[_PENDING] = _encode(subjects)
+            leaks = [subject for subject in subjects if _has_open(subject)]
+            if leaks and self.settings.action == "fail":
+                raise LeakFailure("\n".join(terminal.details(leak, self._config.get_verbosity()) for leak in leaks))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Generator[None, Any, Any]:
+        """Where another plugin runs the test, its teardown's report carries what was judged."""
+        report = yield
+        if call.when == "teardown" and _PENDING in item.stash:
+            setattr(report, _SUBJECTS, item.stash[_PENDING])
+            for subject in _decode(item.stash[_PENDING]):
+                report.user_properties += [("leakcheck", terminal.line(subject, found)) for found in subject.findings]
+            del item.stash[_PENDING]
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Collect what was judged, here or in a worker."""
+        self.subjects += _decode(getattr(report, _SUBJECTS, "[]"))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_warning_recorded(self, warning_message: Any) -> None:
+        """Pytest keeps every warning for the session's summary, and each would keep the object that it is about."""
+        warning_message.source = None
+
+    def pytest_enter_pdb(self) -> None:
+        """Somebody looks at the test in a debugger, which then holds its frames."""
+        self._debugged = True
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Generator[None, object, object]:
+        """A fixture of a wider scope owns what its setup makes, whether it succeeds or not."""
+        if fixturedef.scope == "function" or not self._is_open:
+            return (yield)
+        owner = FixtureOwner(fixturedef, request)
+        self.watch.enter(owner)
+        try:
+            return (yield)
+        finally:
+            owner.was_set_up()
+            self.watch.leave()
+            self._owners[id(fixturedef)] = owner
+
+    def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
+        """Its scope has ended: it is judged once the teardown is over."""
+        owner = self._owners.pop(id(fixturedef), None)
+        if owner is not None:
+            self._ended.append(owner)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """A stage of a test, with threads, descriptors and levels attributed to it as well."""
+        self.watch.phase(self.watch.stage_now)
+        with stage(name):
+            try:
+                yield
+            finally:
+                self.watch.phase(self.watch.stage_now)
+
+    def check(self) -> tuple[Finding, ...]:
+        """Judge in the middle of a test what was made since its call began.
+
+        Raises:
+            LeakFailure: something is not back, and a leak fails.
+        """
+        subject = self._subject("the test so far", self.watch.check().findings)
+        if _has_open(subject) and self.settings.action == "fail":
+            raise LeakFailure(terminal.details(subject, self._config.get_verbosity()))
+        return subject.findings
+
+    def stage_entered(self, stage: Stage) -> None:
+        """An engine says where it is in its life."""
+        if stage.thread == _MAIN_THREAD:
+            self._stages.append(self.watch.stage_now)
+            self.watch.stage("/".join(stage.path))
+
+    def stage_left(self, stage: Stage, error: BaseException | None) -> None:
+        """And that it is there no more."""
+        if stage.thread == _MAIN_THREAD:
+            self.watch.stage(self._stages.pop())
+
+    def _take_ended(self) -> list[FixtureOwner]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _judge(self, item: pytest.Item, ran: str) -> list[Subject]:
+        """The test's subject, then one for each fixture that ended and left something."""
+        self._imports.active = False
+        ended = self._take_ended()
+        release_test(item)
+        excused = read_markers(item).excused
+        own_setup = [] if self._setup is None else [self._setup]
+        try:
+            verdict = self.watch.end([*own_setup, *ended], let_go=release_warnings, hints=hints(item))
+        except Exception as error:  # noqa: BLE001 - a checker that fails must say so, and for this test only
+            return [Subject(id=item.nodeid, outcome="error", reason=f"lowtide could not judge this test: {error!r}")]
+        if excused or self._debugged:
+            reason = excused or "a debugger was entered, which holds the test's frames"
+            own = Subject(id=item.nodeid, outcome="skipped", reason=reason)
+        else:
+            of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
+            own = self._subject(item.nodeid, [*verdict.findings, *of_setup])
+        return [own, *self._owner_subjects(verdict, ended)]
+
+    def _owner_subjects(self, verdict: Verdict, ended: Sequence[FixtureOwner]) -> list[Subject]:
+        return [
+            self._subject(f"{owner.name} ({owner.where})", verdict.of_owners[owner.label])
+            for owner in ended
+            if verdict.of_owners.get(owner.label)
+        ]
+
+    def _subject(self, name: str, findings: Sequence[Finding]) -> Subject:
+        findings = self._suppressed(findings)
+        leaks = any(finding.suppressed_by is None for finding in findings)
+        return Subject(id=name, outcome="leak" if leaks else "clean", findings=tuple(findings))
+
+    def _suppressed(self, findings: Sequence[Finding]) -> Sequence[Finding]:
+        return findings
+
+    def _open_leaks(self) -> list[Subject]:
+        return [subject for subject in self.subjects if _has_open(subject) or subject.outcome == "error"]
+
+    def _record(self, subjects: Sequence[Subject]) -> None:
+        self.subjects += subjects
+
+
+_PENDING = pytest.StashKey[str]()
+_MAIN_THREAD = threading.main_thread().ident
+
+
+def _has_open(subject: Subject) -> bool:
+    return any(finding.suppressed_by is None for finding in subject.findings)
+
+
+def _was_skipped(setup: Any, call: Any) -> bool:
+    """Whether a test was skipped, before or in its call; one that failed as expected was not."""
+    last = setup if call is None else call
+    return bool(last.skipped and not hasattr(last, "wasxfail"))
+
+
+def _encode(subjects: Sequence[Subject]) -> str:
+    return msgspec.json.encode(list(subjects)).decode()
+
+
+def _decode(text: str) -> list[Subject]:
+    return msgspec.json.decode(text, type=list[Subject])
+
+
+def _workers(config: pytest.Config) -> int:
+    """How many xdist workers this run has; 1 without."""
+    return len(config.getoption("tx", None) or ()) or 1
+
+
+def _insist_on_a_card() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise pytest.UsageError(
+            "--leakcheck-device cuda: torch sees no card here; use auto, or cpu to judge the host only"
+        )

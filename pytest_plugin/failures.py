@@ -1,0 +1,47 @@
+"""How a leak makes its test fail."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
+from _pytest.outcomes import Failed
+from _pytest.skipping import xfailed_key
+
+
+class LeakFailure(Failed):
+    """A test, or a fixture that ended with it, left something behind; the message says what."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, pytrace=False)
+
+
+def fail_report(item: pytest.Item, report: Any, headline: str, text: str) -> None:
+    """Make a report that passed or was skipped one of a failure, as if the test had raised `LeakFailure`.
+
+    A test that is marked as expected to fail has then failed as expected.
+    """
+    xfailed = item.stash.get(xfailed_key, None)
+    expected = report.when == "call" and xfailed is not None and not item.config.getoption("runxfail", False)
+    if expected and xfailed is not None and _expects_a_leak(xfailed.raises):
+        report.outcome = "skipped"
+        report.wasxfail = xfailed.reason
+    else:
+        report.outcome = "failed"
+        vars(report).pop("wasxfail", None)
+    path, line, _ = item.location
+    # As pytest renders an exception, so that the summary's line has the headline, also from a worker.
+    report.longrepr = ReprExceptionInfo(
+        reprtraceback=ReprTraceback([ReprEntryNative([text + "\n"])], None, style="native"),
+        reprcrash=ReprFileLocation(path, (line or 0) + 1, headline),
+    )
+
+
+def _expects_a_leak(raises: Any) -> bool:
+    """Whether `xfail(raises=…)` covers a leak: without it, every failure is expected."""
+    if raises is None:
+        return True
+    if hasattr(raises, "matches"):  # pytest.RaisesExc and the like
+        return bool(raises.matches(LeakFailure("")))
+    return issubclass(LeakFailure, raises)

@@ -1,0 +1,53 @@
+"""What pytest loads: options, markers and the fixture; everything else is imported when `--leakcheck` is given.
+
+Off means off: this module imports nothing but pytest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from lowtide.pytest_plugin.fixture import Leakcheck
+
+_SETTINGS = (
+    ("tolerance", "SIZE", "bytes that a test may leave of each resource, such as 1MiB (default: 0)"),
+    ("settle", "SECONDS", "how long to wait, while nothing moves, for what comes back by itself (default: 0.5)"),
+    ("action", "fail|warn", "what a leak does to its test (default: fail)"),
+    ("report", "DIR", "folder for the report (JSON, HTML, JUnit, Markdown)"),
+    (
+        "suppressions",
+        "FILE",
+        "known leaks that do not fail (default: lowtide.toml or pyproject.toml, if they have any)",
+    ),
+    ("device", "auto|cpu|cuda", "judge cards too, or the host only; cuda insists on a card (default: auto)"),
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The options, and the same as settings in the configuration file."""
+    group = parser.getgroup("leakcheck", "memory leaks (lowtide)")
+    group.addoption("--leakcheck", action="store_true", default=None, help="judge what every test leaves behind")
+    for name, value, text in _SETTINGS:
+        group.addoption(f"--leakcheck-{name}", metavar=value, default=None, help=text)
+        parser.addini(f"leakcheck_{name}", f"{text}; the option --leakcheck-{name} goes before it", default=None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the markers, and the checker if it is asked for."""
+    config.addinivalue_line("markers", "leakcheck(tolerance): how much this test may leave, such as '1MiB'")
+    config.addinivalue_line("markers", "no_leakcheck(reason): what this test leaves is not judged; say why")
+    if config.getoption("leakcheck"):
+        from lowtide.pytest_plugin.checker import Checker
+
+        config.pluginmanager.register(Checker(config), "lowtide-checker")
+
+
+@pytest.fixture
+def leakcheck(request: pytest.FixtureRequest) -> Leakcheck:
+    """Stages inside a test, a check in its middle, and the stages of a foreign engine; does nothing when off."""
+    from lowtide.pytest_plugin.fixture import Leakcheck
+
+    return Leakcheck(request.config.pluginmanager.get_plugin("lowtide-checker"))

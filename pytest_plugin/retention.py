@@ -1,0 +1,64 @@
+"""Lets go of what pytest keeps alive after a test and does not need any more: none of it is the test's leak."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+
+def release_test(item: pytest.Item) -> None:
+    """What pytest would drop by itself a little later: at the next test, or never while the session lasts."""
+    # The last exception, with the locals of all its frames; pytest deletes it when the next test is called.
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        if hasattr(sys, name):
+            delattr(sys, name)
+    funcargs = getattr(item, "funcargs", None)
+    if funcargs:
+        funcargs.clear()
+    if isinstance(item, pytest.Function) and item.cls is not None:
+        # The test class's instance, with whatever the test put on `self`; pytest makes another one if it is asked for.
+        item._obj = None
+        item._instance = None
+    # A TestCase keeps here what it could not report in time.
+    vars(item).pop("_excinfo", None)
+    logging = item.config.pluginmanager.get_plugin("logging-plugin")
+    if logging is not None:
+        # Records of the teardown, whose arguments may be anything, stay until the next setup.
+        for handler in (logging.caplog_handler, logging.report_handler):
+            handler.reset()
+
+
+def release_warnings() -> None:
+    """The objects that recorded warnings are about: a ResourceWarning about an engine holds the engine.
+
+    The recorder is a list whose `append` stands in for showing the warning, as `warnings.catch_warnings(record=True)`
+    arranges it.
+    """
+    recorded = getattr(getattr(warnings, "_showwarnmsg_impl", None), "__self__", None)
+    if type(recorded) is list:
+        for message in recorded:
+            if isinstance(message, warnings.WarningMessage):
+                message.source = None
+
+
+def hints(item: pytest.Item) -> Iterator[tuple[str, object]]:
+    """What pytest keeps of a test for the whole session by design, and what to tell who finds a leak there."""
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None:
+        yield (
+            "pytest keeps parametrize's values for the whole session: pass a factory, make the object in the test",
+            list(callspec.params.values()),
+        )
+    yield (
+        "pytest keeps what record_property was given for the whole session: give it strings and numbers only",
+        [value for _, value in item.user_properties],
+    )
+    for mark in item.iter_markers():
+        if mark.name != "parametrize":
+            yield (
+                f"pytest keeps the arguments of @pytest.mark.{mark.name} for the whole session: pass a factory",
+                [*mark.args, *mark.kwargs.values()],
+            )

@@ -1,0 +1,69 @@
+"""Fixtures of a wider scope than one test, as owners of memory."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lowtide.leakcheck.owners import Owner
+
+# pytest wraps what unittest and xunit-style classes and modules set up in fixtures of its own.
+_WRAPPED = re.compile(r"_(?:xunit|unittest)_(setup_module|setup_class|setUpModule|setUpClass|setUp_class)_fixture_(.*)")
+
+
+def fixture_name(fixture: pytest.FixtureDef[Any]) -> str:
+    """`module fixture 'engine'`, or `setup_module of tests.test_it`."""
+    wrapped = _WRAPPED.fullmatch(fixture.argname)
+    if wrapped is not None:
+        return f"{wrapped[1]} of {wrapped[2]}"
+    return f"{fixture.scope} fixture '{fixture.argname}'"
+
+
+class FixtureOwner(Owner):
+    """A fixture from its setup to the end of its scope.
+
+    Args:
+        fixture: pytest's definition of it.
+        request: with which it is set up; only the class and module it is for are kept, weakly.
+    """
+
+    def __init__(self, fixture: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+        super().__init__(fixture_name(fixture), self._roots)
+        self.where = fixture.baseid or "a plugin"
+        self._fixture = weakref.ref(fixture)
+        places = [getattr(request, "cls", None)] if fixture.scope == "class" else []
+        places.append(getattr(request, "module", None) if fixture.scope in ("class", "module") else None)
+        self._places = [weakref.ref(place) for place in places if place is not None]
+        self._bound: list[tuple[weakref.ref[Any], str]] = []
+        self._before = [{name: id(value) for name, value in vars(place()).items()} for place in self._places]
+
+    def was_set_up(self) -> None:
+        """Note the names that its setup bound in its class and module: what is there belongs to it too."""
+        for reference, before in zip(self._places, self._before, strict=True):
+            place = reference()
+            if place is not None:
+                names = [name for name, value in vars(place).items() if before.get(name) != id(value)]
+                self._bound += [(reference, name) for name in names]
+        self._before = []
+
+    def _roots(self) -> Iterator[object]:
+        fixture = self._fixture()
+        if fixture is not None:
+            if fixture.cached_result is not None:
+                yield fixture.cached_result[0]
+            # The generator of a fixture that yields, with its locals, is in what will finish it.
+            yield from _finalizers(fixture)
+        for reference, name in self._bound:
+            place = reference()
+            if place is not None and name in vars(place):
+                yield vars(place)[name]
+
+
+def _finalizers(fixture: pytest.FixtureDef[Any]) -> list[Callable[[], object]]:
+    found = getattr(fixture, "_finalizers", [])
+    # Those of pytest itself lead to other fixtures, which depend on this one.
+    return [call for call in found if getattr(getattr(call, "func", call), "__self__", None) is None]

@@ -1,0 +1,103 @@
+"""What `--leakcheck` says on the terminal: the header, one line per leak, and the details of each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from lowtide.leakcheck.plain import HOST_MEMORY_TOLERANCE
+from lowtide.probes.births import young_generations_tell
+from lowtide.pytest_plugin.settings import Settings
+from lowtide.reports.schema import Finding, Subject
+from lowtide.reports.sizes import format_bytes
+
+_SHOWN_PATHS = 12
+
+
+def header(settings: Settings, *, shares_card: bool) -> list[str]:
+    """The lines at the top of the run."""
+    tolerance = format_bytes(settings.tolerance) if settings.tolerance else "none"
+    host = max(settings.tolerance, HOST_MEMORY_TOLERANCE)
+    lines = [
+        f"leakcheck: tolerance {tolerance}, host memory {format_bytes(host)}; a leak "
+        + ("fails its test" if settings.action == "fail" else "is reported and fails nothing")
+    ]
+    lines += [f"leakcheck: not judged here: {reason}" for reason in not_judged(settings, shares_card=shares_card)]
+    return lines
+
+
+def not_judged(settings: Settings, *, shares_card: bool) -> Iterator[str]:
+    """What cannot be measured in this run, and why."""
+    if settings.device == "cpu":
+        yield "cards (device cpu)"
+    elif shares_card:
+        yield "the driver's figures of a card, and entries of /dev/shm that nobody maps (workers share the machine)"
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and settings.device != "cpu" and not torch.cuda.is_available():
+        yield "cards (torch sees none)"
+    if not young_generations_tell():
+        yield "cheaply (this interpreter's collector has no young generations): each test costs a walk of the heap"
+
+
+def summary(reporter: pytest.TerminalReporter, subjects: Sequence[Subject], settings: Settings) -> None:
+    """The section at the end of the run."""
+    shown = [subject for subject in subjects if subject.findings or subject.outcome == "error"]
+    skipped = [subject for subject in subjects if subject.outcome == "skipped"]
+    leaking = [subject for subject in subjects if subject.outcome == "leak"]
+    if not subjects:
+        return
+    reporter.section("leakcheck", sep="=")
+    for subject in shown:
+        if subject.outcome == "error":
+            reporter.write_line(f"ERROR {subject.id}: {subject.reason}", red=True)
+        for finding in subject.findings:
+            known = finding.suppressed_by is not None
+            word = "known" if known else ("LEAK" if settings.action == "fail" else "warning")
+            reporter.write_line(f"{word} {line(subject, finding)}", yellow=known, red=not known)
+    judged = len(subjects) - len(skipped)
+    counts = f"{judged} judged, {len(leaking)} with leaks"
+    if skipped:
+        counts += f", {len(skipped)} not judged"
+    reporter.write_line(counts, green=not leaking, red=bool(leaking))
+    if settings.report is not None:
+        reporter.write_line(f"report: {os.fspath(settings.report)}/index.html")
+
+
+def line(subject: Subject, finding: Finding) -> str:
+    """One leak on one line: test, resource, bytes, holder."""
+    amount = format_bytes(finding.bytes) if finding.bytes else str(finding.count)
+    holder = f" held by {finding.holder}" if finding.holder else ""
+    return f"{subject.id} {finding.resource}/{finding.cause} {amount}{holder}"
+
+
+def headline(subject: Subject) -> str:
+    """What stands behind FAILED in pytest's summary."""
+    first = next(finding for finding in subject.findings if finding.suppressed_by is None)
+    others = len(subject.findings) - 1
+    more = f" (and {others} more)" if others else ""
+    return f"leak: {first.resource}/{first.cause}: {first.message}{more}"
+
+
+def details(subject: Subject, verbosity: int) -> str:
+    """Everything about a subject's leaks; paths and stacks in full with `-v`."""
+    lines = [f"{subject.id} left something behind:"]
+    for finding in subject.findings:
+        if finding.suppressed_by is not None:
+            continue
+        lines.append(f"  {finding.resource}/{finding.cause}: {finding.message}")
+        if finding.path:
+            lines.append("    path:")
+            hops = finding.path if verbosity > 0 else finding.path[:_SHOWN_PATHS]
+            lines += [f"    {'->' if hop.suspect else '  '} {hop.edge}  ({hop.type})" for hop in hops]
+            if len(hops) < len(finding.path):
+                lines.append(f"       … {len(finding.path) - len(hops)} more with -v")
+        frames = finding.allocated_at if verbosity > 0 else finding.allocated_at[:3]
+        lines += [f"    allocated in {frame.function}, {frame.file}:{frame.line}" for frame in frames]
+        if finding.remedy is not None:
+            lines.append(f"    remedy: {finding.remedy.action} returns {format_bytes(finding.remedy.returns_bytes)}")
+        lines.append(f"    fingerprint {finding.fingerprint}")
+    return "\n".join(lines)

@@ -1,0 +1,44 @@
+"""The report folder: the report itself, and what people and CI systems read of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowtide.reports import schema
+from lowtide.reports.html import render_html
+from lowtide.reports.junit import render_junit
+from lowtide.reports.markdown import render_markdown
+
+_RENDERERS = {"index.html": render_html, "junit.xml": render_junit, "summary.md": render_markdown}
+
+
+def write_folder(report: schema.Report, folder: Path) -> Path:
+    """Write `leakcheck.json`, `index.html`, `junit.xml` and `summary.md`, each as a whole or not at all.
+
+    Returns:
+        The path of `leakcheck.json`.
+
+    Raises:
+        ReportError: the folder cannot be written to.
+    """
+    # First, because the others can be made from it again.
+    try:
+        path = schema.write(report, folder)
+    except UnicodeEncodeError as error:
+        text = ascii(error.object[max(error.start - 40, 0) : error.end])
+        raise schema.ReportError(f"{folder}: the report cannot be written: {text} is not Unicode text") from error
+    for name, render in _RENDERERS.items():
+        _write_whole(folder / name, render(report))
+    return path
+
+
+def _write_whole(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        try:
+            partial.write_bytes(text.encode())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise schema.ReportError(f"{path} cannot be written: {error.strerror}; choose another report folder") from error

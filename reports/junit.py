@@ -1,0 +1,147 @@
+"""A report as JUnit XML, which CI systems read: a test case per subject."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Iterator, Sequence
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element, SubElement
+
+from lowtide.reports.markdown import amount, count_outcomes, not_measured
+from lowtide.reports.schema import Finding, Report, Subject
+
+# What is no `Char` of XML 1.0 (section 2.2) cannot be written, not even as a reference.
+_NO_CHAR = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def render_junit(report: Report) -> str:
+    """One test suite; a leak is a failure, what was skipped or is unsupported is skipped.
+
+    Names are never cut, however long: CI systems tell tests apart by them.
+    """
+    counts = count_outcomes(report)
+    totals = {
+        "name": "lowtide",
+        "tests": str(len(report.subjects)),
+        "failures": str(counts["leak"]),
+        "errors": str(counts["error"]),
+        "time": f"{sum(map(_seconds, report.subjects)):.3f}",
+    }
+    root = Element("testsuites", totals)
+    suite = SubElement(root, "testsuite", totals, skipped=str(counts["skipped"] + counts["unsupported"]))
+    if _is_time(report.created):
+        suite.set("timestamp", report.created)
+    _add_properties(suite, _run_properties(report))
+    for subject in report.subjects:
+        _add_case(suite, subject)
+    ElementTree.indent(root)
+    # Not ElementTree's own declaration: for text that would name the locale's encoding.
+    return f'<?xml version="1.0" encoding="utf-8"?>\n{ElementTree.tostring(root, encoding="unicode")}\n'
+
+
+def _add_case(suite: Element, subject: Subject) -> None:
+    group, name = _split_id(subject.id)
+    case = SubElement(suite, "testcase", classname=_legal(group), name=_legal(name), time=f"{_seconds(subject):.3f}")
+    properties = [pair for turn, finding in enumerate(subject.findings, 1) for pair in _facts(turn, finding)]
+    _add_properties(case, properties)
+    if subject.outcome == "leak":
+        _add_failure(case, subject)
+    elif subject.outcome == "error":
+        SubElement(case, "error", type="error", message=_legal(subject.reason)).text = _legal(_details(subject))
+    elif subject.outcome != "clean":
+        SubElement(case, "skipped", type=subject.outcome, message=_legal(subject.reason))
+
+
+def _add_failure(case: Element, subject: Subject) -> None:
+    # One failure per case is all that most readers accept: it names the first leak that counts, and its text has all.
+    counted = [finding for finding in subject.findings if finding.suppressed_by is None]
+    kind, message = "leak", subject.reason
+    if counted:
+        kind, message = f"{counted[0].resource}/{counted[0].cause}", counted[0].message
+    if len(counted) > 1:
+        message += f" (and {len(counted) - 1} more)"
+    SubElement(case, "failure", type=kind, message=_legal(message)).text = _legal(_details(subject))
+
+
+def _add_properties(parent: Element, pairs: Sequence[tuple[str, str]]) -> None:
+    if pairs:
+        properties = SubElement(parent, "properties")
+        for name, value in pairs:
+            SubElement(properties, "property", name=_legal(name), value=_legal(value))
+
+
+def _run_properties(report: Report) -> list[tuple[str, str]]:
+    machine = report.machine
+    return [
+        ("version", report.version),
+        ("command", report.command),
+        ("platform", machine.platform),
+        ("python", machine.python),
+        ("torch", machine.torch),
+        ("devices", ", ".join(machine.devices)),
+        ("driver", machine.driver),
+        *((f"not-measured.{missing.what}", missing.why) for missing in not_measured(report)),
+    ]
+
+
+def _facts(turn: int, finding: Finding) -> Iterator[tuple[str, str]]:
+    facts: dict[str, str | None] = {
+        "resource": finding.resource,
+        "cause": finding.cause,
+        "bytes": str(finding.bytes),
+        "count": str(finding.count),
+        "device": finding.device,
+        "stage": finding.stage,
+        "fingerprint": finding.fingerprint,
+        "verdict": finding.verdict,
+        "holder": finding.holder,
+        "trend": finding.trend,
+        "suppressed_by": finding.suppressed_by,
+    }
+    if finding.remedy is not None:
+        facts |= {"remedy": finding.remedy.action, "returns_bytes": str(finding.remedy.returns_bytes)}
+    return ((f"leakcheck.{turn}.{name}", value) for name, value in facts.items() if value is not None)
+
+
+def _details(subject: Subject) -> str:
+    lines = [subject.reason] if subject.reason else []
+    for finding in subject.findings:
+        lines += _finding_lines(finding)
+    return "\n".join(lines)
+
+
+def _finding_lines(finding: Finding) -> Iterator[str]:
+    yield f"{finding.resource}/{finding.cause} ({amount(finding)}, since {finding.stage}): {finding.message}"
+    if finding.suppressed_by is not None:
+        yield f"  suppressed by {finding.suppressed_by}"
+    if finding.holder is not None:
+        yield f"  held by {finding.holder}"
+    yield from (f"  {'*' if hop.suspect else ' '} {hop.edge} -> {hop.type}" for hop in finding.path)
+    yield from (f"  allocated at {frame.file}:{frame.line} in {frame.function}" for frame in finding.allocated_at)
+
+
+def _split_id(subject_id: str) -> tuple[str, str]:
+    """`tests/test_a.py::TestB::test_c[1]` as pytest itself names it in JUnit: `tests.test_a.TestB`, `test_c[1]`."""
+    # Parameters may hold any text, `::` included.
+    head, bracket, parameters = subject_id.partition("[")
+    file, *names = head.split("::")
+    if not names:
+        return "lowtide", subject_id
+    return ".".join([file.removesuffix(".py").replace("/", "."), *names[:-1]]), names[-1] + bracket + parameters
+
+
+def _seconds(subject: Subject) -> float:
+    return sum(stage.seconds for stage in subject.stages)
+
+
+def _is_time(text: str) -> bool:
+    try:
+        datetime.datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _legal(text: str) -> str:
+    return _NO_CHAR.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,0 +1,131 @@
+"""A report as a short Markdown summary, for the page that a CI system shows beside a job."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import get_args
+
+from lowtide.reports.schema import Finding, NotMeasured, Outcome, Report, Subject
+from lowtide.reports.sizes import format_amount, format_bytes
+
+MOST = 100
+"""Entries of one list; CI systems refuse summaries of more than about a MiB."""
+
+_LONGEST = 160
+"""Characters of one cell."""
+
+# Entities where a renderer might act on the character before or after it looks at backslashes: table cells are split
+# first, and formulas are found last.
+_ESCAPES = str.maketrans(
+    {
+        "&": "&amp;",
+        "<": "&lt;",
+        ">": "&gt;",
+        "|": "&#124;",
+        "$": "&#36;",
+        **{char: f"\\{char}" for char in "\\`*_[]~#!"},
+    }
+)
+_TABLE_HEAD = (
+    "| subject | resource | cause | bytes | since stage | holder | remedy |",
+    "|---|---|---|---:|---|---|---|",
+)
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def render_markdown(report: Report) -> str:
+    """Verdict, counts, the largest leaks, and what was not measured."""
+    leaks = sorted(open_findings(report.subjects), key=lambda leak: leak[1].bytes, reverse=True)
+    parts = ["## lowtide", f"**{verdict(report)}**", _counts(report)]
+    if leaks:
+        parts.append("\n".join([*_TABLE_HEAD, *(_row(subject, finding) for subject, finding in leaks[:MOST])]))
+        parts += _rest(len(leaks), "leak(s)")
+    missing = list(_missing(report))
+    if missing:
+        parts += ["### Not measured", "\n".join(missing[:MOST]), *_rest(len(missing), "line(s)")]
+    machine = report.machine
+    devices = ", ".join(machine.devices) or "no card"
+    parts.append(f"lowtide {_text(report.version)} · torch {_text(machine.torch)} · {_text(devices)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def verdict(report: Report) -> str:
+    """The outcome of a whole report in one line of plain text."""
+    counts = count_outcomes(report)
+    total = len(report.subjects)
+    if counts["leak"]:
+        return f"LEAK: {counts['leak']} of {total} subject(s) leaked"
+    failed = counts["error"] + counts["unsupported"]
+    if failed:
+        return f"NOT MEASURED: {failed} of {total} subject(s) failed or could not be measured"
+    if not counts["clean"]:
+        return f"NOTHING JUDGED: {total} subject(s), all skipped" if total else "NOTHING JUDGED: no subjects"
+    what = "everything that was judged came back" if not_measured(report) else "everything came back"
+    return f"CLEAN: {counts['clean']} subject(s), {what}"
+
+
+def count_outcomes(report: Report) -> dict[Outcome, int]:
+    """How many subjects had each outcome; every outcome has its entry."""
+    counts = Counter(subject.outcome for subject in report.subjects)
+    return {outcome: counts[outcome] for outcome in get_args(Outcome)}
+
+
+def open_findings(subjects: Iterable[Subject]) -> Iterator[tuple[Subject, Finding]]:
+    """The findings that no suppression covers, each with its subject."""
+    for subject in subjects:
+        yield from ((subject, finding) for finding in subject.findings if finding.suppressed_by is None)
+
+
+def not_measured(report: Report) -> dict[NotMeasured, int]:
+    """What could not be judged, and in how many subjects."""
+    return dict(Counter(missing for subject in report.subjects for missing in dict.fromkeys(subject.not_measured)))
+
+
+def amount(finding: Finding) -> str:
+    """`1.5 MiB`; `3 threads` for what has no bytes."""
+    return format_bytes(finding.bytes) if finding.bytes else format_amount(finding.count, finding.resource)
+
+
+def _counts(report: Report) -> str:
+    counts = [f"{count} {outcome}" for outcome, count in count_outcomes(report).items() if count]
+    hidden = sum(finding.suppressed_by is not None for subject in report.subjects for finding in subject.findings)
+    if hidden:
+        counts.append(f"{hidden} suppressed finding(s)")
+    return " · ".join(counts) or "0 subjects"
+
+
+def _row(subject: Subject, finding: Finding) -> str:
+    remedy = ""
+    if finding.remedy is not None:
+        remedy = f"{_code(finding.remedy.action)} (gave back {format_bytes(finding.remedy.returns_bytes)})"
+    holder = _code(finding.holder) if finding.holder else ""
+    cells = (_code(subject.id), finding.resource, finding.cause, amount(finding), _text(finding.stage), holder, remedy)
+    return f"| {' | '.join(cells)} |"
+
+
+def _missing(report: Report) -> Iterator[str]:
+    for subject in report.subjects:
+        if subject.outcome in ("error", "unsupported"):
+            yield f"- {_code(subject.id)}: {subject.outcome}: {_text(subject.reason or 'no reason given')}"
+    for missing, subjects in not_measured(report).items():
+        yield f"- {_text(missing.what)} in {subjects} subject(s): {_text(missing.why)}"
+
+
+def _rest(total: int, what: str) -> Sequence[str]:
+    return [f"… and {total - MOST} more {what}; all are in `leakcheck.json`"] if total > MOST else []
+
+
+def _code(text: str) -> str:
+    # Not between backticks: there a pipe can be escaped only in ways that renderers disagree about.
+    return f"<code>{_text(text)}</code>"
+
+
+def _text(text: str) -> str:
+    """One short line in which nothing is markup."""
+    # Cut first: joining the words of a text without end would cost more than the rest of the summary.
+    line = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", " ".join(text[: 4 * _LONGEST].split()))
+    if len(line) > _LONGEST or len(text) > 4 * _LONGEST:
+        line = line[: _LONGEST - 1] + "…"
+    return line.translate(_ESCAPES)

@@ -1,0 +1,550 @@
+"""Suppressions: what an entry matches and how long, what is refused at which line, what a run says of its entries."""
+
+from __future__ import annotations
+
+import re
+import sys
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lowtide.leakcheck.suppressions import (
+    SuppressionError,
+    Suppressions,
+    find,
+    load,
+    problems,
+    shipped,
+    write_entries,
+)
+from lowtide.reports.schema import Finding, Hop
+
+TODAY = date(2027, 1, 31)
+LEAK = Finding(
+    resource="tensors",
+    cause="lru-cache",
+    bytes=112 << 20,
+    count=1,
+    device="cuda:0",
+    stage="shutdown",
+    message="112.0 MiB of tensors did not come back",
+    fingerprint="0123456789abcdef",
+    holder="supports_kw",
+    path=(Hop(type="module", edge="utils"), Hop(type="dict", edge=".cache"), Hop(type="Tensor", edge="['kv'][3]")),
+)
+
+
+def written(folder: Path, text: str, name: str = "lowtide.toml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def entry(folder: Path, *lines: str) -> Suppressions:
+    """A file of one entry, its reason given."""
+    return load(written(folder, "\n".join(["[[suppressions]]", 'reason = "known"', *lines, ""])))
+
+
+def suppressed(entries: Suppressions, finding: Finding = LEAK) -> bool:
+    (after,) = entries.apply([finding], TODAY).findings
+    return after.suppressed_by is not None
+
+
+def refused(path: Path, line: int | None, problem: str) -> None:
+    """Loading it raises one line: the file, the line, and exactly this problem."""
+    place = f"{path}:" if line is None else f"{path}:{line}:"
+    with pytest.raises(SuppressionError) as caught:
+        load(path)
+    assert str(caught.value) == f"{place} {problem}"
+
+
+# What an entry matches
+
+
+def test_a_fingerprint_suppresses_its_finding_and_no_other(tmp_path: Path) -> None:
+    entries = entry(tmp_path, 'fingerprint = "0123456789abcdef"')
+    assert suppressed(entries)
+    assert not suppressed(entries, msgspec.structs.replace(LEAK, fingerprint="0123456789abcdee"))
+
+
+def test_a_fingerprint_may_be_in_capitals(tmp_path: Path) -> None:
+    assert suppressed(entry(tmp_path, 'fingerprint = "0123456789ABCDEF"'))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("supports_kw", True),
+        ("supports_*", True),
+        ("*", True),
+        ("*kw*", True),
+        ("utils.cache['kv'][3]", True),
+        ("utils.*['kv'][*]", True),
+        ("supports", False),
+        ("utils.cache", False),
+        ("utils?cache*", False),
+        ("utils.cache['kv'][[]3]", False),
+        ("SUPPORTS_KW", False),
+    ],
+)
+def test_a_path_fits_the_whole_holder_or_the_whole_path_and_only_the_star_is_special(
+    tmp_path: Path, pattern: str, matches: bool
+) -> None:
+    assert suppressed(entry(tmp_path, f'path = "{pattern}"')) is matches
+
+
+def test_a_star_fits_a_finding_whose_holder_nobody_knows_and_a_name_does_not(tmp_path: Path) -> None:
+    unexplained = msgspec.structs.replace(LEAK, holder=None, path=())
+    assert suppressed(entry(tmp_path, 'path = "*"'), unexplained)
+    assert not suppressed(entry(tmp_path, 'path = "supports_kw"'), unexplained)
+
+
+@pytest.mark.parametrize(
+    ("also", "matches"),
+    [
+        ('resource = "tensors"', True),
+        ('resource = "driver"', False),
+        ('cause = "lru-cache"', True),
+        ('cause = "module-global"', False),
+    ],
+)
+def test_resource_and_cause_must_fit_too(tmp_path: Path, also: str, matches: bool) -> None:
+    assert suppressed(entry(tmp_path, 'path = "*"', also)) is matches
+
+
+def test_a_finding_says_which_entry_suppressed_it_and_why_in_one_line(tmp_path: Path) -> None:
+    text = '# first\n\n[[suppressions]]\npath = "*"\nreason = """fixed\nupstream"""\n'
+    (after,) = load(written(tmp_path, text)).apply([LEAK], TODAY).findings
+    assert after == msgspec.structs.replace(LEAK, suppressed_by="lowtide.toml:3: fixed upstream")
+
+
+def test_findings_keep_their_order_and_those_that_nothing_matches_stay_as_they_are(tmp_path: Path) -> None:
+    other = msgspec.structs.replace(LEAK, fingerprint="f" * 16)
+    after = entry(tmp_path, 'fingerprint = "0123456789abcdef"').apply([other, LEAK, other], TODAY).findings
+    assert [finding.suppressed_by is None for finding in after] == [True, False, True]
+    assert after[0] == after[2] == other
+
+
+def test_the_first_entry_that_matches_gives_the_reason_and_all_that_match_are_used(tmp_path: Path) -> None:
+    text = "\n".join(f'[[suppressions]]\npath = "*"\nreason = "{reason}"' for reason in ("one", "two"))
+    applied = load(written(tmp_path, text)).apply([LEAK], TODAY)
+    assert applied.findings[0].suppressed_by == "lowtide.toml:1: one"
+    assert applied.used == {"lowtide.toml:1", "lowtide.toml:4"}
+
+
+def test_what_is_suppressed_already_keeps_its_note_and_uses_nothing(tmp_path: Path) -> None:
+    before = msgspec.structs.replace(LEAK, suppressed_by="other.toml:1: known")
+    applied = entry(tmp_path, 'path = "*"').apply([before], TODAY)
+    assert applied.findings == (before,)
+    assert applied.used == frozenset()
+
+
+# How long, and under which versions
+
+
+@pytest.mark.parametrize("quote", ["", '"'])
+@pytest.mark.parametrize(("day", "counts"), [("2027-02-01", True), ("2027-01-31", True), ("2027-01-30", False)])
+def test_an_entry_counts_on_its_last_day_and_not_the_day_after(
+    tmp_path: Path, quote: str, day: str, counts: bool
+) -> None:
+    assert suppressed(entry(tmp_path, 'path = "*"', f"expires = {quote}{day}{quote}")) is counts
+
+
+PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
+
+
+@pytest.mark.parametrize(
+    ("when", "holds"),
+    [
+        ("python>=3.10", True),
+        ("python<3.10", False),
+        (f"python=={PYTHON}.*", True),
+        ("Python >= 3.10 , pytest>=8", True),
+        ("python>=3.10, pytest<8", False),
+        ("no-such-distribution>=0", False),
+        ("no-such-distribution<9999", False),
+    ],
+)
+def test_an_entry_counts_where_all_its_version_predicates_hold(tmp_path: Path, when: str, holds: bool) -> None:
+    assert suppressed(entry(tmp_path, 'path = "*"', f'when = "{when}"')) is holds
+
+
+@pytest.mark.parametrize(
+    ("installed", "when", "holds"),
+    [
+        ("2.13.0+cpu", "torch<2.14", True),
+        ("2.14.0", "torch<2.14", False),
+        ("0.9.1+cu128", "torch==0.9.*", True),
+        ("2.15.0.dev20270101", "torch>=2.14", True),
+        ("not-a-version", "torch<2.14", False),
+    ],
+)
+def test_local_development_and_broken_versions_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: str, when: str, holds: bool
+) -> None:
+    monkeypatch.setattr(metadata, "version", {"torch": installed}.__getitem__)
+    assert suppressed(entry(tmp_path, 'path = "*"', f'when = "{when}"')) is holds
+
+
+# What a run says of its entries
+
+
+def judged(entries: Suppressions, *findings: Finding) -> tuple[str, ...]:
+    return problems(entries.entries, entries.apply(findings, TODAY).used, TODAY)
+
+
+def test_an_entry_that_matched_is_no_problem(tmp_path: Path) -> None:
+    assert judged(entry(tmp_path, 'path = "*"', "expires = 2027-01-31"), LEAK) == ()
+
+
+def test_an_unused_entry_is_a_problem(tmp_path: Path) -> None:
+    unused = "lowtide.toml:1: unused (owner: ana): no finding matches it, delete the entry"
+    assert judged(entry(tmp_path, 'path = "*"', 'owner = "ana"')) == (unused,)
+
+
+def test_an_expired_entry_is_one_problem_whether_it_matches_or_not(tmp_path: Path) -> None:
+    entries = entry(tmp_path, 'path = "*"', "expires = 2027-01-30", 'owner = "ana"')
+    expired = "lowtide.toml:1: expired on 2027-01-30 (owner: ana): fix the leak, or renew the entry"
+    assert judged(entries) == (expired,)
+    # Midnight passes during a run too: what matched yesterday is expired at the end.
+    assert problems(entries.entries, {"lowtide.toml:1"}, TODAY) == (expired,)
+
+
+def test_an_entry_for_other_versions_is_not_unused(tmp_path: Path) -> None:
+    assert judged(entry(tmp_path, 'path = "*"', 'when = "python<3.10"')) == ()
+
+
+def test_an_entry_is_used_if_any_process_used_it(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "\n".join(f'[[suppressions]]\nfingerprint = "{digit * 16}"\nreason = "known"' for digit in "ab"),
+    )
+    # As two workers, each with its own copy of the file's entries, and strings between them.
+    used = [load(path).apply([msgspec.structs.replace(LEAK, fingerprint=digit * 16)], TODAY).used for digit in "ab"]
+    assert problems(load(path).entries, used[0], TODAY) == (
+        "lowtide.toml:4: unused: no finding matches it, delete the entry",
+    )
+    assert problems(load(path).entries, used[0] | used[1], TODAY) == ()
+
+
+# Where entries are
+
+
+def test_a_pyproject_has_its_entries_under_its_own_table(tmp_path: Path) -> None:
+    text = (
+        '[project]\nname = "x"\n[tool.lowtide]\nsettle = 3\n[[tool.lowtide.suppressions]]\npath = "*"\nreason = "y"\n'
+    )
+    (found,) = load(written(tmp_path, text, "pyproject.toml")).entries
+    assert (found.id, found.path) == ("pyproject.toml:5", "*")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("lowtide.toml", ""), ("pyproject.toml", "[tool]\nx = 1\n"), ("pyproject.toml", "[tool]\nlowtide = 1\n")],
+)
+def test_a_file_without_entries_has_none(tmp_path: Path, name: str, text: str) -> None:
+    assert load(written(tmp_path, text, name)) == Suppressions()
+
+
+def test_the_nearest_folder_with_entries_is_found_and_its_own_file_first(tmp_path: Path) -> None:
+    deep = tmp_path / "a" / "b"
+    deep.mkdir(parents=True)
+    top = written(tmp_path, "")
+    assert find(deep) == top
+    written(tmp_path / "a", "[tool.lowtide]\nsettle = 3\n", "pyproject.toml")
+    assert find(deep) == top
+    project = written(tmp_path / "a", '[[tool.lowtide.suppressions]]\npath = "*"\nreason = "known"\n', "pyproject.toml")
+    assert find(deep) == project
+    own = written(tmp_path / "a", "")
+    assert find(deep) == own
+
+
+def test_a_folder_without_any_has_none(tmp_path: Path) -> None:
+    assert find(tmp_path) is None
+
+
+def test_a_relative_folder_is_searched_upwards_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    own = written(tmp_path, "")
+    assert find(Path()) == own
+
+
+# Lines: the parser gives none, so all that could shift them is here
+
+
+def test_lines_are_right_after_strings_arrays_and_comments_that_look_like_entries(tmp_path: Path) -> None:
+    text = '''\
+# [[suppressions]] " \'\'\' """
+[tool.other]
+text = """
+[[tool.lowtide.suppressions]]
+\\"""
+path = "no"  # ""
+"""
+quotes = """he said "no [\""""
+quote = """
+" [ """
+raw = \'\'\'
+[[tool.lowtide.suppressions]]
+it's [
+\'\'\'
+list = [
+  "]", # ]
+  [1],
+  { a = "}" },
+]
+[[ tool . "lowtide".suppressions ]]  # the first
+reason = """
+owner = "no"
+"""
+path = "*"
+[[tool.lowtide.other]]
+reason = "no"
+[[tool.lowtide.suppressions]]
+path = "b"
+reason = "known"
+\towner = 3
+'''
+    path = written(tmp_path, text, "pyproject.toml")
+    refused(path, text.count("\n"), "owner must be text, and not empty; it is 3")
+    path.write_text(text.replace("owner = 3", 'owner = "ana"'))
+    assert [found.id for found in load(path).entries] == ["pyproject.toml:20", "pyproject.toml:27"]
+
+
+def test_lines_are_right_in_a_file_with_two_characters_at_each_end(tmp_path: Path) -> None:
+    path = tmp_path / "lowtide.toml"
+    path.write_bytes(b'# x\r\n\r\n[[suppressions]]\r\npath = "*"\r\nreason = "y"\r\n')
+    assert [found.id for found in load(path).entries] == ["lowtide.toml:3"]
+
+
+# What is refused
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    refused(tmp_path / "lowtide.toml", None, "cannot be read: No such file or directory")
+
+
+def test_a_file_that_is_not_toml(tmp_path: Path) -> None:
+    refused(
+        written(tmp_path, "[[suppressions]]\npath\n\n# end\n"),
+        2,
+        "not TOML: Expected '=' after a key in a key/value pair",
+    )
+
+
+def test_a_file_that_ends_too_early(tmp_path: Path) -> None:
+    path = written(tmp_path, "[[suppressions]]\npath =")
+    with pytest.raises(SuppressionError, match=rf"^{re.escape(str(path))}:2: not TOML: Invalid value$"):
+        load(path)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "lowtide.toml"
+    path.write_bytes(b"[[suppressions]]\npath = '\xff'\n")
+    refused(path, 2, "not TOML: a byte that is not UTF-8")
+
+
+def test_a_pyproject_on_the_way_that_is_not_toml(tmp_path: Path) -> None:
+    path = written(tmp_path, "\n[tool\n", "pyproject.toml")
+    with pytest.raises(SuppressionError, match=rf"^{re.escape(str(path))}:2: not TOML: "):
+        find(tmp_path)
+
+
+ALLOWED = "fingerprint, path, resource, cause, reason, owner, expires, when"
+
+
+@pytest.mark.parametrize(
+    ("lines", "line", "problem"),
+    [
+        (['path = "*"', 'reason = "x"', 'color = "red"'], 4, f"unknown key 'color'; allowed: {ALLOWED}"),
+        (['path = "*"', 'reason = "x"', 'evidence = "x"'], 4, f"unknown key 'evidence'; allowed: {ALLOWED}"),
+        (['path = "*"', 'reason = "x"', "[suppressions.when]"], 4, "when must be text, and not empty; it is {}"),
+        (['path = "*"'], 1, "an entry needs a reason: why this may stay"),
+        (['path = "*"', 'reason = " "'], 3, "reason must be text, and not empty; it is ' '"),
+        (['path = ""', 'reason = "x"'], 2, "path must be text, and not empty; it is ''"),
+        (['reason = "x"'], 1, "an entry needs either fingerprint or path; it has neither"),
+        (
+            ['path = "*"', 'reason = "x"', 'fingerprint = "0123456789abcdef"'],
+            1,
+            "an entry needs either fingerprint or path; it has both",
+        ),
+        (
+            ['path = "*"', 'reason = "TODO: later"'],
+            3,
+            "the reason is still to be filled in: 'TODO: later'; say why this may stay",
+        ),
+        (
+            ['path = "*"', 'reason = " todo"'],
+            3,
+            "the reason is still to be filled in: 'todo'; say why this may stay",
+        ),
+        (
+            ['reason = "x"', 'fingerprint = "0123456789abcde"'],
+            3,
+            "fingerprint '0123456789abcde' is not 16 hex digits, as a report gives them",
+        ),
+        (
+            ['reason = "x"', 'fingerprint = "0123456789abcdeg"'],
+            3,
+            "fingerprint '0123456789abcdeg' is not 16 hex digits, as a report gives them",
+        ),
+        (
+            ['path = "*"', 'reason = "x"', "expires = 2027-01-31T00:00:00"],
+            4,
+            "expires must be a day such as 2027-01-31; it is '2027-01-31 00:00:00'",
+        ),
+        (
+            ['path = "*"', 'reason = "x"', 'expires = "2027-02-30"'],
+            4,
+            "expires must be a day such as 2027-01-31; it is '2027-02-30'",
+        ),
+        (
+            ['path = "*"', 'reason = "x"', 'expires = "20270131"'],
+            4,
+            "expires must be a day such as 2027-01-31; it is '20270131'",
+        ),
+        (['path = "*"', 'reason = "x"', "expires = 3"], 4, "expires must be a day such as 2027-01-31; it is '3'"),
+    ],
+)
+def test_an_entry_that_cannot_be_used(tmp_path: Path, lines: list[str], line: int, problem: str) -> None:
+    refused(written(tmp_path, "\n".join(["[[suppressions]]", *lines, ""])), line, problem)
+
+
+@pytest.mark.parametrize(
+    "part", ["torch", "<2.14", "2.14", "torch<", "torch<2.x", "torch[x]<2", "torch<2;python_version>'3'", ""]
+)
+def test_a_predicate_that_is_none_even_behind_one_that_does_not_hold(tmp_path: Path, part: str) -> None:
+    lines = f'[[suppressions]]\npath = "*"\nreason = "x"\nwhen = """python<3, {part}"""\n'
+    problem = f"when must be version predicates such as torch<2.14, python>=3.12; {part!r} is none"
+    refused(written(tmp_path, lines), 4, problem)
+
+
+@pytest.mark.parametrize(
+    ("line", "start", "end"),
+    [
+        ('resource = "tensor"', "unknown resource 'tensor'; allowed: tensors, reserved, driver, ", ", teardown"),
+        ('cause = "cache"', "unknown cause 'cache'; allowed: lru-cache, module-global, ", ", unknown"),
+    ],
+)
+def test_a_resource_or_cause_that_no_finding_has(tmp_path: Path, line: str, start: str, end: str) -> None:
+    with pytest.raises(SuppressionError) as caught:
+        entry(tmp_path, 'path = "*"', line)
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'lowtide.toml'}:4: {start}")
+    assert message.endswith(end)
+
+
+def test_a_misspelled_table_is_not_passed_over(tmp_path: Path) -> None:
+    text = '\n[[supressions]]\npath = "*"\nreason = "x"\n'
+    refused(written(tmp_path, text), 2, "unknown key 'supressions'; allowed: [[suppressions]]")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '\n[suppressions]\npath = "*"\nreason = "x"\n',
+        '\nsuppressions = [{ path = "*", reason = "x" }]\n',
+        '\nsuppressions = [{ path = "*" }, { path = "*" }]\n',
+        "\nsuppressions = 3\n",
+    ],
+)
+def test_entries_that_are_no_tables_of_their_own(tmp_path: Path, text: str) -> None:
+    refused(written(tmp_path, text), 2, "each suppression is a table of its own, under [[suppressions]]")
+
+
+def test_in_a_pyproject_the_same_is_said_with_its_table(tmp_path: Path) -> None:
+    path = written(tmp_path, "[tool.lowtide]\nsettle = 3\nsuppressions = 3\n", "pyproject.toml")
+    refused(path, 3, "each suppression is a table of its own, under [[tool.lowtide.suppressions]]")
+
+
+# The shipped list
+
+
+def test_the_shipped_list_has_evidence_for_each_entry_and_none_expires() -> None:
+    assert len(shipped().entries) == 3
+    assert all(found.evidence and found.expires is None for found in shipped().entries)
+
+
+def test_shipped_entries_are_never_unused() -> None:
+    assert judged(shipped()) == ()
+
+
+LIBRARY = msgspec.structs.replace(LEAK, cause="library-workspace", holder=None, path=())
+DRIVER = msgspec.structs.replace(LIBRARY, resource="driver")
+
+
+@pytest.mark.parametrize(
+    "finding",
+    [
+        LIBRARY,
+        msgspec.structs.replace(DRIVER, holder="libnccl.so.2"),
+        msgspec.structs.replace(DRIVER, cause="driver", holder="context"),
+    ],
+    ids=["cublas", "nccl", "context"],
+)
+def test_what_libraries_leave_is_suppressed(finding: Finding) -> None:
+    (after,) = shipped().apply([finding], TODAY).findings
+    assert re.match(r"shipped_suppressions\.toml:\d+: ", after.suppressed_by or "")
+
+
+@pytest.mark.parametrize(
+    "finding",
+    [
+        LEAK,
+        msgspec.structs.replace(LIBRARY, cause="native"),
+        DRIVER,
+        msgspec.structs.replace(DRIVER, cause="driver"),
+        msgspec.structs.replace(DRIVER, cause="native", holder="libnccl.so.2"),
+        msgspec.structs.replace(DRIVER, holder="ProcessGroupNCCL"),
+        msgspec.structs.replace(DRIVER, resource="process-groups", holder="libnccl.so.2"),
+        msgspec.structs.replace(DRIVER, cause="driver", holder="my.context"),
+        msgspec.structs.replace(DRIVER, cause="native", holder="context"),
+    ],
+    ids=[
+        "tensors",
+        "native",
+        "driver",
+        "unexplained",
+        "nccl-native",
+        "live-group",
+        "groups",
+        "my-context",
+        "context-native",
+    ],
+)
+def test_what_resembles_it_is_not(finding: Finding) -> None:
+    assert not suppressed(shipped(), finding)
+
+
+# Entries written for a report
+
+
+def test_written_entries_are_refused_until_a_person_gives_the_reason(tmp_path: Path) -> None:
+    text = write_entries([LEAK])
+    path = written(tmp_path, text)
+    with pytest.raises(SuppressionError, match=r"lowtide\.toml:5: the reason is still to be filled in: 'TODO: say why"):
+        load(path)
+    path.write_text(text.replace("TODO: say why this may stay", "fixed upstream"))
+    (after,) = load(path).apply([LEAK], TODAY).findings
+    assert after.suppressed_by == f"lowtide.toml:1: fixed upstream ({LEAK.message})"
+
+
+def test_there_is_one_entry_per_fingerprint_in_order_of_appearance(tmp_path: Path) -> None:
+    others = [msgspec.structs.replace(LEAK, fingerprint=digit * 16) for digit in "babcb"]
+    path = written(tmp_path, write_entries(others).replace("TODO", "known"))
+    assert [found.fingerprint for found in load(path).entries] == [digit * 16 for digit in "bac"]
+
+
+def test_what_is_suppressed_already_gets_no_entry() -> None:
+    assert write_entries([msgspec.structs.replace(LEAK, suppressed_by="lowtide.toml:1: known")]) == ""
+
+
+def test_any_message_is_quoted(tmp_path: Path) -> None:
+    message = 'a "b" \\ \n """ \x00 \x7f \x85 \u2028 \N{GRINNING FACE} [[suppressions]] \udcff #'
+    text = write_entries([msgspec.structs.replace(LEAK, message=message)]).replace("TODO", "known")
+    (found,) = load(written(tmp_path, text)).entries
+    assert found.reason == f"known: say why this may stay ({message})".replace("\udcff", "\\udcff")

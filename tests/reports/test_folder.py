@@ -1,0 +1,105 @@
+"""The report folder: all of it is written, each file as a whole, and what goes wrong is one clear line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from lowtide.reports import schema
+from lowtide.reports.folder import write_folder
+from lowtide.reports.html import render_html
+from lowtide.reports.junit import render_junit
+from lowtide.reports.markdown import render_markdown
+
+FILES = ["index.html", "junit.xml", "leakcheck.json", "summary.md"]
+
+
+def report(name: str = "🌊") -> schema.Report:
+    machine = schema.Machine(
+        platform="Linux", python="3.11", torch="2.13", cpus=2, memory=1 << 34, devices=(), driver="none"
+    )
+    return schema.Report(
+        schema="lowtide-report/1",
+        version="0.1.0",
+        created="now",
+        command="lowtide run",
+        machine=machine,
+        subjects=(schema.Subject(id=name, outcome="error", reason="a\r\nb"),),
+    )
+
+
+def test_the_folder_has_every_rendering_and_nothing_else(tmp_path: Path) -> None:
+    path = write_folder(report(), tmp_path / "deep" / "folder")
+    assert path == tmp_path / "deep" / "folder" / "leakcheck.json"
+    assert sorted(entry.name for entry in path.parent.iterdir()) == FILES
+    assert schema.read(path.parent) == report()
+    for name, text in (
+        ("index.html", render_html(report())),
+        ("junit.xml", render_junit(report())),
+        ("summary.md", render_markdown(report())),
+    ):
+        assert (path.parent / name).read_bytes() == text.encode()
+
+
+def test_the_junit_file_is_read_by_its_declared_encoding(tmp_path: Path) -> None:
+    root = ElementTree.parse(write_folder(report(), tmp_path).with_name("junit.xml")).getroot()
+    assert [case.get("name") for case in root.iter("testcase")] == ["🌊"]
+
+
+def test_an_older_report_is_replaced(tmp_path: Path) -> None:
+    write_folder(report("oldest"), tmp_path)
+    write_folder(report("newest"), tmp_path)
+    for name in FILES:
+        text = (tmp_path / name).read_text()
+        assert "newest" in text
+        assert "oldest" not in text
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(schema.ReportError, match=r"file/leakcheck\.json cannot be written: .*; choose another"):
+        write_folder(report(), tmp_path / "file")
+
+
+@pytest.mark.parametrize("name", ["index.html", "junit.xml", "summary.md"])
+def test_a_file_that_cannot_be_written_is_named_and_leaves_no_part(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(schema.ReportError) as raised:
+        write_folder(report(), tmp_path)
+    assert str(raised.value) == f"{tmp_path / name} cannot be written: Is a directory; choose another report folder"
+    assert [entry.name for entry in tmp_path.iterdir() if "partial" in entry.name] == []
+    # The report itself is worth more than its renderings.
+    assert schema.read(tmp_path) == report()
+
+
+def test_a_file_whose_writing_breaks_off_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_folder(report("before"), tmp_path)
+    whole = Path.write_bytes
+
+    def disk_full(path: Path, data: bytes) -> int:
+        if not path.name.startswith("index.html"):
+            return whole(path, data)
+        whole(path, data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", disk_full)
+    with pytest.raises(schema.ReportError, match=r"index\.html cannot be written: No space left on device"):
+        write_folder(report("after"), tmp_path)
+    assert (tmp_path / "index.html").read_bytes() == render_html(report("before")).encode()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == FILES
+
+
+def test_text_that_is_not_unicode_is_named(tmp_path: Path) -> None:
+    with pytest.raises(schema.ReportError) as raised:
+        write_folder(report("tests/\udc80.py"), tmp_path)
+    assert str(raised.value) == f"{tmp_path}: the report cannot be written: 'tests/\\udc80' is not Unicode text"
+
+
+def test_importing_it_does_not_load_the_template_engine() -> None:
+    code = "import sys, lowtide.reports.folder; print('jinja2' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False\n"

@@ -1,0 +1,431 @@
+"""The page: whole by itself, findings first, every field shown, and no text of a report can act as markup."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from html.parser import HTMLParser
+
+import msgspec
+import pytest
+
+from lowtide.reports import schema
+from lowtide.reports.html import DETAILED, LONGEST, MOST_ROWS, render_html
+
+VOID = {"meta", "link", "br"}
+FINDING = schema.Finding(
+    resource="tensors",
+    cause="lru-cache",
+    bytes=112 << 20,
+    count=347,
+    device="cuda:5",
+    stage="wake(7)",
+    message="did not come back [here]",
+    fingerprint="0123456789abcdef",
+    verdict="reachable",
+    holder="supports_kw",
+    path=(
+        schema.Hop(type="module", edge="layers"),
+        schema.Hop(type="functools._lru_cache_wrapper", edge=".supports_kw", suspect=True),
+    ),
+    allocated_at=(schema.Frame(file="model.py", line=1234, function="forward"),),
+    remedy=schema.Remedy(action="supports_kw.cache_clear()", returns_bytes=96 << 20),
+    suppressed_by="known.toml:3",
+    trend="growth",
+)
+REPORT = schema.Report(
+    schema="lowtide-report/1",
+    version="0.1.0",
+    created="2026-01-31T12:00:00+00:00",
+    command="lowtide run --cycles 9",
+    machine=schema.Machine(
+        platform="Linux-6",
+        python="3.11.7",
+        torch="2.13.0",
+        cpus=64,
+        memory=1 << 39,
+        devices=("NVIDIA H200", "NVIDIA H100"),
+        driver="nvml",
+    ),
+    subjects=(),
+)
+
+
+class Page(HTMLParser):
+    """A page's tags, each closed where it was opened, and its text as a reader sees it."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[tuple[tuple[str, ...], str]] = []
+        self.feed(html)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag, self.getpos()
+
+    def handle_data(self, data: str) -> None:
+        if self.open[-1:] not in ([], ["style"]):
+            self.texts.append((tuple(self.open), data))
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(text for _, text in self.texts).split())
+
+    def under(self, tag: str) -> str:
+        return "".join(text for tags, text in self.texts if tag in tags)
+
+    def count(self, tag: str) -> int:
+        return sum(name == tag for name, _ in self.tags)
+
+
+def page(*subjects: schema.Subject) -> Page:
+    return Page(render_html(msgspec.structs.replace(REPORT, subjects=subjects)))
+
+
+def subject(outcome: schema.Outcome, name: str = "test_a", **rest: object) -> schema.Subject:
+    return msgspec.structs.replace(schema.Subject(id=name, outcome=outcome), **rest)
+
+
+def readings(tensors: int = 0, threads: int = 1, ledgers: tuple[schema.Ledger, ...] = ()) -> schema.Readings:
+    return schema.Readings(
+        tensors=tensors,
+        allocated=None,
+        reserved=0,
+        arenas={"weights": tensors},
+        pinned=0,
+        host_pools=0,
+        driver=None,
+        rss=1 << 30,
+        frozen_objects=7,
+        cache_bytes=0,
+        threads=threads,
+        native_threads=2,
+        processes=0,
+        descriptors=3,
+        shared_memory=0,
+        ledgers=ledgers,
+    )
+
+
+def ledger(total: int, *, device: str = "cuda:0", **lines: int) -> schema.Ledger:
+    parts = tuple(schema.LedgerLine(name=name, bytes=size << 20) for name, size in lines.items())
+    return schema.Ledger(
+        device=device, source="nvml", total=total << 20, lines=parts, unexplained=(total - sum(lines.values())) << 20
+    )
+
+
+def stage(name: str = "create", cycle: int = 1, **sides: schema.Readings) -> schema.Stage:
+    return schema.Stage(
+        name=name,
+        cycle=cycle,
+        seconds=0.25,
+        before=sides.get("before", readings()),
+        after=sides.get("after", readings()),
+        tokens_per_second=98765.0,
+        bytes_per_second=43.2e9,
+    )
+
+
+def table_rows(html: str) -> list[list[str]]:
+    return [
+        [re.sub("<[^>]+>", "", cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row, re.DOTALL)]
+        for row in re.findall(r"<tr>(.*?)</tr>", html, re.DOTALL)
+    ]
+
+
+def test_the_header_says_what_ran_where() -> None:
+    text = page().text
+    for fact in ("0.1.0", "2026-01-31T12:00:00+00:00", "lowtide run --cycles 9", "Linux-6 · 64 cores, 512.0 GiB"):
+        assert fact in text
+    assert "NVIDIA H200, NVIDIA H100" in text
+    assert "Python 3.11.7 · torch 2.13.0" in text
+    assert "driver figures nvml" in text
+
+
+def test_an_empty_report_is_a_page_that_says_so() -> None:
+    empty = page()
+    assert "NOTHING JUDGED: no subjects" in empty.under("h1")
+    assert empty.count("table") == 0
+
+
+def test_it_starts_as_a_document_that_fits_a_phone() -> None:
+    html = render_html(REPORT)
+    assert html.startswith("<!doctype html>")
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
+    assert "@media (prefers-color-scheme: dark)" in html
+
+
+def test_nothing_is_fetched_and_nothing_runs() -> None:
+    html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("leak", findings=(FINDING,)),)))
+    written = Page(html)
+    links = [value for _, attrs in written.tags for name, value in attrs.items() if name in ("href", "src", "srcset")]
+    assert links == ["data:,", "#s0"]
+    assert written.count("script") == written.count("img") == written.count("iframe") == 0
+    assert "url(" not in html
+    assert "@import" not in html
+    assert "default-src 'none'" in html
+
+
+def test_outcomes_are_totalled() -> None:
+    outcomes: list[schema.Outcome] = ["clean", "clean", "clean", "leak", "leak", "error", "skipped"]
+    text = page(*(subject(outcome) for outcome in outcomes)).text
+    assert "3 clean 2 leak 1 error 1 skipped 0 unsupported" in text
+
+
+def test_every_field_of_a_finding_is_shown() -> None:
+    text = page(subject("leak", findings=(FINDING,))).text
+    for shown in (
+        "tensors/lru-cache 112.0 MiB",
+        "did not come back [here]",
+        "bytes 112.0 MiB (117,440,512)",
+        "count 347",
+        "device cuda:5",
+        "since stage wake(7)",
+        "verdict reachable",
+        "trend growth",
+        "held by supports_kw",
+        "path layers module .supports_kw functools._lru_cache_wrapper",
+        "allocated at model.py:1234 in forward",
+        "remedy supports_kw.cache_clear() gave back 96.0 MiB",
+        "suppressed by known.toml:3",
+        "fingerprint 0123456789abcdef",
+    ):
+        assert shown in text
+
+
+def test_what_a_finding_does_not_know_is_left_out() -> None:
+    bare = msgspec.structs.replace(
+        FINDING,
+        verdict=None,
+        holder=None,
+        path=(),
+        allocated_at=(),
+        remedy=None,
+        suppressed_by=None,
+        trend=None,
+        device="",
+    )
+    text = page(subject("leak", findings=(bare,))).text
+    assert "device — since stage wake(7) fingerprint" in text
+    assert "None" not in text
+
+
+def test_suspects_are_underlined_and_others_are_not() -> None:
+    assert page(subject("leak", findings=(FINDING,))).under("u") == ".supports_kw"
+
+
+def test_leaks_come_first_then_errors_and_the_rest_is_folded() -> None:
+    written = page(
+        subject("clean", "name-1"),
+        subject("error", "name-2", reason="the worker died"),
+        subject("skipped", "name-3", reason="no card"),
+        subject("leak", "name-4"),
+        subject("unsupported", "name-5", reason="no driver"),
+    )
+    assert re.findall(r"name-\d", written.under("h3")) == ["name-4", "name-2"]
+    assert re.findall(r"name-\d", written.under("details")) == ["name-5", "name-3", "name-1"]
+    assert "open" not in {name for tag, attrs in written.tags if tag == "details" for name in attrs}
+    for reason in ("the worker died", "no card", "no driver"):
+        assert reason in written.text
+
+
+def test_the_table_of_leaks_leads_to_each() -> None:
+    written = page(subject("clean"), subject("leak", "first"), subject("leak", "second", findings=(FINDING,)))
+    targets = [attrs["id"] for tag, attrs in written.tags if tag == "article"]
+    assert [attrs["href"] for tag, attrs in written.tags if tag == "a"] == [f"#{target}" for target in targets]
+    # Who has findings comes before who has only a reason.
+    assert re.findall("first|second", written.under("a")) == ["second", "first"]
+    assert "tensors/lru-cache · 112.0 MiB · since wake(7) · suppressed" in written.text
+
+
+def test_a_finding_of_a_clean_subject_is_shown_too() -> None:
+    written = page(subject("clean", findings=(FINDING,)))
+    assert "test_a 1 finding(s)" in written.text
+    assert "suppressed by known.toml:3" in written.text
+
+
+def test_stages_show_both_sides_in_mib_and_a_dash_for_what_is_not_known() -> None:
+    life = (stage(before=readings(0), after=readings(5 << 20, threads=4)),)
+    html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("leak", stages=life),)))
+    head = next(row for row in table_rows(html) if row[:2] == ["cycle", "stage"])
+    row = next(row for row in table_rows(html) if row[:2] == ["1", "create"])
+    cells = dict(zip(head, row, strict=True))
+    assert cells == {
+        "cycle": "1",
+        "stage": "create",
+        "tensors": "0.0 → 5.0",
+        "allocated": "—",
+        "reserved": "0.0",
+        "arena weights": "0.0 → 5.0",
+        "pinned": "0.0",
+        "host pools": "0.0",
+        "driver": "—",
+        "RSS": "1024.0",
+        "shared memory": "0.0",
+        "caches": "0.0",
+        "frozen": "7",
+        "threads": "1 → 4",
+        "native threads": "2",
+        "processes": "0",
+        "descriptors": "3",
+        "seconds": "0.250",
+        "GB/s": "43.2",
+        "tok/s": "98765",
+    }
+
+
+def test_one_byte_more_is_a_change_although_mib_do_not_show_it() -> None:
+    life = (stage(before=readings(0), after=readings(1)),)
+    html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("leak", stages=life),)))
+    assert '<td title="0 → 1 bytes">0.0 → 0.0</td>' in html
+
+
+def test_a_soak_test_shows_its_last_stages_and_says_so() -> None:
+    life = tuple(stage(cycle=cycle) for cycle in range(1, MOST_ROWS + 51))
+    html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("leak", stages=life),)))
+    cycles = [row[0] for row in table_rows(html) if row[1:2] == ["create"]]
+    assert cycles == [str(cycle) for cycle in range(51, MOST_ROWS + 51)]
+    assert f"The last {MOST_ROWS}; 50 earlier ones are in leakcheck.json." in html
+
+
+def test_the_ledger_is_that_of_the_last_cycle_and_adds_up() -> None:
+    first, later = readings(ledgers=(ledger(9, context=9),)), readings(ledgers=(ledger(8, context=3, idle=0),))
+    last = readings(ledgers=(ledger(17, context=3, arena=10),))
+    life = (stage(before=first, after=first), stage(cycle=2, before=later, after=last))
+    html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("leak", stages=life),)))
+    assert "Ledger of cuda:0, cycle 2 (MiB; this process, nvml)" in html
+    rows = table_rows(html)
+    assert rows[rows.index(["line", "before create", "create"]) :] == [
+        ["line", "before create", "create"],
+        ["context", "3.0", "3.0"],
+        ["arena", "0.0", "10.0"],
+        ["unexplained", "5.0", "4.0"],
+        ["total", "8.0", "17.0"],
+    ]
+
+
+def test_a_device_that_came_up_in_between_has_gaps_and_not_zeros() -> None:
+    life = (stage(before=readings(), after=readings(ledgers=(ledger(9, context=9),))),)
+    html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("leak", stages=life),)))
+    assert ["context", "—", "9.0"] in table_rows(html)
+    assert ["total", "—", "9.0"] in table_rows(html)
+
+
+def test_how_resources_came_back_is_shown() -> None:
+    back = schema.Return(
+        resource="driver", device="cuda:0", stage="shutdown", cycle=4, bytes=64 << 20, rung="settle", seconds=1.25
+    )
+    text = page(subject("leak", returns=(back,))).text
+    assert "cycle 4: driver on cuda:0 (64.0 MiB) at rung settle, 1.25 s after shutdown" in text
+
+
+def test_what_was_not_measured_is_one_line_with_its_reason_and_subjects() -> None:
+    missing = (schema.NotMeasured(what="driver", why="two workers on one card"),)
+    html = render_html(
+        msgspec.structs.replace(REPORT, subjects=(subject("clean", not_measured=missing),) * (DETAILED * 2))
+    )
+    assert ["driver", "two workers on one card", str(DETAILED * 2)] in table_rows(html)
+
+
+def test_of_a_single_subject_everything_is_open() -> None:
+    written = page(subject("clean", stages=(stage(),)))
+    assert [attrs for tag, attrs in written.tags if tag == "details"] == [{"open": None}] * 2
+
+
+def test_ten_thousand_clean_subjects_are_a_line_each_and_quick() -> None:
+    missing = (schema.NotMeasured(what="driver", why="two workers on one card"),)
+    many = tuple(
+        subject("clean", f"tests/test_a.py::test_b[{turn}]", stages=(stage(),), not_measured=missing)
+        for turn in range(10_000)
+    )
+    started = time.perf_counter()
+    html = render_html(msgspec.structs.replace(REPORT, subjects=many))
+    # A bound on the order of growth and no benchmark: it takes a tenth of this.
+    assert time.perf_counter() - started < 5
+    lines = [line for line in html.splitlines() if 'class="line"' in line]
+    assert len(lines) == 10_000 - DETAILED
+    assert all(line.startswith("<tr>") and line.endswith("</tr>") for line in lines)
+    assert max(map(len, lines)) < 200
+
+
+@pytest.mark.parametrize(
+    ("hostile", "shown"),
+    [
+        ("<script>alert(1)</script>", "<script>alert(1)</script>"),
+        ("\"><img src=x onerror='a'>&amp;", "\"><img src=x onerror='a'>&amp;"),
+        ("{{ 7 * 7 }}{% raw %}", "{{ 7 * 7 }}{% raw %}"),
+        ("a\0b\x1bc\x90d\udc80", "a�b�c�d�"),
+        ("a|b `c`", "a|b `c`"),
+        ("🌊 café", "🌊 café"),
+        ("x" * (1 << 20), "x" * LONGEST + "… (1,048,576 characters)"),
+    ],
+    ids=["script", "attribute", "template", "control", "markdown", "emoji", "long"],
+)
+def test_any_text_anywhere_is_shown_and_never_markup(hostile: str, shown: str) -> None:
+    html = render_html(filled(hostile))
+    written, plain = Page(html), Page(render_html(filled("y" * len(hostile))))
+    assert [tag for tag, _ in written.tags] == [tag for tag, _ in plain.tags]
+    assert [attrs.keys() for _, attrs in written.tags] == [attrs.keys() for _, attrs in plain.tags]
+    assert shown in " ".join(text for _, text in written.texts)
+    assert len(html) < 400_000
+    html.encode()
+
+
+def filled(text: str) -> schema.Report:
+    """A report with `text` wherever the schema lets any text be."""
+    finding = msgspec.structs.replace(
+        FINDING,
+        device=text,
+        stage=text,
+        message=text,
+        fingerprint=text,
+        holder=text,
+        path=(schema.Hop(type=text, edge=text), schema.Hop(type=text, edge=text, suspect=True)),
+        allocated_at=(schema.Frame(file=text, line=1, function=text),),
+        remedy=schema.Remedy(action=text, returns_bytes=1),
+        suppressed_by=text,
+    )
+    line = schema.LedgerLine(name=text, bytes=1, note=text)
+    account = schema.Ledger(device=text, source=text, total=1, lines=(line,), unexplained=0)
+    side = msgspec.structs.replace(readings(ledgers=(account,)), arenas={text: 1})
+    back = schema.Return(resource="driver", device=text, stage=text, cycle=1, bytes=1, rung="raw", seconds=0)
+    outcomes: tuple[schema.Outcome, ...] = ("leak", "clean", "skipped")
+    subjects = tuple(
+        schema.Subject(
+            id=text,
+            outcome=outcome,
+            reason=text,
+            stages=(stage(text, before=side, after=side),),
+            findings=(finding,),
+            returns=(back,),
+            not_measured=(schema.NotMeasured(what=text, why=text),),
+        )
+        for outcome in outcomes
+    )
+    # An id with nothing to tell is shown in a way of its own.
+    subjects += (schema.Subject(id=text, outcome="clean"),)
+    machine = schema.Machine(platform=text, python=text, torch=text, cpus=1, memory=1, devices=(text,), driver=text)
+    return schema.Report(
+        schema="lowtide-report/1", version=text, created=text, command=text, machine=machine, subjects=subjects
+    )
+
+
+@pytest.mark.parametrize(("length", "cut"), [(LONGEST, False), (LONGEST + 1, True)])
+def test_a_text_is_cut_only_when_it_is_longer_than_the_longest(length: int, cut: bool) -> None:
+    assert (f"… ({length:,} characters)" in page(subject("error", reason="x" * length)).text) is cut
+
+
+def test_importing_the_schema_does_not_load_the_template_engine() -> None:
+    code = "import sys, lowtide.reports.schema, lowtide.reports.html; print('jinja2' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False\n"
