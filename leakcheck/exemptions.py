@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,13 @@ def _runs(*modules: str) -> Callable[[str], bool]:
 
 def _opens(pattern: str) -> Callable[[str], bool]:
     return lambda name: re.fullmatch(pattern, name.partition(" -> ")[2]) is not None
+
+
+def _is_installed(name: str) -> bool:
+    target = name.partition(" -> ")[2]
+    return any(
+        target.startswith(f"{place}/") for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+    )
 
 
 def _multiprocessing_pipe(name: str) -> bool:
@@ -130,6 +138,12 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "the card's driver",
         "CUDA and ROCm open their devices at the first call and keep them until the process ends",
         _opens(r"/dev/(nvidia.*|kfd|dri/.*|dxg)|/proc/driver/nvidia.*"),
+    ),
+    Exemption(
+        "file-descriptors",
+        "a library's own files",
+        "fonts, tables and the like, which a library opens where it is installed when they are first asked for",
+        _is_installed,
     ),
     Exemption(
         "file-descriptors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -11,9 +11,12 @@ from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.judge import CAUSE_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.ladder import ACTIONS, Rung
-from lowtide.leakcheck.storages import Held, Key, storage_keys, tensors_over
+from lowtide.leakcheck.storages import Held, Key, is_tensor, storage_keys, tensors_over
+from lowtide.probes.reach import reach
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
+
+_SHOWN_HOLDERS = 4
 
 
 @dataclass(frozen=True)
@@ -24,22 +27,35 @@ class _Reason:
     explanation: Explanation | None
 
 
-def tensor_findings(held: Sequence[Sequence[Held]], rungs: Sequence[Rung]) -> list[Finding]:
+def tensor_findings(
+    held: Sequence[Sequence[Held]], rungs: Sequence[Rung], hints: Sequence[tuple[str, object]] = ()
+) -> list[Finding]:
     """The findings for the storages of one device that are left at the first of some steps.
 
     Args:
         held: the storages left at each step.
         rungs: the rung of each step.
+        hints: advice for what is reached from the object beside it, which the test runner keeps by design.
     """
     left = [{storage.key for storage in row} for row in held]
-    explained = _explained(left[-1] & left[0])
+    advised = _advised(hints, left[0]) if left[0] else {}
+    explained = _together(_explained(left[-1] & left[0]))
     groups: dict[str, list[tuple[Held, _Reason]]] = {}
     for storage in held[0]:
         back = next((turn for turn, keys in enumerate(left) if storage.key not in keys), None)
         reason = _Reason(None if back is None else rungs[back], explained.get(storage.key))
         groups.setdefault(_fingerprint(storage, reason), []).append((storage, reason))
-    findings = [_finding(key, group) for key, group in groups.items()]
+    findings = [_finding(key, group, advised) for key, group in groups.items()]
     return sorted(findings, key=lambda finding: -finding.bytes)
+
+
+def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, str]:
+    """The advice for those storages that are reached from what a hint is about."""
+    found: dict[Key, str] = {}
+    for advice, root in hints:
+        objects, _ = reach([root], max_objects=20_000)
+        found.update(dict.fromkeys(storage_keys(item for item in objects if is_tensor(item)) & keys, advice))
+    return found
 
 
 def restaged(finding: Finding, stage: str) -> Finding:
@@ -72,6 +88,27 @@ def _rank(explanation: Explanation) -> tuple[bool, int]:
     return not explanation.path, len(explanation.path)
 
 
+def _together(explained: dict[Key, Explanation]) -> dict[Key, Explanation]:
+    """One explanation for all that has no path and is not frozen: it is one knot that Python's collector cannot see."""
+    loose = [key for key, found in explained.items() if not found.path and found.verdict != "frozen-garbage"]
+    holders = sorted({explained[key].holder for key in loose} - {""})
+    if len(holders) < 2:
+        return explained
+    nodes = [holder for holder in holders if holder.startswith("autograd")]
+    told = [holder for holder in (nodes or holders) if holder != "native code"]
+    shown = ", ".join(told[:_SHOWN_HOLDERS]) + (
+        f" and {len(told) - _SHOWN_HOLDERS} more" if len(told) > _SHOWN_HOLDERS else ""
+    )
+    knot = Explanation(
+        verdict="native-held",
+        cause="autograd" if nodes else "native",
+        holder=f"a cycle through C++ ({shown})",
+        path=(),
+        suspects=tuple(told),
+    )
+    return {**explained, **dict.fromkeys(loose, knot)}
+
+
 def _fingerprint(storage: Held, reason: _Reason) -> str:
     if reason.rung is not None:
         suspects: tuple[str, ...] = (reason.rung.value,)
@@ -82,7 +119,7 @@ def _fingerprint(storage: Held, reason: _Reason) -> str:
     return fingerprint(resource="tensors", device=storage.key[0], stage=storage.stage, suspects=suspects)
 
 
-def _finding(mark: str, group: Sequence[tuple[Held, _Reason]]) -> Finding:
+def _finding(mark: str, group: Sequence[tuple[Held, _Reason]], advised: Mapping[Key, str]) -> Finding:
     first, reason = group[0]
     device = first.key[0]
     size = sum(storage.bytes for storage, _ in group)
@@ -104,6 +141,7 @@ def _finding(mark: str, group: Sequence[tuple[Held, _Reason]]) -> Finding:
             remedy=Remedy(action=action, returns_bytes=size),
         )
     explanation = reason.explanation
+    advice = "".join(f"; {text}" for text in sorted({advised[held.key] for held, _ in group if held.key in advised}))
     if explanation is None:
         return Finding(
             resource="tensors",
@@ -123,7 +161,7 @@ def _finding(mark: str, group: Sequence[tuple[Held, _Reason]]) -> Finding:
         count=len(group),
         device=device,
         stage=first.stage,
-        message=f"{message}, held by {explanation.holder}" if explanation.holder else message,
+        message=message + (f", held by {explanation.holder}" if explanation.holder else "") + advice,
         fingerprint=mark,
         verdict=explanation.verdict,
         holder=explanation.holder,

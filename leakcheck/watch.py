@@ -173,7 +173,7 @@ class Watch:
         ended: Sequence[Owner] = (),
         *,
         let_go: Callable[[], None] = lambda: None,
-        hints: Iterable[tuple[str, object]] = (),
+        hints: Sequence[tuple[str, object]] = (),
     ) -> Verdict:
         """The test is over, and everything that its runner held for it is let go: judge it.
 
@@ -188,7 +188,7 @@ class Watch:
         """Judge in the middle of a test: as `end`, but nothing ends."""
         return self._judge([], lambda: None, ())
 
-    def _judge(self, ended: list[Owner], let_go: Callable[[], None], hints: Iterable[tuple[str, object]]) -> Verdict:
+    def _judge(self, ended: list[Owner], let_go: Callable[[], None], hints: Sequence[tuple[str, object]]) -> Verdict:
         stage = self._births.label
         now = self._read()
         self._books.attribute(stage, now)
@@ -226,9 +226,8 @@ class Watch:
         )
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)
-        self._hints = tuple(hints)
         findings = [
-            self._findings(subject, turn, metrics=metrics, steps=steps, stage=stage)
+            self._findings(subject, turn, metrics=metrics, steps=steps, stage=stage, hints=hints)
             for turn, subject in enumerate(subjects)
         ]
         self._adopt(self._read(), steps[-1].reading.heap)
@@ -246,6 +245,7 @@ class Watch:
         metrics: Sequence[Metric[Reading]],
         steps: Sequence[Step[_Deep]],
         stage: str,
+        hints: Sequence[tuple[str, object]],
     ) -> tuple[Finding, ...]:
         own = [Step(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
         found: list[Finding] = []
@@ -259,7 +259,7 @@ class Watch:
                     ]
                     for step in steps
                 ]
-                found += tensor_findings(held, [step.rung for step in steps])
+                found += tensor_findings(held, [step.rung for step in steps], hints)
             else:
                 key = f"{finding.resource} {finding.device}".strip()
                 since = self._books.since(key, own[0].reading.items.get(key, ()))

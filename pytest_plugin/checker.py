@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from datetime import datetime, timezone
+from datetime import date, datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from _pytest.runner import call_and_report, show_test_item
 import lowtide
 from lowtide.leakcheck.owners import Owner
 from lowtide.leakcheck.readings import this_machine
+from lowtide.leakcheck.suppressions import SuppressionError, Suppressions, find, load, problems, shipped
 from lowtide.leakcheck.watch import Policy, Verdict, Watch
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.stages import Stage, listening, stage
@@ -67,6 +69,9 @@ class Checker:
         self._ended: list[FixtureOwner] = []
         self._debugged = False
         self._setup: Owner | None = None
+        self._suppressions = _suppressions(config, self.settings.suppressions)
+        self._used: set[str] = set()
+        self._problems: tuple[str, ...] = ()
         self._stages: list[str] = []
         self.subjects: list[Subject] = []
 
@@ -92,7 +97,12 @@ class Checker:
             self._close()
         if self._is_worker:
             self._config.workeroutput["lowtide"] = _encode(self.subjects)  # type: ignore[attr-defined]
+            self._config.workeroutput["lowtide_used"] = sorted(self._used)  # type: ignore[attr-defined]
             return
+        if self.subjects:
+            self._problems = self._suppression_problems()
+        if self._problems and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.settings.action == "fail" and session.exitstatus == pytest.ExitCode.OK and self._open_leaks():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._write_report()
@@ -101,12 +111,13 @@ class Checker:
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """An xdist worker is done: take what it judged outside of tests."""
         output = getattr(node, "workeroutput", None) or {}
+        self._used |= set(output.get("lowtide_used", ()))
         known = {subject.id for subject in self.subjects}
         self.subjects += [subject for subject in _decode(output.get("lowtide", "[]")) if subject.id not in known]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One line per leak."""
-        terminal.summary(terminalreporter, self.subjects, self.settings)
+        terminal.summary(terminalreporter, self.subjects, self.settings, self._problems)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
@@ -193,14 +204,16 @@ class Checker:
                 item.funcargs = None
         passed = call is not None and call.passed
         subjects = self._judge(item, ran="failed" if setup.failed or (call is not None and call.failed) else "")
-        self._deliver(item, subjects, setup, call, teardown)
+        subjects = self._deliver(item, subjects, setup, call, teardown)
         if passed:
             log(report=call)
         setattr(teardown, _SUBJECTS, _encode(subjects))
         log(report=teardown)
 
-    def _deliver(self, item: pytest.Item, subjects: Sequence[Subject], setup: Any, call: Any, teardown: Any) -> None:
-        """Make the verdict part of the test's reports."""
+    def _deliver(
+        self, item: pytest.Item, subjects: Sequence[Subject], setup: Any, call: Any, teardown: Any
+    ) -> list[Subject]:
+        """Make the verdict part of the test's reports; the subjects, with what was expected to leak marked so."""
         own, of_owners = subjects[0], subjects[1:]
         failing = self.settings.action == "fail"
         if _has_open(own):
@@ -218,8 +231,12 @@ class Checker:
                     fail_report(item, teardown, terminal.headline(subject), text)
                 else:
                     teardown.sections.append(("leakcheck", text))
-        for subject in subjects:
+        expected = getattr(call, "wasxfail", None)
+        if expected is not None:
+            own = _expected_to_leak(own, expected)
+        for subject in (own, *of_owners):
             teardown.user_properties += [("leakcheck", terminal.line(subject, finding)) for finding in subject.findings]
+        return [own, *of_owners]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
@@ -358,7 +375,7 @@ class Checker:
         excused = read_markers(item).excused
         own_setup = [] if self._setup is None else [self._setup]
         try:
-            verdict = self.watch.end([*own_setup, *ended], let_go=release_warnings, hints=hints(item))
+            verdict = self.watch.end([*own_setup, *ended], let_go=release_warnings, hints=tuple(hints(item)))
         except Exception as error:  # noqa: BLE001 - a checker that fails must say so, and for this test only
             return [Subject(id=item.nodeid, outcome="error", reason=f"lowtide could not judge this test: {error!r}")]
         if excused or self._debugged:
@@ -382,7 +399,21 @@ class Checker:
         return Subject(id=name, outcome="leak" if leaks else "clean", findings=tuple(findings))
 
     def _suppressed(self, findings: Sequence[Finding]) -> Sequence[Finding]:
-        return findings
+        applied = self._suppressions.apply(findings, date.today())
+        self._used |= applied.used
+        return applied.findings
+
+    def _suppression_problems(self) -> tuple[str, ...]:
+        """Expired entries, and after a run of everything the unused ones too."""
+        entries = self._suppressions.entries
+        used = self._used if self._ran_everything() else {entry.id for entry in entries}
+        return problems(entries, used, date.today())
+
+    def _ran_everything(self) -> bool:
+        """Whether no test was left out of this run, as far as the command line tells."""
+        option = self._config.option
+        narrowed = any(getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "stepwise"))
+        return not narrowed and not any("::" in text or text.endswith(".py") for text in self._config.args)
 
     def _open_leaks(self) -> list[Subject]:
         return [subject for subject in self.subjects if _has_open(subject) or subject.outcome == "error"]
@@ -399,6 +430,15 @@ def _has_open(subject: Subject) -> bool:
     return any(finding.suppressed_by is None for finding in subject.findings)
 
 
+def _expected_to_leak(subject: Subject, reason: str) -> Subject:
+    """The same, where the test is marked as expected to fail."""
+    findings = tuple(
+        msgspec.structs.replace(finding, suppressed_by=finding.suppressed_by or f"xfail: {reason}")
+        for finding in subject.findings
+    )
+    return msgspec.structs.replace(subject, findings=findings, outcome="clean")
+
+
 def _was_skipped(setup: Any, call: Any) -> bool:
     """Whether a test was skipped, before or in its call; one that failed as expected was not."""
     last = setup if call is None else call
@@ -411,6 +451,20 @@ def _encode(subjects: Sequence[Subject]) -> str:
 
 def _decode(text: str) -> list[Subject]:
     return msgspec.json.decode(text, type=list[Subject])
+
+
+def _suppressions(config: pytest.Config, given: Path | None) -> Suppressions:
+    """The user's entries, then the shipped ones.
+
+    Raises:
+        pytest.UsageError: a file cannot be used.
+    """
+    try:
+        path = given or find(config.rootpath)
+        own = load(path).entries if path is not None else ()
+    except SuppressionError as error:
+        raise pytest.UsageError(f"--leakcheck-suppressions: {error}") from None
+    return Suppressions((*own, *shipped().entries))
 
 
 def _workers(config: pytest.Config) -> int:

@@ -43,8 +43,10 @@ def not_judged(settings: Settings, *, shares_card: bool) -> Iterator[str]:
         yield "cheaply (this interpreter's collector has no young generations): each test costs a walk of the heap"
 
 
-def summary(reporter: pytest.TerminalReporter, subjects: Sequence[Subject], settings: Settings) -> None:
-    """The section at the end of the run."""
+def summary(
+    reporter: pytest.TerminalReporter, subjects: Sequence[Subject], settings: Settings, problems: Sequence[str]
+) -> None:
+    """The section at the end of the run; `problems` are those of the suppressions."""
     shown = [subject for subject in subjects if subject.findings or subject.outcome == "error"]
     skipped = [subject for subject in subjects if subject.outcome == "skipped"]
     leaking = [subject for subject in subjects if subject.outcome == "leak"]
@@ -58,6 +60,8 @@ def summary(reporter: pytest.TerminalReporter, subjects: Sequence[Subject], sett
             known = finding.suppressed_by is not None
             word = "known" if known else ("LEAK" if settings.action == "fail" else "warning")
             reporter.write_line(f"{word} {line(subject, finding)}", yellow=known, red=not known)
+    for problem in problems:
+        reporter.write_line(f"SUPPRESSION {problem}", red=True)
     judged = len(subjects) - len(skipped)
     counts = f"{judged} judged, {len(leaking)} with leaks"
     if skipped:
