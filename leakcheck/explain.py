@@ -211,10 +211,11 @@ _TELLING: tuple[tuple[Cause, Callable[[Path], bool]], ...] = (
 
 def _holder(path: Path, first: int) -> str:
     """The path as code from its root, up to where a cache or closure holds on to all that follows."""
-    if path.root_kind == "frame":
+    if path.root_kind == "frame" and path.steps:
         function, _, place = path.root_name.partition(" in ")
-        variable = path.steps[0].edge.removeprefix("f_locals[").removesuffix("]") if path.steps else ""
-        frame = f"local {variable} of {function}() in {place}"
+        variable = path.steps[0].edge.removeprefix("f_locals[").removeprefix("f_globals[").removesuffix("]")
+        sort = "local" if path.steps[0].kind == "frame-local" else "global"
+        frame = f"{sort} {variable} of {function}() in {place}"
         return f"thread '{path.thread}', {frame}" if path.thread else frame
     if path.root_kind in ("thread", "context"):
         return path.root

@@ -6,6 +6,7 @@ before it measures destroys it.
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import functools
 import gc
@@ -42,7 +43,7 @@ ACTIONS = {
     Rung.CLEAR_CACHES: "cache_clear() on every functools cache",
     Rung.RESET_COMPILED: "torch._dynamo.reset()",
     Rung.CLEAR_WORKSPACES: "torch._C._cuda_clearCublasWorkspaces()",
-    Rung.CLEAR_HOST_CACHE: "torch._C._host_emptyCache()",
+    Rung.CLEAR_HOST_CACHE: "malloc_trim(0); torch._C._host_emptyCache()",
 }
 """What each rung does, as code that a user could run; `raw` and `settle` do nothing but look and wait."""
 
@@ -162,10 +163,20 @@ def release(rung: Rung) -> bool:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
     elif rung is Rung.CLEAR_HOST_CACHE:
-        if not on_card:
-            return False
-        torch._C._host_emptyCache()
+        trimmed = _trim_heap()
+        if on_card:
+            torch._C._host_emptyCache()
+        return trimmed or on_card
     else:
+        return False
+    return True
+
+
+def _trim_heap() -> bool:
+    """Give the free parts of the C library's heap back to the kernel; False where it is not glibc."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except AttributeError:
         return False
     return True
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 
+import msgspec
+
 from lowtide.leakcheck.books import Books, Subject
 from lowtide.leakcheck.cards import Cards
 from lowtide.leakcheck.judge import excesses, judge
@@ -37,6 +39,8 @@ LONGEST_WAIT = 60.0
 
 _PINNED_DRIFT = 64 << 10
 """Bytes by which torch's count of pinned memory in use moves by itself."""
+
+_SHOWN_NAMES = 3
 
 _WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory")
 
@@ -263,7 +267,8 @@ class Watch:
             else:
                 key = f"{finding.resource} {finding.device}".strip()
                 since = self._books.since(key, own[0].reading.items.get(key, ()))
-                found.append(restaged(finding, subject.stage if subject is not None else since or stage))
+                dated = restaged(finding, subject.stage if subject is not None else since or stage)
+                found.append(msgspec.structs.replace(dated, holder=_listed(own[0].reading.items.get(key, ()))))
         return tuple(found)
 
     def _deep(self, subjects: Sequence[Subject], ended: Sequence[Owner]) -> _Deep:
@@ -406,6 +411,13 @@ class Watch:
         if self._driver is None:
             self._driver = find_driver()
         return self._driver
+
+
+def _listed(names: Iterable[str]) -> str | None:
+    """The first of some names, as a finding's holder."""
+    listed = sorted(names)
+    more = f" and {len(listed) - _SHOWN_NAMES} more" if len(listed) > _SHOWN_NAMES else ""
+    return ", ".join(listed[:_SHOWN_NAMES]) + more if listed else None
 
 
 def _devices(now: Counters) -> list[str]:

@@ -691,9 +691,13 @@ def _of_cache(way: Sequence[Any]) -> _Edge | None:
         return _cache_entry(held, way[2], 2) if type(held) is dict and len(way) > 2 else None
     for entries in gc.get_referents(cache):
         # Its dict leads from the keys to links of a type of their own, which hold the results.
-        if type(entries) is dict and any(type(link).__name__ == "_lru_list_elem" for link in entries.values()):
+        if type(entries) is dict and any(map(_is_cache_link, entries.values())):
             return _cache_entry(entries, held, 1)
     return None
+
+
+def _is_cache_link(item: object) -> bool:
+    return type_name(type(item)) == "functools._lru_list_elem"
 
 
 def _cache_entry(entries: dict[object, object], held: object, references: int) -> _Edge:
@@ -706,7 +710,7 @@ def _of_context(way: Sequence[Any]) -> _Edge | None:
     """A copied context: its variables, past the tree in which it keeps them."""
     if type(way[0]) is not Context:
         return None
-    references = next((place for place, item in enumerate(way) if place and type(item).__name__ not in _HAMT), 0)
+    references = next((place for place, item in enumerate(way) if place and type_name(type(item)) not in _HAMT), 0)
     for variable, value in way[0].items():
         if references and value is way[references]:
             return _Edge(f"[{variable.name!r}]", "context-variable", references)

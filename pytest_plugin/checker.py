@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import traceback
 from collections.abc import Generator, Iterator, Sequence
 from datetime import date, datetime, timezone
 from pathlib import Path
@@ -63,7 +64,7 @@ class Checker:
             _insist_on_a_card()
         self._imports = ImportWatch(self.watch.enter, self.watch.leave)
         self._is_open = False
-        self._item: pytest.Item | None = None
+        self._failure = ""
         self._owns_protocol = False
         self._owners: dict[int, FixtureOwner] = {}
         self._ended: list[FixtureOwner] = []
@@ -203,7 +204,7 @@ class Checker:
                 item._request = False
                 item.funcargs = None
         passed = call is not None and call.passed
-        subjects = self._judge(item, ran="failed" if setup.failed or (call is not None and call.failed) else "")
+        subjects = self._judge(item)
         subjects = self._deliver(item, subjects, setup, call, teardown)
         if passed:
             log(report=call)
@@ -216,7 +217,7 @@ class Checker:
         """Make the verdict part of the test's reports; the subjects, with what was expected to leak marked so."""
         own, of_owners = subjects[0], subjects[1:]
         failing = self.settings.action == "fail"
-        if _has_open(own):
+        if _is_bad(own):
             text = terminal.details(own, self._config.get_verbosity())
             if call is not None and call.passed and failing:
                 fail_report(item, call, terminal.headline(own), text)
@@ -225,7 +226,7 @@ class Checker:
             else:
                 (call or setup).sections.append(("leakcheck", text))
         for subject in of_owners:
-            if _has_open(subject):
+            if _is_bad(subject):
                 text = terminal.details(subject, self._config.get_verbosity())
                 if failing and not teardown.failed:
                     fail_report(item, teardown, terminal.headline(subject), text)
@@ -245,43 +246,41 @@ class Checker:
             self.watch.open()
             self._imports.install()
             self._is_open = True
-        self._item = item
         self._debugged = False
-        markers = read_markers(item)
-        tolerance = None if self.settings.tolerance_is_final else markers.tolerance
-        self.watch.begin("setup", tolerance)
-        self._imports.active = True
+        self._failure = ""
         self._setup = None
+        tolerance = None if self.settings.tolerance_is_final else read_markers(item).tolerance
+        with self._guarded():
+            self.watch.begin("setup", tolerance)
+            self._imports.active = True
         if "leakcheck" not in getattr(item, "fixturenames", ()):
             with listening(self):
                 yield
             return
         # For `leakcheck.check()` in the middle, what the test's fixtures hold is nothing that must be back.
         self._setup = Owner("the test's fixtures")
-        self.watch.enter(self._setup)
-        try:
-            with listening(self):
-                yield
-        finally:
-            self.watch.leave()
+        with self._owned_by(self._setup), listening(self):
+            yield
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self) -> Generator[None, None, None]:
         """What appears from here on is the call's."""
-        self.watch.phase("call")
+        with self._guarded():
+            self.watch.phase("call")
         with listening(self):
             yield
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
         """The outermost part of the teardown; where another plugin runs the test, the verdict too."""
-        self.watch.phase("teardown")
+        with self._guarded():
+            self.watch.phase("teardown")
         with listening(self):
             yield
         if not self._owns_protocol:
-            subjects = self._judge(item, ran="")
+            subjects = self._judge(item)
             item.stash[_PENDING] = _encode(subjects)
-            leaks = [subject for subject in subjects if _has_open(subject)]
+            leaks = [subject for subject in subjects if _is_bad(subject)]
             if leaks and self.settings.action == "fail":
                 raise LeakFailure("\n".join(terminal.details(leak, self._config.get_verbosity()) for leak in leaks))
 
@@ -317,12 +316,11 @@ class Checker:
         if fixturedef.scope == "function" or not self._is_open:
             return (yield)
         owner = FixtureOwner(fixturedef, request)
-        self.watch.enter(owner)
         try:
-            return (yield)
+            with self._owned_by(owner):
+                return (yield)
         finally:
             owner.was_set_up()
-            self.watch.leave()
             self._owners[id(fixturedef)] = owner
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
@@ -348,7 +346,7 @@ class Checker:
             LeakFailure: something is not back, and a leak fails.
         """
         subject = self._subject("the test so far", self.watch.check().findings)
-        if _has_open(subject) and self.settings.action == "fail":
+        if _is_bad(subject) and self.settings.action == "fail":
             raise LeakFailure(terminal.details(subject, self._config.get_verbosity()))
         return subject.findings
 
@@ -356,28 +354,55 @@ class Checker:
         """An engine says where it is in its life."""
         if stage.thread == _MAIN_THREAD:
             self._stages.append(self.watch.stage_now)
-            self.watch.stage("/".join(stage.path))
+            with self._guarded():
+                self.watch.stage("/".join(stage.path))
 
     def stage_left(self, stage: Stage, error: BaseException | None) -> None:
         """And that it is there no more."""
         if stage.thread == _MAIN_THREAD:
-            self.watch.stage(self._stages.pop())
+            with self._guarded():
+                self.watch.stage(self._stages.pop())
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """A reading that fails must not keep a test from being set up or torn down; its verdict says so."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this checker's
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            self._failure = self._failure or f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"
+
+    @contextlib.contextmanager
+    def _owned_by(self, owner: Owner) -> Iterator[None]:
+        """What appears in the block is the owner's."""
+        entered = False
+        with self._guarded():
+            self.watch.enter(owner)
+            entered = True
+        try:
+            yield
+        finally:
+            if entered:
+                with self._guarded():
+                    self.watch.leave()
 
     def _take_ended(self) -> list[FixtureOwner]:
         ended, self._ended = self._ended, []
         return ended
 
-    def _judge(self, item: pytest.Item, ran: str) -> list[Subject]:
+    def _judge(self, item: pytest.Item) -> list[Subject]:
         """The test's subject, then one for each fixture that ended and left something."""
         self._imports.active = False
         ended = self._take_ended()
         release_test(item)
         excused = read_markers(item).excused
         own_setup = [] if self._setup is None else [self._setup]
-        try:
+        verdict = Verdict()
+        with self._guarded():
             verdict = self.watch.end([*own_setup, *ended], let_go=release_warnings, hints=tuple(hints(item)))
-        except Exception as error:  # noqa: BLE001 - a checker that fails must say so, and for this test only
-            return [Subject(id=item.nodeid, outcome="error", reason=f"lowtide could not judge this test: {error!r}")]
+        if self._failure:
+            reason = f"lowtide could not judge this test: {self._failure}"
+            return [Subject(id=item.nodeid, outcome="error", reason=reason)]
         if excused or self._debugged:
             reason = excused or "a debugger was entered, which holds the test's frames"
             own = Subject(id=item.nodeid, outcome="skipped", reason=reason)
@@ -416,7 +441,7 @@ class Checker:
         return not narrowed and not any("::" in text or text.endswith(".py") for text in self._config.args)
 
     def _open_leaks(self) -> list[Subject]:
-        return [subject for subject in self.subjects if _has_open(subject) or subject.outcome == "error"]
+        return [subject for subject in self.subjects if _is_bad(subject)]
 
     def _record(self, subjects: Sequence[Subject]) -> None:
         self.subjects += subjects
@@ -426,8 +451,9 @@ _PENDING = pytest.StashKey[str]()
 _MAIN_THREAD = threading.main_thread().ident
 
 
-def _has_open(subject: Subject) -> bool:
-    return any(finding.suppressed_by is None for finding in subject.findings)
+def _is_bad(subject: Subject) -> bool:
+    """Whether it left something that is not known, or could not be judged."""
+    return subject.outcome == "error" or any(finding.suppressed_by is None for finding in subject.findings)
 
 
 def _expected_to_leak(subject: Subject, reason: str) -> Subject:

@@ -47,6 +47,7 @@ def read_settings(config: pytest.Config) -> Settings:
     Raises:
         pytest.UsageError: one of them makes no sense; the message says where it came from and what is allowed.
     """
+    _check_rootdir(config)
     return Settings(
         tolerance=_read(config, "tolerance", parse_bytes, 0),
         tolerance_is_final=config.getoption("leakcheck_tolerance") is not None,
@@ -116,6 +117,22 @@ def _read(config: pytest.Config, name: str, parse: Callable[[Any], T], default: 
         return parse(given)
     except ValueError as error:
         raise pytest.UsageError(f"{source}: {error}") from None
+
+
+def _check_rootdir(config: pytest.Config) -> None:
+    """Refuse a run whose rootdir is wrong because of one of our options.
+
+    Before it knows a plugin's options, pytest takes an existing path behind one of them for a place of tests, and looks
+    for its rootdir and configuration there.
+    """
+    arguments = [str(argument) for argument in config.invocation_params.args]
+    here = config.invocation_params.dir
+    for option, value in zip(arguments, arguments[1:], strict=False):
+        if option in ("--leakcheck-report", "--leakcheck-suppressions") and not here.is_relative_to(config.rootpath):
+            raise pytest.UsageError(
+                f"{option} {value}: because of this path pytest takes {config.rootpath} for its rootdir; "
+                f"write {option}={value}"
+            )
 
 
 def _seconds(text: str) -> float:

@@ -74,12 +74,15 @@ def summary(
 def line(subject: Subject, finding: Finding) -> str:
     """One leak on one line: test, resource, bytes, holder."""
     amount = format_bytes(finding.bytes) if finding.bytes else str(finding.count)
-    holder = f" held by {finding.holder}" if finding.holder else ""
+    by = "held by " if finding.path or finding.resource == "tensors" else ""
+    holder = f" {by}{finding.holder}" if finding.holder else ""
     return f"{subject.id} {finding.resource}/{finding.cause} {amount}{holder}"
 
 
 def headline(subject: Subject) -> str:
     """What stands behind FAILED in pytest's summary."""
+    if subject.outcome == "error":
+        return subject.reason
     first = next(finding for finding in subject.findings if finding.suppressed_by is None)
     others = len(subject.findings) - 1
     more = f" (and {others} more)" if others else ""
@@ -88,6 +91,8 @@ def headline(subject: Subject) -> str:
 
 def details(subject: Subject, verbosity: int) -> str:
     """Everything about a subject's leaks; paths and stacks in full with `-v`."""
+    if subject.outcome == "error":
+        return f"{subject.id}: {subject.reason}"
     lines = [f"{subject.id} left something behind:"]
     for finding in subject.findings:
         if finding.suppressed_by is not None:

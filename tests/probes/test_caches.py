@@ -7,6 +7,7 @@ import gc
 import sys
 import types
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -168,6 +169,13 @@ def _weak() -> object:
 
 
 _keep: list[torch.Tensor] = []
+
+
+@pytest.fixture(autouse=True)
+def _let_go() -> Iterator[None]:
+    yield
+    _keep.clear()
+    _other_cache.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,13 @@ class RaisesOnLeaving(Recorder):
         raise LookupError("leaving failed")
 
 
+@pytest.fixture
+def _nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even `--leakcheck`, where this suite runs under it."""
+    monkeypatch.setattr(stages, "_listeners", ())
+
+
+@pytest.mark.usefixtures("_nobody_listens")
 def test_without_a_listener_every_stage_is_the_same_object() -> None:
     assert stage("create") is stage("infer")
 
@@ -247,6 +254,7 @@ def test_under_torchs_profiler_a_stage_is_an_event() -> None:
     assert {"lowtide:create", "lowtide:create/load_weights"} <= names
 
 
+@pytest.mark.usefixtures("_nobody_listens")
 def test_after_the_profiler_stages_are_free_again() -> None:
     with torch.profiler.profile():
         pass
