@@ -5,8 +5,23 @@ The folders at the top of the repository are the product; this package is the on
 anything heavy.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from lowtide.probes.stages import stage
+
+if TYPE_CHECKING:
+    from lowtide.leakcheck.check import LeakCheck
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "stage"]
+__all__ = ["LeakCheck", "__version__", "stage"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LeakCheck":
+        from lowtide.leakcheck.check import LeakCheck
+
+        return LeakCheck
+    raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

@@ -27,8 +27,9 @@ from lowtide.pytest_plugin.imports import ImportWatch
 from lowtide.pytest_plugin.retention import hints, release_test, release_warnings
 from lowtide.pytest_plugin.scopes import FixtureOwner
 from lowtide.pytest_plugin.settings import read_markers, read_settings
+from lowtide.pytest_plugin.stage_records import MOST_STAGES, StageRecords
 from lowtide.reports.folder import write_folder
-from lowtide.reports.schema import Finding, Report, ReportError, Subject
+from lowtide.reports.schema import Finding, NotMeasured, Report, ReportError, Subject
 
 _SUBJECTS = "lowtide_subjects"
 """The attribute under which a test's report carries what was judged, as JSON, also from an xdist worker."""
@@ -70,6 +71,7 @@ class Checker:
         self._ended: list[FixtureOwner] = []
         self._debugged = False
         self._setup: Owner | None = None
+        self._records: StageRecords | None = None
         self._suppressions = _suppressions(config, self.settings.suppressions)
         self._used: set[str] = set()
         self._problems: tuple[str, ...] = ()
@@ -249,6 +251,7 @@ class Checker:
         self._debugged = False
         self._failure = ""
         self._setup = None
+        self._records = StageRecords(card=self.settings.device != "cpu") if self.settings.report is not None else None
         tolerance = None if self.settings.tolerance_is_final else read_markers(item).tolerance
         with self._guarded():
             self.watch.begin("setup", tolerance)
@@ -333,7 +336,10 @@ class Checker:
     def stage(self, name: str) -> Iterator[None]:
         """A stage of a test, with threads, descriptors and levels attributed to it as well."""
         self.watch.phase(self.watch.stage_now)
-        with stage(name):
+        with contextlib.ExitStack() as stack:
+            if self._records is not None:
+                stack.enter_context(self._records.record(name))
+            stack.enter_context(stage(name))
             try:
                 yield
             finally:
@@ -409,6 +415,11 @@ class Checker:
         else:
             of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
             own = self._subject(item.nodeid, [*verdict.findings, *of_setup])
+        if self._records is not None:
+            own = msgspec.structs.replace(
+                own, stages=tuple(self._records.stages), not_measured=_left_out(self._records)
+            )
+            self._records.close()
         return [own, *self._owner_subjects(verdict, ended)]
 
     def _owner_subjects(self, verdict: Verdict, ended: Sequence[FixtureOwner]) -> list[Subject]:
@@ -454,6 +465,14 @@ _MAIN_THREAD = threading.main_thread().ident
 def _is_bad(subject: Subject) -> bool:
     """Whether it left something that is not known, or could not be judged."""
     return subject.outcome == "error" or any(finding.suppressed_by is None for finding in subject.findings)
+
+
+def _left_out(records: StageRecords) -> tuple[NotMeasured, ...]:
+    if not records.left_out:
+        return ()
+    return (
+        NotMeasured(what=f"{records.left_out} further stages", why=f"a test's first {MOST_STAGES} stages are recorded"),
+    )
 
 
 def _expected_to_leak(subject: Subject, reason: str) -> Subject:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ def _check_rootdir(config: pytest.Config) -> None:
     """
     arguments = [str(argument) for argument in config.invocation_params.args]
     here = config.invocation_params.dir
-    for option, value in zip(arguments, arguments[1:], strict=False):
+    for option, value in itertools.pairwise(arguments):
         if option in ("--leakcheck-report", "--leakcheck-suppressions") and not here.is_relative_to(config.rootpath):
             raise pytest.UsageError(
                 f"{option} {value}: because of this path pytest takes {config.rootpath} for its rootdir; "

@@ -210,6 +210,10 @@ class Machine(_Record, frozen=True, kw_only=True):
     driver: str
 
 
+class LeaksFoundError(AssertionError):
+    """A report has findings that nobody has suppressed; the message lists them."""
+
+
 class Report(_Record, frozen=True, kw_only=True):
     """One run of lowtide."""
 
@@ -219,6 +223,22 @@ class Report(_Record, frozen=True, kw_only=True):
     command: str
     machine: Machine
     subjects: tuple[Subject, ...]
+
+    def raise_for_leaks(self) -> None:
+        """Does nothing if everything came back.
+
+        Raises:
+            LeaksFoundError: something did not, or could not be judged.
+        """
+        lines = [
+            f"{subject.id}: {finding.resource}/{finding.cause}: {finding.message}"
+            for subject in self.subjects
+            for finding in subject.findings
+            if finding.suppressed_by is None
+        ]
+        lines += [f"{subject.id}: {subject.reason}" for subject in self.subjects if subject.outcome == "error"]
+        if lines:
+            raise LeaksFoundError("\n".join(lines))
 
 
 def exit_code(report: Report) -> int:

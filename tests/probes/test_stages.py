@@ -50,14 +50,9 @@ class RaisesOnLeaving(Recorder):
         raise LookupError("leaving failed")
 
 
-@pytest.fixture
-def _nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even `--leakcheck`, where this suite runs under it."""
+def test_without_a_listener_every_stage_is_the_same_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not even `--leakcheck`, where this suite runs under it.
     monkeypatch.setattr(stages, "_listeners", ())
-
-
-@pytest.mark.usefixtures("_nobody_listens")
-def test_without_a_listener_every_stage_is_the_same_object() -> None:
     assert stage("create") is stage("infer")
 
 
@@ -254,8 +249,8 @@ def test_under_torchs_profiler_a_stage_is_an_event() -> None:
     assert {"lowtide:create", "lowtide:create/load_weights"} <= names
 
 
-@pytest.mark.usefixtures("_nobody_listens")
-def test_after_the_profiler_stages_are_free_again() -> None:
+def test_after_the_profiler_stages_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_listeners", ())
     with torch.profiler.profile():
         pass
     assert stage("a") is stage("b")

@@ -1,0 +1,101 @@
+"""`LeakCheck`: the judgement of `pytest --leakcheck` around any block of code."""
+
+from __future__ import annotations
+
+import gc
+import shlex
+import sys
+import threading
+from contextlib import ExitStack
+from datetime import datetime, timezone
+from types import TracebackType
+
+import lowtide
+from lowtide.leakcheck.readings import this_machine
+from lowtide.leakcheck.watch import Policy, Watch
+from lowtide.probes.device.driver import find_driver
+from lowtide.probes.stages import Stage, listening
+from lowtide.reports.schema import Outcome, Report, Subject
+
+
+class LeakCheckError(RuntimeError):
+    """`LeakCheck` was used in a way that cannot work; the message says what would."""
+
+
+class LeakCheck:
+    """What a block of code leaves behind: `with LeakCheck() as check: …`, then `check.report`.
+
+    Local variables of the block outlive it: delete those that hold what should be gone, or put the code into a
+    function. Stages that the code marks with `lowtide.stage` are those of its findings. Blocks do not nest.
+
+    Args:
+        name: what to call the block in the report.
+        tolerance: bytes that may stay of each resource.
+        settle: seconds without movement after which waiting for threads, processes or the driver ends.
+    """
+
+    def __init__(self, name: str = "block", *, tolerance: int = 0, settle: float = 0.5) -> None:
+        self._name = name
+        self._watch = Watch(Policy(tolerance=tolerance, settle=settle))
+        self._stack = ExitStack()
+        self._report: Report | None = None
+        self._outer: list[str] = []
+
+    def __enter__(self) -> LeakCheck:
+        # What is garbage already must not come back during the block.
+        gc.collect()
+        self._watch.open()
+        self._stack.callback(self._watch.close)
+        self._stack.enter_context(listening(self))
+        self._watch.begin("block")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with self._stack:
+            if error is not None:
+                # Its traceback holds the frames of the block: nothing can be said yet.
+                self._report = self._reported(
+                    Subject(id=self._name, outcome="error", reason=f"the block raised {type(error).__name__}")
+                )
+                return
+            findings = self._watch.end().findings
+            outcome: Outcome = "leak" if findings else "clean"
+            self._report = self._reported(Subject(id=self._name, outcome=outcome, findings=findings))
+
+    @property
+    def report(self) -> Report:
+        """What was found.
+
+        Raises:
+            LeakCheckError: the block has not ended.
+        """
+        if self._report is None:
+            raise LeakCheckError("there is no report before the block has ended: ask for it after the with statement")
+        return self._report
+
+    def stage_entered(self, stage: Stage) -> None:
+        """What appears from here on appeared in this stage."""
+        if stage.thread == threading.main_thread().ident:
+            self._outer.append(self._watch.stage_now)
+            self._watch.phase("/".join(stage.path))
+
+    def stage_left(self, stage: Stage, error: BaseException | None) -> None:
+        """And from here on in the one around it."""
+        if stage.thread == threading.main_thread().ident:
+            self._watch.phase(self._outer.pop())
+
+    def _reported(self, subject: Subject) -> Report:
+        driver = find_driver()
+        try:
+            return Report(
+                schema="lowtide-report/1",
+                version=lowtide.__version__,
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                command=shlex.join(sys.argv),
+                machine=this_machine(driver),
+                subjects=(subject,),
+            )
+        finally:
+            driver.close()

@@ -1,0 +1,70 @@
+"""The stages of one test with the readings on both sides of each, for the report."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+from lowtide.leakcheck.readings import to_readings
+from lowtide.probes.device.driver import Driver, find_driver
+from lowtide.probes.device.torch_allocator import has_context, initialized_torch
+from lowtide.probes.snapshot import Snapshot, take_snapshot
+from lowtide.reports.schema import Stage
+
+MOST_STAGES = 32
+"""Stages of one test with readings; each reading goes through the heap, and a loop may have thousands."""
+
+
+class StageRecords:
+    """Collects the stages of one test.
+
+    Args:
+        card: whether to read cards.
+    """
+
+    def __init__(self, *, card: bool) -> None:
+        self._card = card
+        self._driver: Driver | None = None
+        self.stages: list[Stage] = []
+        self.left_out = 0
+
+    @contextlib.contextmanager
+    def record(self, name: str) -> Iterator[None]:
+        """The block is one stage."""
+        if len(self.stages) >= MOST_STAGES:
+            self.left_out += 1
+            yield
+            return
+        before = self._snapshot()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            after = self._snapshot()
+            device = f"cuda:{self._cards()[0]}" if self._cards() else "cpu"
+            self.stages.append(
+                Stage(
+                    name=name,
+                    cycle=1,
+                    seconds=seconds,
+                    before=to_readings(before, device, ()),
+                    after=to_readings(after, device, ()),
+                )
+            )
+
+    def close(self) -> None:
+        """Let go of the driver; legal twice."""
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+
+    def _snapshot(self) -> Snapshot:
+        if self._driver is None:
+            self._driver = find_driver()
+        return take_snapshot(driver=self._driver, devices=self._cards())
+
+    def _cards(self) -> list[int]:
+        torch = initialized_torch() if self._card else None
+        return [] if torch is None else [i for i in range(torch.cuda.device_count()) if has_context(torch, i)]
