@@ -24,7 +24,7 @@ from lowtide.probes.stages import Stage, listening, stage
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.failures import LeakFailure, fail_report
 from lowtide.pytest_plugin.imports import ImportWatch
-from lowtide.pytest_plugin.retention import hints, release_test, release_warnings
+from lowtide.pytest_plugin.retention import clear_tracebacks, hints, release_test, release_warnings
 from lowtide.pytest_plugin.scopes import FixtureOwner
 from lowtide.pytest_plugin.settings import read_markers, read_settings
 from lowtide.pytest_plugin.stage_records import MOST_STAGES, StageRecords
@@ -72,6 +72,7 @@ class Checker:
         self._debugged = False
         self._setup: Owner | None = None
         self._records: StageRecords | None = None
+        self._raised: list[BaseException] = []
         self._suppressions = _suppressions(config, self.settings.suppressions)
         self._used: set[str] = set()
         self._problems: tuple[str, ...] = ()
@@ -289,8 +290,10 @@ class Checker:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Generator[None, Any, Any]:
-        """Where another plugin runs the test, its teardown's report carries what was judged."""
+        """Note what was raised; where another plugin runs the test, its teardown's report carries what was judged."""
         report = yield
+        if call.excinfo is not None:
+            self._raised.append(call.excinfo.value)
         if call.when == "teardown" and _PENDING in item.stash:
             setattr(report, _SUBJECTS, item.stash[_PENDING])
             for subject in _decode(item.stash[_PENDING]):
@@ -401,6 +404,8 @@ class Checker:
         self._imports.active = False
         ended = self._take_ended()
         release_test(item)
+        clear_tracebacks(self._raised)
+        self._raised.clear()
         excused = read_markers(item).excused
         own_setup = [] if self._setup is None else [self._setup]
         verdict = Verdict()
