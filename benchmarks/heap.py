@@ -1,8 +1,9 @@
 """What a path to a leak costs: the forward walk against objgraph's backward search, on the same heaps in the same run.
 
-Each heap has 20 leaked tensors 13 references below a module: a bushy heap, the same after `gc.freeze()`, one in which
-the filling refers to what holds the tensors, so that a search backwards meets all of it (wide fan-in), and a larger
-bushy one. Each case in a process of its own; `extra_bytes` is the growth of the process's peak.
+Each heap has 20 leaked tensors 13 references below a module: a bushy heap, in which some other objects refer to each
+holder on the way, the same after `gc.freeze()`, one in which all objects refer to what holds the tensors, so that a
+search backwards meets the whole heap (wide fan-in), and a larger bushy one. Each case in a process of its own;
+`extra_bytes` is the growth of the process's peak.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from lowtide.probes.heap import find_paths
 
 LEAKS = 20
 DEPTH = 13
+# How many objects of the filling refer to each holder on the way to a leak, in a bushy heap.
+REFERRERS = 6
 
 
 class Node:
@@ -40,7 +43,7 @@ def build(objects: int, shape: str) -> Any:
     module: Any = types.ModuleType("leaky")
     sys.modules["leaky"] = module
     module.registry = {}
-    innermost = []
+    holders = []
     for name in range(LEAKS):
         held: Any = torch.zeros(1)
         for level in range((DEPTH - 3) // 2):
@@ -48,8 +51,8 @@ def build(objects: int, shape: str) -> Any:
             node.child = [held]
             node.others = {"child": node.child}
             held = node
-            if level == 0:
-                innermost.append(node)
+            if level == 0 or shape == "bushy":
+                holders.append(node)
         module.registry[name] = held
     filling: list[Any] = []
     # So deep that what the filling refers to is not nearer to the module through it.
@@ -61,7 +64,10 @@ def build(objects: int, shape: str) -> Any:
             node = Node()
             node.values = [place]
             node.by_name = {"values": node.values}
-            node.pair = (node.values, innermost[place % LEAKS] if shape == "fan-in" else node.by_name)
+            referred = holders[len(filling) % len(holders)]
+            if shape == "bushy" and len(filling) >= REFERRERS * len(holders):
+                referred = node
+            node.pair = (node.values, referred)
             filling.append(node)
     gc.collect()
     return module

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import re
 import sys
 import sysconfig
@@ -11,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowtide.probes.objects import Census
+from lowtide.probes.reach import reach
 from lowtide.reports.schema import Resource
 
 
@@ -56,6 +60,20 @@ def _is_installed(name: str) -> bool:
     return any(
         target.startswith(f"{place}/") for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     )
+
+
+def _is_torchs_own(name: str) -> bool:
+    held, _, cache = name.rpartition(" in ")
+    return held.startswith("torch.") and cache.startswith("torch.")
+
+
+def _compile_worker_pipe(name: str) -> bool:
+    pools: Any = sys.modules.get("torch._inductor.compile_worker.subproc_pool")
+    if pools is None:
+        return False
+    found, _ = reach(Census(gc.get_objects()).instances_of(pools.SubprocPool), max_objects=20_000)
+    numbers = {file.fileno() for file in Census(found).instances_of(io.FileIO) if not file.closed}
+    return int(name.partition(" ")[0]) in numbers
 
 
 def _multiprocessing_pipe(name: str) -> bool:
@@ -126,6 +144,18 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "the pipes to multiprocessing's resource tracker and fork server",
         "they live as long as those two do",
         _multiprocessing_pipe,
+    ),
+    Exemption(
+        "lru-cache",
+        "torch's own caches of torch's own objects",
+        "they are built once: empty modules that the compiler uses, and the like",
+        _is_torchs_own,
+    ),
+    Exemption(
+        "file-descriptors",
+        "the pipes to torch.compile's compile workers",
+        "they live as long as the pool does",
+        _compile_worker_pipe,
     ),
     Exemption(
         "file-descriptors",

@@ -26,7 +26,6 @@ from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, collector_paused
 from lowtide.probes.tensors import plain_tensors
 from lowtide.reports.schema import Cause, Hop, Verdict
 
-_CAUSE_OF_ROOT: dict[str, Cause] = {"frame": "frame", "thread": "thread", "context": "thread"}
 _CAUSE_OF_KIND: dict[Kind, Cause] = {
     "module-global": "module-global",
     "class-attribute": "class-attribute",
@@ -170,7 +169,7 @@ def _cause_of_edge(path: Path, place: int) -> Cause:
         if step.kind in _CAUSE_OF_KIND:
             cause = _CAUSE_OF_KIND[step.kind]
             return "thread" if cause == "frame" and path.thread else cause
-    return _CAUSE_OF_ROOT.get(path.root_kind, "unknown")
+    return "thread" if path.root_kind == "thread" else "unknown"
 
 
 def _telling_cause(path: Path) -> Cause | None:

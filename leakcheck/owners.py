@@ -110,6 +110,15 @@ class Claims:
                     found[id(tensor.grad)] = owner
         return found
 
+    def gradient_addresses(self) -> list[int]:
+        """Where the gradients of the owners' tensors lie."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return []
+        tensors = [t for _, reached in self._reached for t in Census(reached.values()).instances_of(torch.Tensor)]
+        gradients = [tensor.grad for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
+        return [grad.data_ptr() for grad in gradients if grad is not None and grad.layout is torch.strided]
+
     def names(self, key: str) -> dict[str, Owner]:
         """The items of a resource, as the counters name them or as prefixes of that, that an owner holds."""
         found: dict[str, Owner] = {}

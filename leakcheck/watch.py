@@ -8,6 +8,7 @@ appears while a module is imported belongs to the process.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
@@ -16,23 +17,27 @@ import msgspec
 
 from lowtide.leakcheck.books import Books, Subject
 from lowtide.leakcheck.cards import Cards
+from lowtide.leakcheck.exemptions import is_exempt
+from lowtide.leakcheck.first_use import FirstUse
 from lowtide.leakcheck.judge import excesses, judge
 from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb
 from lowtide.leakcheck.metrics import Metric
 from lowtide.leakcheck.owners import Claims, Owner
-from lowtide.leakcheck.plain import DRIVER_TOLERANCE, HOST_MEMORY_TOLERANCE, Reading, plain_metrics
+from lowtide.leakcheck.plain import DRIVER_TOLERANCE, Reading, host_memory_tolerance, plain_metrics
 from lowtide.leakcheck.storages import HeapReading, Key, is_tensor, read_heap, storage_keys
 from lowtide.leakcheck.tensor_findings import restaged, tensor_findings
 from lowtide.probes.births import Births, Newborn
 from lowtide.probes.caches import LRU_CACHE, CacheActivity, cache_entries
 from lowtide.probes.counters import Counters, read_counters
 from lowtide.probes.device.driver import Driver, find_driver
+from lowtide.probes.device.torch_allocator import initialized_torch
+from lowtide.probes.heap import type_name
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects, collector_paused
 from lowtide.probes.ranges import common
 from lowtide.probes.reach import reach
 from lowtide.probes.stages import announced_pools
 from lowtide.probes.tensors import survey_storages
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, NotMeasured
 
 LONGEST_WAIT = 60.0
 """Seconds after which waiting ends even if something still moves."""
@@ -72,11 +77,13 @@ class Verdict:
     Attributes:
         findings: the test's own.
         of_owners: those of each owner that ended, by its label.
+        not_measured: what may be a leak or what a library keeps from its first use, which cannot be told apart.
         climbed: whether the cheap pass was not enough.
     """
 
     findings: tuple[Finding, ...] = ()
     of_owners: Mapping[str, tuple[Finding, ...]] = field(default_factory=dict)
+    not_measured: tuple[NotMeasured, ...] = ()
     climbed: bool = False
 
 
@@ -102,6 +109,7 @@ class Watch:
         self._caches = CacheActivity()
         self._cards = Cards(driver=self.policy.driver)
         self._driver: Driver | None = None
+        self._first_use = FirstUse()
         self._labels: list[str] = []
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
@@ -204,6 +212,7 @@ class Watch:
             gc.collect(generation)
             if not self._suspects(self._read(), ended):
                 return Verdict(climbed=generation == 2)
+        _finish_pinned_copies()
         self._wait(ended)
         devices = ["cpu", *_devices(self._read())]
         metrics = plain_metrics(devices, self._tolerance)
@@ -234,12 +243,29 @@ class Watch:
             self._findings(subject, turn, metrics=metrics, steps=steps, stage=stage, hints=hints)
             for turn, subject in enumerate(subjects)
         ]
+        findings[0], excused = self._excused(findings[0])
         self._adopt(self._read(), steps[-1].reading.heap)
         return Verdict(
             findings=findings[0],
+            not_measured=excused,
             of_owners={owner.label: found for owner, found in zip(ended, findings[1:], strict=True)},
             climbed=True,
         )
+
+    def _excused(self, findings: tuple[Finding, ...]) -> tuple[tuple[Finding, ...], tuple[NotMeasured, ...]]:
+        """Without what a library that was first used in this test may have taken for good, and that told instead."""
+        may_be = [finding for finding in findings if _may_be_a_library(finding)]
+        if not may_be or not _devices(self._read()):
+            return findings, ()
+        libraries = self._first_use.libraries()
+        if libraries:
+            why = f"{', '.join(libraries)} was first used here, and keeps memory of its own"
+        elif self._read().native_threads > self._books.baseline.native_threads and self._first_use.any_loaded:
+            why = "a native thread started here, and libraries keep memory of their own for each thread"
+        else:
+            return findings, ()
+        excused = tuple(NotMeasured(what=finding.message, why=why) for finding in may_be)
+        return tuple(finding for finding in findings if finding not in may_be), excused
 
     def _findings(
         self,
@@ -290,11 +316,23 @@ class Watch:
                 if held.owner is subject:
                     items[f"tensors {held.key[0]}"] = {**items.get(f"tensors {held.key[0]}", {}), held.name: held.bytes}
             if subject is None:
-                items |= cards
+                items |= {key: self._without_gradients(key, found, claims) for key, found in cards.items()}
                 items["unreadable"] = heap.unreadable
                 items["lru-cache"] = self._held_by_caches(self._births.survivors(), heap)
             readings.append(Reading(items, self._levels(now, subject, ended, heap)))
         return _Deep(tuple(readings), heap)
+
+    def _without_gradients(self, key: str, items: Mapping[str, int], claims: Claims) -> Mapping[str, int]:
+        """Without the blocks that hold gradients, never looked at by Python, of tensors that a live owner holds."""
+        if not items or not key.startswith("native "):
+            return items
+        starts = {name: int(name.rpartition(" ")[2], 16) for name in items}
+        held = claims.gradient_addresses()
+        return {
+            name: size
+            for name, size in items.items()
+            if not any(starts[name] <= address < starts[name] + size for address in held)
+        }
 
     def _levels(
         self, now: Counters, subject: Subject, ended: Sequence[Owner], heap: HeapReading
@@ -340,7 +378,7 @@ class Watch:
 
     def _slack(self, key: str) -> int:
         if key == "host-memory":
-            return max(self._tolerance, HOST_MEMORY_TOLERANCE)
+            return max(self._tolerance, host_memory_tolerance(_devices(self._books.baseline)))
         if key == "pinned":
             return self._tolerance + _PINNED_DRIFT
         if key.startswith("driver ") and not self._cards.lists_allocations(key.partition(" ")[2]):
@@ -372,7 +410,8 @@ class Watch:
             held += [owner for owner in owners if id(owner) in young and type(owner).__module__ != "builtins"]
             if held and not (judged and storage_keys(item for item in objects if is_tensor(item)) & judged):
                 name = f"{cache.__module__}.{getattr(cache, '__qualname__', '?')}"
-                found.update({f"{type(item).__qualname__} at {id(item):#x} in {name}": 1 for item in held})
+                texts = [f"{type_name(type(item))} at {id(item):#x} in {name}" for item in held]
+                found.update({text: 1 for text in texts if not is_exempt("lru-cache", text)})
         return found
 
     def _wait(self, ended: Sequence[Owner]) -> None:
@@ -402,6 +441,8 @@ class Watch:
 
     def _adopt(self, now: Counters, heap: HeapReading) -> None:
         self._seen = heap.alive
+        if _devices(now):
+            self._first_use.adopt()
         self._cards.adopt(_devices(now), {address for _, address in heap.alive})
 
     def _read(self) -> Counters:
@@ -411,6 +452,21 @@ class Watch:
         if self._driver is None:
             self._driver = find_driver()
         return self._driver
+
+
+def _finish_pinned_copies() -> None:
+    """Have torch take back pinned blocks whose copies are over: it looks only when the next one is asked for."""
+    torch = initialized_torch()
+    if torch is not None:
+        torch.cuda.synchronize()
+        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+
+
+def _may_be_a_library(finding: Finding) -> bool:
+    if finding.resource == "driver":
+        return True
+    targets = re.findall(r" -> (\S+?):", finding.message)
+    return finding.resource == "file-descriptors" and set(targets) <= {"socket", "pipe", "anon_inode"}
 
 
 def _listed(names: Iterable[str]) -> str | None:

@@ -29,11 +29,13 @@ class Counters:
         items: per resource, what is there by name, with bytes or 1 each.
         amounts: per resource (and device, as `reserved cuda:0`), bytes or a count; None where it cannot be told.
         settings: process-wide settings and functions by name, as text; what replaced them has another text.
+        native_threads: all threads of the process, Python's included.
     """
 
     items: Mapping[str, Mapping[str, int]]
     amounts: Mapping[str, int | None]
     settings: Mapping[str, str]
+    native_threads: int = 0
 
 
 def read_counters(driver: Callable[[], Driver] | None, *, card: bool = True) -> Counters:
@@ -75,7 +77,7 @@ def read_counters(driver: Callable[[], Driver] | None, *, card: bool = True) -> 
                 amounts |= _card(torch, index, driver, mapped.get(f"cuda:{index}", 0))
     else:
         amounts["pinned"] = pinned
-    return Counters(items, amounts, _settings())
+    return Counters(items, amounts, _settings(), len(os.listdir("/proc/self/task")))
 
 
 def _card(torch: Any, index: int, driver: Callable[[], Driver] | None, mapped: int) -> dict[str, int | None]:

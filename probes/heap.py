@@ -36,7 +36,7 @@ from types import (
     TracebackType,
 )
 from typing import Any, Literal, NamedTuple
-from weakref import CallableProxyType, ProxyType, ReferenceType
+from weakref import CallableProxyType, ProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -110,7 +110,6 @@ _PLAIN_GETTERS: dict[int, tuple[str, ...]] = {
     id(TracebackType): ("tb_next",),
     id(CellType): ("cell_contents",),
     id(BuiltinFunctionType): ("__self__",),
-    id(ReferenceType): ("__callback__",),
 }
 
 _mro_of = type.__dict__["__mro__"].__get__

@@ -420,9 +420,12 @@ class Checker:
         else:
             of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
             own = self._subject(item.nodeid, [*verdict.findings, *of_setup])
+        own = msgspec.structs.replace(own, not_measured=verdict.not_measured)
         if self._records is not None:
             own = msgspec.structs.replace(
-                own, stages=tuple(self._records.stages), not_measured=_left_out(self._records)
+                own,
+                stages=tuple(self._records.stages),
+                not_measured=(*verdict.not_measured, *_left_out(self._records)),
             )
             self._records.close()
         return [own, *self._owner_subjects(verdict, ended)]

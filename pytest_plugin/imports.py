@@ -12,6 +12,9 @@ from typing import Any
 
 from lowtide.leakcheck.owners import Owner
 
+_OWN = ("lowtide", "pynvml", "amdsmi")
+"""What this checker itself may import in the middle of a reading."""
+
 
 class ImportWatch(importlib.abc.MetaPathFinder):
     """Stands first in `sys.meta_path` and tells when an outermost import executes a module, and when it is done.
@@ -43,6 +46,8 @@ class ImportWatch(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         """What the other finders find, with a loader that tells."""
         if not self.active or self._importing is not None or threading.current_thread() is not threading.main_thread():
+            return None
+        if name.partition(".")[0] in _OWN:
             return None
         # 0 is this, 1 `_find_spec`, 2 its caller: the import system itself, or somebody who only asks.
         if sys._getframe(2).f_code.co_name != "_find_and_load_unlocked":

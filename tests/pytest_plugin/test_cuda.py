@@ -1,0 +1,222 @@
+"""On a card: what a test leaves there is found, and what libraries and torch's cache keep is not a leak."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide.reports.schema import Report, Subject, read
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA card"),
+]
+
+_LEAKS = """
+import ctypes, gc, functools
+import pytest, torch
+
+KEPT = []
+
+def driver_allocation(size):
+    torch.zeros(1, device="cuda")
+    cuda, address = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint64()
+    assert cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)) == 0
+    return cuda, address
+
+def test_one_byte(): KEPT.append(torch.zeros(1, dtype=torch.uint8, device="cuda"))
+@pytest.mark.leakcheck(tolerance=4096)
+def test_at_tolerance(): KEPT.append(torch.zeros(4096, dtype=torch.uint8, device="cuda"))
+@pytest.mark.leakcheck(tolerance=4095)
+def test_over_tolerance(): KEPT.append(torch.zeros(4096, dtype=torch.uint8, device="cuda"))
+
+def test_empty_private_pool():
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        block = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    del block
+    KEPT.append(pool)
+
+def test_driver_segment():
+    driver_allocation(2 << 20)
+
+def test_driver_segment_given_back():
+    cuda, address = driver_allocation(2 << 20)
+    assert cuda.cuMemFree_v2(address) == 0
+
+def test_pinned(): KEPT.append(torch.zeros(1 << 20, dtype=torch.uint8).pin_memory())
+def test_pinned_given_back(): torch.zeros(1 << 20, dtype=torch.uint8).pin_memory()
+
+@functools.lru_cache(maxsize=None)
+def supports(method, name): return name in method.__code__.co_varnames
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(64, 64, bias=False, device="cuda")
+    def forward(self, x): return self.linear(x)
+def test_bound_method_cache():
+    model = Model()
+    assert supports(model.forward, "x")
+
+def test_saved_for_backward():
+    x = torch.ones(1 << 18, device="cuda", requires_grad=True)
+    KEPT.append((x * 2).exp().sum())
+
+class Session: pass
+SESSION = Session()
+def test_graph():
+    static = torch.zeros(1 << 18, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = static * 2
+    del out
+    SESSION.graph = graph
+"""
+
+_CLEAN = """
+import gc
+import pytest, torch
+
+def test_context_and_first_kernel():
+    assert float(torch.ones(8, device="cuda").sum()) == 8
+def test_first_matmul_keeps_a_workspace():
+    a = torch.rand(512, 512, device="cuda"); (a @ a).sum().item()
+def test_first_half_matmul():
+    a = torch.rand(512, 512, device="cuda", dtype=torch.half); (a @ a).sum().item()
+def test_first_linear_with_bias():
+    torch.nn.functional.gelu(torch.nn.Linear(512, 512, device="cuda")(torch.rand(64, 512, device="cuda"))).sum().item()
+def test_first_convolution():
+    torch.nn.Conv2d(3, 16, 3, device="cuda")(torch.rand(8, 3, 64, 64, device="cuda")).sum().backward()
+def test_first_attention():
+    q = torch.rand(2, 8, 128, 64, device="cuda", dtype=torch.half)
+    torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().item()
+def test_first_sort_and_random():
+    torch.randn(1 << 20, device="cuda").sort().values.cumsum(0)[-1].item()
+def test_first_solver():
+    a = torch.rand(64, 64, device="cuda"); torch.linalg.inv(a + 64 * torch.eye(64, device="cuda")).sum().item()
+def test_first_fft():
+    torch.fft.fft(torch.rand(1 << 16, device="cuda")).abs().sum().item()
+def test_allocator_grows():
+    torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
+def test_allocator_grows_and_is_emptied():
+    torch.empty(6 << 30, dtype=torch.uint8, device="cuda"); torch.cuda.empty_cache()
+def test_other_stream():
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        a = torch.rand(1024, 1024, device="cuda"); b = a @ a
+    stream.synchronize()
+def test_graph_of_its_own():
+    static = torch.zeros(1 << 18, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = static * 2
+    graph.replay(); torch.cuda.synchronize()
+def test_cycle():
+    a = [torch.ones(1 << 20, device="cuda")]; a.append(a)
+def test_pinned_cache():
+    torch.zeros(8 << 20, dtype=torch.uint8).pin_memory().to("cuda", non_blocking=True).sum().item()
+def test_training():
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8)).cuda()
+    step = torch.optim.AdamW(model.parameters())
+    model(torch.rand(32, 256, device="cuda")).sum().backward(); step.step()
+@pytest.fixture(scope="module")
+def model():
+    return torch.nn.Linear(1024, 1024, device="cuda")
+def test_shared_model(model): model(torch.rand(4, 1024, device="cuda")).sum().backward()
+def test_shared_model_again(model): model(torch.rand(4, 1024, device="cuda")).sum().backward()
+def test_engine():
+    from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
+    with LLMEngine(EngineConfig(model="tiny", device="cuda:0")) as engine:
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+        engine.sleep(level=1)
+        engine.wake()
+        engine.sleep(level=2)
+        engine.wake()
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+def test_triton():
+    triton = pytest.importorskip("triton")
+    torch.compile(lambda x: (x * 2 + 1).relu())(torch.rand(1 << 16, device="cuda")).sum().item()
+    torch._dynamo.reset()
+def test_process_group(tmp_path):
+    import torch.distributed as dist
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.all_reduce(torch.ones(8, device="cuda")); torch.cuda.synchronize()
+    dist.destroy_process_group()
+"""
+
+
+def judge(folder: Path, text: str) -> Report:
+    (folder / "test_inner.py").write_text(text)
+    report = folder / "report"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--leakcheck"]
+    command += [f"--leakcheck-report={report}", "test_inner.py"]
+    if "lowtide" not in {entry.name for entry in metadata.entry_points(group="pytest11")}:
+        command += ["-p", "lowtide.pytest_plugin.plugin"]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert report.exists(), done.stdout[-4000:] + done.stderr[-4000:]
+    return read(report)
+
+
+@pytest.fixture(scope="module")
+def leaks(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return judge(tmp_path_factory.mktemp("leaks"), _LEAKS)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return judge(tmp_path_factory.mktemp("clean"), _CLEAN)
+
+
+def subject(report: Report, name: str) -> Subject:
+    (found,) = [item for item in report.subjects if item.id.endswith(f"::{name}")]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "resource", "size"),
+    [
+        ("test_one_byte", "tensors", 1),
+        ("test_over_tolerance", "tensors", 4096),
+        ("test_empty_private_pool", "reserved", 2 << 20),
+        ("test_driver_segment", "driver", 2 << 20),
+        ("test_pinned", "tensors", 1 << 20),
+        ("test_bound_method_cache", "tensors", 64 * 64 * 4),
+    ],
+)
+def test_a_leak_on_the_card_is_one_finding(leaks: Report, name: str, resource: str, size: int) -> None:
+    (finding,) = subject(leaks, name).findings
+    assert (finding.resource, finding.bytes) == (resource, size)
+
+
+@pytest.mark.parametrize("name", ["test_at_tolerance", "test_driver_segment_given_back", "test_pinned_given_back"])
+def test_what_came_back_is_clean(leaks: Report, name: str) -> None:
+    assert subject(leaks, name).findings == ()
+
+
+def test_a_bound_method_in_a_cache_is_named(leaks: Report) -> None:
+    (finding,) = subject(leaks, "test_bound_method_cache").findings
+    assert finding.cause == "lru-cache"
+    assert "supports" in (finding.holder or "")
+
+
+def test_what_autograd_saved_is_held_by_native_code(leaks: Report) -> None:
+    causes = {finding.cause for finding in subject(leaks, "test_saved_for_backward").findings}
+    assert causes & {"native", "autograd"}
+
+
+def test_a_graph_that_stays_keeps_its_pool(leaks: Report) -> None:
+    assert subject(leaks, "test_graph").outcome == "leak"
+
+
+def test_first_uses_and_caches_are_no_leaks(clean: Report) -> None:
+    alarms = {item.id: [finding.message for finding in item.findings] for item in clean.subjects if item.findings}
+    errors = {item.id: item.reason for item in clean.subjects if item.outcome == "error"}
+    assert (alarms, errors) == ({}, {})
