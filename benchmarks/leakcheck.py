@@ -182,7 +182,7 @@ def _judged(text: str) -> dict[str, Any]:
     return {
         subject.id.partition("::")[2]: {
             "outcome": subject.outcome,
-            "findings": [[found.resource, found.cause, found.bytes] for found in subject.findings],
+            "findings": [[found.resource, found.cause, found.bytes, found.message] for found in subject.findings],
         }
         for subject in report.subjects
     }

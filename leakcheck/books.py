@@ -46,14 +46,21 @@ class Books:
 
     def attribute(self, stage: str, now: Counters) -> None:
         """What is new since the last call appeared in `stage`."""
-        before = self._levels[-1][1]
+        before = self.last
         for key, names in now.items.items():
-            for name in names.keys() - before.items.get(key, {}).keys():
-                self._since[(key, name)] = stage
-        for name, value in now.settings.items():
-            if before.settings.get(name, value) != value:
-                self._since[("globals", name)] = stage
+            known = before.items.get(key, {})
+            if names is not known and names.keys() != known.keys():
+                self._since.update(dict.fromkeys(((key, name) for name in names.keys() - known.keys()), stage))
+        if now.settings is not before.settings:
+            for name, value in now.settings.items():
+                if before.settings.get(name, value) != value:
+                    self._since[("globals", name)] = stage
         self._levels.append((stage, now))
+
+    @property
+    def last(self) -> Counters:
+        """The counters of the last `begin` or `attribute`."""
+        return self._levels[-1][1]
 
     def enter(self, owner: Owner, now: Counters) -> None:
         """What appears from here to `leave` is the owner's."""
@@ -130,6 +137,8 @@ class Books:
         return max(growth)[1] if growth else ""
 
     def _changed_settings(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> dict[str, int]:
+        if subject is None and now.settings is self.baseline.settings:
+            return {}
         if subject is not None:
             before: Mapping[str, str] = subject.before.settings
             names: Iterable[str] = subject.items.get("globals", ())

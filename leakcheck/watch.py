@@ -28,9 +28,8 @@ from lowtide.leakcheck.storages import HeapReading, Key, is_tensor, read_heap, s
 from lowtide.leakcheck.tensor_findings import restaged, tensor_findings
 from lowtide.probes.births import Births, Newborn
 from lowtide.probes.caches import LRU_CACHE, CacheActivity, cache_entries
-from lowtide.probes.counters import Counters, read_counters
+from lowtide.probes.counters import CounterReader, Counters
 from lowtide.probes.device.driver import Driver, find_driver
-from lowtide.probes.device.torch_allocator import initialized_torch
 from lowtide.probes.heap import type_name
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects, collector_paused
 from lowtide.probes.ranges import common
@@ -41,9 +40,6 @@ from lowtide.reports.schema import Finding, NotMeasured
 
 LONGEST_WAIT = 60.0
 """Seconds after which waiting ends even if something still moves."""
-
-_PINNED_DRIFT = 64 << 10
-"""Bytes by which torch's count of pinned memory in use moves by itself."""
 
 _SHOWN_NAMES = 3
 
@@ -109,6 +105,7 @@ class Watch:
         self._caches = CacheActivity()
         self._cards = Cards(driver=self.policy.driver)
         self._driver: Driver | None = None
+        self._counters = CounterReader(self._ask_driver if self.policy.driver else None, card=self.policy.card)
         self._first_use = FirstUse()
         self._labels: list[str] = []
         self._tolerance = self.policy.tolerance
@@ -158,7 +155,13 @@ class Watch:
         self._births.label = label
 
     def phase(self, label: str) -> None:
-        """As `stage`, and for threads, descriptors and levels too; costs a reading of the counters."""
+        """As `stage`, and for threads and descriptors too."""
+        ending = self._births.label
+        self.stage(label)
+        self._books.attribute(ending, self._counters.read_again(self._books.last))
+
+    def full_phase(self, label: str) -> None:
+        """As `phase`, and for everything that is counted; costs a whole reading of the counters."""
         ending = self._births.label
         self.stage(label)
         self._books.attribute(ending, self._read())
@@ -166,7 +169,7 @@ class Watch:
     def enter(self, owner: Owner) -> None:
         """What appears from here to `leave` belongs to `owner`; nests."""
         self._labels.append(self._births.label)
-        self.phase(owner.label)
+        self.full_phase(owner.label)
         self._books.enter(owner, self._read())
 
     def leave(self) -> None:
@@ -212,7 +215,6 @@ class Watch:
             gc.collect(generation)
             if not self._suspects(self._read(), ended):
                 return Verdict(climbed=generation == 2)
-        _finish_pinned_copies()
         self._wait(ended)
         devices = ["cpu", *_devices(self._read())]
         metrics = plain_metrics(devices, self._tolerance)
@@ -255,10 +257,12 @@ class Watch:
     def _excused(self, findings: tuple[Finding, ...]) -> tuple[tuple[Finding, ...], tuple[NotMeasured, ...]]:
         """Without what a library that was first used in this test may have taken for good, and that told instead."""
         may_be = [finding for finding in findings if _may_be_a_library(finding)]
-        if not may_be or not _devices(self._read()):
+        if not may_be:
             return findings, ()
         libraries = self._first_use.libraries()
-        if libraries:
+        if _opened_the_driver(self._books.baseline, self._read()):
+            why = "the card's driver was first used here, and keeps descriptors and memory of its own"
+        elif libraries:
             why = f"{', '.join(libraries)} was first used here, and keeps memory of its own"
         elif self._read().native_threads > self._books.baseline.native_threads and self._first_use.any_loaded:
             why = "a native thread started here, and libraries keep memory of their own for each thread"
@@ -347,9 +351,6 @@ class Watch:
                 continue
             if share is not None and subject is None and key == "host-memory":
                 share -= heap.new_on_cpu
-            if share is not None and key == "pinned":
-                # torch rounds what is pinned up to a power of two.
-                share = max(share - 2 * heap.new_on_cpu - _PINNED_DRIFT, 0)
             levels[key] = share
         return levels
 
@@ -379,8 +380,6 @@ class Watch:
     def _slack(self, key: str) -> int:
         if key == "host-memory":
             return max(self._tolerance, host_memory_tolerance(_devices(self._books.baseline)))
-        if key == "pinned":
-            return self._tolerance + _PINNED_DRIFT
         if key.startswith("driver ") and not self._cards.lists_allocations(key.partition(" ")[2]):
             return max(self._tolerance, DRIVER_TOLERANCE)
         return 0
@@ -446,7 +445,7 @@ class Watch:
         self._cards.adopt(_devices(now), {address for _, address in heap.alive})
 
     def _read(self) -> Counters:
-        return read_counters(self._ask_driver if self.policy.driver else None, card=self.policy.card)
+        return self._counters.read()
 
     def _ask_driver(self) -> Driver:
         if self._driver is None:
@@ -454,12 +453,11 @@ class Watch:
         return self._driver
 
 
-def _finish_pinned_copies() -> None:
-    """Have torch take back pinned blocks whose copies are over: it looks only when the next one is asked for."""
-    torch = initialized_torch()
-    if torch is not None:
-        torch.cuda.synchronize()
-        torch.empty(1, dtype=torch.uint8, pin_memory=True)
+def _opened_the_driver(before: Counters, now: Counters) -> bool:
+    def opened(counters: Counters) -> bool:
+        return any(" -> /dev/nvidia" in name or "/dev/kfd" in name for name in counters.items["file-descriptors"])
+
+    return opened(now) and not opened(before)
 
 
 def _may_be_a_library(finding: Finding) -> bool:

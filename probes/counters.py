@@ -7,18 +7,22 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import psutil
 
 from lowtide.probes.device.driver import Driver
-from lowtide.probes.device.torch_allocator import has_context, initialized_torch, read_pinned
+from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.stages import announced_pools
 
 _WATCHED_MODULES = ("torch.accelerator", "torch.cuda")
+
+Items = Mapping[str, int]
+
+_NOTHING: Items = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,67 +36,133 @@ class Counters:
         native_threads: all threads of the process, Python's included.
     """
 
-    items: Mapping[str, Mapping[str, int]]
+    items: Mapping[str, Items]
     amounts: Mapping[str, int | None]
     settings: Mapping[str, str]
     native_threads: int = 0
 
 
-def read_counters(driver: Callable[[], Driver] | None, *, card: bool = True) -> Counters:
-    """Reads them; changes nothing and initialises nothing.
+class CounterReader:
+    """Reads counters again and again; what has not changed since the last reading is the same object as there.
+
+    Reading changes nothing and initialises nothing.
 
     Args:
-        driver: gives whom to ask for the driver's figures; asked only once torch has initialised a card; None leaves
-            them out.
+        driver: gives whom to ask for the driver's figures, once torch has initialised a card; None leaves them out.
         card: whether to read cards at all.
     """
-    items: dict[str, Mapping[str, int]] = {
-        "threads": {f"{thread.name} ({thread.ident})": 1 for thread in threading.enumerate()},
-        "processes": {str(pid): 1 for pid in child_processes()},
-        "file-descriptors": dict.fromkeys(_descriptors(), 1),
-        "shared-memory": dict.fromkeys(_shared_memory(), 1),
-        "process-groups": dict.fromkeys(process_groups(), 1),
-    }
-    amounts: dict[str, int | None] = {"gc-frozen": gc.get_freeze_count(), "host-memory": anonymous_bytes()}
-    mapped: dict[str, int] = {}
-    pinned = 0
-    for pool in announced_pools():
-        if pool.kind == "arena":
-            mapped[pool.device] = mapped.get(pool.device, 0) + pool.mapped
-            parts = items.setdefault(f"arena {pool.device}", {})
-            items[f"arena {pool.device}"] = {
-                **parts,
-                **{f"{pool.tag} at {address:#x}": length for address, length in pool.ranges},
-            }
-        elif pool.kind == "pinned":
-            pinned += pool.mapped
-    torch = initialized_torch() if card else None
-    # Not what a test put in its place.
-    if torch is not None and issubclass(type(torch), ModuleType):
-        # What is handed out, not what the cache holds: that is reserved for the next pinned tensor.
-        handed_out = read_pinned().torch_allocated
-        amounts["pinned"] = None if handed_out is None else handed_out + pinned
-        for index in range(torch.cuda.device_count()):
-            if has_context(torch, index):
-                amounts |= _card(torch, index, driver, mapped.get(f"cuda:{index}", 0))
-    else:
+
+    def __init__(self, driver: Callable[[], Driver] | None, *, card: bool = True) -> None:
+        self._driver = driver
+        self._card = card
+        self._descriptors: Items = _NOTHING
+        self._files: dict[int, tuple[int, int]] = {}
+        self._functions: dict[str, tuple[int, ...]] = {}
+        self._settings: Mapping[str, str] = MappingProxyType({})
+        self._driver_bytes: dict[int, tuple[object, int | None]] = {}
+
+    def read(self) -> Counters:
+        """All of them."""
+        items: dict[str, Items] = {
+            "threads": _threads(),
+            "processes": {str(pid): 1 for pid in child_processes()},
+            "file-descriptors": self._read_descriptors(),
+            "shared-memory": _shared_memory(),
+            "process-groups": dict.fromkeys(process_groups(), 1),
+        }
+        amounts: dict[str, int | None] = {"gc-frozen": gc.get_freeze_count(), "host-memory": anonymous_bytes()}
+        mapped: dict[str, int] = {}
+        pinned = 0
+        for pool in announced_pools():
+            if pool.kind == "arena":
+                mapped[pool.device] = mapped.get(pool.device, 0) + pool.mapped
+                parts = {f"{pool.tag} at {address:#x}": length for address, length in pool.ranges}
+                items[f"arena {pool.device}"] = {**items.get(f"arena {pool.device}", {}), **parts}
+            elif pool.kind == "pinned":
+                pinned += pool.mapped
         amounts["pinned"] = pinned
-    return Counters(items, amounts, _settings(), len(os.listdir("/proc/self/task")))
+        torch = initialized_torch() if self._card else None
+        # Not what a test put in its place.
+        if torch is not None and issubclass(type(torch), ModuleType):
+            for index in range(torch.cuda.device_count()):
+                if has_context(torch, index):
+                    amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0))
+        return Counters(items, amounts, self._read_settings(), len(os.listdir("/proc/self/task")))
 
+    def read_again(self, last: Counters) -> Counters:
+        """As `last`, with threads and descriptors read anew: enough to tell in which stage those appeared."""
+        items = {**last.items, "threads": _threads(), "file-descriptors": self._read_descriptors()}
+        return Counters(items, last.amounts, self._read_settings(), last.native_threads)
 
-def _card(torch: Any, index: int, driver: Callable[[], Driver] | None, mapped: int) -> dict[str, int | None]:
-    device = f"cuda:{index}"
-    try:
-        stats = torch.cuda.memory_stats_as_nested_dict(index)
-        allocated = stats["allocated_bytes"]["all"]["current"]
-        reserved = stats["reserved_bytes"]["all"]["current"]
-    except (RuntimeError, KeyError):  # an allocator without counters
-        allocated = reserved = None
-    amounts: dict[str, int | None] = {f"allocated {device}": allocated, f"reserved {device}": reserved}
-    if driver is not None:
-        held = driver().read(index).process_bytes
-        amounts[f"driver {device}"] = None if held is None or reserved is None else held - reserved - mapped
-    return amounts
+    def _read_descriptors(self) -> Items:
+        """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
+        files: dict[int, tuple[int, int]] = {}
+        for number in map(int, os.listdir("/proc/self/fd")):
+            try:
+                facts = os.fstat(number)
+            except OSError:  # this listing's own, or another thread's
+                continue
+            files[number] = (facts.st_dev, facts.st_ino)
+        if files != self._files:
+            names = []
+            for number in files:
+                try:
+                    names.append(f"{number} -> {os.readlink(f'/proc/self/fd/{number}')}")
+                except OSError:
+                    continue
+            self._files, self._descriptors = files, dict.fromkeys(names, 1)
+        return self._descriptors
+
+    def _read_settings(self) -> Mapping[str, str]:
+        settings = {"gc.get_threshold()": str(gc.get_threshold()), "gc.isenabled()": str(gc.isenabled())}
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and hasattr(torch, "get_default_device"):
+            settings["torch.get_default_dtype()"] = str(torch.get_default_dtype())
+            settings["torch.get_default_device()"] = str(torch.get_default_device())
+        functions = {}
+        for module in _WATCHED_MODULES:
+            namespace = sys.modules.get(module)
+            if issubclass(type(namespace), ModuleType):
+                functions[module] = tuple(map(id, vars(namespace).values()))
+        if functions == self._functions and settings.items() <= self._settings.items():
+            return self._settings
+        for module in functions:
+            for name, value in vars(sys.modules[module]).items():
+                if callable(value) and not name.startswith("__"):
+                    settings[f"{module}.{name}"] = hex(id(value))
+        self._functions, self._settings = functions, settings
+        return settings
+
+    def _read_card(self, torch: Any, index: int, mapped: int) -> dict[str, int | None]:
+        device = f"cuda:{index}"
+        try:
+            stats = torch.cuda.memory_stats_as_nested_dict(index)
+            allocated = stats["allocated_bytes"]["all"]["current"]
+            reserved = stats["reserved_bytes"]["all"]["current"]
+        except (RuntimeError, KeyError):  # an allocator without counters
+            allocated = reserved = None
+        amounts: dict[str, int | None] = {f"allocated {device}": allocated, f"reserved {device}": reserved}
+        if self._driver is not None:
+            held = self._read_driver(torch, index)
+            amounts[f"driver {device}"] = None if held is None or reserved is None else held - reserved - mapped
+        return amounts
+
+    def _read_driver(self, torch: Any, index: int) -> int | None:
+        """What the driver counts for this process; it is asked only if what is free on the card has changed.
+
+        The free bytes are the whole card's and no measure of anything; but as long as they stand still to the byte, so
+        does this process, and asking for them takes a tenth of the time.
+        """
+        try:
+            free: object = torch.cuda.mem_get_info(index)
+        except RuntimeError:
+            free = object()
+        known = self._driver_bytes.get(index)
+        if known is None or known[0] != free:
+            assert self._driver is not None
+            known = (free, self._driver().read(index).process_bytes)
+            self._driver_bytes[index] = known
+        return known[1]
 
 
 def anonymous_bytes() -> int:
@@ -103,10 +173,13 @@ def anonymous_bytes() -> int:
 
 
 def child_processes() -> list[int]:
-    """The process identifiers of the direct children."""
+    """The process identifiers of the children that Python's threads have started.
+
+    (The kernel lists a child with the thread that started it, or once that has ended with another one.)
+    """
     found: list[int] = []
     told = False
-    for thread in os.listdir("/proc/self/task"):
+    for thread in {os.getpid(), *(thread.native_id for thread in threading.enumerate())}:
         try:
             with open(f"/proc/self/task/{thread}/children", "rb") as file:
                 found += map(int, file.read().split())
@@ -125,37 +198,12 @@ def process_groups() -> list[str]:
     return [str(name) for name in world.pg_names.values()]
 
 
-def _descriptors() -> list[str]:
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            found.append(f"{number} -> {os.readlink('/proc/self/fd/' + number)}")
-        except OSError:  # this listing's own, or another thread's
-            continue
-    return found
+def _threads() -> Items:
+    return {f"{thread.name} ({thread.ident})": 1 for thread in threading.enumerate()}
 
 
-def _shared_memory() -> Sequence[str]:
+def _shared_memory() -> Items:
     try:
-        return os.listdir("/dev/shm")
+        return dict.fromkeys(os.listdir("/dev/shm"), 1)
     except OSError:
-        return ()
-
-
-def _settings() -> dict[str, str]:
-    settings = {
-        "gc.get_threshold()": str(gc.get_threshold()),
-        "gc.isenabled()": str(gc.isenabled()),
-    }
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "get_default_device"):
-        return settings
-    settings["torch.get_default_dtype()"] = str(torch.get_default_dtype())
-    settings["torch.get_default_device()"] = str(torch.get_default_device())
-    for module in _WATCHED_MODULES:
-        namespace = sys.modules.get(module)
-        if issubclass(type(namespace), ModuleType):
-            for name, value in vars(namespace).items():
-                if callable(value) and not name.startswith("__"):
-                    settings[f"{module}.{name}"] = hex(id(value))
-    return settings
+        return _NOTHING

@@ -338,7 +338,7 @@ class Checker:
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """A stage of a test, with threads, descriptors and levels attributed to it as well."""
-        self.watch.phase(self.watch.stage_now)
+        self.watch.full_phase(self.watch.stage_now)
         with contextlib.ExitStack() as stack:
             if self._records is not None:
                 stack.enter_context(self._records.record(name))
@@ -346,7 +346,7 @@ class Checker:
             try:
                 yield
             finally:
-                self.watch.phase(self.watch.stage_now)
+                self.watch.full_phase(self.watch.stage_now)
 
     def check(self) -> tuple[Finding, ...]:
         """Judge in the middle of a test what was made since its call began.

@@ -240,6 +240,15 @@ def test_the_local_of_a_running_function_names_the_function() -> None:
     assert explanation.holder == f"local 'tensor' of {function}() in test_explain.py:{line}"
 
 
+def test_a_global_of_code_that_is_no_module_names_the_code() -> None:
+    code = compile("explanations = explain(made)", "script.py", "exec")
+    namespace: dict[str, Any] = {"explain": explain, "made": [], "kept": torch.zeros(2)}
+    namespace["made"].append(namespace["kept"])
+    exec(code, namespace)
+    [explanation] = namespace["explanations"]
+    assert (explanation.cause, explanation.holder) == ("module-global", "global 'kept' of <module>() in script.py:1")
+
+
 def test_an_argument_of_a_running_thread_names_the_thread() -> None:
     ready, stop = threading.Event(), threading.Event()
 
@@ -252,11 +261,12 @@ def test_an_argument_of_a_running_thread_names_the_thread() -> None:
     thread.start()
     try:
         assert ready.wait(20)
-        [explanation] = explain([thread._args[0]])  # type: ignore[attr-defined]
+        argument, itself = explain([thread._args[0], thread])  # type: ignore[attr-defined]
     finally:
         stop.set()
         thread.join()
-    assert (explanation.cause, explanation.holder) == ("thread", "thread 'worker'")
+    assert (argument.cause, argument.holder) == ("thread", "thread 'worker'")
+    assert (itself.cause, itself.holder) == ("thread", "thread 'worker'")
 
 
 def test_a_local_of_another_thread_names_both() -> None:

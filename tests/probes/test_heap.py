@@ -267,7 +267,9 @@ def result_of_unbounded_cache(thing: Any) -> object:
 
 @held_as(".__wrapped__ cell 'thing'")
 def function_in_a_cache(thing: Any) -> object:
-    return functools.lru_cache(lambda: thing)
+    cached = functools.lru_cache(lambda: [thing is None])
+    cached()
+    return cached
 
 
 @held_as("f_locals['variable']")
@@ -372,6 +374,34 @@ def found() -> dict[str, Path | None]:
 @pytest.mark.parametrize("kind", HOLDERS)
 def test_the_edges_are_named_as_code(found: dict[str, Path | None], kind: str) -> None:
     assert str(found[kind]) == f"module 'helper' .{kind} {HOLDERS[kind][0]}".replace("test_heap.", f"{__name__}.")
+
+
+KINDS = {
+    "item_of_deque": "item",
+    "attribute": "instance-attribute",
+    "slot": "instance-attribute",
+    "class_attribute": "class-attribute",
+    "closure": "closure",
+    "default": "default",
+    "keyword_default": "default",
+    "key_of_bounded_cache": "lru-cache-key",
+    "result_of_bounded_cache": "lru-cache-value",
+    "key_of_unbounded_cache": "lru-cache-key",
+    "result_of_unbounded_cache": "lru-cache-value",
+    "suspended_generator": "generator-local",
+    "suspended_coroutine": "generator-local",
+    "bound_method": "bound-self",
+    "bound_method_of_a_type_in_c": "bound-self",
+    "copied_context": "context-variable",
+    "thread_local": "thread",
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_first_edge_after_the_global_is_of_its_kind(found: dict[str, Path | None], name: str) -> None:
+    path = found[name]
+    assert path is not None
+    assert [step.kind for step in path.steps[:2]] == ["module-global", KINDS[name]]
 
 
 def test_references_count_what_a_step_folds_together(found: dict[str, Path | None]) -> None:

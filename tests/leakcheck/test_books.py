@@ -1,0 +1,327 @@
+"""The books: what is new is the test's or an owner's, since a stage; and levels fall back as far as they should."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from multiprocessing import shared_memory
+
+import pytest
+
+from lowtide.leakcheck.books import Books
+from lowtide.leakcheck.owners import Owner
+from lowtide.probes.counters import Counters
+
+DTYPE = "torch.get_default_dtype()"
+
+
+def counters(
+    *groups: str,
+    host: int | None = 0,
+    settings: Mapping[str, str] | None = None,
+    descriptors: tuple[str, ...] = (),
+    memory: tuple[str, ...] = (),
+) -> Counters:
+    """What the counters say of a process with these process groups."""
+    items = {
+        "process-groups": dict.fromkeys(groups, 1),
+        "file-descriptors": dict.fromkeys(descriptors, 1),
+        "shared-memory": dict.fromkeys(memory, 1),
+    }
+    return Counters(items, {"host-memory": host}, settings or {})
+
+
+@pytest.fixture
+def books() -> Books:
+    books = Books(alone=True)
+    books.begin("setup", counters("main"))
+    return books
+
+
+def new(
+    books: Books, now: Counters, subject: Owner | None = None, *ended: Owner, key: str = "process-groups"
+) -> set[str]:
+    return set(books.new_items(key, now, subject, ended))
+
+
+def owned(books: Books, name: str, before: Counters, after: Counters) -> Owner:
+    """An owner that was set up between two readings."""
+    owner = Owner(name)
+    books.enter(owner, before)
+    assert books.leave(after) is owner
+    return owner
+
+
+def test_what_was_there_is_nobody_s(books: Books) -> None:
+    assert new(books, counters("main")) == set()
+
+
+def test_what_is_new_is_the_test_s(books: Books) -> None:
+    assert new(books, counters("main", "a")) == {"a"}
+
+
+def test_what_ended_is_no_matter(books: Books) -> None:
+    assert new(books, counters()) == set()
+
+
+def test_what_is_exempt_is_left_out(books: Books) -> None:
+    now = counters("main", descriptors=("0 -> /dev/null", "9 -> /tmp/file"))
+    assert new(books, now, key="file-descriptors") == {"9 -> /tmp/file"}
+
+
+def test_a_new_test_begins_with_what_is_there(books: Books) -> None:
+    books.begin("setup", counters("main", "a"))
+    assert new(books, counters("main", "a")) == set()
+
+
+def test_what_a_live_owner_took_is_not_the_test_s(books: Books) -> None:
+    owned(books, "fixture", counters("main"), counters("main", "a"))
+    assert new(books, counters("main", "a", "b")) == {"b"}
+
+
+def test_what_an_ended_owner_took_is_the_owner_s_alone(books: Books) -> None:
+    owner = owned(books, "fixture", counters("main"), counters("main", "a"))
+    books.close([owner])
+    now = counters("main", "a", "b")
+    assert new(books, now, owner, owner) == {"a"}
+    assert new(books, now, None, owner) == {"b"}
+
+
+def test_an_owner_that_gave_all_back_has_nothing(books: Books) -> None:
+    owner = owned(books, "fixture", counters("main"), counters("main", "a"))
+    books.close([owner])
+    assert new(books, counters("main"), owner, owner) == set()
+
+
+def test_an_owner_survives_the_test_in_which_it_was_set_up(books: Books) -> None:
+    owner = owned(books, "fixture", counters("main"), counters("main", "a"))
+    books.begin("setup", counters("main", "a"))
+    assert new(books, counters("main", "a")) == set()
+    books.close([owner])
+    assert new(books, counters("main", "a"), owner, owner) == {"a"}
+
+
+def test_of_nested_owners_each_has_its_own(books: Books) -> None:
+    outer, inner = Owner("outer"), Owner("inner")
+    books.enter(outer, counters("main"))
+    books.enter(inner, counters("main", "a"))
+    assert books.leave(counters("main", "a", "b")) is inner
+    assert books.leave(counters("main", "a", "b", "c")) is outer
+    now = counters("main", "a", "b", "c")
+    assert new(books, now, outer, outer, inner) == {"a", "c"}
+    assert new(books, now, inner, outer, inner) == {"b"}
+    assert new(books, now, None, outer, inner) == set()
+
+
+def test_closing_one_that_is_not_alive_does_nothing(books: Books) -> None:
+    owner = owned(books, "fixture", counters("main"), counters("main"))
+    assert books.close([Owner("stranger"), owner]) == [owner]
+    assert books.close([owner]) == []
+
+
+# Stages.
+
+
+def test_an_item_is_there_since_the_stage_in_which_it_was_first_seen(books: Books) -> None:
+    books.attribute("setup", counters("main", "a"))
+    books.attribute("call", counters("main", "a", "b"))
+    books.attribute("teardown", counters("main", "a", "b", "c"))
+    assert [books.since("process-groups", [name]) for name in "abc"] == ["setup", "call", "teardown"]
+    assert books.since("process-groups", ["unheard of"]) == ""
+
+
+def test_a_setting_is_changed_since_the_stage_in_which_it_was_seen(books: Books) -> None:
+    books.begin("setup", counters(settings={DTYPE: "float32"}))
+    books.attribute("setup", counters(settings={DTYPE: "float32"}))
+    books.attribute("call", counters(settings={DTYPE: "float64"}))
+    books.attribute("teardown", counters(settings={DTYPE: "float64"}))
+    assert books.since("globals", [f"{DTYPE} was float32, is float64"]) == "call"
+
+
+def test_a_level_is_up_since_the_stage_in_which_it_grew_most(books: Books) -> None:
+    for stage, host in [("setup", 10), ("call", 40), ("teardown", 50)]:
+        books.attribute(stage, counters(host=host))
+    assert books.since("host-memory", ()) == "call"
+
+
+def test_a_level_that_never_grew_is_up_since_no_stage(books: Books) -> None:
+    books.attribute("call", counters(host=-5))
+    assert books.since("host-memory", ()) == ""
+
+
+def test_another_test_s_stages_are_forgotten(books: Books) -> None:
+    books.attribute("call", counters("main", "a"))
+    books.begin("setup", counters("main"))
+    assert books.since("process-groups", ["a"]) == ""
+
+
+# Settings.
+
+
+def test_a_changed_setting_is_told_as_was_and_is(books: Books) -> None:
+    books.begin("setup", counters(settings={DTYPE: "float32"}))
+    assert new(books, counters(settings={DTYPE: "float64"}), key="globals") == {f"{DTYPE} was float32, is float64"}
+    assert new(books, counters(settings={DTYPE: "float32"}), key="globals") == set()
+
+
+def test_a_replaced_function_is_told_as_replaced(books: Books) -> None:
+    books.begin("setup", counters(settings={"torch.cuda.empty_cache": "0x1"}))
+    now = counters(settings={"torch.cuda.empty_cache": "0x2"})
+    assert new(books, now, key="globals") == {"torch.cuda.empty_cache was replaced"}
+
+
+def test_a_setting_that_nobody_knew_before_is_not_changed(books: Books) -> None:
+    assert new(books, counters(settings={DTYPE: "float64"}), key="globals") == set()
+
+
+def test_a_setting_that_a_live_owner_changed_is_not_the_test_s(books: Books) -> None:
+    before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
+    books.begin("setup", before)
+    owned(books, "fixture", before, after)
+    assert new(books, after, key="globals") == set()
+
+
+def test_a_setting_that_an_ended_owner_changed_and_left_is_the_owner_s(books: Books) -> None:
+    before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
+    books.begin("setup", before)
+    owner = owned(books, "fixture", before, after)
+    books.begin("setup", after)
+    books.close([owner])
+    assert new(books, after, owner, owner, key="globals") == {f"{DTYPE} was float32, is float64"}
+    assert new(books, after, None, owner, key="globals") == set()
+
+
+def test_a_setting_that_an_ended_owner_put_back_is_nobody_s(books: Books) -> None:
+    before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
+    books.begin("setup", before)
+    owner = owned(books, "fixture", before, after)
+    books.begin("setup", after)
+    books.close([owner])
+    assert new(books, before, owner, owner, key="globals") == set()
+    assert new(books, before, None, owner, key="globals") == set()
+
+
+# Levels.
+
+
+def shares(books: Books, host: int | None, *ended: Owner) -> list[int | None]:
+    """The test's share, then each ended owner's."""
+    found = books.shares("host-memory", counters(host=host), ended)
+    return [found[id(subject)] for subject in (None, *ended)]
+
+
+def test_without_owners_all_growth_is_the_test_s(books: Books) -> None:
+    assert shares(books, 7) == [7]
+    assert shares(books, -7) == [-7]
+
+
+def test_what_a_live_owner_took_is_expected_to_stay(books: Books) -> None:
+    owned(books, "fixture", counters(host=0), counters(host=100))
+    assert shares(books, 107) == [7]
+
+
+def test_an_ended_owner_that_gave_all_back_has_no_share(books: Books) -> None:
+    owner = owned(books, "fixture", counters(host=0), counters(host=100))
+    books.begin("setup", counters(host=100))
+    books.close([owner])
+    assert shares(books, 0, owner) == [0, 0]
+
+
+def test_an_ended_owner_answers_for_what_it_took_and_the_test_for_the_rest(books: Books) -> None:
+    owner = owned(books, "fixture", counters(host=0), counters(host=100))
+    books.begin("setup", counters(host=100))
+    books.close([owner])
+    assert shares(books, 60, owner) == [0, 60]
+    assert shares(books, 130, owner) == [30, 100]
+
+
+def test_an_owner_opened_and_ended_in_the_same_test_answers_for_what_it_took(books: Books) -> None:
+    owner = owned(books, "fixture", counters(host=0), counters(host=100))
+    books.close([owner])
+    assert shares(books, 0, owner) == [0, 0]
+    assert shares(books, 40, owner) == [0, 40]
+    assert shares(books, 107, owner) == [7, 100]
+
+
+def test_what_is_below_where_the_owner_began_excuses_no_one(books: Books) -> None:
+    # An earlier test gave 50 back of what was there: the owner is not to be judged against that.
+    owner = owned(books, "fixture", counters(host=50), counters(host=150))
+    books.begin("setup", counters(host=120))
+    books.close([owner])
+    assert shares(books, 50, owner) == [0, 0]
+    assert shares(books, 60, owner) == [0, 10]
+
+
+def test_nested_owners_that_end_together_share_by_what_each_took(books: Books) -> None:
+    outer, inner = Owner("outer"), Owner("inner")
+    books.enter(outer, counters(host=0))
+    books.enter(inner, counters(host=10))
+    books.leave(counters(host=30))
+    books.leave(counters(host=100))
+    assert (outer.growth["host-memory"], inner.growth["host-memory"]) == (80, 20)
+    books.begin("setup", counters(host=100))
+    books.close([outer, inner])
+    assert shares(books, 0, outer, inner) == [0, 0, 0]
+    assert sum(share or 0 for share in shares(books, 50, outer, inner)) == 50
+    assert shares(books, 110, outer, inner) == [10, 80, 20]
+
+
+def test_an_inner_owner_ends_and_the_outer_one_s_stays(books: Books) -> None:
+    outer = owned(books, "outer", counters(host=0), counters(host=100))
+    inner = owned(books, "inner", counters(host=100), counters(host=150))
+    books.begin("setup", counters(host=150))
+    books.close([inner])
+    assert shares(books, 100, inner) == [0, 0]
+    assert shares(books, 120, inner) == [0, 20]
+    books.begin("setup", counters(host=100))
+    books.close([outer])
+    assert shares(books, 0, outer) == [0, 0]
+
+
+def test_the_outer_one_ends_and_the_inner_one_s_stays(books: Books) -> None:
+    outer = owned(books, "outer", counters(host=0), counters(host=100))
+    owned(books, "inner", counters(host=100), counters(host=150))
+    books.begin("setup", counters(host=150))
+    books.close([outer])
+    assert shares(books, 50, outer) == [0, 0]
+    assert shares(books, 80, outer) == [0, 30]
+
+
+def test_an_owner_under_which_the_level_fell_has_no_share(books: Books) -> None:
+    owner = owned(books, "fixture", counters(host=0), counters(host=-100))
+    books.close([owner])
+    assert shares(books, -100, owner) == [-100, 0]
+    assert shares(books, 5, owner) == [5, 0]
+
+
+@pytest.mark.parametrize(("before", "now"), [(None, 5), (5, None), (None, None)])
+def test_a_level_that_cannot_be_told_has_no_shares(before: int | None, now: int | None) -> None:
+    books = Books(alone=True)
+    books.begin("setup", counters(host=before))
+    assert shares(books, now) == [None]
+
+
+# /dev/shm.
+
+
+def test_shared_memory_of_this_process_counts_with_its_bytes(books: Books) -> None:
+    memory = shared_memory.SharedMemory(create=True, size=8192)
+    try:
+        now = counters("main", memory=(memory.name.lstrip("/"),))
+        assert books.new_items("shared-memory", now, None, ()) == {memory.name.lstrip("/"): 8192}
+    finally:
+        memory.close()
+        memory.unlink()
+    assert books.new_items("shared-memory", now, None, ()) == {}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_shared_memory_that_nobody_maps_counts_only_where_nobody_else_is_at_work(alone: bool) -> None:
+    books = Books(alone=alone)
+    books.begin("setup", counters())
+    memory = shared_memory.SharedMemory(create=True, size=4096)
+    memory.close()
+    try:
+        found = books.new_items("shared-memory", counters(memory=(memory.name.lstrip("/"),)), None, ())
+        assert bool(found) is alone
+    finally:
+        memory.unlink()

@@ -1,0 +1,116 @@
+"""Exemptions: what a process starts once and keeps is let through, and what only resembles it is not."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+
+import pytest
+
+from lowtide.leakcheck.exemptions import EXEMPTIONS, is_exempt
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "0 -> /dev/null",
+        "1 -> pipe:[77]",
+        "2 -> /dev/pts/1",
+        "9 -> /dev/nvidia0",
+        "9 -> /dev/nvidiactl",
+        "9 -> /dev/nvidia-uvm",
+        "9 -> /dev/kfd",
+        "9 -> /dev/dri/renderD128",
+        "9 -> /proc/driver/nvidia/params",
+        "9 -> /dev/urandom",
+        "9 -> /dev/random",
+    ],
+)
+def test_a_descriptor_that_stays_is_exempt(name: str) -> None:
+    assert is_exempt("file-descriptors", name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "10 -> /dev/null",
+        "12 -> pipe:[77]",
+        "9 -> socket:[1]",
+        "9 -> /dev/null",
+        "9 -> /home/user/dev/nvidia0",
+        "9 -> /tmp/nvidia0",
+        "9 -> /dev/shm/dev/urandom",
+        "9 -> /dev/urandom.txt",
+    ],
+)
+def test_a_descriptor_that_resembles_one_is_not(name: str) -> None:
+    assert not is_exempt("file-descriptors", name)
+
+
+def test_an_exemption_is_for_its_resource_only() -> None:
+    assert not is_exempt("globals", "9 -> /dev/urandom")
+    assert not is_exempt("shared-memory", "0 -> /dev/null")
+
+
+def test_the_pipe_of_the_resource_tracker_is_exempt() -> None:
+    resource_tracker.ensure_running()
+    number = resource_tracker.getfd()
+    assert is_exempt("file-descriptors", f"{number} -> pipe:[1]")
+    assert not is_exempt("file-descriptors", f"{number + 1000} -> pipe:[1]")
+
+
+def test_the_resource_tracker_is_exempt_and_another_child_is_not() -> None:
+    resource_tracker.ensure_running()
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    assert is_exempt("processes", str(tracker))
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert not is_exempt("processes", str(child.pid))
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.fixture
+def done() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def started(thread: threading.Thread) -> str:
+    thread.daemon = True
+    thread.start()
+    return f"{thread.name} ({thread.ident})"
+
+
+def test_a_thread_of_a_class_of_an_exempt_module_is_exempt(done: threading.Event) -> None:
+    kind = type("TMonitor", (threading.Thread,), {"__module__": "tqdm._monitor"})
+    assert is_exempt("threads", started(kind(target=done.wait)))
+
+
+def test_a_thread_that_runs_a_function_of_an_exempt_module_is_exempt(done: threading.Event) -> None:
+    def target() -> None:
+        done.wait()
+
+    target.__module__ = "torch._inductor.compile_worker.subproc_pool"
+    assert is_exempt("threads", started(threading.Thread(target=target)))
+
+
+def test_a_thread_of_anybody_else_is_not(done: threading.Event) -> None:
+    kind = type("Monitor", (threading.Thread,), {"__module__": "tqdm._monitoring"})
+    assert not is_exempt("threads", started(kind(target=done.wait)))
+    assert not is_exempt("threads", started(threading.Thread(target=done.wait, name="tqdm._monitor")))
+
+
+def test_a_thread_that_ended_meanwhile_is_exempt() -> None:
+    assert is_exempt("threads", "gone (1)")
+
+
+def test_every_exemption_has_a_reason() -> None:
+    for entry in EXEMPTIONS:
+        assert entry.what
+        assert len(entry.reason) > 20

@@ -1,0 +1,212 @@
+"""Owners: what they took at their setup, and what of the things that appeared later is theirs because they hold it."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import select
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.leakcheck.owners import Claims, Owner
+from lowtide.probes.counters import Counters
+
+
+class Engine:
+    """Holds whatever it is given."""
+
+    def __init__(self) -> None:
+        self.held: list[object] = []
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def owner(engine: Engine) -> Owner:
+    return Owner("module fixture 'engine'", lambda: [engine])
+
+
+def counters(*threads: str, host: int | None = 0, dtype: str = "float32") -> Counters:
+    return Counters({"threads": dict.fromkeys(threads, 1)}, {"host-memory": host}, {"dtype": dtype})
+
+
+def taken(before: Counters, after: Counters, *live: Owner, nested: tuple[Owner, ...] = ()) -> Owner:
+    owner = Owner("fixture")
+    owner.before = before
+    owner.take(after, live, nested)
+    return owner
+
+
+def test_it_takes_what_appeared() -> None:
+    owner = taken(counters("main"), counters("main", "a", host=10, dtype="float64"))
+    assert owner.items == {"threads": {"a"}, "globals": {"dtype"}}
+    assert owner.growth == {"host-memory": 10}
+    assert owner.holds_anything
+
+
+def test_it_takes_nothing_where_nothing_appeared() -> None:
+    owner = taken(counters("main"), counters("main"))
+    assert owner.items == {}
+    assert not owner.holds_anything
+
+
+def test_it_does_not_take_what_is_another_s() -> None:
+    other = taken(counters("main"), counters("main", "a", host=10))
+    owner = taken(counters("main"), counters("main", "a", "b", host=25), other, nested=(other,))
+    assert owner.items == {"threads": {"b"}}
+    assert owner.growth == {"host-memory": 15}
+
+
+def test_a_level_that_cannot_be_told_has_no_growth() -> None:
+    assert taken(counters(host=None), counters(host=5)).growth == {}
+    assert taken(counters(host=5), counters(host=None)).growth == {}
+
+
+def test_the_same_fixture_set_up_again_has_another_label() -> None:
+    first, second = Owner("fixture"), Owner("fixture")
+    assert first.stage == second.stage == "setup of fixture"
+    assert first.label != second.label
+    assert first.serial < second.serial
+
+
+def test_what_it_holds_is_its_own_and_what_it_does_not_is_not(owner: Owner, engine: Engine) -> None:
+    mine, other = torch.ones(3), torch.ones(3)
+    engine.held.append({"deep": [mine]})
+    claims = Claims([owner])
+    assert claims.owner_of(mine) is owner
+    assert claims.owner_of(other) is None
+
+
+def test_of_two_that_hold_it_the_first_has_it(owner: Owner, engine: Engine) -> None:
+    later = Owner("later", lambda: [engine])
+    engine.held.append(mine := torch.ones(3))
+    assert Claims([owner, later]).owner_of(mine) is owner
+
+
+def test_an_owner_without_roots_has_nothing(engine: Engine) -> None:
+    engine.held.append(mine := torch.ones(3))
+    assert Claims([Owner("fixture")]).owner_of(mine) is None
+    assert Claims([]).owner_of(mine) is None
+
+
+def test_it_is_not_asked_before_somebody_wants_to_know() -> None:
+    def roots() -> list[object]:
+        raise AssertionError("asked")
+
+    Claims([Owner("fixture", roots)])
+
+
+def test_the_gradient_of_what_it_holds_is_its_own(owner: Owner, engine: Engine) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    engine.held.append(model)
+    for each in (model, other):
+        each(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+    assert other.weight.grad is not None
+    wanted = [id(model.weight.grad), id(other.weight.grad)]
+    assert Claims([owner]).gradients(torch.Tensor, wanted) == {id(model.weight.grad): owner}
+
+
+def test_asking_for_gradients_makes_none(owner: Owner, engine: Engine) -> None:
+    model = nn.Linear(2, 2)
+    engine.held.append(model)
+    assert Claims([owner]).gradients(torch.Tensor, [1]) == {}
+    assert model.weight.grad is None
+
+
+@pytest.fixture
+def event() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_a_thread_that_it_started_later_is_its_own(owner: Owner, engine: Engine, event: threading.Event) -> None:
+    mine, other = (threading.Thread(target=event.wait, daemon=True) for _ in range(2))
+    engine.held.append(mine)
+    mine.start()
+    other.start()
+    assert Claims([owner]).names("threads") == {f"{mine.name} ({mine.ident})": owner}
+
+
+def test_a_process_that_it_started_later_is_its_own(owner: Owner, engine: Engine) -> None:
+    mine, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    engine.held.append(mine)
+    try:
+        assert Claims([owner]).names("processes") == {str(mine.pid): owner}
+    finally:
+        for child in (mine, other):
+            child.kill()
+            child.wait()
+
+
+def test_a_process_of_multiprocessing_is_its_own(owner: Owner, engine: Engine) -> None:
+    mine = multiprocessing.get_context("spawn").Process(target=print)
+    engine.held.append(mine)
+    mine.start()
+    try:
+        assert Claims([owner]).names("processes") == {str(mine.pid): owner}
+    finally:
+        mine.join()
+        mine.close()
+
+
+def test_files_sockets_and_polls_that_it_opened_later_are_its_own(owner: Owner, engine: Engine) -> None:
+    # BUG: the collector does not track an epoll object, and the walk passes over what it does not track.
+    with Path(__file__).open() as file, socket.socket() as end, select.epoll() as poll, socket.socket():
+        engine.held += [file, end, poll]
+        numbers = {f"{item.fileno()} ->" for item in (file, end, poll)}
+        assert set(Claims([owner]).names("file-descriptors")) == numbers
+
+
+def test_a_closed_file_is_no_descriptor_of_its(owner: Owner, engine: Engine) -> None:
+    with Path(__file__).open() as file:
+        number = file.fileno()
+    engine.held.append(file)
+    assert f"{number} ->" not in Claims([owner]).names("file-descriptors")
+
+
+def test_a_pipe_that_it_opened_later_is_its_own(owner: Owner, engine: Engine) -> None:
+    reader, writer = os.pipe()
+    with io.FileIO(reader), io.FileIO(writer, "w") as file:
+        engine.held.append(file)
+        assert set(Claims([owner]).names("file-descriptors")) == {f"{writer} ->"}
+
+
+def test_shared_memory_that_it_made_later_is_its_own(owner: Owner, engine: Engine) -> None:
+    mine, other = (shared_memory.SharedMemory(create=True, size=4096) for _ in range(2))
+    engine.held.append(mine)
+    try:
+        assert Claims([owner]).names("shared-memory") == {mine.name.lstrip("/"): owner}
+    finally:
+        for memory in (mine, other):
+            memory.close()
+            memory.unlink()
+
+
+def test_the_descriptor_of_shared_memory_is_its_own(owner: Owner, engine: Engine) -> None:
+    # BUG: it is an integer in an attribute, and not claimed: the test that made the engine's memory answers for it.
+    memory = shared_memory.SharedMemory(create=True, size=4096)
+    engine.held.append(memory)
+    try:
+        number = memory._fd  # type: ignore[attr-defined]
+        assert f"{number} ->" in Claims([owner]).names("file-descriptors")
+    finally:
+        memory.close()
+        memory.unlink()
+
+
+def test_of_other_resources_it_claims_nothing(owner: Owner) -> None:
+    assert Claims([owner]).names("globals") == {}

@@ -1,0 +1,172 @@
+"""What some objects keep alive: the walk forward follows what holds, and stops where everything would be reached."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lowtide.probes.reach import reach
+
+
+class Thing:
+    def __init__(self, held: object = None) -> None:
+        self.held = held
+
+    def method(self) -> None: ...
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+def reaches(start: object, wanted: object, **options: Any) -> bool:
+    found, _ = reach([start], **options)
+    return sum(item is wanted for item in found) == 1
+
+
+def suspended(held: object) -> Iterator[object]:
+    yield held
+
+
+async def suspended_too(held: object) -> AsyncIterator[object]:
+    yield held
+
+
+async def waiting(held: object) -> object:
+    return held
+
+
+def started(held: object) -> Iterator[object]:
+    generator = suspended(held)
+    next(generator)
+    return generator
+
+
+def closing_over(held: object) -> Callable[[], object]:
+    return lambda: held
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda held: held,
+        lambda held: [held],
+        lambda held: {"key": held},
+        lambda held: (1, [held]),
+        lambda held: {held},
+        Thing,
+        Slotted,
+        lambda held: held.method,
+        lambda held: functools.partial(len, held),
+        closing_over,
+        lambda held: lambda value=held: value,
+        lambda held: lambda *, value=held: value,
+        started,
+        suspended,
+        suspended_too,
+        lambda held: [[[[held]]]],
+    ],
+)
+def test_what_holds_an_object_reaches_it(hold: Callable[[Thing], object]) -> None:
+    wanted = Thing()
+    assert reaches(hold(wanted), wanted)
+
+
+def test_a_coroutine_reaches_its_arguments() -> None:
+    wanted = Thing()
+    coroutine = waiting(wanted)
+    assert reaches(coroutine, wanted)
+    coroutine.close()
+
+
+def test_a_cycle_ends_and_each_object_is_found_once() -> None:
+    first, second = Thing(), Thing()
+    first.held, second.held = second, first
+    found, truncated = reach([first])
+    assert sum(item is second for item in found) == sum(item is first for item in found) == 1
+    assert not truncated
+
+
+def test_a_weak_reference_does_not_reach_its_target() -> None:
+    wanted = Thing()
+    assert not reaches([weakref.ref(wanted), weakref.proxy(wanted)], wanted)
+
+
+@pytest.mark.parametrize(
+    "boundary",
+    [sys.modules[__name__], Thing, test_a_weak_reference_does_not_reach_its_target.__code__, sys._getframe()],
+    ids=["module", "class", "code", "frame"],
+)
+def test_it_stops_where_everything_would_be_reached(boundary: object) -> None:
+    found, _ = reach([boundary])
+    assert found == []
+
+
+def test_it_stops_at_a_module_s_namespace() -> None:
+    assert reach([vars(sys.modules[__name__])]) == ([], False)
+
+
+def test_a_function_does_not_reach_what_its_module_holds() -> None:
+    assert not reaches(reaches, Slotted)
+    assert not reaches(reaches, vars(sys.modules[__name__]))
+
+
+def test_it_stops_at_the_types_that_the_caller_names() -> None:
+    wanted = Thing()
+    assert not reaches([Slotted(wanted)], wanted, boundaries=(Slotted,))
+    assert reaches([Slotted(wanted)], wanted, boundaries=(types.BuiltinFunctionType,))
+
+
+def test_it_stops_at_subclasses_of_them() -> None:
+    class Special(Slotted):
+        pass
+
+    wanted = Thing()
+    assert not reaches([Special(wanted)], wanted, boundaries=(Slotted,))
+
+
+def test_it_does_not_look_into_objects_of_the_packages_that_the_caller_names() -> None:
+    wanted = Thing()
+    foreign = type("Foreign", (Thing,), {"__module__": "someones.inner"})(wanted)
+    assert not reaches([foreign], wanted, packages=("someones",))
+    assert reaches([foreign], wanted, packages=("some",))
+
+
+def test_past_its_limit_it_says_so() -> None:
+    things = [Thing([]) for _ in range(100)]
+    found, truncated = reach([things], max_objects=10)
+    assert (len(found), truncated) == (10, True)
+    assert reach([things])[1] is False
+
+
+def test_it_runs_no_foreign_code() -> None:
+    class Touchy:
+        def __getattribute__(self, name: str) -> object:
+            raise AssertionError(name)
+
+        def __eq__(self, other: object) -> bool:
+            raise AssertionError
+
+        __hash__ = None  # type: ignore[assignment]
+
+    found, _ = reach([[Touchy()]])
+    assert len(found) == 2
+
+
+def test_it_keeps_nothing_alive() -> None:
+    wanted = Thing([Thing()])
+    reference = weakref.ref(wanted)
+    reach([wanted])
+    del wanted
+    gc.collect()
+    assert reference() is None

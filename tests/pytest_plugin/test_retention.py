@@ -1,0 +1,512 @@
+"""What pytest itself keeps alive is no test's leak: one test for each thing that it keeps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.pytest_plugin.conftest import InnerRun, RunInner
+
+CONFTEST = """
+    import weakref
+    import torch
+
+    PROBES = {}
+
+    class Engine:
+        def __init__(self):
+            self.weights = torch.ones(1000)
+
+    def probe(name):
+        engine = Engine()
+        PROBES[name] = weakref.ref(engine), weakref.ref(engine.weights)
+        return engine
+
+    def pytest_configure(config):
+        import sys
+        sys.modules["helper"] = sys.modules[__name__]
+        config.addinivalue_line("markers", "needs(engine): a mark with an argument")
+"""
+
+RAISED = """
+    import sys
+    import pytest
+    from helper import probe
+
+    def test_failing():
+        engine = probe("failing")
+        assert engine is None
+
+    def test_failing_deep_in_a_call():
+        def generate(engine):
+            raise RuntimeError(engine)
+        generate(probe("failing deep"))
+
+    def test_failing_with_a_cause():
+        try:
+            test_failing_deep_in_a_call()
+        except RuntimeError as error:
+            raise ValueError("no") from error
+
+    @pytest.mark.xfail(reason="not yet", strict=True)
+    def test_xfailing():
+        engine = probe("xfailing")
+        assert engine is None
+
+    def test_calling_xfail():
+        engine = probe("calling xfail")
+        pytest.xfail("not yet")
+
+    def test_skipping():
+        engine = probe("skipping")
+        pytest.skip("not here")
+
+    def test_excinfo():
+        def generate():
+            engine = probe("excinfo")
+            raise ValueError("no")
+        with pytest.raises(ValueError) as excinfo:
+            generate()
+        assert excinfo.match("no")
+
+    def test_excinfo_of_a_failing_test():
+        with pytest.raises(RuntimeError) as excinfo:
+            test_failing_deep_in_a_call()
+        assert excinfo is None
+
+    def test_raises_group():
+        def generate():
+            engine = probe("raises group")
+            raise ExceptionGroup("all", [ValueError("no")])
+        with pytest.RaisesGroup(ValueError) as excinfo:
+            generate()
+        assert excinfo.value.exceptions
+"""
+
+GIVEN = """
+    import torch
+    from helper import probe
+    from hypothesis import HealthCheck, given, settings, strategies
+
+    @settings(max_examples=5, database=None, deadline=None)
+    @given(size=strategies.integers(0, 3))
+    def test_failing_example(size):
+        engine = probe("failing example")
+        assert size < 2
+
+    @settings(max_examples=5, database=None, deadline=None)
+    @given(size=strategies.integers(0, 3))
+    def test_passing_examples(size):
+        engine = probe("passing example")
+"""
+
+FIXTURES = """
+    import pytest
+    from helper import probe
+
+    @pytest.fixture
+    def engine():
+        return probe("fixture")
+
+    @pytest.fixture
+    def yielded_engine():
+        engine = probe("yield fixture")
+        yield engine
+
+    @pytest.fixture
+    def failing():
+        engine = probe("failing fixture")
+        raise RuntimeError(engine)
+
+    @pytest.fixture
+    def failing_late():
+        engine = probe("late failing fixture")
+        yield engine
+        raise RuntimeError(engine)
+
+    def test_fixture(engine):
+        pass
+
+    def test_yield_fixture(yielded_engine):
+        pass
+
+    def test_failing_with_a_fixture(engine):
+        assert not engine
+
+    def test_fixture_by_name(request):
+        request.getfixturevalue("engine")
+
+    def test_failing_fixture(failing):
+        pass
+
+    def test_fixture_that_fails_late(failing_late):
+        pass
+"""
+
+FAILED_MODULE_FIXTURE = """
+    import pytest
+    from helper import probe
+
+    @pytest.fixture(scope="module")
+    def engine():
+        engine = probe("failed module fixture")
+        raise RuntimeError(engine)
+
+    def test_first(engine):
+        pass
+
+    def test_second(engine):
+        pass
+
+    def test_without():
+        pass
+"""
+
+FAILED_SESSION_FIXTURE = """
+    import pytest
+    from helper import probe
+
+    @pytest.fixture(scope="session")
+    def session_engine():
+        engine = probe("failed session fixture")
+        raise RuntimeError(engine)
+
+    def test_first(session_engine):
+        pass
+
+    def test_without():
+        pass
+"""
+
+CLASSES = """
+    import unittest
+    from helper import probe
+
+    class TestInstance:
+        def test_attribute(self):
+            self.engine = probe("instance attribute")
+
+        def test_attribute_of_a_failing_test(self):
+            self.engine = probe("instance attribute of a failing test")
+            assert not self.engine
+
+        def setup_method(self):
+            self.first = probe("setup_method")
+
+        def test_setup_method(self):
+            assert self.first
+
+    class TestUnit(unittest.TestCase):
+        def setUp(self):
+            self.engine = probe("setUp")
+
+        def test_passing(self):
+            self.other = probe("TestCase attribute")
+
+        def test_failing(self):
+            engine = probe("failing TestCase")
+            self.assertIsNone(engine)
+
+        def test_with_subtests(self):
+            for size in range(2):
+                with self.subTest(size=size):
+                    self.engine = probe("subTest")
+"""
+
+WARNINGS = """
+    import gc
+    import warnings
+    import pytest
+    from helper import probe
+
+    @pytest.mark.filterwarnings("always")
+    def test_source():
+        engine = probe("warning source")
+        warnings.warn("engine was not closed", ResourceWarning, source=engine)
+
+    @pytest.fixture
+    def closing():
+        yield
+        warnings.warn("engine was not closed", ResourceWarning, source=probe("warning source in teardown"))
+
+    @pytest.mark.filterwarnings("always")
+    def test_source_in_teardown(closing):
+        pass
+
+    @pytest.mark.filterwarnings("always")
+    def test_source_in_setup_and_failing():
+        warnings.warn("engine was not closed", ResourceWarning, source=probe("warning source, failing"))
+        assert 0
+
+    def test_recwarn():
+        with pytest.warns(ResourceWarning) as recorded:
+            warnings.warn("engine was not closed", ResourceWarning, source=probe("recorded warning"))
+        assert len(recorded) == 1
+"""
+
+LOGS = """
+    import logging
+    import pytest
+    from helper import probe
+
+    LOG = logging.getLogger("engine")
+
+    @pytest.fixture
+    def in_setup():
+        LOG.warning("%s", probe("log in setup"))
+
+    @pytest.fixture
+    def in_teardown():
+        yield
+        LOG.warning("%s", probe("log in teardown"))
+
+    def test_setup(in_setup):
+        pass
+
+    def test_call():
+        LOG.warning("%s", probe("log in call"))
+
+    def test_teardown(in_teardown):
+        pass
+
+    def test_failing():
+        LOG.warning("%s", probe("log in a failing call"))
+        assert 0
+
+    def test_with_exc_info():
+        try:
+            raise ValueError(probe("log with exc_info"))
+        except ValueError:
+            LOG.exception("no")
+
+    def test_caplog(caplog):
+        LOG.warning("%s", probe("caplog"))
+        assert len(caplog.records) == 1
+"""
+
+KEPT_BY_DESIGN = """
+    import pytest
+    from helper import Engine
+
+    @pytest.mark.parametrize("engines", [[]], ids=["empty"])
+    def test_parametrize(engines):
+        engines.append(Engine())
+
+    @pytest.mark.needs([])
+    def test_mark(request):
+        request.node.get_closest_marker("needs").args[0].append(Engine())
+
+    def test_record_property(record_property):
+        record_property("engine", Engine())
+
+    def test_record_property_text(record_property):
+        record_property("engine", repr(Engine()))
+"""
+
+LEAKS = """
+    import torch
+
+    KEPT = []
+
+    def test_failing_and_leaking():
+        KEPT.append(torch.ones(1000))
+        assert 0
+
+"""
+
+LAST = """
+    from helper import PROBES
+
+    def test_what_is_alive():
+        print("alive:", [name for name, references in PROBES.items() if any(one() is not None for one in references)])
+        assert 0
+"""
+
+
+@pytest.fixture(scope="module")
+def run(run_inner: RunInner) -> InnerRun:
+    return run_inner(
+        {
+            "conftest.py": CONFTEST,
+            "test_raised.py": RAISED,
+            "test_given.py": GIVEN,
+            "test_fixtures.py": FIXTURES,
+            "test_failed_module_fixture.py": FAILED_MODULE_FIXTURE,
+            "test_failed_session_fixture.py": FAILED_SESSION_FIXTURE,
+            "test_classes.py": CLASSES,
+            "test_warnings.py": WARNINGS,
+            "test_logs.py": LOGS,
+            "test_kept_by_design.py": KEPT_BY_DESIGN,
+            "test_leaks.py": LEAKS,
+            "test_zz_last.py": LAST,
+        }
+    )
+
+
+def held_back(run: InnerRun, test: str) -> str:
+    """As what the summary counts a test of which nothing may have been said to leak."""
+    assert run.is_clean(test), [finding.message for finding in run.subject(test).findings]
+    assert not any(phase.message.startswith("leak") for phase in run.phases[test])
+    return run.counted(test)
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["test_failing", "test_failing_deep_in_a_call", "test_failing_with_a_cause", "test_excinfo_of_a_failing_test"],
+)
+def test_the_locals_of_a_failing_test_are_no_leak(run: InnerRun, test: str) -> None:
+    assert held_back(run, f"test_raised.py::{test}") == "failed"
+
+
+@pytest.mark.parametrize("test", ["test_xfailing", "test_calling_xfail"])
+def test_the_locals_of_a_test_that_fails_as_expected_are_no_leak(run: InnerRun, test: str) -> None:
+    assert held_back(run, f"test_raised.py::{test}") == "xfailed"
+
+
+def test_the_locals_of_a_test_that_skips_are_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_raised.py::test_skipping") == "skipped"
+
+
+@pytest.mark.parametrize("test", ["test_excinfo", "test_raises_group"])
+def test_the_cycle_of_an_excinfo_is_no_leak(run: InnerRun, test: str) -> None:
+    assert held_back(run, f"test_raised.py::{test}") == "passed"
+
+
+def test_the_locals_of_a_failing_example_are_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_given.py::test_failing_example") == "failed"
+
+
+def test_the_locals_of_passing_examples_are_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_given.py::test_passing_examples") == "passed"
+
+
+@pytest.mark.parametrize("test", ["test_fixture", "test_yield_fixture", "test_fixture_by_name"])
+def test_the_values_of_a_tests_fixtures_are_no_leak(run: InnerRun, test: str) -> None:
+    assert held_back(run, f"test_fixtures.py::{test}") == "passed"
+
+
+def test_the_fixtures_of_a_failing_test_are_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_fixtures.py::test_failing_with_a_fixture") == "failed"
+
+
+def test_the_locals_of_a_fixture_that_fails_are_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_fixtures.py::test_failing_fixture") == "error"
+
+
+def test_the_locals_of_a_fixture_whose_teardown_fails_are_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_fixtures.py::test_fixture_that_fails_late") == "passed error"
+
+
+@pytest.mark.parametrize("scope", ["module", "session"])
+def test_a_failed_fixture_of_a_wider_scope_is_no_leak_of_the_test_that_asked_for_it(run: InnerRun, scope: str) -> None:
+    assert held_back(run, f"test_failed_{scope}_fixture.py::test_first") == "error"
+
+
+def test_a_failed_module_fixture_is_no_leak_of_the_next_test_that_asks_for_it(run: InnerRun) -> None:
+    assert held_back(run, "test_failed_module_fixture.py::test_second") == "error"
+
+
+@pytest.mark.parametrize("scope", ["module", "session"])
+def test_a_failed_fixture_of_a_wider_scope_is_no_leak_of_other_tests(run: InnerRun, scope: str) -> None:
+    assert held_back(run, f"test_failed_{scope}_fixture.py::test_without") == "passed"
+
+
+def test_no_fixture_that_failed_is_blamed(run: InnerRun) -> None:
+    assert not [name for name in run.blamed if "fixture '" in name]
+
+
+@pytest.mark.parametrize("test", ["test_attribute", "test_setup_method"])
+def test_the_attributes_of_a_test_classs_instance_are_no_leak(run: InnerRun, test: str) -> None:
+    assert held_back(run, f"test_classes.py::TestInstance::{test}") == "passed"
+
+
+def test_the_attributes_of_a_failing_tests_instance_are_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_classes.py::TestInstance::test_attribute_of_a_failing_test") == "failed"
+
+
+@pytest.mark.parametrize("test", ["test_passing", "test_with_subtests"])
+def test_the_attributes_of_a_testcase_are_no_leak(run: InnerRun, test: str) -> None:
+    assert held_back(run, f"test_classes.py::TestUnit::{test}") == "passed"
+
+
+def test_the_locals_of_a_failing_testcase_are_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_classes.py::TestUnit::test_failing") == "failed"
+
+
+@pytest.mark.parametrize("test", ["test_source", "test_source_in_teardown", "test_recwarn"])
+def test_what_a_warning_is_about_is_no_leak(run: InnerRun, test: str) -> None:
+    assert held_back(run, f"test_warnings.py::{test}") == "passed"
+
+
+def test_what_a_failing_tests_warning_is_about_is_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_warnings.py::test_source_in_setup_and_failing") == "failed"
+
+
+def test_warnings_are_still_shown_at_the_end(run: InnerRun) -> None:
+    assert run.out.count("ResourceWarning: engine was not closed") == 3
+
+
+@pytest.mark.parametrize("test", ["test_setup", "test_call", "test_teardown", "test_with_exc_info", "test_caplog"])
+def test_the_arguments_of_log_records_are_no_leak(run: InnerRun, test: str) -> None:
+    assert held_back(run, f"test_logs.py::{test}") == "passed"
+
+
+def test_the_log_records_of_a_failing_test_are_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_logs.py::test_failing") == "failed"
+
+
+def test_the_log_of_a_failing_test_is_still_shown(run: InnerRun) -> None:
+    assert "Captured log call" in run.out
+
+
+def kept_for_the_session(run: InnerRun, test: str) -> str:
+    """What is said of a test that left an object where pytest keeps it for the whole session."""
+    assert run.counted(test) == "failed"
+    assert run.leaks(test) == [("tensors", "call")]
+    text = " ".join(phase.text for phase in run.phases[test])
+    assert "for the whole session" in text
+    return text
+
+
+def test_an_object_in_a_parametrized_value_leaks_and_the_message_says_that_pytest_keeps_those(run: InnerRun) -> None:
+    assert "parametrize" in kept_for_the_session(run, "test_kept_by_design.py::test_parametrize[empty]")
+
+
+def test_an_object_in_a_marks_argument_leaks_and_the_message_says_that_pytest_keeps_those(run: InnerRun) -> None:
+    assert "@pytest.mark.needs" in kept_for_the_session(run, "test_kept_by_design.py::test_mark")
+
+
+def test_an_object_given_to_record_property_leaks_and_the_message_says_that_pytest_keeps_those(run: InnerRun) -> None:
+    assert "record_property" in kept_for_the_session(run, "test_kept_by_design.py::test_record_property")
+
+
+def test_lowtide_is_never_named_as_a_holder(run: InnerRun) -> None:
+    assert run.report is not None
+    findings = [finding for subject in run.report.subjects for finding in subject.findings]
+    assert [finding.holder for finding in findings if "meta_path" in str(finding.holder)] == []
+
+
+def test_text_given_to_record_property_is_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_kept_by_design.py::test_record_property_text") == "passed"
+
+
+def test_a_failing_test_is_reported_with_its_own_failure(run: InnerRun) -> None:
+    assert run.counted("test_leaks.py::test_failing_and_leaking") == "failed"
+    assert run.message("test_leaks.py::test_failing_and_leaking") == "assert 0"
+
+
+def test_what_a_failing_test_leaves_elsewhere_is_its_leak(run: InnerRun) -> None:
+    (finding,) = run.subject("test_leaks.py::test_failing_and_leaking").findings
+    assert (finding.resource, finding.holder) == ("tensors", "test_leaks.KEPT[0]")
+
+
+def test_the_leak_of_a_failing_test_is_told_beside_its_failure(run: InnerRun) -> None:
+    _, _, failures = run.out.partition("____ test_failing_and_leaking ____")
+    assert "test_leaks.py::test_failing_and_leaking left something behind:" in failures
+
+
+def test_every_object_that_pytest_kept_is_gone_with_its_test_or_scope(run: InnerRun) -> None:
+    # The session fixture's own scope has not ended when the last test looks.
+    assert "alive: ['failed session fixture']" in run.out

@@ -1,0 +1,252 @@
+"""Under xdist the workers judge and the controller writes one report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.pytest_plugin.conftest import InnerRun, RunInner
+
+pytest.importorskip("xdist")
+
+CONFTEST = """
+    import gc
+    import os
+    import sys
+    from pathlib import Path
+
+    KEPT = []
+
+    def leak():
+        first, *others = gc.get_threshold()
+        gc.set_threshold(first + 1, *others)
+
+    def leak_a_file():
+        KEPT.append(os.open(os.devnull, os.O_RDONLY))
+
+    WRITTEN = Path(__file__).with_name("written.txt")
+
+    def note(event, args):
+        if event == "open" and "leakcheck.json" in str(args[0]):
+            with WRITTEN.open("a") as file:
+                file.write(os.environ.get("PYTEST_XDIST_WORKER", "controller") + "\\n")
+
+    def pytest_configure(config):
+        sys.modules["helper"] = sys.modules[__name__]
+        sys.addaudithook(note)
+"""
+
+FILES = {
+    "conftest.py": CONFTEST,
+    "test_plain.py": """
+        import pytest
+        from helper import leak
+
+        @pytest.mark.parametrize("size", range(4))
+        def test_clean(size):
+            pass
+
+        def test_leaking():
+            leak()
+
+        def test_failing():
+            assert 0
+
+        def test_failing_and_leaking():
+            leak()
+            assert 0
+
+        @pytest.mark.skip(reason="not here")
+        def test_skipped():
+            pass
+
+        @pytest.mark.no_leakcheck(reason="it is known")
+        def test_excused():
+            leak()
+    """,
+    "test_module.py": """
+        import pytest
+        from helper import leak_a_file
+
+        @pytest.fixture(scope="module")
+        def log():
+            leak_a_file()
+
+        def test_first(log):
+            pass
+
+        def test_second(log):
+            pass
+    """,
+    "test_session.py": """
+        import pytest
+        from helper import leak_a_file
+
+        @pytest.fixture(scope="session")
+        def session_log():
+            leak_a_file()
+
+        def test_session(session_log):
+            pass
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def run(run_inner: RunInner) -> InnerRun:
+    return run_inner(FILES, "-n", "2", "--dist", "loadfile", using=["xdist"])
+
+
+def test_every_test_is_in_the_report_exactly_once(run: InnerRun) -> None:
+    assert run.report is not None
+    tests = Counter(subject.id for subject in run.report.subjects if "::" in subject.id)
+    assert set(tests) == set(run.phases)
+    assert set(tests.values()) == {1}
+
+
+def test_the_report_is_written_once_and_by_the_controller(run: InnerRun) -> None:
+    assert (run.folder / "written.txt").read_text().splitlines() == ["controller"]
+
+
+def test_a_leak_in_a_worker_fails_its_test(run: InnerRun) -> None:
+    assert run.counted("test_plain.py::test_leaking") == "failed"
+    assert run.message("test_plain.py::test_leaking").startswith("leak: globals/not-restored")
+    assert run.leaks("test_plain.py::test_leaking") == [("globals", "call")]
+
+
+def test_a_clean_test_in_a_worker_passes(run: InnerRun) -> None:
+    assert run.counted("test_plain.py::test_clean[0]") == "passed"
+    assert run.is_clean("test_plain.py::test_clean[0]")
+
+
+def test_a_failing_test_in_a_worker_is_clean(run: InnerRun) -> None:
+    assert run.counted("test_plain.py::test_failing") == "failed"
+    assert run.is_clean("test_plain.py::test_failing")
+
+
+def test_an_excused_test_in_a_worker_passes_and_the_report_has_its_reason(run: InnerRun) -> None:
+    subject = run.subject("test_plain.py::test_excused")
+    assert (subject.outcome, subject.reason) == ("skipped", "it is known")
+
+
+def test_every_leak_has_its_line_in_the_controllers_summary(run: InnerRun) -> None:
+    for name in ("test_plain.py::test_leaking", "module fixture 'log' (test_module.py)"):
+        assert run.out.count(f"LEAK {name} ") == 1
+
+
+# BUG: the section is added to a report that the controller has already got.
+def test_the_leak_of_a_failing_test_is_told_beside_its_failure(run: InnerRun) -> None:
+    assert "test_plain.py::test_failing_and_leaking left something behind" in run.out
+
+
+def test_what_survives_its_module_in_a_worker_is_blamed_on_the_fixture(run: InnerRun) -> None:
+    assert [resource for resource, _ in run.leaks("module fixture 'log'")] == ["file-descriptors"]
+    assert run.counted("test_module.py::test_second") == "passed error"
+
+
+def test_what_survives_a_workers_session_is_blamed_on_the_session_fixture(run: InnerRun) -> None:
+    assert [resource for resource, _ in run.leaks("session fixture 'session_log'")] == ["file-descriptors"]
+
+
+def test_the_header_says_what_is_left_out(run: InnerRun) -> None:
+    (line,) = [line for line in run.out.splitlines() if line.startswith("leakcheck: not judged here: the driver")]
+    assert "workers share the machine" in line
+
+
+def test_the_exit_code_is_that_of_failed_tests(run: InnerRun) -> None:
+    assert run.code == pytest.ExitCode.TESTS_FAILED
+
+
+CRASHING = {
+    "conftest.py": CONFTEST,
+    "test_crash.py": """
+        import os
+        import pytest
+        from helper import leak
+
+        @pytest.mark.parametrize("turn", range(6))
+        def test_clean(turn):
+            pass
+
+        def test_leaking():
+            leak()
+
+        def test_crashing():
+            os._exit(7)
+
+        @pytest.mark.parametrize("turn", range(6))
+        def test_clean_later(turn):
+            pass
+    """,
+}
+
+
+@pytest.fixture(scope="module")
+def crashed(run_inner: RunInner) -> InnerRun:
+    return run_inner(CRASHING, "-n", "2", using=["xdist"])
+
+
+def test_a_worker_that_dies_does_not_lose_what_was_judged(crashed: InnerRun) -> None:
+    assert crashed.report is not None
+    judged = Counter(subject.id for subject in crashed.report.subjects)
+    assert judged == Counter(test for test in crashed.phases if "crashing" not in test)
+    assert len(judged) == 13
+    assert crashed.blamed == ["test_crash.py::test_leaking"]
+
+
+def test_a_test_in_which_a_worker_dies_is_not_judged(crashed: InnerRun) -> None:
+    assert crashed.report is not None
+    assert crashed.message("test_crash.py::test_crashing").startswith("worker ")
+    found = [subject for subject in crashed.report.subjects if subject.id.endswith("::test_crashing")]
+    assert all(subject.outcome == "error" for subject in found)
+
+
+def test_a_worker_that_dies_ends_no_run(crashed: InnerRun) -> None:
+    assert crashed.code == pytest.ExitCode.TESTS_FAILED
+    assert "INTERNALERROR" not in crashed.out
+    assert crashed.counted("test_crash.py::test_clean_later[5]") == "passed"
+
+
+@pytest.fixture(scope="module")
+def refused(run_inner: RunInner) -> InnerRun:
+    source = "import pytest\n\n@pytest.mark.no_leakcheck\ndef test_marked():\n    pass\n"
+    return run_inner({"conftest.py": CONFTEST, "test_marked.py": source}, "-n", "2", using=["xdist"])
+
+
+# BUG: the worker dies of the `UsageError`, and xdist says INTERNALERROR and nothing of the marker.
+def test_a_marker_that_makes_no_sense_is_refused_under_xdist_too(refused: InnerRun) -> None:
+    assert refused.code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    assert "test_marked.py::test_marked: @pytest.mark.no_leakcheck needs one argument" in refused.out + refused.err
+    assert refused.phases == {}
+
+
+@pytest.fixture(scope="module")
+def stopped(run_inner: RunInner) -> InnerRun:
+    """The worker stops, so that its session fixture ends after its last test's report."""
+    source = """
+        import pytest
+        from helper import leak_a_file
+
+        @pytest.fixture(scope="session")
+        def session_log():
+            leak_a_file()
+
+        def test_failing(session_log):
+            assert 0
+
+        def test_never_run():
+            pass
+    """
+    files = {"conftest.py": CONFTEST, "test_stop.py": source}
+    return run_inner(files, "-n", "1", "-x", using=["xdist"])
+
+
+def test_what_is_judged_after_a_workers_last_test_is_in_the_report(stopped: InnerRun) -> None:
+    assert stopped.blamed == ["session fixture 'session_log' (test_stop.py)"]
+
+
+def test_with_one_worker_nothing_is_left_out(stopped: InnerRun) -> None:
+    assert "workers share the machine" not in stopped.out
