@@ -13,6 +13,7 @@ import psutil
 
 from lowtide.leakcheck.exemptions import is_exempt
 from lowtide.leakcheck.owners import Owner
+from lowtide.leakcheck.shared_memory import MadeSegments
 from lowtide.probes.counters import Counters
 from lowtide.probes.host import mapped_shared_memory
 
@@ -24,11 +25,11 @@ class Books:
     """Kept by the watch; knows counters only, and reads nothing itself but who maps a new entry of /dev/shm.
 
     Args:
-        alone: whether no other worker of the same run is at work.
+        segments: the shared memory that this process made.
     """
 
-    def __init__(self, *, alone: bool) -> None:
-        self._alone = alone
+    def __init__(self, segments: MadeSegments) -> None:
+        self._segments = segments
         self.baseline = Counters({}, {}, {})
         self.live: list[Owner] = []
         self._opened: list[Owner] = []
@@ -71,6 +72,7 @@ class Books:
         """The owner entered last, with what it took."""
         owner, first = self._entered.pop()
         owner.take(now, self.live, self._opened[first:])
+        owner.has_settled = True
         self.live.append(owner)
         self._opened.append(owner)
         return owner
@@ -140,7 +142,7 @@ class Books:
         if subject is None and now.settings is self.baseline.settings:
             return {}
         if subject is not None:
-            before: Mapping[str, str] = subject.before.settings
+            before: dict[str, str] = dict(subject.before.settings)
             names: Iterable[str] = subject.items.get("globals", ())
         else:
             # An owner that changed one and ended put it back to what it was before that owner.
@@ -153,8 +155,13 @@ class Books:
                     if name in owner.before.settings
                 },
             }
-            owned = {name for owner in (*self.live, *ended) for name in owner.items.get("globals", ())}
-            names = [name for name in now.settings if name not in owned]
+            left = {setting for owner in ended for setting in owner.settings.items()}
+            # One that is alive changed it during this test: what it left is what is to be found.
+            before.update(
+                (name, value) for owner in self._opened if owner in self.live for name, value in owner.settings.items()
+            )
+            # What an ended one left as it had set it, is its own.
+            names = [name for name, value in now.settings.items() if (name, value) not in left]
         return {
             _change(name, before[name], now.settings[name]): 1
             for name in names
@@ -162,20 +169,17 @@ class Books:
         }
 
     def _own_shared_memory(self, names: Mapping[str, int]) -> dict[str, int]:
-        """Those entries of /dev/shm that this process has to answer for, with their bytes."""
+        """Those entries of /dev/shm that this process has to answer for, with their bytes.
+
+        It made them, or it or a child of it has them open, or they carry the number of one of these.
+        """
         if not names:
             return {}
         family = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-        mine = mapped_shared_memory(family)
-        others: set[str] | None = None
+        mine = mapped_shared_memory(family) | self._segments.names
         found = {}
         for name in names:
             own = name in mine or bool({str(pid) for pid in family} & set(re.findall(r"\d+", name)))
-            if not own and self._alone:
-                if others is None:
-                    others = mapped_shared_memory(pid for pid in psutil.pids() if pid not in family)
-                # Nobody has it open: closed and never unlinked.
-                own = name not in others
             try:
                 facts = Path("/dev/shm", name).stat()
             except OSError:  # it is gone by now

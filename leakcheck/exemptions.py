@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lowtide.probes.objects import Census
 from lowtide.probes.reach import reach
 from lowtide.reports.schema import Resource
@@ -49,6 +51,13 @@ def _command_line(pid: str) -> str:
 
 def _runs(*modules: str) -> Callable[[str], bool]:
     return lambda pid: any(module in _command_line(pid) for module in modules)
+
+
+def _has_ended(pid: str) -> bool:
+    try:
+        return bool(psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
+    except psutil.Error:  # it ended meanwhile
+        return True
 
 
 def _opens(pattern: str) -> Callable[[str], bool]:
@@ -108,6 +117,12 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "multiprocessing's resource tracker and fork server",
         "Python starts one of each per process, when shared memory, a semaphore or a start method first asks for it",
         _runs("multiprocessing.resource_tracker", "multiprocessing.forkserver"),
+    ),
+    Exemption(
+        "processes",
+        "a child that has ended",
+        "only its exit code is left, until somebody asks for it",
+        _has_ended,
     ),
     Exemption(
         "processes",

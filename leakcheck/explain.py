@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -75,7 +75,7 @@ class Explanation:
 
 
 def explain(
-    targets: Sequence[object], *, ignore: Collection[int] = (), innocent: Collection[int] = ()
+    targets: Sequence[object], *, ignore: Collection[int] = (), innocent: Container[int] = ()
 ) -> list[Explanation]:
     """Explains each of `targets`, in their order, by one walk over the heap.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,13 +49,14 @@ class HeapReading:
         held: those to be judged.
         claimed: those that grew under an owner that is alive, to be added to what it owns.
         alive: all of them.
-        unreadable: new tensors of a kind whose memory cannot be read, as text by identity.
+        unreadable: new tensors of a kind whose memory cannot be read, as text, with the stage of each.
+        new_on_cpu: bytes under new tensors in the process's own memory, whoever owns them.
     """
 
     held: tuple[Held, ...]
     claimed: Mapping[Key, Owner]
     alive: frozenset[Key]
-    unreadable: Mapping[str, int]
+    unreadable: Mapping[str, str]
     new_on_cpu: int
 
 
@@ -65,7 +67,8 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
         births: what was born since the baseline.
         claims: what the owners that are alive hold.
         ended: those whose scope has just ended.
-        seen: the storages at the last full reading, for what the program froze since the baseline.
+        seen: the storages at the last full reading, for what the program froze since the baseline, and for tensors on a
+            card that lived before and have new memory now.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
@@ -79,20 +82,30 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
         if births.froze:
             # What was frozen before it was ever seen young: new is what lies where nothing lay before.
             hidden = [item for item in old if not _keys([item]) <= set(seen)]
-            newborn.update((id(item), Newborn(item, births.label)) for item in hidden)
+            newborn.update((id(item), Newborn(item, births.froze_in or births.label)) for item in hidden)
             old = [item for item in old if id(item) not in newborn]
         older = {_key(storage): storage for storage in survey_storages(old).storages}
         readings, unreadable = _new_storages(newborn.values(), older)
         live = claims.owners
         claimed = _claimed(torch, claims, newborn) if readings else {}
         by_label = {owner.label: owner for owner in (*live, *ended)}
-        by_key = {key: owner for owner in live for key in owner.storages}
         held = []
         for key, (storage, stage) in readings.items():
-            owner = by_label.get(stage) or by_key.get(key) or claimed.get(key)
+            # By its label alone a tensor may have got, with its address, the name of one that died.
+            owner = by_label.get(stage)
+            if owner is not None and owner.has_settled and key not in owner.storages:
+                owner = None
+            owner = owner or claimed.get(key)
             if owner is None or any(owner is gone for gone in ended):
                 text = stage if owner is None or stage not in by_label else owner.stage
                 held.append(Held(key, storage.bytes, _text(storage), text, owner))
+        owned = {key for owner in (*live, *ended) for key in owner.storages}
+        for key, storage in older.items():
+            if key[0] != "cpu" and key not in seen and key not in owned:
+                held.append(Held(key, storage.bytes, f"{_text(storage)}, made before", births.label, claimed.get(key)))
+        for owner in live:
+            # Memory that is free may be anybody's next.
+            owner.storages = {key: text for key, text in owner.storages.items() if key in older or key in readings}
         for owner in ended:
             for key, stage in owner.storages.items():
                 if key in older:
@@ -101,9 +114,35 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
             held=_without_overlaps(held),
             claimed=claimed,
             alive=frozenset({*older, *readings}),
-            unreadable={name: 1 for name, item in unreadable.items() if claims.owner_of(item) is None},
+            unreadable={name: born.label for name, born in unreadable.items() if claims.owner_of(born.item) is None},
             new_on_cpu=sum(storage.bytes for key, (storage, _) in readings.items() if key[0] == "cpu"),
         )
+
+
+def thaw(stage: str, seen: Collection[Key]) -> tuple[Held, ...]:
+    """Unfreeze the heap, and only then collect; the storages of tensors that were frozen garbage.
+
+    Args:
+        stage: in which they were frozen.
+        seen: the storages at the last full reading: those are nobody's now.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        gc.unfreeze()
+        gc.collect()
+        return ()
+    reached = {_key(storage) for storage in _all_storages(torch, all_objects())}
+    with collector_paused():
+        gc.unfreeze()
+        visible = _all_storages(torch, gc.get_objects())
+    gc.collect()
+    hidden = [storage for storage in visible if _key(storage) not in reached and _key(storage) not in seen]
+    return _without_overlaps(Held(_key(storage), storage.bytes, _text(storage), stage, None) for storage in hidden)
+
+
+def _all_storages(torch: Any, objects: list[object]) -> tuple[StorageReading, ...]:
+    census = Census(objects)
+    return survey_storages([*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]).storages
 
 
 def tensors_over(keys: Collection[Key]) -> list[Any]:
@@ -142,13 +181,13 @@ def _text(storage: StorageReading) -> str:
 
 def _new_storages(
     newborn: Iterable[Newborn], older: Mapping[Key, StorageReading]
-) -> tuple[dict[Key, tuple[StorageReading, str]], dict[str, Any]]:
+) -> tuple[dict[Key, tuple[StorageReading, str]], dict[str, Newborn]]:
     """The storages that only newborn tensors view, with the stage of the first; and the tensors that cannot be read."""
     by_label: dict[str, list[Any]] = {}
     for born in newborn:
         by_label.setdefault(born.label, []).append(born.item)
     readings: dict[Key, tuple[StorageReading, str]] = {}
-    unreadable: dict[str, Any] = {}
+    unreadable: dict[str, Newborn] = {}
     for label, items in by_label.items():
         survey = survey_storages(items)
         for storage in survey.storages:
@@ -157,7 +196,7 @@ def _new_storages(
         if survey.unreadable:
             for item in items:
                 if survey_storages([item]).unreadable:
-                    unreadable[f"{type(item).__name__} {id(item):#x}"] = item
+                    unreadable[f"{type(item).__name__} {id(item):#x}"] = Newborn(item, label)
     return readings, unreadable
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -28,7 +28,10 @@ class _Reason:
 
 
 def tensor_findings(
-    held: Sequence[Sequence[Held]], rungs: Sequence[Rung], hints: Sequence[tuple[str, object]] = ()
+    held: Sequence[Sequence[Held]],
+    rungs: Sequence[Rung],
+    hints: Sequence[tuple[str, object]] = (),
+    born: Collection[int] | None = None,
 ) -> list[Finding]:
     """The findings for the storages of one device that are left at the first of some steps.
 
@@ -36,10 +39,12 @@ def tensor_findings(
         held: the storages left at each step.
         rungs: the rung of each step.
         hints: advice for what is reached from the object beside it, which the test runner keeps by design.
+        born: the identities of all objects born since the baseline: who was there before is not to blame; None if that
+            is not known.
     """
     left = [{storage.key for storage in row} for row in held]
     advised = _advised(hints, left[0]) if left[0] else {}
-    explained = _together(_explained(left[-1] & left[0]))
+    explained = _together(_explained(left[-1] & left[0], _Older(born)))
     groups: dict[str, list[tuple[Held, _Reason]]] = {}
     for storage in held[0]:
         back = next((turn for turn, keys in enumerate(left) if storage.key not in keys), None)
@@ -72,11 +77,21 @@ def restaged(finding: Finding, stage: str) -> Finding:
     )
 
 
-def _explained(keys: set[Key]) -> dict[Key, Explanation]:
+class _Older:
+    """The identities of what was alive before the test: all but those of what was born since; none if nobody knows."""
+
+    def __init__(self, born: Collection[int] | None) -> None:
+        self._born = born
+
+    def __contains__(self, identity: object) -> bool:
+        return self._born is not None and identity not in self._born
+
+
+def _explained(keys: set[Key], older: _Older) -> dict[Key, Explanation]:
     """The best explanation of each storage: the shortest path among its tensors'."""
     tensors = tensors_over(keys)
     found: dict[Key, Explanation] = {}
-    for tensor, explanation in zip(tensors, explain(tensors, ignore={id(tensors)}), strict=True):
+    for tensor, explanation in zip(tensors, explain(tensors, ignore={id(tensors)}, innocent=older), strict=True):
         for key in storage_keys([tensor]):
             known = found.get(key)
             if known is None or _rank(explanation) < _rank(known):
@@ -113,7 +128,8 @@ def _fingerprint(storage: Held, reason: _Reason) -> str:
     if reason.rung is not None:
         suspects: tuple[str, ...] = (reason.rung.value,)
     elif reason.explanation is not None:
-        suspects = (reason.explanation.cause, *reason.explanation.suspects)
+        # What hangs on one suspect edge is one finding, however much it is.
+        suspects = (reason.explanation.cause, *reason.explanation.suspects[:1])
     else:
         suspects = ("unknown",)
     return fingerprint(resource="tensors", device=storage.key[0], stage=storage.stage, suspects=suspects)

@@ -7,24 +7,30 @@ appears while a module is imported belongs to the process.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import multiprocessing
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 
 import msgspec
+import psutil
 
 from lowtide.leakcheck.books import Books, Subject
 from lowtide.leakcheck.cards import Cards
 from lowtide.leakcheck.exemptions import is_exempt
 from lowtide.leakcheck.first_use import FirstUse
 from lowtide.leakcheck.judge import excesses, judge
-from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb
+from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, release
 from lowtide.leakcheck.metrics import Metric
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, Reading, host_memory_tolerance, plain_metrics
-from lowtide.leakcheck.storages import HeapReading, Key, is_tensor, read_heap, storage_keys
+from lowtide.leakcheck.shared_memory import MadeSegments
+from lowtide.leakcheck.storages import HeapReading, Held, Key, is_tensor, read_heap, storage_keys, thaw
 from lowtide.leakcheck.tensor_findings import restaged, tensor_findings
 from lowtide.probes.births import Births, Newborn
 from lowtide.probes.caches import LRU_CACHE, CacheActivity, cache_entries
@@ -55,15 +61,12 @@ class Policy:
         settle: seconds without any movement after which waiting for threads, processes or the driver ends.
         card: whether cards are judged.
         driver: whether the driver's figures are (not where several workers share a card).
-        alone: whether no other worker of the same run is at work: else an entry of /dev/shm that nobody maps may be
-            another worker's.
     """
 
     tolerance: int = 0
     settle: float = 0.5
     card: bool = True
     driver: bool = True
-    alone: bool = True
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,17 @@ class Watch:
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
-        self._books = Books(alone=self.policy.alone)
+        self._segments = MadeSegments()
+        self._books = Books(self._segments)
         self._births = Births()
         self._caches = CacheActivity()
         self._cards = Cards(driver=self.policy.driver)
         self._driver: Driver | None = None
         self._counters = CounterReader(self._ask_driver if self.policy.driver else None, card=self.policy.card)
         self._first_use = FirstUse()
+        self._cache_stages: dict[int, str] = {}
+        self._appeared: dict[str, str] = {}
+        self._born: set[int] | None = set()
         self._labels: list[str] = []
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
@@ -114,6 +121,7 @@ class Watch:
     def open(self) -> None:
         """Begin to watch; goes through the heap once."""
         self._births.start()
+        self._segments.start()
         with collector_paused():
             census = Census(all_objects())
             self._caches.add(census.exactly(LRU_CACHE))
@@ -122,6 +130,7 @@ class Watch:
     def close(self) -> None:
         """End it; legal twice."""
         self._births.stop()
+        self._segments.stop()
         if self._driver is not None:
             self._driver.close()
             self._driver = None
@@ -139,6 +148,8 @@ class Watch:
         self._tolerance = self.policy.tolerance if tolerance is None else tolerance
         self._births.mark(stage)
         self._caches.mark()
+        self._cache_stages.clear()
+        self._appeared.clear()
         now = self._read()
         self._books.begin(stage, now)
         if any(not self._cards.knows(device) for device in _devices(now)):
@@ -155,15 +166,17 @@ class Watch:
         self._births.label = label
 
     def phase(self, label: str) -> None:
-        """As `stage`, and for threads and descriptors too."""
+        """As `stage`, and for all that is counted but the cards' levels."""
         ending = self._births.label
         self.stage(label)
-        self._books.attribute(ending, self._counters.read_again(self._books.last))
+        self._note_caches(ending)
+        self._books.attribute(ending, self._counters.read(self._books.last))
 
     def full_phase(self, label: str) -> None:
-        """As `phase`, and for everything that is counted; costs a whole reading of the counters."""
+        """As `phase`, and for the cards' levels too."""
         ending = self._births.label
         self.stage(label)
+        self._note_caches(ending)
         self._books.attribute(ending, self._read())
 
     def enter(self, owner: Owner) -> None:
@@ -207,8 +220,12 @@ class Watch:
         stage = self._births.label
         now = self._read()
         self._books.attribute(stage, now)
+        self._note_caches(stage)
+        # Before anything is collected: what is young now will be old then.
+        self._born = self._births.born() if self._caches.changed() else set()
         if not self._suspects(now, ended):
             return Verdict()
+        born = self._births.born()
         let_go()
         # Young garbage first, at a hundredth of the cost of a full collection.
         for generation in (1, 2):
@@ -228,21 +245,11 @@ class Watch:
                 for item in excesses(metrics, nothing, reading)
             )
 
-        rungs = [Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE]
-        if (self._books.baseline.amounts.get("gc-frozen") or 0) <= FROZEN_AT_STARTUP < gc.get_freeze_count():
-            # Undoes what this test froze; a freeze that was there before is not to be undone.
-            rungs.insert(0, Rung.UNFREEZE)
-        steps = climb(
-            lambda: self._deep(subjects, ended),
-            is_back,
-            still_waiting=lambda deep: False,
-            moved=lambda then, now: False,
-            rungs=rungs,
-        )
+        steps = self._climb(subjects, ended, is_back)
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)
         findings = [
-            self._findings(subject, turn, metrics=metrics, steps=steps, stage=stage, hints=hints)
+            self._findings(subject, turn, metrics=metrics, steps=steps, stage=stage, hints=hints, born=born)
             for turn, subject in enumerate(subjects)
         ]
         findings[0], excused = self._excused(findings[0])
@@ -253,6 +260,24 @@ class Watch:
             of_owners={owner.label: found for owner, found in zip(ended, findings[1:], strict=True)},
             climbed=True,
         )
+
+    def _climb(
+        self, subjects: Sequence[Subject], ended: Sequence[Owner], is_back: Callable[[_Deep], bool]
+    ) -> list[Step[_Deep]]:
+        """The readings after each rung that a plain test may have to climb; everything has been collected by now."""
+        first = self._deep(subjects, ended)
+        frozen_before = self._books.baseline.amounts.get("gc-frozen") or 0
+        steps: list[Step[_Deep]] = []
+        if not is_back(first) and frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
+            # Undoes what this test froze; a freeze that was there before is not to be undone.
+            hidden = thaw(self._births.froze_in, self._seen)
+            steps = [Step(Rung.RAW, _with_hidden(first, hidden), 0.0)]
+            steps.append(Step(Rung.UNFREEZE, self._deep(subjects, ended), 0.0))
+        steps = steps or [Step(Rung.RAW, first, 0.0)]
+        for rung in (Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE):
+            if not is_back(steps[-1].reading) and release(rung):
+                steps.append(Step(rung, self._deep(subjects, ended), 0.0))
+        return steps
 
     def _excused(self, findings: tuple[Finding, ...]) -> tuple[tuple[Finding, ...], tuple[NotMeasured, ...]]:
         """Without what a library that was first used in this test may have taken for good, and that told instead."""
@@ -280,6 +305,7 @@ class Watch:
         steps: Sequence[Step[_Deep]],
         stage: str,
         hints: Sequence[tuple[str, object]],
+        born: set[int] | None,
     ) -> tuple[Finding, ...]:
         own = [Step(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
         found: list[Finding] = []
@@ -293,12 +319,16 @@ class Watch:
                     ]
                     for step in steps
                 ]
-                found += tensor_findings(held, [step.rung for step in steps], hints)
+                found += tensor_findings(held, [step.rung for step in steps], hints, born)
             else:
                 key = f"{finding.resource} {finding.device}".strip()
-                since = self._books.since(key, own[0].reading.items.get(key, ()))
+                if finding.resource == "tensors":
+                    key = f"native {finding.device}" if finding.verdict == "native-held" else "unreadable"
+                names = own[0].reading.items.get(key, ())
+                told = [self._appeared[name] for name in names if name in self._appeared]
+                since = told[0] if told else self._books.since(key, names)
                 dated = restaged(finding, subject.stage if subject is not None else since or stage)
-                found.append(msgspec.structs.replace(dated, holder=_listed(own[0].reading.items.get(key, ()))))
+                found.append(msgspec.structs.replace(dated, holder=_listed(key, names)))
         return tuple(found)
 
     def _deep(self, subjects: Sequence[Subject], ended: Sequence[Owner]) -> _Deep:
@@ -321,7 +351,7 @@ class Watch:
                     items[f"tensors {held.key[0]}"] = {**items.get(f"tensors {held.key[0]}", {}), held.name: held.bytes}
             if subject is None:
                 items |= {key: self._without_gradients(key, found, claims) for key, found in cards.items()}
-                items["unreadable"] = heap.unreadable
+                items["unreadable"] = dict.fromkeys(heap.unreadable, 1)
                 items["lru-cache"] = self._held_by_caches(self._births.survivors(), heap)
             readings.append(Reading(items, self._levels(now, subject, ended, heap)))
         return _Deep(tuple(readings), heap)
@@ -397,26 +427,30 @@ class Watch:
         if not caches:
             return {}
         newborn = {id(born.item) for born in survivors}
-        young = self._births.young_ids()
         judged = set() if heap is None else {held.key for held in heap.held}
-        found = {}
+        found: dict[str, int] = {}
         for cache in caches:
             objects, _ = reach(cache_entries(cache), boundaries=(LRU_CACHE,), max_objects=20_000)
             owners = [item.__self__ for item in objects if type(item) is MethodType]
-            held = [
-                item for item in objects if id(item) in newborn and not is_tensor(item) and type(item) is not LRU_CACHE
+            held = [item for item in objects if id(item) in newborn and _is_module(item)]
+            held += [
+                owner
+                for owner in owners
+                if self._born is not None and id(owner) in self._born and type(owner).__module__ != "builtins"
             ]
-            held += [owner for owner in owners if id(owner) in young and type(owner).__module__ != "builtins"]
             if held and not (judged and storage_keys(item for item in objects if is_tensor(item)) & judged):
                 name = f"{cache.__module__}.{getattr(cache, '__qualname__', '?')}"
                 texts = [f"{type_name(type(item))} at {id(item):#x} in {name}" for item in held]
-                found.update({text: 1 for text in texts if not is_exempt("lru-cache", text)})
+                texts = [text for text in texts if not is_exempt("lru-cache", text)]
+                found.update(dict.fromkeys(texts, 1))
+                self._appeared.update(dict.fromkeys(texts, self._cache_stages.get(id(cache), "")))
         return found
 
     def _wait(self, ended: Sequence[Owner]) -> None:
         """Wait for what comes back by itself: threads and processes that are ending, a driver that takes its time."""
 
         def missing(now: Counters) -> dict[str, object]:
+            _reap_children()
             waiting: dict[str, object] = {
                 key: sorted(found)
                 for subject in (None, *ended)
@@ -437,6 +471,11 @@ class Watch:
             policy=SettlePolicy(stability=self.policy.settle, limit=max(LONGEST_WAIT, self.policy.settle)),
             rungs=(Rung.SETTLE,),
         )
+
+    def _note_caches(self, stage: str) -> None:
+        """Caches that were filled for the first time since the last look, were so in `stage`."""
+        for cache in self._caches.changed():
+            self._cache_stages.setdefault(id(cache), stage)
 
     def _adopt(self, now: Counters, heap: HeapReading) -> None:
         self._seen = heap.alive
@@ -460,6 +499,14 @@ def _opened_the_driver(before: Counters, now: Counters) -> bool:
     return opened(now) and not opened(before)
 
 
+def _reap_children() -> None:
+    """Have multiprocessing and subprocess take note of children that have ended and that nobody has waited for."""
+    if "multiprocessing.process" in sys.modules:
+        multiprocessing.active_children()
+    if "subprocess" in sys.modules:
+        subprocess._cleanup()  # type: ignore[attr-defined]
+
+
 def _may_be_a_library(finding: Finding) -> bool:
     if finding.resource == "driver":
         return True
@@ -467,9 +514,33 @@ def _may_be_a_library(finding: Finding) -> bool:
     return finding.resource == "file-descriptors" and set(targets) <= {"socket", "pipe", "anon_inode"}
 
 
-def _listed(names: Iterable[str]) -> str | None:
+def _is_module(item: object) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and any(base is torch.nn.Module for base in type(item).__mro__)
+
+
+def _with_hidden(deep: _Deep, hidden: Sequence[Held]) -> _Deep:
+    """The same reading, with storages of the test's that no walk could find."""
+    own, *others = deep.readings
+    items = dict(own.items)
+    for held in hidden:
+        key = f"tensors {held.key[0]}"
+        items[key] = {**items.get(key, {}), held.name: held.bytes}
+    heap = dataclasses.replace(deep.heap, held=(*deep.heap.held, *hidden))
+    return _Deep((Reading(items, own.amounts), *others), heap)
+
+
+def _with_command(pid: str) -> str:
+    """`4711 (python)`."""
+    try:
+        return f"{pid} ({psutil.Process(int(pid)).name()})"
+    except psutil.Error:  # it ended meanwhile
+        return pid
+
+
+def _listed(key: str, names: Iterable[str]) -> str | None:
     """The first of some names, as a finding's holder."""
-    listed = sorted(names)
+    listed = sorted(map(_with_command, names) if key == "processes" else names)
     more = f" and {len(listed) - _SHOWN_NAMES} more" if len(listed) > _SHOWN_NAMES else ""
     return ", ".join(listed[:_SHOWN_NAMES]) + more if listed else None
 
@@ -486,7 +557,8 @@ def _unclaimed(key: str, items: Mapping[str, int], claims: Claims) -> dict[str, 
     owners = claims.names(key)
     left = {}
     for name, amount in items.items():
-        owner = owners.get(name) or owners.get(name.partition(" -> ")[0] + " ->")
+        number, _, target = name.partition(" -> ")
+        owner = owners.get(name) or owners.get(f"{number} ->") or owners.get(target)
         if owner is None:
             left[name] = amount
         else:

@@ -7,21 +7,24 @@ anything heavy.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
-
-from lowtide.probes.stages import stage
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.check import LeakCheck
+    from lowtide.probes.stages import stage
 
 __version__ = "0.1.0"
 
 __all__ = ["LeakCheck", "__version__", "stage"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "LeakCheck":
-        from lowtide.leakcheck.check import LeakCheck
+_HOMES = {"LeakCheck": "lowtide.leakcheck.check", "stage": "lowtide.probes.stages"}
 
-        return LeakCheck
-    raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+    # Once asked for it is an ordinary attribute: a stage mark must cost next to nothing.
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found

@@ -11,6 +11,9 @@ from typing import Any
 from lowtide.probes.caches import LRU_CACHE
 from lowtide.probes.objects import Census, all_objects, collector_paused
 
+_MOST_IDENTITIES = 200_000
+"""Identities of objects of any kind that are remembered between a mark and the next."""
+
 
 @dataclass(frozen=True)
 class Newborn:
@@ -31,19 +34,26 @@ class Births:
     A new object is in the young generations (0 and 1) until a collection moves it to the old one. So what is young and
     was not young at the mark was born since; what a collection is about to move is noted just before it does
     (`gc.callbacks`), and then looked for among as many of the old generation's last objects as can have been moved. No
-    weak references are taken: `torch.utils.swap_tensors` refuses tensors that have one.
+    weak references are taken: `torch.utils.swap_tensors` refuses tensors that have one. Hence its one blind spot: an
+    object at the very address of one that died since it was seen passes for that one.
 
     Attributes:
         label: what the objects born from now on are called; to be set at every change of stage, after `note()`.
+        froze_in: the label under which the program was first seen to have frozen objects since the mark; else empty.
     """
 
     def __init__(self) -> None:
         self.label = ""
         self._known: set[int] = set()
         self._noted: dict[int, str] = {}
+        self._born: set[int] = set()
         self._moved = 0
         self._full = False
         self._frozen = 0
+        # A young object that nothing but a collection or `gc.freeze()` can make old.
+        self._witness: list[object] | None = None
+        self._lost = False
+        self.froze_in = ""
 
     def start(self) -> None:
         """Begin to watch; legal twice."""
@@ -56,26 +66,39 @@ class Births:
             gc.callbacks.remove(self._collecting)
         self._noted.clear()
         self._known.clear()
+        self._born.clear()
 
     def mark(self, label: str = "") -> None:
         """From here on: whatever is alive now is not newborn."""
         self.label = label
         self._noted.clear()
+        self._born.clear()
         self._moved = 0
         self._full = False
         self._frozen = gc.get_freeze_count()
-        self._known = set(map(id, _watched(_young())))
+        self._known = set(map(id, _young()))
+        self._witness = []
+        self._lost = False
+        self.froze_in = ""
 
     def note(self) -> None:
         """Give what was born since the last note the current label."""
-        for item in _watched(_young()):
+        young = _young()
+        self._look_at_witness(young)
+        for item in _watched(young):
             if id(item) not in self._known:
                 self._noted.setdefault(id(item), self.label)
 
     @property
     def froze(self) -> bool:
-        """Whether the program froze objects since the mark: their generation says nothing any more."""
-        return gc.get_freeze_count() > self._frozen
+        """Whether the program froze objects since the mark: their generation says nothing any more.
+
+        Even if it has unfrozen them since: they are old then.
+        """
+        if gc.get_freeze_count() > self._frozen:
+            return True
+        self._look_at_witness(_young())
+        return self._lost
 
     def survivors(self) -> list[Newborn]:
         """What was born since the mark and is alive now, garbage that was not collected yet included."""
@@ -88,9 +111,14 @@ class Births:
                         found.setdefault(id(item), item)
             return [Newborn(item, self._noted.get(key, self.label)) for key, item in found.items()]
 
-    def young_ids(self) -> set[int]:
-        """The identities of all objects that no collection has moved since they were born; of any kind."""
-        return set(map(id, _young()))
+    def born(self) -> set[int] | None:
+        """The identities of all objects of any kind born since the mark; None if there were too many to remember.
+
+        Some of them may be dead, and what was still young at the mark is among them.
+        """
+        if len(self._born) > _MOST_IDENTITIES or self.froze:
+            return None
+        return self._born | set(map(id, _young()))
 
     def _moved_objects(self) -> list[object]:
         if self.froze:
@@ -99,15 +127,28 @@ class Births:
         # A full collection may reorder the old generation; the others append to it.
         return old if self._full else old[-self._moved :]
 
+    def _look_at_witness(self, young: list[object]) -> None:
+        if self._witness is not None and not any(item is self._witness for item in young):
+            self._lost = True
+            self.froze_in = self.froze_in or self.label
+
     def _collecting(self, phase: str, info: dict[str, int]) -> None:
         # Only a collection of generation 1 or 2 moves anything to where it is not young any more.
-        if phase == "start" and info["generation"] >= 1:
-            young = _young()
-            self._moved += len(young)
-            self._full = self._full or info["generation"] == 2
-            for item in _watched(young):
-                if id(item) not in self._known:
-                    self._noted.setdefault(id(item), self.label)
+        if info["generation"] < 1:
+            return
+        if phase == "stop":
+            self._witness = []
+            return
+        young = _young()
+        self._look_at_witness(young)
+        self._witness = None
+        self._moved += len(young)
+        self._full = self._full or info["generation"] == 2
+        if len(self._born) <= _MOST_IDENTITIES:
+            self._born.update(map(id, young))
+        for item in _watched(young):
+            if id(item) not in self._known:
+                self._noted.setdefault(id(item), self.label)
 
 
 def young_generations_tell() -> bool:

@@ -61,8 +61,8 @@ class CounterReader:
         self._settings: Mapping[str, str] = MappingProxyType({})
         self._driver_bytes: dict[int, tuple[object, int | None]] = {}
 
-    def read(self) -> Counters:
-        """All of them."""
+    def read(self, last: Counters | None = None) -> Counters:
+        """All of them, or with the cards' amounts taken over from `last`, which are half of the time."""
         items: dict[str, Items] = {
             "threads": _threads(),
             "processes": {str(pid): 1 for pid in child_processes()},
@@ -81,18 +81,15 @@ class CounterReader:
             elif pool.kind == "pinned":
                 pinned += pool.mapped
         amounts["pinned"] = pinned
-        torch = initialized_torch() if self._card else None
+        if last is not None:
+            amounts |= {key: amount for key, amount in last.amounts.items() if "cuda:" in key}
+        torch = initialized_torch() if self._card and last is None else None
         # Not what a test put in its place.
         if torch is not None and issubclass(type(torch), ModuleType):
             for index in range(torch.cuda.device_count()):
                 if has_context(torch, index):
                     amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0))
         return Counters(items, amounts, self._read_settings(), len(os.listdir("/proc/self/task")))
-
-    def read_again(self, last: Counters) -> Counters:
-        """As `last`, with threads and descriptors read anew: enough to tell in which stage those appeared."""
-        items = {**last.items, "threads": _threads(), "file-descriptors": self._read_descriptors()}
-        return Counters(items, last.amounts, self._read_settings(), last.native_threads)
 
     def _read_descriptors(self) -> Items:
         """`number -> target` of each open descriptor; targets are read only where a number has another file now."""

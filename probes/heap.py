@@ -16,7 +16,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from inspect import CO_OPTIMIZED
@@ -175,7 +175,7 @@ class Path:
 
 
 def find_paths(
-    targets: Sequence[object], *, ignore: Collection[int] = (), innocent: Collection[int] = ()
+    targets: Sequence[object], *, ignore: Collection[int] = (), innocent: Container[int] = ()
 ) -> list[Path | None]:
     """A shortest path from a root to each target, in the targets' order; None where Python's graph has none.
 
@@ -542,7 +542,7 @@ class _Namer:
         for frame in self._read:
             frame_locals(frame)
 
-    def path(self, parents: _Indices, target: int, innocent: Collection[int]) -> Path | None:
+    def path(self, parents: _Indices, target: int, innocent: Container[int]) -> Path | None:
         """The path that `parents` gives for the node `target`; None if it was not reached."""
         if target < 0 or parents[target] in (_UNSEEN, _BLOCKED):
             return None
@@ -752,9 +752,17 @@ def _of_instance_dict(way: Sequence[Any]) -> _Edge | None:
     """An attribute, past the instance's `__dict__`: it is that dict if the attribute leads where the entry leads."""
     if len(way) > 2 and type(way[1]) is dict:
         for key in _keys_of(way[1], way[2]):
-            if type(key) is str and _attribute(way[0], key) is way[2]:
+            if type(key) is str and (_attribute(way[0], key) is way[2] or _is_cached_property(type(way[0]), key)):
                 return _Edge(f".{key}", "instance-attribute", 2)
     return None
+
+
+def _is_cached_property(cls: type, name: str) -> bool:
+    """Whether the class computes the attribute once, and then keeps it in the instance's `__dict__` by that name."""
+    for base in _mro_of(cls):
+        if name in _namespace_of(base):
+            return type(_namespace_of(base)[name]) is functools.cached_property
+    return False
 
 
 def _of_member(way: Sequence[Any]) -> _Edge | None:

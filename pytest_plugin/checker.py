@@ -22,7 +22,7 @@ from lowtide.leakcheck.watch import Policy, Verdict, Watch
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.stages import Stage, listening, stage
 from lowtide.pytest_plugin import terminal
-from lowtide.pytest_plugin.failures import LeakFailure, fail_report
+from lowtide.pytest_plugin.failures import LeakFailure, fail_report, is_strict_xpass
 from lowtide.pytest_plugin.imports import ImportWatch
 from lowtide.pytest_plugin.retention import clear_tracebacks, hints, release_test, release_warnings
 from lowtide.pytest_plugin.scopes import FixtureOwner
@@ -58,13 +58,14 @@ class Checker:
                 settle=self.settings.settle,
                 card=self.settings.device != "cpu",
                 driver=not self.shares_card,
-                alone=not self.shares_card,
             )
         )
         if self.settings.device == "cuda":
             _insist_on_a_card()
         self._imports = ImportWatch(self.watch.enter, self.watch.leave)
         self._is_open = False
+        # Whether a failed test can end the session.
+        self._may_stop = bool(config.getoption("maxfail", 0) or config.getoption("stepwise", False))
         self._failure = ""
         self._owns_protocol = False
         self._owners: dict[int, FixtureOwner] = {}
@@ -88,6 +89,8 @@ class Checker:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
         """Refuse markers that make no sense before anything runs."""
+        if self._is_worker:
+            return  # an error here ends the worker without a word: each such test fails instead
         for item in items:
             read_markers(item)
 
@@ -116,8 +119,7 @@ class Checker:
         """An xdist worker is done: take what it judged outside of tests."""
         output = getattr(node, "workeroutput", None) or {}
         self._used |= set(output.get("lowtide_used", ()))
-        known = {subject.id for subject in self.subjects}
-        self.subjects += [subject for subject in _decode(output.get("lowtide", "[]")) if subject.id not in known]
+        self.subjects += [subject for subject in _decode(output.get("lowtide", "[]")) if subject not in self.subjects]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One line per leak."""
@@ -192,24 +194,25 @@ class Checker:
                     show_test_item(item, add_space=not setup_only)
                 if not setup_only:
                     call = call_and_report(item, "call", log=False)
-                    if not call.passed:
+                    # The session may be about to stop, and then everything must be torn down with this test.
+                    if not call.passed and self._may_stop:
                         log(report=call)
             if item.session.shouldfail or item.session.shouldstop:
                 nextitem = None
             teardown = call_and_report(item, "teardown", log=False, nextitem=nextitem)
         except BaseException:
-            # An interrupt during the teardown: the test itself had passed.
-            if call is not None and call.passed:
+            # An interrupt during the teardown: what is known of the test itself must not be lost.
+            if call is not None and (call.passed or not self._may_stop):
                 log(report=call)
             raise
         finally:
             if hasattr(item, "_request"):
                 item._request = False
                 item.funcargs = None
-        passed = call is not None and call.passed
+        waits = call is not None and (call.passed or not self._may_stop)
         subjects = self._judge(item)
         subjects = self._deliver(item, subjects, setup, call, teardown)
-        if passed:
+        if waits:
             log(report=call)
         setattr(teardown, _SUBJECTS, _encode(subjects))
         log(report=teardown)
@@ -222,7 +225,7 @@ class Checker:
         failing = self.settings.action == "fail"
         if _is_bad(own):
             text = terminal.details(own, self._config.get_verbosity())
-            if call is not None and call.passed and failing:
+            if call is not None and failing and (call.passed or is_strict_xpass(call)):
                 fail_report(item, call, terminal.headline(own), text)
             elif failing and _was_skipped(setup, call):
                 fail_report(item, teardown, terminal.headline(own), text)
@@ -253,18 +256,29 @@ class Checker:
         self._failure = ""
         self._setup = None
         self._records = StageRecords(card=self.settings.device != "cpu") if self.settings.report is not None else None
-        tolerance = None if self.settings.tolerance_is_final else read_markers(item).tolerance
+        wrong = ""
+        tolerance = None
+        try:
+            markers = read_markers(item)
+            tolerance = None if self.settings.tolerance_is_final else markers.tolerance
+        except pytest.UsageError as error:
+            wrong = str(error)
         with self._guarded():
             self.watch.begin("setup", tolerance)
             self._imports.active = True
         if "leakcheck" not in getattr(item, "fixturenames", ()):
             with listening(self):
                 yield
+            if wrong:
+                # Not before the other plugins have set the test up: their teardown relies on that.
+                pytest.fail(wrong, pytrace=False)
             return
         # For `leakcheck.check()` in the middle, what the test's fixtures hold is nothing that must be back.
-        self._setup = Owner("the test's fixtures")
+        self._setup = Owner("the test's fixtures", stage="setup")
         with self._owned_by(self._setup), listening(self):
             yield
+        if wrong:
+            pytest.fail(wrong, pytrace=False)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_call(self) -> Generator[None, None, None]:
@@ -403,10 +417,13 @@ class Checker:
         """The test's subject, then one for each fixture that ended and left something."""
         self._imports.active = False
         ended = self._take_ended()
-        release_test(item)
+        release_test(item, owns_protocol=self._owns_protocol)
         clear_tracebacks(self._raised)
         self._raised.clear()
-        excused = read_markers(item).excused
+        try:
+            excused = read_markers(item).excused
+        except pytest.UsageError as error:
+            return [Subject(id=item.nodeid, outcome="error", reason=str(error))]
         own_setup = [] if self._setup is None else [self._setup]
         verdict = Verdict()
         with self._guarded():

@@ -17,6 +17,11 @@ class LeakFailure(Failed):
         super().__init__(message, pytrace=False)
 
 
+def is_strict_xpass(report: Any) -> bool:
+    """Whether a call passed although its test is marked, strictly, as expected to fail."""
+    return bool(report.failed and isinstance(report.longrepr, str) and report.longrepr.startswith("[XPASS(strict)]"))
+
+
 def fail_report(item: pytest.Item, report: Any, headline: str, text: str) -> None:
     """Make a report that passed or was skipped one of a failure, as if the test had raised `LeakFailure`.
 

@@ -12,8 +12,13 @@ from types import TracebackType
 import pytest
 
 
-def release_test(item: pytest.Item) -> None:
-    """What pytest would drop by itself a little later: at the next test, or never while the session lasts."""
+def release_test(item: pytest.Item, *, owns_protocol: bool) -> None:
+    """What pytest would drop by itself a little later: at the next test, or never while the session lasts.
+
+    Args:
+        item: the test.
+        owns_protocol: whether no other plugin runs it, which may still need what it has noted.
+    """
     # The last exception, with the locals of all its frames; pytest deletes it when the next test is called.
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         if hasattr(sys, name):
@@ -25,6 +30,9 @@ def release_test(item: pytest.Item) -> None:
         # The test class's instance, with whatever the test put on `self`; pytest makes another one if it is asked for.
         item._obj = None
         item._instance = None
+    if owns_protocol:
+        # Where it is installed and runs nothing again, pytest-rerunfailures notes what every failed test raised.
+        vars(item).pop("_rerun_condition_excinfos", None)
     # A TestCase keeps here what it could not report in time.
     vars(item).pop("_excinfo", None)
     logging = item.config.pluginmanager.get_plugin("logging-plugin")

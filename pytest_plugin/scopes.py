@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,8 +34,9 @@ class FixtureOwner(Owner):
     """
 
     def __init__(self, fixture: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
-        super().__init__(fixture_name(fixture), self._roots)
-        self.where = fixture.baseid or "a plugin"
+        name = fixture_name(fixture)
+        super().__init__(name, self._roots, stage=name if _WRAPPED.fullmatch(fixture.argname) else None)
+        self.where = _place(fixture)
         self._fixture = weakref.ref(fixture)
         places = [getattr(request, "cls", None)] if fixture.scope == "class" else []
         places.append(getattr(request, "module", None) if fixture.scope in ("class", "module") else None)
@@ -61,6 +64,12 @@ class FixtureOwner(Owner):
             place = reference()
             if place is not None and name in vars(place):
                 yield vars(place)[name]
+
+
+def _place(fixture: pytest.FixtureDef[Any]) -> str:
+    """The file that defines it, from the rootdir; of a plugin's, and of the root's conftest.py, the name only."""
+    code = getattr(inspect.unwrap(fixture.func), "__code__", None)
+    return fixture.baseid or ("a plugin" if code is None else Path(code.co_filename).name)
 
 
 def _finalizers(fixture: pytest.FixtureDef[Any]) -> list[Callable[[], object]]:

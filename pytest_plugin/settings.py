@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal, TypeVar, cast
 
 import pytest
 
@@ -49,13 +50,16 @@ def read_settings(config: pytest.Config) -> Settings:
         pytest.UsageError: one of them makes no sense; the message says where it came from and what is allowed.
     """
     _check_rootdir(config)
+    report = _read(config, "report", _path, None)
+    if report is not None and not hasattr(config, "workerinput"):
+        _check_writable(report)
     return Settings(
-        tolerance=_read(config, "tolerance", parse_bytes, 0),
+        tolerance=_read(config, "tolerance", _size, 0),
         tolerance_is_final=config.getoption("leakcheck_tolerance") is not None,
         settle=_read(config, "settle", _seconds, 0.5),
         action=cast(Action, _read(config, "action", _one_of("fail", "warn"), "fail")),
-        report=_read(config, "report", lambda text: config.invocation_params.dir / text, None),
-        suppressions=_read(config, "suppressions", lambda text: config.invocation_params.dir / text, None),
+        report=report,
+        suppressions=_read(config, "suppressions", _path, None),
         device=cast(Device, _read(config, "device", _one_of("auto", "cpu", "cuda"), "auto")),
     )
 
@@ -106,18 +110,41 @@ def read_markers(item: pytest.Item) -> TestSettings:
     return TestSettings(tolerance, excused)
 
 
-def _read(config: pytest.Config, name: str, parse: Callable[[Any], T], default: T) -> T:
+def _read(config: pytest.Config, name: str, parse: Callable[[str, Path], T], default: T) -> T:
     given = config.getoption(f"leakcheck_{name}")
-    source = f"--leakcheck-{name}"
+    source, base = f"--leakcheck-{name}", config.invocation_params.dir
     if given is None:
-        given = config.getini(f"leakcheck_{name}")
-        source = f"leakcheck_{name} in {config.inipath.name if config.inipath is not None else 'the configuration'}"
-    if given is None or given == "":
+        given = config.getini(f"leakcheck_{name}") or None
+        if config.inipath is not None:
+            source, base = f"leakcheck_{name} in {config.inipath.name}", config.inipath.parent
+    if given is None:
         return default
     try:
-        return parse(given)
+        return parse(given, base)
     except ValueError as error:
         raise pytest.UsageError(f"{source}: {error}") from None
+
+
+def _size(text: str, base: Path) -> int:
+    return parse_bytes(text)
+
+
+def _path(text: str, base: Path) -> Path | None:
+    if not text:
+        raise ValueError("the path is empty: give one, or leave the setting out")
+    return base / text
+
+
+def _check_writable(folder: Path) -> None:
+    """Make sure that the report can be written before the tests run for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise pytest.UsageError(
+            f"--leakcheck-report: {folder} cannot be written to ({error.strerror}): choose another report folder"
+        ) from None
 
 
 def _check_rootdir(config: pytest.Config) -> None:
@@ -136,7 +163,7 @@ def _check_rootdir(config: pytest.Config) -> None:
             )
 
 
-def _seconds(text: str) -> float:
+def _seconds(text: str, base: Path) -> float:
     try:
         seconds = float(text)
     except ValueError:
@@ -146,8 +173,8 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _one_of(*allowed: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
+def _one_of(*allowed: str) -> Callable[[str, Path], str]:
+    def parse(text: str, base: Path) -> str:
         if text not in allowed:
             raise ValueError(f"{text!r} is not possible: use {' or '.join(allowed)}")
         return text

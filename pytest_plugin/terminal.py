@@ -35,7 +35,7 @@ def not_judged(settings: Settings, *, shares_card: bool) -> Iterator[str]:
     if settings.device == "cpu":
         yield "cards (device cpu)"
     elif shares_card:
-        yield "the driver's figures of a card, and entries of /dev/shm that nobody maps (workers share the machine)"
+        yield "the driver's figures of a card (workers share it)"
     torch: Any = sys.modules.get("torch")
     if torch is not None and settings.device != "cpu" and not torch.cuda.is_available():
         yield "cards (torch sees none)"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from multiprocessing import shared_memory
+from pathlib import Path
 
 import pytest
 
 from lowtide.leakcheck.books import Books
 from lowtide.leakcheck.owners import Owner
+from lowtide.leakcheck.shared_memory import MadeSegments
 from lowtide.probes.counters import Counters
 
 DTYPE = "torch.get_default_dtype()"
@@ -31,8 +34,14 @@ def counters(
 
 
 @pytest.fixture
-def books() -> Books:
-    books = Books(alone=True)
+def segments() -> MadeSegments:
+    """Never started: it knows the names that a test gives it."""
+    return MadeSegments()
+
+
+@pytest.fixture
+def books(segments: MadeSegments) -> Books:
+    books = Books(segments)
     books.begin("setup", counters("main"))
     return books
 
@@ -76,6 +85,14 @@ def test_a_new_test_begins_with_what_is_there(books: Books) -> None:
 def test_what_a_live_owner_took_is_not_the_test_s(books: Books) -> None:
     owned(books, "fixture", counters("main"), counters("main", "a"))
     assert new(books, counters("main", "a", "b")) == {"b"}
+
+
+def test_an_owner_has_settled_when_its_setup_is_over(books: Books) -> None:
+    owner = Owner("fixture")
+    books.enter(owner, counters("main"))
+    assert not owner.has_settled
+    books.leave(counters("main"))
+    assert owner.has_settled
 
 
 def test_what_an_ended_owner_took_is_the_owner_s_alone(books: Books) -> None:
@@ -180,6 +197,38 @@ def test_a_setting_that_a_live_owner_changed_is_not_the_test_s(books: Books) -> 
     assert new(books, after, key="globals") == set()
 
 
+def test_what_the_test_makes_of_a_live_owner_s_setting_is_the_test_s(books: Books) -> None:
+    before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
+    books.begin("setup", before)
+    owned(books, "fixture", before, after)
+    assert new(books, counters(settings={DTYPE: "float16"}), key="globals") == {f"{DTYPE} was float64, is float16"}
+
+
+def test_a_live_owner_s_setting_that_the_test_put_back_is_the_test_s(books: Books) -> None:
+    before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
+    books.begin("setup", before)
+    owned(books, "fixture", before, after)
+    assert new(books, counters(settings={DTYPE: "float32"}), key="globals") == {f"{DTYPE} was float64, is float32"}
+
+
+def test_what_an_owner_changed_in_an_earlier_test_is_where_the_next_one_begins(books: Books) -> None:
+    before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
+    books.begin("setup", before)
+    owned(books, "fixture", before, after)
+    books.begin("setup", after)
+    assert new(books, after, key="globals") == set()
+    assert new(books, before, key="globals") == {f"{DTYPE} was float64, is float32"}
+
+
+def test_of_two_live_owners_that_changed_a_setting_the_later_one_s_is_expected(books: Books) -> None:
+    first, second = counters(settings={DTYPE: "float64"}), counters(settings={DTYPE: "float16"})
+    books.begin("setup", counters(settings={DTYPE: "float32"}))
+    owned(books, "outer", books.baseline, first)
+    owned(books, "inner", first, second)
+    assert new(books, second, key="globals") == set()
+    assert new(books, first, key="globals") == {f"{DTYPE} was float16, is float64"}
+
+
 def test_a_setting_that_an_ended_owner_changed_and_left_is_the_owner_s(books: Books) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
@@ -187,7 +236,20 @@ def test_a_setting_that_an_ended_owner_changed_and_left_is_the_owner_s(books: Bo
     books.begin("setup", after)
     books.close([owner])
     assert new(books, after, owner, owner, key="globals") == {f"{DTYPE} was float32, is float64"}
-    assert new(books, after, None, owner, key="globals") == set()
+
+
+@pytest.mark.parametrize("since", ["this test", "an earlier test"])
+def test_a_setting_that_an_ended_owner_changed_and_left_is_not_the_test_s_too(books: Books, since: str) -> None:
+    # BUG: it is told of both.
+    before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
+    books.begin("setup", before)
+    owner = owned(books, "fixture", before, after)
+    if since == "an earlier test":
+        books.begin("setup", after)
+    books.close([owner])
+    # Not the very object that the baseline has: another setting changed and changed back meanwhile.
+    now = counters(settings={DTYPE: "float64"})
+    assert new(books, now, None, owner, key="globals") == set()
 
 
 def test_a_setting_that_an_ended_owner_put_back_is_nobody_s(books: Books) -> None:
@@ -294,8 +356,7 @@ def test_an_owner_under_which_the_level_fell_has_no_share(books: Books) -> None:
 
 
 @pytest.mark.parametrize(("before", "now"), [(None, 5), (5, None), (None, None)])
-def test_a_level_that_cannot_be_told_has_no_shares(before: int | None, now: int | None) -> None:
-    books = Books(alone=True)
+def test_a_level_that_cannot_be_told_has_no_shares(books: Books, before: int | None, now: int | None) -> None:
     books.begin("setup", counters(host=before))
     assert shares(books, now) == [None]
 
@@ -314,14 +375,31 @@ def test_shared_memory_of_this_process_counts_with_its_bytes(books: Books) -> No
     assert books.new_items("shared-memory", now, None, ()) == {}
 
 
-@pytest.mark.parametrize("alone", [True, False])
-def test_shared_memory_that_nobody_maps_counts_only_where_nobody_else_is_at_work(alone: bool) -> None:
-    books = Books(alone=alone)
-    books.begin("setup", counters())
+@pytest.mark.parametrize("made_here", [True, False])
+def test_shared_memory_that_nobody_maps_counts_only_if_this_process_made_it(
+    books: Books, segments: MadeSegments, made_here: bool
+) -> None:
     memory = shared_memory.SharedMemory(create=True, size=4096)
     memory.close()
+    name = memory.name.lstrip("/")
+    if made_here:
+        segments.names.add(name)
     try:
-        found = books.new_items("shared-memory", counters(memory=(memory.name.lstrip("/"),)), None, ())
-        assert bool(found) is alone
+        found = books.new_items("shared-memory", counters("main", memory=(name,)), None, ())
+        assert found == ({name: 4096} if made_here else {})
     finally:
         memory.unlink()
+
+
+@pytest.mark.parametrize("owner", ["its own", "another process"])
+def test_shared_memory_that_bears_the_number_of_this_process_counts(books: Books, owner: str) -> None:
+    # So torch's does: torch_<number>_<random>_<counter>.
+    number = os.getpid() if owner == "its own" else os.getppid()
+    name = f"lowtide-of-a-test_{number}_0"
+    segment = Path("/dev/shm", name)
+    segment.write_bytes(b"12345678")
+    try:
+        found = books.new_items("shared-memory", counters("main", memory=(name,)), None, ())
+        assert found == ({name: 8} if owner == "its own" else {})
+    finally:
+        segment.unlink()

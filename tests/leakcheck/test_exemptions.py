@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -19,6 +21,7 @@ from lowtide.leakcheck.exemptions import EXEMPTIONS, is_exempt
         "0 -> /dev/null",
         "1 -> pipe:[77]",
         "2 -> /dev/pts/1",
+        "1 -> /tmp/captured (deleted)",
         "9 -> /dev/nvidia0",
         "9 -> /dev/nvidiactl",
         "9 -> /dev/nvidia-uvm",
@@ -44,10 +47,37 @@ def test_a_descriptor_that_stays_is_exempt(name: str) -> None:
         "9 -> /tmp/nvidia0",
         "9 -> /dev/shm/dev/urandom",
         "9 -> /dev/urandom.txt",
+        "21 -> /dev/pts/1",
     ],
 )
 def test_a_descriptor_that_resembles_one_is_not(name: str) -> None:
     assert not is_exempt("file-descriptors", name)
+
+
+@pytest.mark.parametrize("place", ["purelib", "platlib"])
+def test_a_file_of_an_installed_library_is_exempt(place: str) -> None:
+    assert is_exempt("file-descriptors", f"9 -> {sysconfig.get_path(place)}/matplotlib/fonts/DejaVuSans.ttf")
+
+
+@pytest.mark.parametrize("target", ["{place}-of-mine/fonts.ttf", "/tmp{place}/fonts.ttf", "{place}"])
+def test_a_file_whose_place_resembles_that_of_libraries_is_not(target: str) -> None:
+    assert not is_exempt("file-descriptors", f"9 -> {target.format(place=sysconfig.get_path('purelib'))}")
+
+
+def test_an_object_of_torch_in_a_cache_of_torch_is_exempt() -> None:
+    assert is_exempt("lru-cache", "torch.nn.modules.linear.Identity at 0x1 in torch._dynamo.utils.identity")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch.nn.modules.linear.Linear at 0x1 in engine.layers.build",
+        "engine.layers.Block at 0x1 in torch._dynamo.utils.identity",
+        "torchvision.models.ResNet at 0x1 in torchvision.models.build",
+    ],
+)
+def test_another_object_or_cache_is_not(name: str) -> None:
+    assert not is_exempt("lru-cache", name)
 
 
 def test_an_exemption_is_for_its_resource_only() -> None:
@@ -69,6 +99,19 @@ def test_the_resource_tracker_is_exempt_and_another_child_is_not() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         assert not is_exempt("processes", str(child.pid))
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_a_child_that_has_ended_is_exempt_and_one_that_runs_is_not() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        assert not is_exempt("processes", str(child.pid))
+        child.kill()
+        # Until it has ended, and without asking for its exit code.
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert is_exempt("processes", str(child.pid))
     finally:
         child.kill()
         child.wait()

@@ -770,7 +770,6 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
     return run(tmp_path_factory.mktemp("shapes"), "test_shapes.py", test_shapes=SHAPES)
 
 
-# BUG: a child that has ended counts as one that runs for as long as nobody has waited for it (three tests).
 @pytest.mark.parametrize("name", names_of(SHAPES))
 def test_an_everyday_shape_is_clean(shapes: Subjects, name: str) -> None:
     clean(shapes[name])

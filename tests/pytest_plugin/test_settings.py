@@ -303,7 +303,6 @@ def refused(run: InnerRun, *parts: str) -> None:
 CLEAN = {"test_clean.py": "def test_clean():\n    pass\n"}
 
 
-# BUG: a report folder that cannot be written is found out when the run is over.
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [
@@ -329,7 +328,6 @@ def test_a_bad_value_in_the_configuration_file_is_refused_and_names_the_file(run
     refused(run, "leakcheck_action in pytest.ini", "'explode'", "use fail or warn")
 
 
-# BUG: it counts as not given.
 def test_an_empty_value_on_the_command_line_is_refused(run_inner: RunInner) -> None:
     refused(run_inner(CLEAN, "--leakcheck-tolerance="), "--leakcheck-tolerance", "use bytes such as 4096")
 
@@ -442,7 +440,6 @@ def test_a_suppression_that_nothing_matches_fails_the_run(suppressed: InnerRun) 
     assert "lowtide.toml:2: unused (owner: core)" in suppressed.out
 
 
-# BUG: they are taken relative to where pytest was started.
 def test_settings_with_a_path_are_relative_to_the_configuration_file(run_inner: RunInner) -> None:
     ini = "[pytest]\nleakcheck_suppressions = known.toml\nleakcheck_report = told\n"
     known = SUPPRESSED["lowtide.toml"].partition("[[suppressions]]")[2].partition("[[suppressions]]")[2]
@@ -751,7 +748,6 @@ def test_a_check_after_things_were_put_back_passes(used: InnerRun) -> None:
     assert used.is_clean("test_fixture.py::test_check_red_then_put_back")
 
 
-# BUG: it is the stage "setup of the test's fixtures", and so has another fingerprint, if the test asks for `leakcheck`.
 def test_what_a_function_fixture_leaves_is_still_judged_where_there_is_a_check(used: InnerRun) -> None:
     assert used.counted("test_fixture.py::test_that_a_fixture_leaks_for") == "failed"
     assert used.leaks("test_fixture.py::test_that_a_fixture_leaks_for") == [("globals", "setup")]

@@ -1,0 +1,212 @@
+"""`LeakCheck`: what a block of code leaves behind, in which stage, and what an error in the block makes of it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import LeakCheck
+from lowtide.leakcheck.check import LeakCheckError
+from lowtide.leakcheck.watch import Verdict, Watch
+from lowtide.probes.stages import stage
+from lowtide.reports.schema import Finding, NotMeasured, Subject
+
+
+class Engine:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def infer(self, *, keep: bool) -> None:
+        made = torch.ones(1000)
+        if keep:
+            self.kept.append(made)
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def subject(check: LeakCheck) -> Subject:
+    (subject,) = check.report.subjects
+    return subject
+
+
+def stages_of(check: LeakCheck) -> list[tuple[str, int]]:
+    """Stage and bytes of each finding about tensors."""
+    findings: tuple[Finding, ...] = subject(check).findings
+    return [(finding.stage, finding.bytes) for finding in findings if finding.resource == "tensors"]
+
+
+def test_a_block_that_keeps_a_tensor_leaks(engine: Engine) -> None:
+    with LeakCheck() as check:
+        engine.infer(keep=True)
+    assert subject(check).outcome == "leak"
+    assert stages_of(check) == [("block", 4000)]
+
+
+def test_a_block_that_keeps_nothing_is_clean(engine: Engine) -> None:
+    with LeakCheck() as check:
+        engine.infer(keep=False)
+    assert subject(check).outcome == "clean"
+    assert subject(check).findings == ()
+
+
+def test_what_was_kept_before_the_block_is_not_the_block_s(engine: Engine) -> None:
+    engine.infer(keep=True)
+    with LeakCheck() as check:
+        engine.infer(keep=False)
+    assert subject(check).outcome == "clean"
+
+
+def test_what_is_garbage_at_the_end_is_no_leak(engine: Engine) -> None:
+    with LeakCheck() as check:
+        engine.infer(keep=True)
+        cycle: list[object] = [engine.kept]
+        cycle.append(cycle)
+        engine.kept = []
+        del cycle
+    assert subject(check).outcome == "clean"
+
+
+@pytest.fixture
+def done() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_thread_that_the_block_leaves_is_waited_for_and_then_told(done: threading.Event, ends: bool) -> None:
+    timer = threading.Timer(0.2, done.set)
+    with LeakCheck(settle=1.0 if ends else 0.05) as check:
+        threading.Thread(target=done.wait, daemon=True, name="left").start()
+        if ends:
+            timer.start()
+    assert subject(check).outcome == ("clean" if ends else "leak")
+    assert ["left" in (finding.holder or "") for finding in subject(check).findings] == ([] if ends else [True])
+    timer.join() if ends else done.set()
+
+
+@pytest.mark.parametrize(("tolerance", "outcome"), [(4000, "clean"), (3999, "leak")])
+def test_as_much_as_is_tolerated_may_stay(engine: Engine, tolerance: int, outcome: str) -> None:
+    with LeakCheck(tolerance=tolerance) as check:
+        engine.infer(keep=True)
+    assert subject(check).outcome == outcome
+
+
+def test_the_block_has_its_name_in_the_report() -> None:
+    with LeakCheck("load and serve") as check:
+        pass
+    assert subject(check).id == "load and serve"
+    assert check.report.version == lowtide.__version__
+
+
+# Stages.
+
+
+def test_a_finding_has_the_stage_in_which_it_appeared(engine: Engine) -> None:
+    with LeakCheck() as check:
+        with stage("load"):
+            engine.infer(keep=False)
+        with stage("serve"):
+            engine.infer(keep=True)
+        engine.infer(keep=False)
+    assert stages_of(check) == [("serve", 4000)]
+
+
+def test_after_a_stage_it_is_the_block_again(engine: Engine) -> None:
+    with LeakCheck() as check:
+        with stage("load"):
+            pass
+        engine.infer(keep=True)
+    assert stages_of(check) == [("block", 4000)]
+
+
+def test_after_an_inner_stage_it_is_the_outer_one_again(engine: Engine) -> None:
+    other = Engine()
+    with LeakCheck() as check, stage("serve"):
+        with stage("prefill"):
+            engine.infer(keep=True)
+        other.infer(keep=True)
+    assert sorted(stages_of(check)) == [("serve", 4000), ("serve/prefill", 4000)]
+
+
+def test_a_stage_that_raises_is_over_too(engine: Engine) -> None:
+    with LeakCheck() as check:
+        with pytest.raises(KeyError), stage("load"):
+            raise KeyError
+        engine.infer(keep=True)
+    assert stages_of(check) == [("block", 4000)]
+
+
+def test_the_stages_of_another_thread_are_not_the_block_s(engine: Engine) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with stage("elsewhere"):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with LeakCheck() as check:
+        thread.start()
+        assert entered.wait(10)
+        engine.infer(keep=True)
+        leave.set()
+        thread.join()
+    assert stages_of(check) == [("block", 4000)]
+
+
+# An error in the block, and what remains of the watch.
+
+
+def test_an_error_in_the_block_is_raised_and_reported_as_one(engine: Engine) -> None:
+    def fails() -> None:
+        engine.infer(keep=True)
+        raise ValueError("of the block")
+
+    check = LeakCheck()
+    with pytest.raises(ValueError, match="of the block"), check:
+        fails()
+    assert subject(check).outcome == "error"
+    assert subject(check).reason == "the block raised ValueError"
+    assert subject(check).findings == ()
+
+
+def test_there_is_no_report_before_the_end() -> None:
+    check = LeakCheck()
+    with pytest.raises(LeakCheckError, match="before the block has ended"):
+        _ = check.report
+    with check, pytest.raises(LeakCheckError, match="before the block has ended"):
+        _ = check.report
+    assert subject(check).outcome == "clean"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_after_the_block_nobody_watches(fails: bool) -> None:
+    before = list(gc.callbacks)
+    try:
+        with LeakCheck():
+            assert len(gc.callbacks) == len(before) + 1
+            if fails:
+                raise KeyError
+    except KeyError:
+        pass
+    assert gc.callbacks == before
+
+
+def test_what_could_not_be_told_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    # BUG: what the first use of a library excuses is neither a finding nor said to be not measured.
+    excused = NotMeasured(what="driver cuda:0: 2 MiB", why="libcublas.so.12 was first used here")
+    monkeypatch.setattr(Watch, "end", lambda _: Verdict(not_measured=(excused,)))
+    with LeakCheck() as check:
+        pass
+    assert subject(check).not_measured == (excused,)

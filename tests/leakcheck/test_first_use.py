@@ -1,0 +1,120 @@
+"""First uses: a library of which much more code is in memory than before was used for the first time."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lowtide.leakcheck import first_use
+from lowtide.leakcheck.first_use import VENDOR_LIBRARIES, FirstUse
+
+MUCH = 256 << 10
+
+
+class Memory:
+    """Says how much code of each library is in memory."""
+
+    def __init__(self) -> None:
+        self.resident: dict[str, int] = {}
+
+    def read(self, pattern: str) -> dict[str, int]:
+        assert pattern == VENDOR_LIBRARIES
+        return dict(self.resident)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    memory = Memory()
+    monkeypatch.setattr(first_use, "resident_code", memory.read)
+    return memory
+
+
+@pytest.fixture
+def uses(memory: Memory) -> FirstUse:
+    memory.resident = {"libcublas.so.12": 64 << 10, "libcudnn.so.9": 8 << 20}
+    uses = FirstUse()
+    uses.adopt()
+    return uses
+
+
+def test_of_nothing_new_nothing_is_told(uses: FirstUse) -> None:
+    assert uses.libraries() == []
+
+
+@pytest.mark.parametrize(("more", "told"), [(MUCH, ["libcublas.so.12"]), (MUCH - 4096, [])])
+def test_a_library_of_which_much_more_is_in_memory_is_told(
+    uses: FirstUse, memory: Memory, more: int, told: list[str]
+) -> None:
+    memory.resident["libcublas.so.12"] += more
+    assert uses.libraries() == told
+
+
+def test_a_library_that_was_loaded_meanwhile_is_told_if_it_was_used(uses: FirstUse, memory: Memory) -> None:
+    memory.resident |= {"libnccl.so.2": MUCH, "libcufft.so.11": 64 << 10}
+    assert uses.libraries() == ["libnccl.so.2"]
+
+
+def test_several_are_sorted(uses: FirstUse, memory: Memory) -> None:
+    memory.resident |= {"libnccl.so.2": MUCH, "libcufft.so.11": MUCH}
+    assert uses.libraries() == ["libcufft.so.11", "libnccl.so.2"]
+
+
+def test_a_library_that_has_left_memory_is_not(uses: FirstUse, memory: Memory) -> None:
+    memory.resident = {"libcudnn.so.9": 64 << 10}
+    assert uses.libraries() == []
+
+
+def test_what_was_adopted_is_told_no_more(uses: FirstUse, memory: Memory) -> None:
+    memory.resident["libcublas.so.12"] += MUCH
+    uses.adopt()
+    assert uses.libraries() == []
+
+
+def test_looking_adopts_nothing(uses: FirstUse, memory: Memory) -> None:
+    memory.resident["libcublas.so.12"] += MUCH
+    assert uses.libraries() == uses.libraries() == ["libcublas.so.12"]
+
+
+@pytest.mark.parametrize(("size", "any_loaded"), [(64 << 10, True), (0, False)])
+def test_one_is_loaded_if_any_of_its_code_is_in_memory(memory: Memory, size: int, any_loaded: bool) -> None:
+    memory.resident = {"libcublas.so.12": size}
+    uses = FirstUse()
+    assert not uses.any_loaded
+    uses.adopt()
+    assert uses.any_loaded is any_loaded
+
+
+def test_where_it_cannot_be_read_nothing_is_excused(uses: FirstUse, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(pattern: str) -> dict[str, int]:
+        raise OSError
+
+    monkeypatch.setattr(first_use, "resident_code", fails)
+    assert uses.libraries() == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "libcublas.so.12",
+        "libcublasLt.so.12",
+        "libcublas-1b2c3d4e.so.12.8.4.1",
+        "libcudnn.so.9",
+        "libcudnn_engines_precompiled.so.9",
+        "libcusparseLt.so.0",
+        "libcusolverMg.so.11",
+        "libnccl.so.2",
+        "libnvrtc-builtins.so.12.8",
+        "libMIOpen.so.1",
+        "librocblas.so.4",
+    ],
+)
+def test_a_library_that_keeps_memory_of_its_own_is_known(name: str) -> None:
+    assert re.fullmatch(VENDOR_LIBRARIES, name)
+
+
+@pytest.mark.parametrize(
+    "name", ["libc.so.6", "libcudart.so.12", "libtorch_cuda.so", "libcublas.a", "mylibcublas.so.12", "libcublas2.so"]
+)
+def test_another_library_is_not(name: str) -> None:
+    assert not re.fullmatch(VENDOR_LIBRARIES, name)
