@@ -19,7 +19,7 @@ demo: $(STAMP)
 	$(BIN)/lowtide run --report build/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal --leakcheck
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

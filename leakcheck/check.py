@@ -44,10 +44,12 @@ class LeakCheck:
     def __enter__(self) -> LeakCheck:
         # What is garbage already must not come back during the block.
         gc.collect()
-        self._watch.open()
-        self._stack.callback(self._watch.close)
-        self._stack.enter_context(listening(self))
-        self._watch.begin("block")
+        with ExitStack() as stack:
+            stack.callback(self._watch.close)
+            self._watch.open()
+            stack.enter_context(listening(self))
+            self._watch.begin("block")
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -60,9 +62,11 @@ class LeakCheck:
                     Subject(id=self._name, outcome="error", reason=f"the block raised {type(error).__name__}")
                 )
                 return
-            findings = self._watch.end().findings
-            outcome: Outcome = "leak" if findings else "clean"
-            self._report = self._reported(Subject(id=self._name, outcome=outcome, findings=findings))
+            verdict = self._watch.end()
+            outcome: Outcome = "leak" if verdict.findings else "clean"
+            self._report = self._reported(
+                Subject(id=self._name, outcome=outcome, findings=verdict.findings, not_measured=verdict.not_measured)
+            )
 
     @property
     def report(self) -> Report:

@@ -76,8 +76,10 @@ class Births:
         self._moved = 0
         self._full = False
         self._frozen = gc.get_freeze_count()
-        self._known = set(map(id, _young()))
+        # In this order, and the set in place: what is freed here must not leave its identity among the known ones.
+        self._known.clear()
         self._witness = []
+        self._known.update(map(id, _young()))
         self._lost = False
         self.froze_in = ""
 
@@ -114,11 +116,11 @@ class Births:
     def born(self) -> set[int] | None:
         """The identities of all objects of any kind born since the mark; None if there were too many to remember.
 
-        Some of them may be dead, and what was still young at the mark is among them.
+        (Some of them may be dead.)
         """
         if len(self._born) > _MOST_IDENTITIES or self.froze:
             return None
-        return self._born | set(map(id, _young()))
+        return (self._born | set(map(id, _young()))) - self._known
 
     def _moved_objects(self) -> list[object]:
         if self.froze:

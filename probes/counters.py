@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import stat
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -56,7 +57,7 @@ class CounterReader:
         self._driver = driver
         self._card = card
         self._descriptors: Items = _NOTHING
-        self._files: dict[int, tuple[int, int]] = {}
+        self._files: dict[int, tuple[int, int, str]] = {}
         self._functions: dict[str, tuple[int, ...]] = {}
         self._settings: Mapping[str, str] = MappingProxyType({})
         self._driver_bytes: dict[int, tuple[object, int | None]] = {}
@@ -93,21 +94,19 @@ class CounterReader:
 
     def _read_descriptors(self) -> Items:
         """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
-        files: dict[int, tuple[int, int]] = {}
+        files: dict[int, tuple[int, int, str]] = {}
         for number in map(int, os.listdir("/proc/self/fd")):
             try:
                 facts = os.fstat(number)
             except OSError:  # this listing's own, or another thread's
                 continue
-            files[number] = (facts.st_dev, facts.st_ino)
+            # All anonymous ones (epoll, eventfd) are one file to the kernel: only their name tells them apart.
+            kind = "" if stat.S_IFMT(facts.st_mode) else _target(number)
+            files[number] = (facts.st_dev, facts.st_ino, kind)
         if files != self._files:
-            names = []
-            for number in files:
-                try:
-                    names.append(f"{number} -> {os.readlink(f'/proc/self/fd/{number}')}")
-                except OSError:
-                    continue
-            self._files, self._descriptors = files, dict.fromkeys(names, 1)
+            named = ((number, _target(number)) for number in files)
+            self._descriptors = {f"{number} -> {target}": 1 for number, target in named if target}
+            self._files = files
         return self._descriptors
 
     def _read_settings(self) -> Mapping[str, str]:
@@ -193,6 +192,13 @@ def process_groups() -> list[str]:
     if world is None:
         return []
     return [str(name) for name in world.pg_names.values()]
+
+
+def _target(number: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:  # closed meanwhile
+        return ""
 
 
 def _threads() -> Items:

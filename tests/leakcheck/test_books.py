@@ -240,7 +240,6 @@ def test_a_setting_that_an_ended_owner_changed_and_left_is_the_owner_s(books: Bo
 
 @pytest.mark.parametrize("since", ["this test", "an earlier test"])
 def test_a_setting_that_an_ended_owner_changed_and_left_is_not_the_test_s_too(books: Books, since: str) -> None:
-    # BUG: it is told of both.
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
     owner = owned(books, "fixture", before, after)

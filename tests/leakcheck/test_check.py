@@ -204,7 +204,6 @@ def test_after_the_block_nobody_watches(fails: bool) -> None:
 
 
 def test_what_could_not_be_told_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    # BUG: what the first use of a library excuses is neither a finding nor said to be not measured.
     excused = NotMeasured(what="driver cuda:0: 2 MiB", why="libcublas.so.12 was first used here")
     monkeypatch.setattr(Watch, "end", lambda _: Verdict(not_measured=(excused,)))
     with LeakCheck() as check:
