@@ -27,6 +27,7 @@ import gc, json, time
 import pytest, torch
 
 SIZE = int({size})
+LIVE = torch.zeros(1, device={device!r}) if {live} else None
 KEEP = [[index] for index in range(max(0, SIZE - len(gc.get_objects())))]
 gc.collect()
 TIMES = []
@@ -141,11 +142,13 @@ def _entry_points() -> Any:
     return entry_points(group="pytest11")
 
 
-def _median(size: int, count: int, device: str, *options: str, cuda_check: bool = False) -> tuple[float, int]:
+def _median(
+    size: int, count: int, device: str, live: bool, *options: str, cuda_check: bool = False
+) -> tuple[float, int]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         out = folder / "times.json"
-        conftest = _CONFTEST.format(size=size, out=str(out), cuda_check=cuda_check)
+        conftest = _CONFTEST.format(size=size, out=str(out), cuda_check=cuda_check, device=device, live=live)
         said = _pytest(
             folder, {"conftest.py": conftest, "test_it.py": _TRIVIAL.format(count=count, device=device)}, *options
         )
@@ -155,16 +158,17 @@ def _median(size: int, count: int, device: str, *options: str, cuda_check: bool 
     return statistics.median(found["seconds"]), found["objects"]
 
 
-def _added(size: int, count: int, device: str) -> dict[str, Any]:
-    bare, objects = _median(size, count, device)
-    variants = {"lowtide": _median(size, count, device, "--leakcheck")[0]}
+def _added(size: int, count: int, device: str, live: bool) -> dict[str, Any]:
+    bare, objects = _median(size, count, device, live)
+    variants = {"lowtide": _median(size, count, device, live, "--leakcheck")[0]}
     if importlib.util.find_spec("pytest_memray") is not None:
-        variants["pytest-memray"] = _median(size, count, device, "--memray")[0]
+        variants["pytest-memray"] = _median(size, count, device, live, "--memray")[0]
     if device == "cuda" and importlib.util.find_spec("expecttest") is not None:
-        variants["CudaMemoryLeakCheck"] = _median(size, count, device, cuda_check=True)[0]
+        variants["CudaMemoryLeakCheck"] = _median(size, count, device, live, cuda_check=True)[0]
     return {
         "tracked_objects": objects,
         "device": device,
+        "a_tensor_lives_on_the_device": live,
         "tests": count,
         "bare_ms": round(bare * 1e3, 3),
         "added_ms": {name: round((seconds - bare) * 1e3, 3) for name, seconds in variants.items()},
@@ -199,7 +203,11 @@ def main() -> None:
 
     mixed = _judged(_MIXED.format(count=args.clean))
     results = {
-        "added_per_clean_test": [_added(size, args.tests, args.device) for size in args.objects],
+        "added_per_clean_test": [
+            _added(size, args.tests, args.device, live)
+            for size in args.objects
+            for live in ((False, True) if args.device == "cuda" else (False,))
+        ],
         "smallest_leak": _judged(_SMALLEST.format(device=args.device)),
         "clean_tests": {
             "tests": len(mixed),

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
+from typing import Any
 
 import msgspec
 import psutil
@@ -112,6 +113,7 @@ class Watch:
         self._counters = CounterReader(self._ask_driver if self.policy.driver else None, card=self.policy.card)
         self._first_use = FirstUse()
         self._cache_stages: dict[int, str] = {}
+        self._filled: list[Any] = []
         self._appeared: dict[str, str] = {}
         self._born: set[int] | None = set()
         self._labels: list[str] = []
@@ -149,6 +151,7 @@ class Watch:
         self._births.mark(stage)
         self._caches.mark()
         self._cache_stages.clear()
+        self._filled = []
         self._appeared.clear()
         now = self._read()
         self._books.begin(stage, now)
@@ -210,7 +213,10 @@ class Watch:
             let_go: lets go of what the runner holds and may still need where nothing is suspect.
             hints: advice to give where a finding is held by the object beside it.
         """
-        return self._judge(self._books.close(ended), let_go, hints)
+        try:
+            return self._judge(self._books.close(ended), let_go, hints)
+        finally:
+            self._filled = []
 
     def check(self) -> Verdict:
         """Judge in the middle of a test: as `end`, but nothing ends."""
@@ -222,7 +228,7 @@ class Watch:
         self._books.attribute(stage, now)
         self._note_caches(stage)
         # Before anything is collected: what is young now will be old then.
-        self._born = self._births.born() if self._caches.changed() else set()
+        self._born = self._births.born() if self._filled else set()
         if not self._suspects(now, ended):
             return Verdict()
         born = self._births.born()
@@ -423,13 +429,12 @@ class Watch:
 
         Where such a cache holds a storage that is judged, the storage is the finding.
         """
-        caches = self._caches.changed()
-        if not caches:
+        if not self._filled:
             return {}
         newborn = {id(born.item) for born in survivors}
         judged = set() if heap is None else {held.key for held in heap.held}
         found: dict[str, int] = {}
-        for cache in caches:
+        for cache in self._filled:
             objects, _ = reach(cache_entries(cache), boundaries=(LRU_CACHE,), max_objects=20_000)
             owners = [item.__self__ for item in objects if type(item) is MethodType]
             held = [item for item in objects if id(item) in newborn and _is_module(item)]
@@ -474,7 +479,8 @@ class Watch:
 
     def _note_caches(self, stage: str) -> None:
         """Caches that were filled for the first time since the last look, were so in `stage`."""
-        for cache in self._caches.changed():
+        self._filled = self._caches.changed()
+        for cache in self._filled:
             self._cache_stages.setdefault(id(cache), stage)
 
     def _adopt(self, now: Counters, heap: HeapReading) -> None:

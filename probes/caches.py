@@ -101,9 +101,11 @@ class CacheActivity:
 
     def changed(self) -> list[Any]:
         """The caches that were asked since the mark for what they did not have."""
-        alive = ((key, reference()) for key, reference in self._caches.items())
+        misses = self._misses
         return [
-            wrapper for key, wrapper in alive if wrapper is not None and wrapper.cache_info()[1] != self._misses[key]
+            wrapper
+            for key, reference in self._caches.items()
+            if (wrapper := reference()) is not None and wrapper.cache_info()[1] != misses[key]
         ]
 
 
