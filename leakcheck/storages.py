@@ -100,9 +100,14 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
                 text = stage if owner is None or stage not in by_label else owner.stage
                 held.append(Held(key, storage.bytes, _text(storage), text, owner))
         owned = {key for owner in (*live, *ended) for key in owner.storages}
-        for key, storage in older.items():
-            if key[0] != "cpu" and key not in seen and key not in owned:
-                held.append(Held(key, storage.bytes, f"{_text(storage)}, made before", births.label, claimed.get(key)))
+        moved = {key for key in older if key[0] != "cpu" and key not in seen and key not in owned}
+        if moved:
+            over = {id(item): Newborn(item, births.label) for item in old if _keys([item]) & moved}
+            claimed = {**claimed, **_claimed(torch, claims, over)}
+            held += [
+                Held(key, older[key].bytes, f"{_text(older[key])}, made before", births.label, None)
+                for key in sorted(moved - claimed.keys())
+            ]
         for owner in live:
             # Memory that is free may be anybody's next.
             owner.storages = {key: text for key, text in owner.storages.items() if key in older or key in readings}
