@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import pytest
 
 from lowtide.reports.sizes import parse_bytes
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 T = TypeVar("T")
 
@@ -118,11 +124,28 @@ def _read(config: pytest.Config, name: str, parse: Callable[[str, Path], T], def
         if config.inipath is not None:
             source, base = f"leakcheck_{name} in {config.inipath.name}", config.inipath.parent
     if given is None:
+        given = _own_table(config.rootpath).get(name)
+        source, base = f"{name} in [tool.lowtide] of pyproject.toml", config.rootpath
+    if given is None:
         return default
     try:
         return parse(given, base)
     except ValueError as error:
         raise pytest.UsageError(f"{source}: {error}") from None
+
+
+def _own_table(root: Path) -> dict[str, Any]:
+    """What `[tool.lowtide]` in the root's pyproject.toml sets; `suppressions` there are entries, and no setting."""
+    try:
+        document = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        return {}  # none, or one that pytest itself has refused
+    table = document.get("tool", {}).get("lowtide", {})
+    known = ("tolerance", "settle", "action", "report", "device", "suppressions")
+    unknown = sorted(set(table) - set(known))
+    if unknown:
+        raise pytest.UsageError(f"[tool.lowtide] of pyproject.toml: {unknown[0]!r} is unknown: use {', '.join(known)}")
+    return {name: str(value) for name, value in table.items() if name != "suppressions"}
 
 
 def _size(text: str, base: Path) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.plain import HOST_MEMORY_TOLERANCE
+from lowtide.leakcheck.plain import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.probes.births import young_generations_tell
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.reports.schema import Finding, Subject
@@ -26,8 +26,16 @@ def header(settings: Settings, *, shares_card: bool) -> list[str]:
         f"leakcheck: tolerance {tolerance}, host memory {format_bytes(host)}; a leak "
         + ("fails its test" if settings.action == "fail" else "is reported and fails nothing")
     ]
+    lines.append(f"leakcheck: judged: {', '.join(_judged(settings, shares_card=shares_card))}")
     lines += [f"leakcheck: not judged here: {reason}" for reason in not_judged(settings, shares_card=shares_card)]
     return lines
+
+
+def _judged(settings: Settings, *, shares_card: bool) -> list[str]:
+    """The resources of `leakcheck/plain.py`, as far as they can be read here."""
+    devices = ["cpu"] if settings.device == "cpu" else ["cpu", "cuda"]
+    resources = list(dict.fromkeys(metric.resource for metric in plain_metrics(devices)))
+    return [name for name in resources if not (shares_card and name == "driver")]
 
 
 def not_judged(settings: Settings, *, shares_card: bool) -> Iterator[str]:

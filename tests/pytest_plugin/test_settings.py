@@ -181,6 +181,26 @@ def test_the_header_says_the_tolerance(by_ini: InnerRun) -> None:
 
 
 @pytest.fixture(scope="module")
+def by_own_table(run_inner: RunInner) -> InnerRun:
+    source = "from helper import leave\n\ndef test_at():\n    leave(2048)\n\ndef test_over():\n    leave(2049)\n"
+    project = '[tool.pytest.ini_options]\n[tool.lowtide]\ntolerance = "2KiB"\nsettle = 0\n'
+    return run_inner({"conftest.py": CONFTEST, "test_it.py": source, "pyproject.toml": project})
+
+
+def test_the_table_of_its_own_in_pyproject_goes_before_the_default(by_own_table: InnerRun) -> None:
+    assert failed(by_own_table) == {"test_over"}
+
+
+def test_an_unknown_key_in_the_table_of_its_own_is_refused_with_what_is_allowed(run_inner: RunInner) -> None:
+    project = "[tool.pytest.ini_options]\n[tool.lowtide]\ntolerence = 1\n"
+    refused = run_inner({"test_it.py": "def test_it():\n    pass\n", "pyproject.toml": project})
+    assert refused.code == pytest.ExitCode.USAGE_ERROR
+    assert (
+        "[tool.lowtide] of pyproject.toml: 'tolerence' is unknown: use tolerance, settle" in refused.out + refused.err
+    )
+
+
+@pytest.fixture(scope="module")
 def by_command_line(run_inner: RunInner) -> InnerRun:
     ini = "[pytest]\nleakcheck_tolerance = 10\nleakcheck_action = warn\n"
     args = ["--leakcheck-tolerance", "1000", "--leakcheck-action", "fail"]
