@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -12,8 +14,10 @@ from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.judge import CAUSE_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.ladder import ACTIONS, Rung
 from lowtide.leakcheck.storages import Held, Key, is_tensor, storage_keys, tensors_over
+from lowtide.probes.objects import Census, all_objects
 from lowtide.probes.reach import reach
-from lowtide.reports.schema import Finding, Remedy
+from lowtide.probes.tensors import plain_tensors
+from lowtide.reports.schema import Finding, Hop, Remedy
 from lowtide.reports.sizes import format_bytes
 
 _SHOWN_HOLDERS = 4
@@ -90,12 +94,45 @@ class _Older:
 def _explained(keys: set[Key], older: _Older) -> dict[Key, Explanation]:
     """The best explanation of each storage: the shortest path among its tensors'."""
     tensors = tensors_over(keys)
+    explanations = explain(tensors, ignore={id(tensors)}, innocent=older)
+    lost = [tensor for tensor, told in zip(tensors, explanations, strict=True) if not told.path]
+    gradients = _as_gradients(lost, older) if lost else {}
     found: dict[Key, Explanation] = {}
-    for tensor, explanation in zip(tensors, explain(tensors, ignore={id(tensors)}, innocent=older), strict=True):
+    for tensor, told in zip(tensors, explanations, strict=True):
+        explanation = gradients.get(id(tensor), told)
         for key in storage_keys([tensor]):
             known = found.get(key)
             if known is None or _rank(explanation) < _rank(known):
                 found[key] = explanation
+    return found
+
+
+def _as_gradients(lost: Sequence[Any], older: _Older) -> dict[int, Explanation]:
+    """Of tensors that no path leads to, by identity: those that are gradients, explained by the tensor they belong to.
+
+    Python's graph does not have this edge: a tensor holds its gradient in C++.
+    """
+    torch: Any = sys.modules["torch"]
+    wanted = {id(tensor) for tensor in lost}
+    owners = {}
+    with plain_tensors(torch):
+        for tensor in Census(all_objects()).instances_of(torch.Tensor):
+            if tensor.is_leaf and tensor.requires_grad and id(tensor.grad) in wanted:
+                owners[id(tensor.grad)] = tensor
+    holding = list(owners.values())
+    found = {}
+    for gradient, tensor, told in zip(
+        owners, holding, explain(holding, ignore={id(holding)}, innocent=older), strict=True
+    ):
+        hop = Hop(type="torch.Tensor", edge=".grad", suspect=True)
+        was_there = id(tensor) in older
+        found[gradient] = Explanation(
+            verdict=told.verdict,
+            cause="instance-attribute" if was_there else told.cause,
+            holder=f"{told.holder}.grad",
+            path=(*(msgspec.structs.replace(step, suspect=step.suspect and not was_there) for step in told.path), hop),
+            suspects=(".grad",) if was_there else told.suspects,
+        )
     return found
 
 
