@@ -366,9 +366,8 @@ HOLDERS = (
         "gradient_of_a_long_lived_parameter",
         "(WEIGHT * 2).sum().backward()\nassert WEIGHT.grad is not None",
         "WEIGHT.grad = None",
-        "native",
-        "native code",
-        bytes=1024,
+        "instance-attribute",
+        "test_holders.WEIGHT.grad",
     ),
     Case(
         "fx_module",
