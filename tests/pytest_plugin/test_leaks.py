@@ -368,6 +368,7 @@ HOLDERS = (
         "WEIGHT.grad = None",
         "instance-attribute",
         "test_holders.WEIGHT.grad",
+        bytes=1024,
     ),
     Case(
         "fx_module",
