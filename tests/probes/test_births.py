@@ -249,7 +249,6 @@ def test_the_identities_of_what_was_born_are_those_of_objects_of_any_kind(births
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("age", ["old", "young"])
 def test_what_was_there_at_the_mark_was_not_born_since(births: Births, age: str, moved: bool) -> None:
-    # BUG: what was still young at the mark counts as born.
     older = [[]]
     if age == "old":
         gc.collect()

@@ -305,7 +305,6 @@ def test_a_descriptor_that_has_another_file_now_has_another_name(reader: Counter
 
 
 def test_an_anonymous_descriptor_that_is_of_another_kind_now_has_another_name(reader: CounterReader) -> None:
-    # BUG: all of them share one inode, by which it is told whether a number has another file.
     with select.epoll() as poll:
         number = poll.fileno()
         assert f"{number} -> anon_inode:[eventpoll]" in reader.read().items["file-descriptors"]
