@@ -13,6 +13,7 @@ from types import TracebackType
 import lowtide
 from lowtide.leakcheck.readings import this_machine
 from lowtide.leakcheck.watch import Policy, Watch
+from lowtide.probes.births import young_generations_tell
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.stages import Stage, listening
 from lowtide.reports.schema import Outcome, Report, Subject
@@ -42,6 +43,10 @@ class LeakCheck:
         self._outer: list[str] = []
 
     def __enter__(self) -> LeakCheck:
+        if not young_generations_tell():
+            raise LeakCheckError(
+                "LeakCheck needs CPython 3.10 to 3.13 with the interpreter lock, whose collector has generations"
+            )
         # What is garbage already must not come back during the block.
         gc.collect()
         with ExitStack() as stack:

@@ -100,7 +100,12 @@ class Checker:
         if self._is_open:
             leftovers = self._take_ended()
             if leftovers:
-                self._record(self._owner_subjects(self.watch.end(leftovers), leftovers))
+                self._failure = ""
+                with self._guarded():
+                    self._record(self._owner_subjects(self.watch.end(leftovers), leftovers))
+                if self._failure:
+                    reason = f"lowtide could not judge what ended with the session: {self._failure}"
+                    self._record([Subject(id="the end of the session", outcome="error", reason=reason)])
             self._close()
         if self._is_worker:
             self._config.workeroutput["lowtide"] = _encode(self.subjects)  # type: ignore[attr-defined]
@@ -195,27 +200,32 @@ class Checker:
                 if not setup_only:
                     call = call_and_report(item, "call", log=False)
                     # The session may be about to stop, and then everything must be torn down with this test.
-                    if not call.passed and self._may_stop:
+                    if not self._is_held(call):
                         log(report=call)
             if item.session.shouldfail or item.session.shouldstop:
                 nextitem = None
             teardown = call_and_report(item, "teardown", log=False, nextitem=nextitem)
         except BaseException:
             # An interrupt during the teardown: what is known of the test itself must not be lost.
-            if call is not None and (call.passed or not self._may_stop):
+            if call is not None and self._is_held(call):
                 log(report=call)
             raise
         finally:
             if hasattr(item, "_request"):
                 item._request = False
                 item.funcargs = None
-        waits = call is not None and (call.passed or not self._may_stop)
+        # Asked before the verdict turns a pass into a failure.
+        was_held = call is not None and self._is_held(call)
         subjects = self._judge(item)
         subjects = self._deliver(item, subjects, setup, call, teardown)
-        if waits:
+        if call is not None and was_held:
             log(report=call)
         setattr(teardown, _SUBJECTS, _encode(subjects))
         log(report=teardown)
+
+    def _is_held(self, call: Any) -> bool:
+        """Whether a call's report waits for the verdict: all but a failure that may end the session."""
+        return bool(call.passed or is_strict_xpass(call) or not self._may_stop)
 
     def _deliver(
         self, item: pytest.Item, subjects: Sequence[Subject], setup: Any, call: Any, teardown: Any

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import pytest
 
+from lowtide.probes.births import young_generations_tell
 from lowtide.reports.sizes import parse_bytes
 
 if sys.version_info >= (3, 11):
@@ -55,6 +56,10 @@ def read_settings(config: pytest.Config) -> Settings:
     Raises:
         pytest.UsageError: one of them makes no sense; the message says where it came from and what is allowed.
     """
+    if not young_generations_tell():
+        raise pytest.UsageError(
+            "--leakcheck: it needs CPython 3.10 to 3.13 with the interpreter lock, whose collector has generations"
+        )
     _check_rootdir(config)
     report = _read(config, "report", _path, None)
     if report is not None and not hasattr(config, "workerinput"):

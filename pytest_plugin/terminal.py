@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.plain import HOST_MEMORY_TOLERANCE, plain_metrics
-from lowtide.probes.births import young_generations_tell
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.reports.schema import Finding, Subject
 from lowtide.reports.sizes import format_bytes
@@ -47,8 +46,10 @@ def not_judged(settings: Settings, *, shares_card: bool) -> Iterator[str]:
     torch: Any = sys.modules.get("torch")
     if torch is not None and settings.device != "cpu" and not torch.cuda.is_available():
         yield "cards (torch sees none)"
-    if not young_generations_tell():
-        yield "cheaply (this interpreter's collector has no young generations): each test costs a walk of the heap"
+    if torch is not None and settings.device != "cpu" and torch.cuda.is_initialized():
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native":
+            yield f"torch's memory on cards past its tensors (the {backend} allocator does not say what it holds)"
 
 
 def summary(
@@ -61,6 +62,9 @@ def summary(
     if not subjects:
         return
     reporter.section("leakcheck", sep="=")
+    # What is known only now that torch is loaded.
+    for reason in not_judged(settings, shares_card=False):
+        reporter.write_line(f"not judged here: {reason}", yellow=True)
     for subject in shown:
         if subject.outcome == "error":
             reporter.write_line(f"ERROR {subject.id}: {subject.reason}", red=True)

@@ -209,3 +209,9 @@ def test_what_could_not_be_told_is_in_the_report(monkeypatch: pytest.MonkeyPatch
     with LeakCheck() as check:
         pass
     assert subject(check).not_measured == (excused,)
+
+
+def test_an_interpreter_whose_collector_tells_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.leakcheck.check.young_generations_tell", lambda: False)
+    with pytest.raises(LeakCheckError, match=r"needs CPython 3\.10 to 3\.13"), LeakCheck():
+        pass

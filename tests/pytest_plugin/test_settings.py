@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from lowtide.pytest_plugin.settings import read_markers
+from lowtide.pytest_plugin.settings import read_markers, read_settings
 
 if TYPE_CHECKING:
     from tests.pytest_plugin.conftest import InnerRun, RunInner
@@ -791,3 +791,11 @@ def test_a_transformers_model_that_generates_comes_back(used: InnerRun) -> None:
 
 def test_what_a_wrapped_transformers_model_leaks_is_a_leak_of_its_stage(used: InnerRun) -> None:
     assert used.leaks("test_later_engines.py::TestTransformers::test_leaking_method") == [("globals", "create")]
+
+
+def test_an_interpreter_whose_collector_tells_nothing_is_refused(
+    monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config
+) -> None:
+    monkeypatch.setattr("lowtide.pytest_plugin.settings.young_generations_tell", lambda: False)
+    with pytest.raises(pytest.UsageError, match=r"needs CPython 3\.10 to 3\.13"):
+        read_settings(pytestconfig)
