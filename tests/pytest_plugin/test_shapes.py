@@ -1301,3 +1301,21 @@ def test_a_run_whose_only_leaks_are_expected_failures_ends_well(run_inner: RunIn
     assert run.totals == {"xfailed": 1, "passed": 1}
     assert run.code == pytest.ExitCode.OK
     assert run.blamed == []
+
+
+def test_a_strict_xfail_that_leaks_does_not_stop_a_run_that_stops_at_the_first_failure(run_inner: RunInner) -> None:
+    source = """
+        import gc
+        import pytest
+
+        @pytest.mark.xfail(strict=True, reason="it leaks")
+        def test_leaking():
+            first, *others = gc.get_threshold()
+            gc.set_threshold(first + 1, *others)
+
+        def test_after_it():
+            pass
+    """
+    stopped = run_inner({"test_strict.py": source}, "-x")
+    assert stopped.counted("test_strict.py::test_leaking") == "xfailed"
+    assert stopped.counted("test_strict.py::test_after_it") == "passed"
