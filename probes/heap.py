@@ -5,74 +5,53 @@ only sharing it makes many suspects as cheap as one. The walk fills numpy arrays
 rows); breadth-first search over them finds the paths; names are looked up for the few edges on those paths only.
 
 Like LeakCanary's Shark, the search has two queues: a path through a library's registries, thread locals or a running
-frame is given only where there is no other, because it is seldom the one that must be cut.
+frame is given only where there is no other, because it is seldom the one that must be cut. And like Shark it says what
+one reference retains: what nothing else would hold if that reference were gone.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import gc
-import re
 import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from contextvars import Context, copy_context
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextvars import copy_context
 from dataclasses import dataclass, field
-from inspect import CO_OPTIMIZED
 from itertools import chain, compress
-from types import (
-    AsyncGeneratorType,
-    BuiltinFunctionType,
-    CellType,
-    CodeType,
-    CoroutineType,
-    FrameType,
-    FunctionType,
-    GeneratorType,
-    MappingProxyType,
-    MemberDescriptorType,
-    ModuleType,
-    TracebackType,
-)
-from typing import Any, Literal, NamedTuple
-from weakref import CallableProxyType, ProxyType
+from types import CodeType, FrameType, ModuleType
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from lowtide.probes.address_table import AddressTable, Indices, Ints
+from lowtide.probes.edges import GENERATORS, Edge, EdgeNamer, Kind, is_dict_of_cache, variables_of
+from lowtide.probes.foreign import (
+    LRU_CACHE,
+    attribute,
+    dict_of_module,
+    flags_of,
+    is_a,
+    is_definition,
+    mro_of,
+    namespace_of_class,
+    type_name,
+)
 from lowtide.probes.objects import FROZEN_AT_STARTUP, collector_paused, frame_locals
 
-Kind = Literal[
-    "module-global",
-    "class-attribute",
-    "instance-attribute",
-    "item",
-    "closure",
-    "default",
-    "frame-local",
-    "generator-local",
-    "thread",
-    "context-variable",
-    "lru-cache-key",
-    "lru-cache-value",
-    "bound-self",
-    "other",
-]
-RootKind = Literal["module", "frame", "thread", "class", "context"]
-
-# What an edge is called whose name only foreign code could tell.
-UNNAMED = ".<unnamed>"
-
-_Ints = npt.NDArray[np.int64]
-_Indices = npt.NDArray[np.int32]
+RootKind = Literal["module", "frame", "thread", "class", "context", "object"]
+Mark = Literal["innocent", "holding", "pending"]
+Inspector = Callable[[RootKind, Sequence[object]], "Sequence[Mark | None]"]
+"""Says of each object that a path leads to, from a root of that kind, whether it is meant to live (`innocent`), should
+be gone (`holding`), or is work that has not ended (`pending`); None if it cannot tell. It runs no foreign code."""
 
 # More at once takes more memory for the lists in flight, and no less time.
 _CHUNK = 50_000
 _UNSEEN, _ROOT, _BLOCKED = -1, -2, -3
 # The search's queues: most objects, then library internals and thread locals, then running frames.
 _FIRST, _LATER, _LAST = range(3)
-_LONGEST_KEY = 60
+_HEAP_TYPE = 1 << 9
 
 # The frames of the checker hold what it looks at; they are never part of an answer.
 _CHECKER = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
@@ -92,34 +71,6 @@ _REGISTRIES = frozenset(
     }
 )
 
-_LruCache: type = type(functools.lru_cache(maxsize=1)(len))
-_HAMT = frozenset({"hamt", "hamt_bitmap_node", "hamt_array_node", "hamt_collision_node"})
-_AUTOGRAD_NODE = re.compile(r"(\w+Backward\d*|AccumulateGrad)")
-_HEAP_TYPE = 1 << 9
-_SCATTER = np.int64(-7046029254386353131)  # 2**64 over the golden ratio: neighbouring addresses land far apart
-_MISSING = object()
-
-# Types are looked up by their ids, since a metaclass may define `__hash__` and `__eq__`.
-_GENERATORS = {id(GeneratorType): "gi", id(CoroutineType): "cr", id(AsyncGeneratorType): "ag"}
-_DEFINITIONS = frozenset(
-    map(id, (ModuleType, type, FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, _LruCache))
-)
-# Attributes of types written in C that give what is there and do nothing else.
-_PLAIN_GETTERS: dict[int, tuple[str, ...]] = {
-    id(BaseException): ("__traceback__", "__context__", "__cause__", "args"),
-    id(TracebackType): ("tb_next",),
-    id(CellType): ("cell_contents",),
-    id(BuiltinFunctionType): ("__self__",),
-}
-
-_mro_of = type.__dict__["__mro__"].__get__
-_namespace_of = type.__dict__["__dict__"].__get__
-_flags_of = type.__dict__["__flags__"].__get__
-_qualname_of = type.__dict__["__qualname__"].__get__
-_module_of = type.__dict__["__module__"].__get__
-_dict_of_module: Callable[[object], object] = ModuleType.__dict__["__dict__"].__get__  # type: ignore[index]
-_code_of = FunctionType.__dict__["__code__"].__get__
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -131,7 +82,7 @@ class Step:
         kind: what sort of edge it is.
         frozen: whether the object lies in the collector's permanent generation, hidden by `gc.freeze()`.
         definition: whether the object is a module, class, function or cache: part of the program, made to stay.
-        innocent: whether the caller said that the object is where it belongs.
+        mark: what the caller's inspector says of the object.
     """
 
     type_name: str
@@ -139,7 +90,7 @@ class Step:
     kind: Kind
     frozen: bool = False
     definition: bool = False
-    innocent: bool = False
+    mark: Mark | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +99,8 @@ class Path:
 
     Attributes:
         root_kind: what sort of root.
-        root_name: dotted name of the module or class, `function in file.py:line` of a frame, name of a thread or of a
-            context variable.
+        root_name: dotted name of the module or class, `function in file.py:line` of a frame, name of a thread, of a
+            context variable, or of an object that the caller gave as a root.
         steps: the edges from the root to the object; none if it is itself a root.
         references: references followed, those that one step folds together counted one by one.
         thread: for a frame, the name of its thread if that is not the calling one, else empty.
@@ -168,21 +119,56 @@ class Path:
             return f"frame of {self.root_name}"
         if self.root_kind == "context":
             return f"context variable '{self.root_name}'"
-        return f"{self.root_kind} '{self.root_name}'"
+        return self.root_name if self.root_kind == "object" else f"{self.root_kind} '{self.root_name}'"
 
     def __str__(self) -> str:
         return " ".join([self.root, *(step.edge for step in self.steps)])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Link:
+    """One edge with the live objects that it starts from, so that it can be cut; drop it soon.
+
+    Attributes:
+        edge: its name, as code.
+        kind: what sort of edge it is.
+        owner: the object that has the attribute, the entry, the cell.
+        carrier: the object in which the reference lies: the owner, or a part of it, such as the dict of its attributes.
+        held: the identity of what it leads to.
+    """
+
+    edge: str
+    kind: Kind
+    owner: Any
+    carrier: Any
+    held: int
+
+
 def find_paths(
-    targets: Sequence[object], *, ignore: Collection[int] = (), innocent: Container[int] = ()
+    targets: Sequence[object],
+    *,
+    ignore: Collection[int] = (),
+    inspect: Inspector | None = None,
+    roots: Sequence[tuple[str, object]] = (),
 ) -> list[Path | None]:
     """A shortest path from a root to each target, in the targets' order; None where Python's graph has none.
+
+    Arguments, roots and cost are those of `trace`.
+    """
+    with trace(targets, ignore=ignore, roots=roots) as found:
+        return [found.path(place, inspect) for place in range(len(targets))]
+
+
+@contextlib.contextmanager
+def trace(
+    targets: Sequence[object], *, ignore: Collection[int] = (), roots: Sequence[tuple[str, object]] = ()
+) -> Iterator[Traces]:
+    """Walks the heap once; in the block the shortest paths to the targets can be asked for.
 
     Args:
         targets: the suspects. The sequence itself is never part of a path.
         ignore: ids of objects that no path may pass (containers in which the caller keeps the suspects).
-        innocent: ids of objects to mark as such in the steps that lead to them.
+        roots: further roots, with the name of each: what is held where the walk does not look, and is meant to be.
 
     Roots are the modules in `sys.modules`, running threads, the current context, classes written in C, and the running
     frames, those of the checker excepted. Frames, thread locals, and what belongs to the interpreter's, the test
@@ -190,21 +176,125 @@ def find_paths(
 
     The walk costs about 1 s and 120 MB per million tracked objects. It runs no foreign code and materialises no
     instance's `__dict__`; naming a suspended generator's variable leaves its frame object behind (Python 3.11 and
-    later). Frozen objects that no root reaches are not seen, neither are references from C or C++.
+    later). Frozen objects that no root reaches are not seen, neither are references from C or C++. While the block
+    lasts the collector is paused, and every object is kept alive.
     """
-    if not targets:
-        return []
     with collector_paused():
-        heap = _Heap(targets, {id(targets), *ignore})
-        namer = _Namer(heap)
+        heap = _Heap(targets, {id(targets), *ignore}, roots) if targets else None
+        found = Traces(heap)
         try:
-            parents = heap.search()
-            return [namer.path(parents, target, innocent) for target in heap.targets.tolist()]
+            yield found
         finally:
             # On Python 3.10, and at times later, this frame is one of the objects: it and the list would keep each
             # other, and the whole heap, until the next collection.
-            heap.clear()
-            namer.undo()
+            found.close()
+
+
+class Traces:
+    """The paths of one walk; targets are named by their place in the sequence that was walked for."""
+
+    def __init__(self, heap: _Heap | None) -> None:
+        self._heap = heap
+        self._parents = np.zeros(0, np.int32) if heap is None else heap.search()
+        known = [] if heap is None else heap.roots
+        self._namer = EdgeNamer(
+            [] if heap is None else heap.objects, {id(root.held): root.variables for root in known if root.variables}
+        )
+        self._edges: dict[int, list[tuple[int, Edge]]] = {}
+
+    def close(self) -> None:
+        """Drops every object."""
+        if self._heap is not None:
+            self._heap.clear()
+            self._namer.undo()
+            self._heap = None
+
+    def path(self, place: int, inspect: Inspector | None = None) -> Path | None:
+        """The path to a target; None if no root reaches it."""
+        nodes = self._nodes(place)
+        if self._heap is None or not nodes:
+            return None
+        root = self._heap.roots[nodes[0]]
+        edges = self._edges_of(place, nodes)
+        ends = [nodes[start + edge.references] for start, edge in edges]
+        items = [self._heap.objects[node] for node in ends]
+        marks: Sequence[Mark | None] = [None] * len(items) if inspect is None else inspect(root.kind, items)
+        steps = tuple(
+            Step(
+                type_name=type_name(type(item)),
+                edge=edge.text,
+                kind=edge.kind,
+                frozen=self._heap.is_frozen(node),
+                definition=is_definition(item),
+                mark=mark,
+            )
+            for (_, edge), node, item, mark in zip(edges, ends, items, marks, strict=True)
+        )
+        return Path(root.kind, root.name, steps, len(nodes) - 1, root.thread)
+
+    def link(self, place: int, step: int) -> Link:
+        """One step of the path to a target, with its objects."""
+        nodes = self._nodes(place)
+        assert self._heap is not None
+        start, edge = self._edges_of(place, nodes)[step]
+        owner, carrier, held = (
+            self._heap.objects[nodes[at]] for at in (start, start + edge.references - 1, start + edge.references)
+        )
+        return Link(edge.text, edge.kind, owner, carrier, id(held))
+
+    def freed_by_cutting(self, place: int, first: int) -> list[frozenset[int]]:
+        """For each step of the path to a target, from `first` on: the targets that nothing holds once it is cut.
+
+        An edge of a cache stands for all of the cache's entries, as clearing it cuts them all. Empty where something
+        else holds this target too. By one sweep over the heap: as long as an edge is not taken, what is not reached is
+        what it retains (the edge dominates it).
+        """
+        nodes = self._nodes(place)
+        if self._heap is None or not nodes:
+            return []
+        cuts = []
+        for start, edge in self._edges_of(place, nodes)[first:]:
+            at = start + edge.references - 1
+            whole = edge.kind in ("lru-cache-key", "lru-cache-value")
+            cuts.append((at, self._heap.entries_of_cache(nodes[start]) if whole else []))
+        targets = self._heap.targets
+        reached = (targets >= 0) & (self._parents[targets] != _UNSEEN)
+        return [
+            frozenset(np.flatnonzero(reached & unreached[targets]).tolist())
+            for unreached in self._heap.sweep(nodes, cuts)
+        ]
+
+    def _nodes(self, place: int) -> list[int]:
+        """The nodes from the root to a target; none if it was not reached."""
+        if self._heap is None:
+            return []
+        target = int(self._heap.targets[place])
+        if target < 0 or self._parents[target] in (_UNSEEN, _BLOCKED):
+            return []
+        nodes = [target]
+        while self._parents[nodes[-1]] != _ROOT:
+            nodes.append(int(self._parents[nodes[-1]]))
+        nodes.reverse()
+        return nodes
+
+    def _edges_of(self, place: int, nodes: Sequence[int]) -> list[tuple[int, Edge]]:
+        """The path's edges, each with the place of its first node."""
+        assert self._heap is not None
+        if place not in self._edges:
+            objects = [self._heap.objects[node] for node in nodes]
+            root = self._heap.roots[nodes[0]]
+            named: list[tuple[int, Edge]] = []
+            start = 0
+            while start < len(objects) - 1:
+                edge = self._namer.edge(objects[start:])
+                if root.kind == "thread" and start == 0:
+                    edge = edge._replace(kind="thread")
+                elif root.kind == "context" and start == 0:
+                    edge = Edge(".get()", "context-variable")
+                named.append((start, edge))
+                start += edge.references
+            self._edges[place] = named
+        return self._edges[place]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +313,11 @@ class _Root:
 class _Heap:
     """The process's heap as arrays: node `i` is `objects[i]`, its edges `edges[offsets[i]:offsets[i + 1]]`."""
 
-    def __init__(self, targets: Sequence[object], ignore: Collection[int]) -> None:
+    def __init__(self, targets: Sequence[object], ignore: Collection[int], given: Sequence[tuple[str, object]]) -> None:
         # The first nodes are the roots, in their order.
-        self.roots = list(_roots())
+        own = [_Root("object", name, held, [], _FIRST) for name, held in given]
+        known_roots = {id(root.held) for root in own}
+        self.roots = [*own, *(root for root in _roots() if id(root.held) not in known_roots)]
         self.objects = [root.held for root in self.roots]
         known = set(map(id, self.objects))
         self.objects.extend(
@@ -253,7 +345,74 @@ class _Heap:
         """Whether the node's object is in the permanent generation."""
         return bool(node >= self._unfrozen) and gc.is_tracked(self.objects[node])
 
-    def search(self) -> _Indices:
+    def entries_of_cache(self, cache: int) -> list[int]:
+        """The places, in the list of edges, of all by which an `lru_cache` holds its entries."""
+        own = self.objects[cache]
+        if type(own) is not LRU_CACHE:
+            return []
+        kept = {id(vars(own)), id(vars(own).get("__wrapped__"))}
+        places = [
+            place
+            for place in range(int(self._offsets[cache]), int(self._offsets[cache + 1]))
+            if id(self.objects[self._edges[place]]) not in kept
+        ]
+        for node in {int(self._edges[place]) for place in places}:
+            # Its own dict, not one that is a result.
+            if type(self.objects[node]) is dict and is_dict_of_cache(own, self.objects[node]):
+                places += range(int(self._offsets[node]), int(self._offsets[node + 1]))
+        return places
+
+    def sweep(self, path: Sequence[int], cuts: Sequence[tuple[int, Sequence[int]]]) -> list[npt.NDArray[np.bool_]]:
+        """For each cut of a path, which nodes no root reaches without it; none, if the path's end is reached.
+
+        Args:
+            path: the nodes of the path.
+            cuts: from the root on, the place in the path of the node that the reference to be cut starts from, and the
+                places of edges that go with it.
+
+        Each node is visited once for all cuts together: the next cut's reach is this one's and what it held back.
+        """
+        edges = self._edges.copy()
+        held_back: list[list[tuple[int, int]]] = []
+        for at, others in cuts:
+            places = {self._reference(path[at], path[at + 1]), *others}
+            held_back.append([(place, int(edges[place])) for place in places])
+            for place in places:
+                # To itself: a reference that leads nowhere new.
+                edges[place] = np.searchsorted(self._offsets, place, side="right") - 1
+        seen = np.zeros(len(self.objects), np.bool_)
+        seen[self._blocked] = True
+        frontier = np.setdiff1d(np.arange(len(self.roots), dtype=np.int32), self._blocked)
+        seen[frontier] = True
+        retained = []
+        nothing = np.zeros(len(self.objects), np.bool_)
+        for turn, (at, _) in enumerate(cuts):
+            self._flood(seen, edges, frontier)
+            retained.append(nothing if seen[list(path[at + 1 :])].any() else ~seen)
+            freed = []
+            for place, held in held_back[turn]:
+                holder = np.searchsorted(self._offsets, place, side="right") - 1
+                edges[place] = held
+                if seen[holder] and not seen[held]:
+                    seen[held] = True
+                    freed.append(held)
+            frontier = np.array(freed, np.int32)
+        return retained
+
+    def _reference(self, holder: int, held: int) -> int:
+        """The place, in the list of edges, of one reference."""
+        start = int(self._offsets[holder])
+        return start + int(np.flatnonzero(self._edges[start : self._offsets[holder + 1]] == held)[0])
+
+    def _flood(self, seen: npt.NDArray[np.bool_], edges: Indices, frontier: Indices) -> None:
+        """Marks everything that the frontier reaches as seen."""
+        while len(frontier):
+            _, places = self._places(frontier)
+            reached = edges[places]
+            frontier = np.unique(reached[~seen[reached]])
+            seen[frontier] = True
+
+    def search(self) -> Indices:
         """The node before each node on a shortest path from a root, or why there is none.
 
         Breadth first, a level at a time; what comes last waits until nothing else is left to search. Ends as soon as
@@ -266,7 +425,7 @@ class _Heap:
         # A library's namespace is reached from its module, however many functions hold it that others imported.
         parents[self._namespaces] = self._modules
         frontier = np.concatenate([roots, self._namespaces])
-        waiting: list[_Indices] = []
+        waiting: list[Indices] = []
         wanted = self.targets[self.targets >= 0]
         for turn in (_FIRST, _LATER, _LAST):
             frontier = np.concatenate([*waiting, frontier])
@@ -277,15 +436,10 @@ class _Heap:
                 frontier = self._next_level(parents, frontier[~later])
         return parents
 
-    def _next_level(self, parents: _Indices, frontier: _Indices) -> _Indices:
+    def _next_level(self, parents: Indices, frontier: Indices) -> Indices:
         """Marks what the frontier's nodes lead to and returns what was not reached before."""
         frontier = frontier[parents[frontier] != _BLOCKED]
-        starts = self._offsets[frontier]
-        counts = self._offsets[frontier + 1] - starts
-        ends = np.cumsum(counts)
-        if not len(ends) or not ends[-1]:
-            return frontier[:0]
-        places = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+        counts, places = self._places(frontier)
         reached = self._edges[places]
         fresh = parents[reached] == _UNSEEN
         reached = reached[fresh]
@@ -293,13 +447,21 @@ class _Heap:
         parents[reached[::-1]] = np.repeat(frontier, counts)[fresh][::-1]
         return np.unique(reached)
 
-    def _walk(self) -> _Table:
+    def _places(self, nodes: Indices) -> tuple[Ints, Ints]:
+        """How many edges each node has, and the places of all of them in the list of edges, node by node."""
+        starts = self._offsets[nodes]
+        counts = self._offsets[nodes + 1] - starts
+        ends = np.cumsum(counts)
+        total = int(ends[-1]) if len(ends) else 0
+        return counts, np.arange(total) + np.repeat(starts - (ends - counts), counts)
+
+    def _walk(self) -> AddressTable:
         """Reads the references of all objects, adding those that it meets; returns the table of their addresses."""
-        table = _Table(_addresses(self.objects))
+        table = AddressTable(_addresses(self.objects))
         self._types: dict[int, type] = {}
-        counts: list[_Ints] = []
-        edges: list[_Indices] = []
-        kinds: list[_Ints] = []
+        counts: list[Ints] = []
+        edges: list[Indices] = []
+        kinds: list[Ints] = []
         done = 0
         while done < len(self.objects):
             chunk = self.objects[done : done + _CHUNK]
@@ -335,81 +497,26 @@ class _Heap:
         self._edges = np.concatenate(edges)
         return table
 
-    def _checkers_generators(self) -> _Indices:
+    def _checkers_generators(self) -> Indices:
         """The checker's own suspended generators: like its frames, they hold what it looks at."""
         files = _checkers_files()
-        places = np.flatnonzero(np.isin(self._kinds, list(_GENERATORS))).tolist()
+        places = np.flatnonzero(np.isin(self._kinds, list(GENERATORS))).tolist()
         return np.array([place for place in places if _code_file(self.objects[place]) in files], np.int32)
 
-    def _find_turns(self, table: _Table) -> npt.NDArray[np.uint8]:
+    def _find_turns(self, table: AddressTable) -> npt.NDArray[np.uint8]:
         """In which of the search's queues each node waits."""
         later = [kind for kind, cls in self._types.items() if _comes_later(cls)]
         turns = np.where(np.isin(self._kinds, later), _LATER, _FIRST).astype(np.uint8)
         turns[: len(self.roots)] = [root.turn for root in self.roots]
         # A module's namespace too: every function of the module holds it, without passing the module.
         modules = [
-            place for place, root in enumerate(self.roots) if root.turn == _LATER and _is_a(root.held, ModuleType)
+            place for place, root in enumerate(self.roots) if root.turn == _LATER and is_a(root.held, ModuleType)
         ]
-        namespaces = table.find(_addresses([_dict_of_module(self.objects[place]) for place in modules]))
+        namespaces = table.find(_addresses([dict_of_module(self.objects[place]) for place in modules]))
         self._namespaces = namespaces[namespaces >= 0]
         self._modules = np.array(modules, np.int32)[namespaces >= 0]
         turns[self._namespaces] = _LATER
         return turns
-
-
-class _Table:
-    """Finds an address's place in the order of addition: a hash table with open addressing, many keys at a time.
-
-    Five times as fast as a binary search of sorted addresses, ten times as fast as a dict of Python's numbers.
-    """
-
-    def __init__(self, ids: _Ints) -> None:
-        self._ids = np.zeros(0, np.int64)
-        self._count = 0
-        self._bits = 0
-        self._slots = np.zeros(0, np.int32)
-        self.add(ids)
-
-    def add(self, ids: _Ints) -> None:
-        """Adds addresses; of one that is there already, or comes twice, `find` may give either place."""
-        first, self._count = self._count, self._count + len(ids)
-        if self._count > len(self._ids):
-            self._ids = np.concatenate([self._ids[:first], np.zeros(2 * self._count - first, np.int64)])
-        self._ids[first : self._count] = ids
-        if 2 * self._count > len(self._slots):
-            self._bits = (4 * self._count).bit_length()
-            self._slots = np.full(1 << self._bits, -1, np.int32)
-            first = 0
-        places = np.arange(first, self._count, dtype=np.int32)
-        slots = self._hash(self._ids[first : self._count])
-        while len(places):
-            free = self._slots[slots] < 0
-            self._slots[slots[free]] = places[free]
-            lost = self._slots[slots] != places
-            places, slots = places[lost], self._next(slots[lost])
-
-    def find(self, ids: _Ints) -> _Indices:
-        """The place of each address, -1 for one that was not added."""
-        found = np.full(len(ids), -1, np.int32)
-        asked = np.arange(len(ids))
-        slots = self._hash(ids)
-        while len(asked):
-            places = self._slots[slots]
-            taken = places >= 0
-            same = taken & (self._ids[places] == ids)
-            found[asked[same]] = places[same]
-            collided = taken & ~same
-            asked, ids, slots = asked[collided], ids[collided], self._next(slots[collided])
-        return found
-
-    def _hash(self, ids: _Ints) -> _Ints:
-        # Addresses are multiples of 16; the upper bits of the product depend on all the others.
-        hashed: _Ints = ((ids >> 4) * _SCATTER >> (64 - self._bits)) & (len(self._slots) - 1)
-        return hashed
-
-    def _next(self, slots: _Ints) -> _Ints:
-        following: _Ints = (slots + 1) & (len(self._slots) - 1)
-        return following
 
 
 def _roots() -> Iterator[_Root]:
@@ -428,7 +535,7 @@ def _roots() -> Iterator[_Root]:
         yield _Root("context", variable.name, variable, [value], _LATER)
     for frame, ident in _running_frames():
         thread_name = "" if ident == threading.get_ident() else names.get(ident, str(ident))
-        variables = _variables(frame)
+        variables = variables_of(frame)
         frame_locals(frame)  # undoes what reading them left behind
         also = [*(value for _, value in variables), frame.f_globals]
         yield _Root("frame", _frame_name(frame), frame, also, _LAST, thread_name, variables)
@@ -439,8 +546,8 @@ def _roots() -> Iterator[_Root]:
         if id(cls) not in seen:
             seen.add(id(cls))
             waiting.extend(type.__subclasses__(cls))
-            if not _flags_of(cls) & _HEAP_TYPE:
-                yield _Root("class", type_name(cls), cls, [_namespace_of_class(cls), _mro_of(cls)], _LATER)
+            if not flags_of(cls) & _HEAP_TYPE:
+                yield _Root("class", type_name(cls), cls, [namespace_of_class(cls), mro_of(cls)], _LATER)
 
 
 def _running_frames() -> Iterator[tuple[FrameType, int]]:
@@ -467,7 +574,7 @@ def _checkers_files() -> set[object]:
 
 
 def _code_file(generator: Any) -> str:
-    code: CodeType = getattr(generator, f"{_GENERATORS[id(type(generator))]}_code")
+    code: CodeType = getattr(generator, f"{GENERATORS[id(type(generator))]}_code")
     return code.co_filename
 
 
@@ -478,404 +585,18 @@ def _is_librarys(module: str) -> bool:
 
 def _comes_later(cls: type) -> bool:
     name = type_name(cls)
-    return name.partition(".")[0] in _REGISTRIES or any(base is threading.local for base in _mro_of(cls))
+    return name.partition(".")[0] in _REGISTRIES or any(base is threading.local for base in mro_of(cls))
 
 
-def _addresses(objects: Collection[object]) -> _Ints:
+def _addresses(objects: Collection[object]) -> Ints:
     return np.fromiter(map(id, objects), np.int64, len(objects))
 
 
-def _is_a(item: object, cls: type) -> bool:
-    # Not `isinstance`, which asks the object, nor `issubclass`, which asks the class.
-    return any(base is cls for base in _mro_of(type(item)))
-
-
-def _namespace_of_class(cls: type) -> Any:
-    """The dict itself; `__dict__` of a class is a proxy of it."""
-    return gc.get_referents(_namespace_of(cls))[0]
-
-
-def type_name(cls: type) -> str:
-    """Module and qualified name of a class, without asking its metaclass; `builtins.` is left out."""
-    module = _module_of(cls)
-    name: str = _qualname_of(cls)
-    return name if type(module) is not str or module == "builtins" else f"{module}.{name}"
-
-
 def _thread_name(thread: object) -> str:
-    name = _attribute(thread, "_name")
+    name = attribute(thread, "_name")
     return name if type(name) is str else type_name(type(thread))
 
 
 def _frame_name(frame: FrameType) -> str:
     code = frame.f_code
     return f"{code.co_name} in {code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{frame.f_lineno}"
-
-
-def _variables(frame: FrameType) -> list[tuple[str, object]]:
-    """The function's local variables and their values; none for a module or class body, whose variables are a dict."""
-    if not frame.f_code.co_flags & CO_OPTIMIZED:
-        return []
-    return list(frame.f_locals.items())
-
-
-class _Edge(NamedTuple):
-    text: str
-    kind: Kind
-    references: int = 1
-
-
-# Given the objects of a path from a holder on: what leads to the next, if the rule knows such holders.
-_Rule = Callable[[Sequence[Any]], _Edge | None]
-
-
-class _Namer:
-    """Writes paths down: what each reference is called, found by identity and without running foreign code."""
-
-    def __init__(self, heap: _Heap) -> None:
-        self._heap = heap
-        self._read: list[FrameType] = []
-        self._known_names: dict[int, set[str]] = {}
-
-    def undo(self) -> None:
-        """Empties the dicts that reading variables left in frames; only once nothing else holds those dicts."""
-        for frame in self._read:
-            frame_locals(frame)
-
-    def path(self, parents: _Indices, target: int, innocent: Container[int]) -> Path | None:
-        """The path that `parents` gives for the node `target`; None if it was not reached."""
-        if target < 0 or parents[target] in (_UNSEEN, _BLOCKED):
-            return None
-        nodes = [target]
-        while parents[nodes[-1]] != _ROOT:
-            nodes.append(int(parents[nodes[-1]]))
-        nodes.reverse()
-        objects = [self._heap.objects[node] for node in nodes]
-        root = self._heap.roots[nodes[0]]
-        steps: list[Step] = []
-        place = 0
-        while place < len(objects) - 1:
-            edge = self._edge(objects[place:])
-            if root.kind == "thread" and place == 0:
-                edge = edge._replace(kind="thread")
-            elif root.kind == "context" and place == 0:
-                edge = _Edge(".get()", "context-variable")
-            held = objects[place + edge.references]
-            steps.append(
-                Step(
-                    type_name=type_name(type(held)),
-                    edge=edge.text,
-                    kind=edge.kind,
-                    frozen=self._heap.is_frozen(nodes[place + edge.references]),
-                    definition=_is_definition(held),
-                    innocent=id(held) in innocent,
-                )
-            )
-            place += edge.references
-        return Path(root.kind, root.name, tuple(steps), len(objects) - 1, root.thread)
-
-    def _edge(self, way: Sequence[Any]) -> _Edge:
-        """What leads from the first object on the way to the second, or past it where it only carries the next."""
-        edges = (rule(way) for rule in (self._of_frame, self._of_generator, *_RULES))
-        return next((edge for edge in edges if edge is not None), None) or self._of_attribute(way)
-
-    def _of_frame(self, way: Sequence[Any]) -> _Edge | None:
-        frame = way[0]
-        if type(frame) is not FrameType:
-            return None
-        for name, value in self._variables(frame):
-            if value is way[1]:
-                return _Edge(f"f_locals[{name!r}]", "frame-local")
-        if way[1] is frame.f_globals and len(way) > 2:
-            return _Edge(f"f_globals{_item(way[1:])}", "module-global", 2)
-        return None
-
-    def _of_generator(self, way: Sequence[Any]) -> _Edge | None:
-        """A suspended generator or coroutine: one of its variables, or the one that it waits for."""
-        prefix = _GENERATORS.get(id(type(way[0])))
-        if prefix is None:
-            return None
-        awaited = "gi_yieldfrom" if prefix == "gi" else f"{prefix}_await"
-        if getattr(way[0], awaited) is way[1]:
-            return _Edge(f".{awaited}", "other")
-        # On Python 3.10 the generator holds its frame and that the variables, later it holds them itself.
-        references = 2 if type(way[1]) is FrameType else 1
-        frame = getattr(way[0], f"{prefix}_frame")
-        if frame is None or len(way) <= references:
-            return None
-        for name, value in self._variables(frame):
-            if value is way[references]:
-                return _Edge(f"f_locals[{name!r}]", "generator-local", references)
-        return None
-
-    def _variables(self, frame: FrameType) -> list[tuple[str, object]]:
-        for root in self._heap.roots:
-            if root.held is frame:
-                return root.variables
-        self._read.append(frame)
-        return _variables(frame)
-
-    def _of_attribute(self, way: Sequence[Any]) -> _Edge:
-        """An attribute whose value lies in the instance (Python 3.11 and later), which has no `__dict__` yet.
-
-        Reading `__dict__` would make the dict, which then stays; asking for one attribute by its name does not. So the
-        names are tried that the code of the instance's class, and then all code in the heap, mentions.
-        """
-        holder, held = way[0], way[1]
-        # What was found on one instance is tried first on the next: a whole search takes about 10 ms.
-        known = self._known_names.setdefault(id(type(holder)), set())
-        for names in (known, _names_in_class(type(holder)), self._all_names):
-            for name in sorted(names):
-                if _attribute(holder, name) is held:
-                    known.add(name)
-                    return _Edge(f".{name}", "instance-attribute")
-        return _Edge(UNNAMED, "other")
-
-    @functools.cached_property
-    def _all_names(self) -> set[str]:
-        names: set[str] = set()
-        for item in self._heap.objects:
-            if type(item) is FunctionType:
-                _add_names(_code_of(item), names)
-            elif type(item) is FrameType:
-                _add_names(item.f_code, names)
-        return names
-
-
-def _of_module(way: Sequence[Any]) -> _Edge | None:
-    if not _is_a(way[0], ModuleType) or way[1] is not _dict_of_module(way[0]):
-        return None
-    return _entry(way, "module-global", ".__dict__")
-
-
-def _of_class(way: Sequence[Any]) -> _Edge | None:
-    cls = way[0]
-    if not _is_a(cls, type):
-        return None
-    if way[1] is _namespace_of_class(cls):
-        return _entry(way, "class-attribute", ".__dict__")
-    for name in ("__mro__", "__bases__", "__base__"):
-        if type.__dict__[name].__get__(cls) is way[1]:
-            return _Edge(f".{name}", "other")
-    return None
-
-
-def _of_function(way: Sequence[Any]) -> _Edge | None:
-    function, held = way[0], way[1]
-    if type(function) is not FunctionType:
-        return None
-    if function.__closure__ is not None and held is function.__closure__ and len(way) > 2:
-        names = function.__code__.co_freevars
-        name = next(name for name, cell in zip(names, held, strict=True) if cell is way[2])
-        return _Edge(f"cell {name!r}", "closure", min(3, len(way) - 1))
-    if held is function.__globals__:
-        return _Edge(f"__globals__{_item(way[1:])}", "module-global", 2) if len(way) > 2 else None
-    for attribute in ("__defaults__", "__kwdefaults__"):
-        if held is getattr(function, attribute):
-            if len(way) == 2:
-                return _Edge(f".{attribute}", "default")
-            return _Edge(f".{attribute}{_item(way[1:])}", "default", 2)
-    return None
-
-
-def _of_cache(way: Sequence[Any]) -> _Edge | None:
-    """A `functools.lru_cache`: a bounded one shows its keys and results itself, an unbounded one the dict of them."""
-    cache: Any = way[0]
-    held = way[1]
-    if type(way[0]) is not _LruCache or held is vars(cache):
-        return None
-    if held is vars(cache).get("__wrapped__"):
-        return _Edge(".__wrapped__", "other")
-    if cache.cache_info().maxsize is None:
-        return _cache_entry(held, way[2], 2) if type(held) is dict and len(way) > 2 else None
-    for entries in gc.get_referents(cache):
-        # Its dict leads from the keys to links of a type of their own, which hold the results.
-        if type(entries) is dict and any(map(_is_cache_link, entries.values())):
-            return _cache_entry(entries, held, 1)
-    return None
-
-
-def _is_cache_link(item: object) -> bool:
-    return type_name(type(item)) == "functools._lru_list_elem"
-
-
-def _cache_entry(entries: dict[object, object], held: object, references: int) -> _Edge:
-    if any(key is held for key in entries):
-        return _Edge("lru_cache key", "lru-cache-key", references)
-    return _Edge("lru_cache value", "lru-cache-value", references)
-
-
-def _of_context(way: Sequence[Any]) -> _Edge | None:
-    """A copied context: its variables, past the tree in which it keeps them."""
-    if type(way[0]) is not Context:
-        return None
-    references = next((place for place, item in enumerate(way) if place and type_name(type(item)) not in _HAMT), 0)
-    for variable, value in way[0].items():
-        if references and value is way[references]:
-            return _Edge(f"[{variable.name!r}]", "context-variable", references)
-    return None
-
-
-def _of_thread_local(way: Sequence[Any]) -> _Edge | None:
-    """A `threading.local`: past its dict of the threads and the thread's own dict."""
-    if len(way) < 4 or not _is_a(way[0], threading.local) or type(way[1]) is not dict or type(way[2]) is not dict:
-        return None
-    return _entry(way[1:], "thread", "")._replace(references=3)
-
-
-def _of_container(way: Sequence[Any]) -> _Edge | None:
-    holder, held = way[0], way[1]
-    for base in _mro_of(type(holder)):
-        if base is dict:
-            for key in _keys_of(holder, held):
-                return _Edge(f"[{_key_text(key)}]", "item")
-            if any(key is held for key in dict.keys(holder)):
-                return _Edge("<key>", "item")
-        elif base is list or base is tuple or base is deque:
-            for place, item in enumerate(base.__iter__(holder)):
-                if item is held:
-                    return _Edge(f"[{place}]", "item")
-        elif (base is set or base is frozenset) and any(item is held for item in base.__iter__(holder)):
-            return _Edge("{…}", "item")
-    return None
-
-
-def _of_proxy(way: Sequence[Any]) -> _Edge | None:
-    """A read-only view of a dict, such as a class's `__dict__`: past the dict."""
-    if type(way[0]) is not MappingProxyType or len(way) == 2:
-        return None
-    edge = _of_container(way[1:])
-    return None if edge is None else edge._replace(references=2)
-
-
-def _of_instance_dict(way: Sequence[Any]) -> _Edge | None:
-    """An attribute, past the instance's `__dict__`: it is that dict if the attribute leads where the entry leads."""
-    if len(way) > 2 and type(way[1]) is dict:
-        for key in _keys_of(way[1], way[2]):
-            if type(key) is str and (_attribute(way[0], key) is way[2] or _is_cached_property(type(way[0]), key)):
-                return _Edge(f".{key}", "instance-attribute", 2)
-    return None
-
-
-def _is_cached_property(cls: type, name: str) -> bool:
-    """Whether the class computes the attribute once, and then keeps it in the instance's `__dict__` by that name."""
-    for base in _mro_of(cls):
-        if name in _namespace_of(base):
-            return type(_namespace_of(base)[name]) is functools.cached_property
-    return False
-
-
-def _of_member(way: Sequence[Any]) -> _Edge | None:
-    """A slot, or an attribute of a type written in C that is nothing but a pointer in its struct."""
-    holder, held = way[0], way[1]
-    for base in _mro_of(type(holder)):
-        for name, member in _namespace_of(base).items():
-            if type(member) is MemberDescriptorType or name in _PLAIN_GETTERS.get(id(base), ()):
-                try:
-                    value = member.__get__(holder)
-                except (AttributeError, ValueError):
-                    continue  # unset, as a slot or a cell can be
-                if value is held:
-                    return _Edge(f".{name}", "bound-self" if name == "__self__" else "instance-attribute")
-    if type(holder) is ProxyType or type(holder) is CallableProxyType:
-        return _Edge(".__callback__", "other")  # asked for it, a proxy would ask its target
-    return None
-
-
-def _of_tensor(way: Sequence[Any]) -> _Edge | None:
-    """A tensor's autograd node, where Python has seen it. By its type: asking a tensor can run a subclass's code."""
-    if is_autograd_node(type(way[1])) and any(
-        type_name(base) == "torch._C.TensorBase" for base in _mro_of(type(way[0]))
-    ):
-        return _Edge(".grad_fn", "other")
-    return None
-
-
-def is_autograd_node(cls: type) -> bool:
-    """Whether instances of the class are nodes of torch's autograd graph (`MulBackward0`, a `Function`'s context)."""
-    names = [type_name(base) for base in _mro_of(cls)]
-    return "torch._C._FunctionBase" in names or _AUTOGRAD_NODE.fullmatch(names[0]) is not None
-
-
-# In this order: the first that knows the reference names it.
-_RULES: tuple[_Rule, ...] = (
-    _of_module,
-    _of_class,
-    _of_cache,
-    _of_function,
-    _of_context,
-    _of_thread_local,
-    _of_container,
-    _of_proxy,
-    _of_tensor,
-    _of_instance_dict,
-    _of_member,
-)
-
-
-def _entry(way: Sequence[Any], kind: Kind, alone: str) -> _Edge:
-    """The entry of a namespace, past the dict: `way` is its owner, the dict, and what the dict holds."""
-    if len(way) == 2:
-        return _Edge(alone, "other")
-    for key in _keys_of(way[1], way[2]):
-        if type(key) is str and key.isidentifier():
-            return _Edge(f".{key}", kind, 2)
-    return _Edge(f".__dict__{_item(way[1:])}", kind, 2)
-
-
-def _item(way: Sequence[Any]) -> str:
-    edge = _of_container(way)
-    return UNNAMED if edge is None else edge.text
-
-
-def _keys_of(holder: dict[Any, object], held: object) -> list[object]:
-    return [key for key, value in list(dict.items(holder)) if value is held]
-
-
-def _key_text(key: object) -> str:
-    """A key as code; only its type where writing it would run foreign code."""
-    if any(type(key) is plain for plain in (str, bytes, int, float, bool, type(None))):
-        text = repr(key)
-        return text if len(text) <= _LONGEST_KEY else f"{text[:_LONGEST_KEY]}…"
-    if type(key) is tuple:
-        return f"({', '.join(map(_key_text, key))})"
-    return f"<{type_name(type(key))}>"
-
-
-def _attribute(holder: object, name: str) -> object:
-    """The attribute as `object` itself finds it, `_MISSING` where finding it could run foreign code."""
-    for base in _mro_of(type(holder)):
-        value = _namespace_of(base).get(name, _MISSING)
-        if value is not _MISSING:
-            # A property or other descriptor would run; that of a function only binds.
-            is_descriptor = any("__get__" in _namespace_of(cls) for cls in _mro_of(type(value)))
-            if is_descriptor and type(value) is not FunctionType:
-                return _MISSING
-            break
-    try:
-        return object.__getattribute__(holder, name)
-    except AttributeError:
-        return _MISSING
-
-
-def _names_in_class(cls: type) -> set[str]:
-    names: set[str] = set()
-    for base in _mro_of(cls):
-        for value in _namespace_of(base).values():
-            if type(value) is FunctionType:
-                _add_names(_code_of(value), names)
-    return names
-
-
-def _add_names(code: CodeType, names: set[str]) -> None:
-    """Adds what the code could call an attribute: the names that it uses, and strings it could give to `setattr`."""
-    names.update(code.co_names)
-    for constant in code.co_consts:
-        if type(constant) is CodeType:
-            _add_names(constant, names)
-        elif type(constant) is str and constant.isidentifier():
-            names.add(constant)
-
-
-def _is_definition(item: object) -> bool:
-    return any(id(base) in _DEFINITIONS for base in _mro_of(type(item)))

@@ -1,0 +1,67 @@
+"""Asking objects and classes what they are and hold without running their code, or a metaclass's."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+MISSING = object()
+"""What `attribute` gives where there is none, or where finding it could run foreign code."""
+
+LRU_CACHE: type = type(functools.lru_cache(maxsize=1)(len))
+"""The type of what `functools.lru_cache` makes of a function."""
+
+mro_of = type.__dict__["__mro__"].__get__
+namespace_of = type.__dict__["__dict__"].__get__
+flags_of = type.__dict__["__flags__"].__get__
+code_of = FunctionType.__dict__["__code__"].__get__
+dict_of_module: Callable[[object], Any] = ModuleType.__dict__["__dict__"].__get__  # type: ignore[index]
+_qualname_of = type.__dict__["__qualname__"].__get__
+_module_of = type.__dict__["__module__"].__get__
+
+# Types are looked up by their ids, since a metaclass may define `__hash__` and `__eq__`.
+_DEFINITIONS = frozenset(
+    map(id, (ModuleType, type, FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, LRU_CACHE))
+)
+
+
+def is_a(item: object, cls: type) -> bool:
+    """Whether the object's real type derives from `cls`."""
+    # Not `isinstance`, which asks the object, nor `issubclass`, which asks the class.
+    return any(base is cls for base in mro_of(type(item)))
+
+
+def namespace_of_class(cls: type) -> Any:
+    """The dict itself; `__dict__` of a class is a proxy of it."""
+    return gc.get_referents(namespace_of(cls))[0]
+
+
+def type_name(cls: type) -> str:
+    """Module and qualified name of a class, without asking its metaclass; `builtins.` is left out."""
+    module = _module_of(cls)
+    name: str = _qualname_of(cls)
+    return name if type(module) is not str or module == "builtins" else f"{module}.{name}"
+
+
+def attribute(holder: object, name: str) -> object:
+    """The attribute as `object` itself finds it, `MISSING` where finding it could run foreign code."""
+    for base in mro_of(type(holder)):
+        value = namespace_of(base).get(name, MISSING)
+        if value is not MISSING:
+            # A property or other descriptor would run; that of a function only binds.
+            is_descriptor = any("__get__" in namespace_of(cls) for cls in mro_of(type(value)))
+            if is_descriptor and type(value) is not FunctionType:
+                return MISSING
+            break
+    try:
+        return object.__getattribute__(holder, name)
+    except AttributeError:
+        return MISSING
+
+
+def is_definition(item: object) -> bool:
+    """Whether the object is a module, class, function or cache: part of the program, made to stay."""
+    return any(id(base) in _DEFINITIONS for base in mro_of(type(item)))
