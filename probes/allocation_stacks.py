@@ -1,0 +1,532 @@
+"""From where memory was allocated: torch's allocation history on a card, a dispatch mode for the CPU's storages."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
+from operator import attrgetter
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+from typing import Any, NamedTuple
+
+from lowtide.probes.device.torch_allocator import Segment, initialized_torch
+
+_OWN_MODULES = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
+_OWN_FOLDERS = tuple(
+    str(Path(__file__).parents[1] / name) + os.sep for name in ("probes", "leakcheck", "pytest_plugin")
+)
+
+_DISPATCH_FILES = (
+    "/torch/utils/_python_dispatch.py",
+    "/torch/_ops.py",
+    "/torch/_compile.py",
+    "/torch/_dynamo/eval_frame.py",
+)
+"""Through these runs an op that a dispatch mode sees, or a function that is compiled or kept from it."""
+
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
+"""Frames of their own before Python 3.12, and none since."""
+
+_MOST_ADDRESSES = 1 << 16
+"""Addresses of which the CPU's recorder remembers a stack: 6 MB with their keys, the stacks not counted."""
+
+_MOST_STACKS = 1 << 12
+"""Different stacks that it shares between addresses: 2 KB each at a depth of 32."""
+
+# Not `Exception`: an alarm's handler may raise the program's own while recording, and that is not to be lost.
+_RECORDING_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+
+# From Python 3.11 on, a code object knows the names around its own.
+_name_of: attrgetter[str] = attrgetter("co_qualname" if hasattr(CodeType, "co_qualname") else "co_name")
+
+_FlatStack = tuple[Any, ...]
+"""File, line, function of each frame, one after the other: a third of the objects that tuples of three would be."""
+
+
+class StackFrame(NamedTuple):
+    """One call on the way to an allocation.
+
+    Attributes:
+        file: path of the source file, as the code object has it.
+        line: line that was being run.
+        function: its name; with the names around it (`Class.f`, `outer.<locals>.f`) where the recorder could tell.
+    """
+
+    file: str
+    line: int
+    function: str
+
+
+class AllocationStacks:
+    """Remembers from where memory is allocated, so that what survives can be traced to a line of Python.
+
+    On a card torch's own allocator does it: its allocation history, in the mode that keeps the stack of each block in
+    use and no list of events (half a microsecond per allocation). It is switched on as soon as CUDA is initialised and
+    never initialises it. A program that records a history itself is left alone, and its stacks are read. If the program
+    switches it off, the next `start` switches it on again.
+
+    On the CPU torch keeps no such record, so there it takes a dispatch mode (`TorchDispatchMode`), in the threads that
+    called `start`: 6 to 15 µs for an op that allocates, 5 for another, and so only if asked for. Under that mode:
+
+    - `torch.compile` compiles as it does without, and nothing is compiled again: torch takes modes away while it
+      compiles, this one says that it ignores what happens inside (`ignore_compile_internals`), sets none of the flags
+      by which older versions would run everything eagerly, and its own code is marked as not to be compiled. What
+      inductor's code allocates itself is not dispatched, and so has no stack; what eager ops around it allocate has.
+    - Autograd, `no_grad`, `inference_mode`, vmap and the other transforms, `make_fx`, fake tensors, `swap_tensors`, and
+      higher-order operators work as without. What is allocated inside a higher-order operator is not seen, only what
+      it returns. Tensor subclasses and modes of the program are asked as without.
+    - `torch.jit.trace` of a function that computes with Python numbers fails, as in any dispatch mode (torch 2.13):
+      torch hands those numbers over as numbers, and they are tensors there.
+    - An address whose memory was freed and then taken by something that is not dispatched (`torch.UntypedStorage`,
+      `torch.frombuffer`, inductor's code, another thread) still has the older stack: nobody is told of the freeing.
+
+    Args:
+        card: whether to switch the card's history on.
+        cpu: whether to watch the CPU's storages.
+        depth: frames to keep of each stack, the innermost ones.
+    """
+
+    def __init__(self, *, card: bool = True, cpu: bool = False, depth: int = 32) -> None:
+        self._depth = depth
+        self._history = _CardHistory() if card else None
+        self._recorder = _CpuRecorder(depth) if cpu else None
+
+    def start(self) -> None:
+        """Begin to record, as far as torch is loaded; legal twice, and to be called again when it may be by now."""
+        torch = _loaded_torch()
+        if torch is None:
+            return
+        if self._history is not None:
+            self._history.start(torch)
+        if self._recorder is not None:
+            self._recorder.start(torch)
+
+    def stop(self) -> None:
+        """End it; legal twice. What was recorded can still be read.
+
+        The CPU's mode is taken off the calling thread; on another one it stays, and does nothing any more.
+        """
+        torch = _loaded_torch()
+        if torch is None:
+            return
+        if self._history is not None:
+            self._history.stop(torch)
+        if self._recorder is not None:
+            self._recorder.stop(torch)
+
+    def stacks_at(self, device: str, addresses: Collection[int]) -> dict[int, tuple[StackFrame, ...]]:
+        """The stacks from which the memory at some addresses was allocated, the innermost frame first.
+
+        The checker's own frames and those of torch's dispatcher are left out.
+
+        Args:
+            device: `cpu`, `cuda:0`.
+            addresses: on a card, anywhere in a block of torch's allocator; on the CPU, of storages.
+
+        Returns:
+            The stacks by address, without the addresses of which no stack is known.
+        """
+        if not addresses:
+            return {}
+        kind, _, index = device.partition(":")
+        found: dict[int, tuple[StackFrame, ...]] = {}
+        if kind == "cuda":
+            found = parse_stacks(_segments(), int(index or 0), addresses)
+        elif kind == "cpu" and self._recorder is not None:
+            found = self._recorder.stacks_at(addresses)
+        # Most addresses share their stack with others.
+        cut: dict[tuple[StackFrame, ...], tuple[StackFrame, ...]] = {}
+        for stack in found.values():
+            if stack not in cut:
+                cut[stack] = _without_machinery(stack)[: self._depth]
+        return {address: cut[stack] for address, stack in found.items() if cut[stack]}
+
+
+def parse_stacks(
+    segments: Iterable[Segment], device_index: int, addresses: Collection[int]
+) -> dict[int, tuple[StackFrame, ...]]:
+    """Finds the blocks that hold the addresses, and the Python stacks with which they were allocated.
+
+    Args:
+        segments: as `torch.cuda.memory_snapshot()` gives them.
+        device_index: index of the device; other devices have the same addresses.
+        addresses: anywhere in a block.
+
+    Returns:
+        The stacks by address, the innermost frame first; without the addresses in no block in use and those in a block
+        that was allocated while no history was recorded.
+    """
+    wanted = sorted(addresses)
+    found: dict[int, tuple[StackFrame, ...]] = {}
+    for segment in segments:
+        if segment["device"] != device_index:
+            continue
+        for block in segment["blocks"]:
+            frames = block.get("frames")
+            # A free block may still show the stack of the one that had its memory before.
+            if not frames or block["state"] == "inactive":
+                continue
+            first = bisect_left(wanted, block["address"])
+            last = bisect_left(wanted, block["address"] + block["size"])
+            if first < last:
+                stack = tuple(_frame(frame) for frame in frames if _is_python(frame["filename"]))
+                if stack:
+                    found.update(dict.fromkeys(wanted[first:last], stack))
+    return found
+
+
+def allocating_function(stack: Iterable[StackFrame]) -> str:
+    """The name of the innermost function that is not a library's or Python's own, without what it is defined in.
+
+    It is the same on every machine and in every version of Python, and so can be part of a fingerprint. Empty if there
+    is no such function.
+
+    Args:
+        stack: the innermost frame first.
+    """
+    folders = _library_folders()
+    for frame in stack:
+        name = frame.function.rpartition(".")[2]
+        if name not in _COMPREHENSIONS and not _is_library(frame.file, folders):
+            return name
+    return ""
+
+
+class _CardHistory:
+    """Switches the allocation history of torch's allocator on and off, where nobody else uses it."""
+
+    def __init__(self) -> None:
+        self._wanted = False
+        self._queued = False
+        # Whether there is such a history; None until that is known.
+        self._supported: bool | None = None
+        # Whether it was switched on here; what the user switched on is not to be switched off.
+        self._ours = False
+
+    def start(self, torch: Any) -> None:
+        self._wanted = True
+        if self._supported is False or not hasattr(torch._C, "_cuda_isHistoryEnabled"):  # torch for the CPU only
+            return
+        if torch.cuda.is_initialized():
+            self._switch_on(torch)
+        elif not self._queued and hasattr(torch.cuda, "_lazy_call"):
+            self._queued = True
+            torch.cuda._lazy_call(self._initialized)
+
+    def stop(self, torch: Any) -> None:
+        self._wanted = False
+        if self._queued:
+            self._queued = False
+            _take_from_queue(torch.cuda, self._initialized)
+        # In a forked child it is not initialised, whatever it was in the parent.
+        if self._ours and torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled() and not _has_events(torch):
+            torch.cuda.memory._record_memory_history(None)
+        self._ours = False
+
+    def _initialized(self) -> None:
+        """Called by torch in the middle of initialising CUDA, when the allocator is there already."""
+        torch = sys.modules.get("torch")
+        if self._wanted and torch is not None:
+            self._switch_on(torch)
+
+    def _switch_on(self, torch: Any) -> None:
+        try:
+            if self._supported is None:
+                # cudaMallocAsync and pluggable allocators have none; to try would leave a callback behind, and fail.
+                self._supported = torch.cuda.get_allocator_backend() == "native"
+            if self._supported and not torch._C._cuda_isHistoryEnabled():
+                torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
+                self._ours = True
+        except Exception:  # noqa: BLE001 - whatever it is, it would fail the user's initialisation of CUDA
+            self._supported = False
+
+
+def _take_from_queue(cuda: Any, call: Any) -> None:
+    """Takes a call back from those that torch makes when it initialises CUDA; they stay queued after it, too."""
+    queue = getattr(cuda, "_queued_calls", None)
+    if isinstance(queue, list):
+        with cuda._initialization_lock:
+            queue[:] = [entry for entry in queue if entry[0] != call]
+
+
+def _has_events(torch: Any) -> bool:
+    """Whether the history has a list of events: then the user has switched on another kind since, which has them.
+
+    What is switched on here keeps one event at most.
+    """
+    try:
+        return any(len(trace) > 1 for trace in torch.cuda.memory._snapshot()["device_traces"])
+    except RuntimeError:
+        return False
+
+
+def _segments() -> list[Segment]:
+    """What torch's allocators hold, with the stacks; empty where they cannot tell."""
+    torch = initialized_torch()
+    if torch is None:
+        return []
+    snapshot = torch.cuda.memory_snapshot
+    try:
+        # Newer torch can leave out the events, which are not read here.
+        light = "include_traces" in snapshot.__code__.co_varnames
+        return list(snapshot(include_traces=False) if light else snapshot())
+    except RuntimeError:  # cudaMallocAsync and pluggable allocators have none
+        return []
+
+
+class _CpuRecorder:
+    """Remembers the stack of what the CPU's ops allocate, by the address of the storage.
+
+    Attributes:
+        active: whether to record; a mode that cannot be taken off its thread does nothing while this is False.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.active = False
+        self._depth = depth
+        self._mode: Any = None
+        self._stacks: dict[int, _FlatStack] = {}
+        self._shared: dict[_FlatStack, _FlatStack] = {}
+
+    def start(self, torch: Any) -> None:
+        if self._mode is None and not self._prepare(torch):
+            return
+        if not self.active:
+            # In between nothing was recorded: what is known may be of memory that was freed since.
+            self._stacks.clear()
+            self.active = True
+        if not any(torch._C._get_dispatch_stack_at(at) is self._mode for at in range(_modes(torch))):
+            # Not `__enter__`: it sets flags for all threads, which would make older versions run eagerly what is to be
+            # compiled, and which only come right if modes are left in the reverse order.
+            torch._C._push_on_torch_dispatch_stack(self._mode)
+
+    def stop(self, torch: Any) -> None:
+        self.active = False
+        self._shared.clear()
+        if self._mode is None:
+            return
+        above = []
+        stack = [torch._C._get_dispatch_stack_at(at) for at in range(_modes(torch))]
+        if any(mode is self._mode for mode in stack):
+            # The user may have entered one after it and not left it yet.
+            while (top := torch._C._pop_torch_dispatch_stack(None)) is not self._mode:
+                above.append(top)
+            for mode in reversed(above):
+                torch._C._push_on_torch_dispatch_stack(mode)
+
+    def stacks_at(self, addresses: Collection[int]) -> dict[int, tuple[StackFrame, ...]]:
+        unfolded: dict[_FlatStack, tuple[StackFrame, ...]] = {}
+        found = {}
+        for address in addresses:
+            flat = self._stacks.get(address)
+            if flat is None:
+                continue
+            if flat not in unfolded:
+                # A frame of generated code may have no line.
+                unfolded[flat] = tuple(
+                    StackFrame(flat[at], flat[at + 1] or 0, flat[at + 2]) for at in range(0, len(flat), 3)
+                )
+            found[address] = unfolded[flat]
+        return found
+
+    def addresses(self, args: object, kwargs: dict[str, object]) -> set[int]:
+        """The addresses of the storages that an op is given."""
+        found = set()
+        try:
+            for tensor in self._tensors(args):
+                found.add(self._address(tensor))
+            if kwargs:
+                for tensor in self._tensors(tuple(kwargs.values())):
+                    found.add(self._address(tensor))
+        except _RECORDING_ERRORS:
+            pass
+        return found
+
+    def note(self, func: object, before: set[int], result: object, caller: FrameType) -> None:
+        """Remembers the stack of what an op has allocated.
+
+        Args:
+            func: the op.
+            before: the addresses of what it was given, as they were before it: it may have moved them.
+            result: what it returned.
+            caller: the frame to begin with.
+        """
+        try:
+            if func is self._lift:
+                # `torch.tensor` allocates unseen, and then hands what it made over to this.
+                before = set()
+            fresh = self._fresh_addresses(before, result)
+            if func is self._set_storage:
+                # Made unseen too, unless it is a storage that is known. (That of the op with an offset is made to
+                # rebuild a tensor: `torch.load`, `deepcopy`.)
+                fresh = [address for address in fresh if address not in self._stacks]
+            if fresh:
+                stack = self._walk(caller)
+                for address in fresh:
+                    # First out, for what was remembered last to be at the end.
+                    self._stacks.pop(address, None)
+                    self._stacks[address] = stack
+                if len(self._stacks) > _MOST_ADDRESSES:
+                    self._drop_oldest()
+        except _RECORDING_ERRORS:
+            pass
+
+    def _prepare(self, torch: Any) -> bool:
+        """Makes the mode; False if torch is not what it is known to be, and so nothing can be recorded."""
+        dispatch: Any = sys.modules.get("torch.utils._python_dispatch")
+        try:
+            self._tensor = torch.Tensor
+            self._plain = (torch.Tensor, torch.nn.Parameter)
+            # Of the storage, and asking for it makes no Python object of it and no copy of a copy-on-write one.
+            self._data_address = torch._C._data_address
+            self._no_functions = torch._C.DisableTorchFunction
+            self._lift = torch.ops.aten.lift_fresh.default
+            self._set_storage = torch.ops.aten.set_.source_Storage
+            self._mode = _make_mode(torch, dispatch, self)
+        except AttributeError:
+            return False
+        return True
+
+    def _tensors(self, value: object) -> list[Any]:
+        if isinstance(value, self._tensor):
+            return [value]
+        if isinstance(value, (tuple, list)):
+            return [tensor for item in value for tensor in self._tensors(item)]
+        return []
+
+    def _address(self, tensor: Any) -> int:
+        try:
+            return int(self._data_address(tensor))
+        except RuntimeError:  # no storage: sparse, mkldnn, a transform's wrapper
+            return 0
+
+    def _fresh_addresses(self, before: set[int], result: object) -> list[int]:
+        """The addresses of the CPU's storages in a result that are not among those from before."""
+        fresh = []
+        for tensor in self._tensors(result):
+            # What another type says of itself may be made up, or run its own code.
+            if type(tensor) in self._plain:
+                address = self._address(tensor)
+                if address and address not in before:
+                    # The program's function modes would see the question for the device.
+                    with self._no_functions():
+                        if tensor.is_cpu:
+                            fresh.append(address)
+        return fresh
+
+    def _walk(self, frame: FrameType | None) -> _FlatStack:
+        """The stack from a frame outwards, the checker's own frames left out."""
+        flat: list[object] = []
+        most = 3 * self._depth
+        while frame is not None and len(flat) < most:
+            module = frame.f_globals.get("__name__")
+            if type(module) is not str or not module.startswith(_OWN_MODULES):
+                code = frame.f_code
+                flat += (code.co_filename, frame.f_lineno, _name_of(code))
+            frame = frame.f_back
+        if len(self._shared) > _MOST_STACKS:
+            self._shared.clear()
+        stack = tuple(flat)
+        return self._shared.setdefault(stack, stack)
+
+    def _drop_oldest(self) -> None:
+        # Many at once: each look for the first key of a dict passes over all keys that were taken out before it.
+        for address in list(islice(self._stacks, _MOST_ADDRESSES // 4)):
+            self._stacks.pop(address, None)
+
+
+def _modes(torch: Any) -> int:
+    """Number of dispatch modes of the calling thread."""
+    return int(torch._C._len_torch_dispatch_stack())
+
+
+def _make_mode(torch: Any, dispatch: Any, recorder: _CpuRecorder) -> Any:
+    """An instance of a mode that runs every op through `_dispatch`; not entered."""
+    base = dispatch.TorchDispatchMode
+    # What torch would wrap `_dispatch` in for that imports the whole compiler at the first op.
+    dynamo = torch._C._dynamo.eval_frame
+    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+    dynamo.set_code_exec_strategy(_dispatch.__code__, skip)
+
+    class AllocationMode(base):  # type: ignore[misc, valid-type]
+        """Tells the recorder of every op."""
+
+        # Else such operators refuse to run.
+        supports_higher_order_operators = True
+        __torch_dispatch__ = _dispatch
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False
+
+    mode = AllocationMode()
+    mode.recorder = recorder
+    mode.plain = torch._C._disabled_torch_dispatch_impl
+    mode.others = torch._C._len_torch_dispatch_stack
+    return mode
+
+
+def _dispatch(
+    mode: Any, func: Any, types: Collection[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Runs an op, with its mode taken off, and has it recorded."""
+    recorder: _CpuRecorder = mode.recorder
+    kwargs = kwargs or {}
+    if not recorder.active:
+        return func(*args, **kwargs)
+    if types and any(kind.__torch_dispatch__ is not mode.plain for kind in types):
+        # Of a subclass with a dispatcher of its own. If torch asks that, and not this mode, then what it allocates is
+        # seen; but a mode below this one would not be asked either.
+        return func(*args, **kwargs) if mode.others() else NotImplemented
+    before = recorder.addresses(args, kwargs)
+    result = func(*args, **kwargs)
+    recorder.note(func, before, result, sys._getframe(1))
+    return result
+
+
+def _loaded_torch() -> ModuleType | None:
+    """The torch module if it is loaded, and not just half way."""
+    torch = sys.modules.get("torch")
+    return None if getattr(getattr(torch, "__spec__", None), "_initializing", False) else torch
+
+
+def _frame(frame: Mapping[str, Any]) -> StackFrame:
+    return StackFrame(str(frame["filename"]), int(frame["line"]), str(frame["name"]))
+
+
+def _is_python(file: str) -> bool:
+    """Whether a frame is Python's: a history that the user records may have those of C++ too."""
+    return file.endswith(".py") or file.startswith("<")
+
+
+def _without_machinery(stack: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
+    """The stack without the checker's frames, and without those through which a dispatch mode has sent the op."""
+    return tuple(
+        frame for frame in stack if not frame.file.startswith(_OWN_FOLDERS) and not frame.file.endswith(_DISPATCH_FILES)
+    )
+
+
+def _library_folders() -> tuple[str, ...]:
+    """Where Python's own modules are, where inductor writes its code, and torch and numpy, installed or not."""
+    folders: set[str | None] = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    folders.add(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+    for name in ("torch", "numpy"):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        folders.add(str(Path(file).parent) if file else None)
+    return tuple(folder.rstrip(os.sep) + os.sep for folder in folders if folder)
+
+
+def _is_library(file: str, folders: tuple[str, ...]) -> bool:
+    if file.startswith("<") or file.startswith(folders):
+        return True
+    parts = Path(file).parts
+    # Inductor's folder has the user's name behind it.
+    return any(part in ("site-packages", "dist-packages") or part.startswith("torchinductor_") for part in parts)
