@@ -22,10 +22,12 @@ class Newborn:
     Attributes:
         item: the object; drop it soon, it is kept alive by this.
         label: what the births were called when it was first seen.
+        turn: the number that the births had then.
     """
 
     item: Any
     label: str
+    turn: int = 1
 
 
 class Births:
@@ -39,13 +41,15 @@ class Births:
 
     Attributes:
         label: what the objects born from now on are called; to be set at every change of stage, after `note()`.
+        turn: a number that goes with the label, such as how often that stage has run.
         froze_in: the label under which the program was first seen to have frozen objects since the mark; else empty.
     """
 
     def __init__(self) -> None:
         self.label = ""
+        self.turn = 1
         self._known: set[int] = set()
-        self._noted: dict[int, str] = {}
+        self._noted: dict[int, tuple[str, int]] = {}
         self._born: set[int] = set()
         self._moved = 0
         self._full = False
@@ -70,7 +74,7 @@ class Births:
 
     def mark(self, label: str = "") -> None:
         """From here on: whatever is alive now is not newborn."""
-        self.label = label
+        self.label, self.turn = label, 1
         self._noted.clear()
         self._born.clear()
         self._moved = 0
@@ -89,7 +93,13 @@ class Births:
         self._look_at_witness(young)
         for item in _watched(young):
             if id(item) not in self._known:
-                self._noted.setdefault(id(item), self.label)
+                self._noted.setdefault(id(item), (self.label, self.turn))
+
+    def forget_dead(self) -> None:
+        """Drop what is known of objects that are gone: the next object at such an address is another one."""
+        with collector_paused():
+            alive = {id(born.item) for born in self.survivors()}
+            self._noted = {key: noted for key, noted in self._noted.items() if key in alive}
 
     @property
     def froze(self) -> bool:
@@ -111,7 +121,7 @@ class Births:
                 for item in _watched(self._moved_objects()):
                     if id(item) in self._noted:
                         found.setdefault(id(item), item)
-            return [Newborn(item, self._noted.get(key, self.label)) for key, item in found.items()]
+            return [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in found.items()]
 
     def born(self) -> set[int] | None:
         """The identities of all objects of any kind born since the mark; None if there were too many to remember.
@@ -150,7 +160,7 @@ class Births:
             self._born.update(map(id, young))
         for item in _watched(young):
             if id(item) not in self._known:
-                self._noted.setdefault(id(item), self.label)
+                self._noted.setdefault(id(item), (self.label, self.turn))
 
 
 def young_generations_tell() -> bool:

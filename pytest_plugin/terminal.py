@@ -11,10 +11,9 @@ import pytest
 
 from lowtide.leakcheck.plain import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.pytest_plugin.settings import Settings
+from lowtide.reports.finding_lines import amount, finding_lines, holder_text, one_line
 from lowtide.reports.schema import Finding, Subject
 from lowtide.reports.sizes import format_bytes
-
-_SHOWN_PATHS = 12
 
 
 def header(settings: Settings, *, shares_card: bool) -> list[str]:
@@ -85,10 +84,7 @@ def summary(
 
 def line(subject: Subject, finding: Finding) -> str:
     """One leak on one line: test, resource, bytes, holder."""
-    amount = format_bytes(finding.bytes) if finding.bytes else str(finding.count)
-    by = "held by " if finding.path or finding.resource == "tensors" else ""
-    holder = f" {by}{finding.holder}" if finding.holder else ""
-    return f"{subject.id} {finding.resource}/{finding.cause} {amount}{holder}"
+    return f"{subject.id} {finding.resource}/{finding.cause} {amount(finding)} {holder_text(finding)}".rstrip()
 
 
 def headline(subject: Subject) -> str:
@@ -110,15 +106,5 @@ def details(subject: Subject, verbosity: int) -> str:
         if finding.suppressed_by is not None:
             continue
         lines.append(f"  {finding.resource}/{finding.cause}: {finding.message}")
-        if finding.path:
-            lines.append("    path:")
-            hops = finding.path if verbosity > 0 else finding.path[:_SHOWN_PATHS]
-            lines += [f"    {'->' if hop.suspect else '  '} {hop.edge}  ({hop.type})" for hop in hops]
-            if len(hops) < len(finding.path):
-                lines.append(f"       … {len(finding.path) - len(hops)} more with -v")
-        frames = finding.allocated_at if verbosity > 0 else finding.allocated_at[:3]
-        lines += [f"    allocated in {frame.function}, {frame.file}:{frame.line}" for frame in frames]
-        if finding.remedy is not None:
-            lines.append(f"    remedy: {finding.remedy.action} returns {format_bytes(finding.remedy.returns_bytes)}")
-        lines.append(f"    fingerprint {finding.fingerprint}")
+        lines += [f"    {one_line(told.text)}" for told in finding_lines(finding, whole=verbosity > 0, rest="with -v")]
     return "\n".join(lines)

@@ -6,7 +6,18 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from lowtide.reports.markdown import amount, count_outcomes, not_measured, verdict
+from lowtide.reports.finding_lines import (
+    GROWTH_HEAD,
+    GROWTH_TITLE,
+    amount,
+    growth_cells,
+    hop_facts,
+    in_vain,
+    remedy_effect,
+    shared_text,
+    trend_text,
+)
+from lowtide.reports.markdown import count_outcomes, not_measured, verdict
 from lowtide.reports.schema import Outcome, Readings, Report, Stage, Subject
 from lowtide.reports.sizes import format_bytes
 
@@ -70,7 +81,15 @@ def render_html(report: Report) -> str:
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"size": format_bytes, "amount": amount}
+    environment.filters |= {
+        "size": format_bytes,
+        "amount": amount,
+        "facts": hop_facts,
+        "shared": shared_text,
+        "trend": trend_text,
+        "in_vain": in_vain,
+        "cells": growth_cells,
+    }
     ordered = sorted(report.subjects, key=lambda subject: (_URGENCY[subject.outcome], not subject.findings))
     # Numbered, because an id may hold what no anchor may.
     numbered = list(enumerate(ordered))
@@ -84,6 +103,10 @@ def render_html(report: Report) -> str:
         detailed=DETAILED,
         stage_table=stage_table,
         ledger_tables=ledger_tables,
+        remedy_effect=remedy_effect,
+        growth_title=GROWTH_TITLE,
+        growth_head=GROWTH_HEAD,
+        most_rows=MOST_ROWS,
         seconds=lambda subject: sum(stage.seconds for stage in subject.stages),
     )
 

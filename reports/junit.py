@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from lowtide.reports.markdown import amount, count_outcomes, not_measured
+from lowtide.reports.finding_lines import amount, finding_lines
+from lowtide.reports.markdown import count_outcomes, not_measured
 from lowtide.reports.schema import Finding, Report, Subject
 
 # What is no `Char` of XML 1.0 (section 2.2) cannot be written, not even as a reference.
@@ -101,6 +102,11 @@ def _facts(turn: int, finding: Finding) -> Iterator[tuple[str, str]]:
     }
     if finding.remedy is not None:
         facts |= {"remedy": finding.remedy.action, "returns_bytes": str(finding.remedy.returns_bytes)}
+    if finding.shared_bytes:
+        facts["shared_bytes"] = str(finding.shared_bytes)
+    for number, tried in enumerate(finding.tried, 1):
+        facts |= {f"tried.{number}": tried.action, f"tried.{number}.returns_bytes": str(tried.returns_bytes)}
+    facts |= {f"changed.{number}": change for number, change in enumerate(finding.changed, 1)}
     return ((f"leakcheck.{turn}.{name}", value) for name, value in facts.items() if value is not None)
 
 
@@ -113,12 +119,7 @@ def _details(subject: Subject) -> str:
 
 def _finding_lines(finding: Finding) -> Iterator[str]:
     yield f"{finding.resource}/{finding.cause} ({amount(finding)}, since {finding.stage}): {finding.message}"
-    if finding.suppressed_by is not None:
-        yield f"  suppressed by {finding.suppressed_by}"
-    if finding.holder is not None:
-        yield f"  held by {finding.holder}"
-    yield from (f"  {'*' if hop.suspect else ' '} {hop.edge} -> {hop.type}" for hop in finding.path)
-    yield from (f"  allocated at {frame.file}:{frame.line} in {frame.function}" for frame in finding.allocated_at)
+    yield from (f"  {line.text}" for line in finding_lines(finding))
 
 
 def _split_id(subject_id: str) -> tuple[str, str]:

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
+from lowtide.reports.finding_lines import (
+    GROWTH_HEAD,
+    GROWTH_TITLE,
+    DetailLine,
+    amount,
+    finding_lines,
+    growth_cells,
+    one_line,
+    remedy_effect,
+)
 from lowtide.reports.schema import Finding, NotMeasured, Outcome, Report, Subject
-from lowtide.reports.sizes import format_amount, format_bytes
 
 MOST = 100
 """Entries of one list; CI systems refuse summaries of more than about a MiB."""
+
+MOST_DETAILED = 20
+"""Leaks whose paths are shown: the largest."""
 
 _LONGEST = 160
 """Characters of one cell."""
@@ -32,16 +43,18 @@ _TABLE_HEAD = (
     "| subject | resource | cause | bytes | since stage | holder | remedy |",
     "|---|---|---|---:|---|---|---|",
 )
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_GROWTH_HEAD = (f"| subject | {' | '.join(GROWTH_HEAD)} |", "|---|---|---:|---:|---:|---|")
 
 
 def render_markdown(report: Report) -> str:
-    """Verdict, counts, the largest leaks, and what was not measured."""
+    """Verdict, counts, the largest leaks, who holds them, and what was not measured."""
     leaks = sorted(open_findings(report.subjects), key=lambda leak: leak[1].bytes, reverse=True)
     parts = ["## lowtide", f"**{verdict(report)}**", _counts(report)]
     if leaks:
         parts.append("\n".join([*_TABLE_HEAD, *(_row(subject, finding) for subject, finding in leaks[:MOST])]))
         parts += _rest(len(leaks), "leak(s)")
+    parts += _details(leaks)
+    parts += _growth(report)
     missing = list(_missing(report))
     if missing:
         parts += ["### Not measured", "\n".join(missing[:MOST]), *_rest(len(missing), "line(s)")]
@@ -63,7 +76,8 @@ def verdict(report: Report) -> str:
     if not counts["clean"]:
         return f"NOTHING JUDGED: {total} subject(s), all skipped" if total else "NOTHING JUDGED: no subjects"
     what = "everything that was judged came back" if not_measured(report) else "everything came back"
-    return f"CLEAN: {counts['clean']} subject(s), {what}"
+    known = _known(report)
+    return f"CLEAN: {counts['clean']} subject(s), {what}" + (f" but {known} known finding(s)" if known else "")
 
 
 def count_outcomes(report: Report) -> dict[Outcome, int]:
@@ -83,14 +97,14 @@ def not_measured(report: Report) -> dict[NotMeasured, int]:
     return dict(Counter(missing for subject in report.subjects for missing in dict.fromkeys(subject.not_measured)))
 
 
-def amount(finding: Finding) -> str:
-    """`1.5 MiB`; `3 threads` for what has no bytes."""
-    return format_bytes(finding.bytes) if finding.bytes else format_amount(finding.count, finding.resource)
+def _known(report: Report) -> int:
+    """How many findings a suppression covers."""
+    return sum(finding.suppressed_by is not None for subject in report.subjects for finding in subject.findings)
 
 
 def _counts(report: Report) -> str:
     counts = [f"{count} {outcome}" for outcome, count in count_outcomes(report).items() if count]
-    hidden = sum(finding.suppressed_by is not None for subject in report.subjects for finding in subject.findings)
+    hidden = _known(report)
     if hidden:
         counts.append(f"{hidden} suppressed finding(s)")
     return " · ".join(counts) or "0 subjects"
@@ -99,10 +113,45 @@ def _counts(report: Report) -> str:
 def _row(subject: Subject, finding: Finding) -> str:
     remedy = ""
     if finding.remedy is not None:
-        remedy = f"{_code(finding.remedy.action)} (gave back {format_bytes(finding.remedy.returns_bytes)})"
+        remedy = f"{_code(finding.remedy.action)} {remedy_effect(finding.remedy, finding)}"
     holder = _code(finding.holder) if finding.holder else ""
     cells = (_code(subject.id), finding.resource, finding.cause, amount(finding), _text(finding.stage), holder, remedy)
     return f"| {' | '.join(cells)} |"
+
+
+def _details(leaks: Sequence[tuple[Subject, Finding]]) -> Iterator[str]:
+    """A list for each of the largest leaks of which more is known than its row says."""
+    told = [leak for leak in leaks if _has_details(leak[1])]
+    if told:
+        yield "### Who holds it"
+    for subject, finding in told[:MOST_DETAILED]:
+        lines = finding_lines(finding, whole=False, rest="in leakcheck.json")
+        yield f"{_code(subject.id)}: {finding.resource}/{finding.cause}, {amount(finding)}"
+        yield "\n".join(f"- {_detail(line)}" for line in lines)
+    if len(told) > MOST_DETAILED:
+        yield f"… and {len(told) - MOST_DETAILED} more; all are in `leakcheck.json`"
+
+
+def _has_details(finding: Finding) -> bool:
+    known = (finding.path, finding.allocated_at, finding.shared_bytes, finding.tried, finding.changed, finding.trend)
+    return any(known)
+
+
+def _detail(line: DetailLine) -> str:
+    if not line.edge:
+        return _text(line.before)
+    edge = f"<ins>{_code(line.edge)}</ins>" if line.suspect else _code(line.edge)
+    return " ".join(part for part in (_text(line.before), edge, _text(line.after)) if part)
+
+
+def _growth(report: Report) -> Iterator[str]:
+    grown = [(subject, item) for subject in report.subjects for item in subject.type_growth]
+    if not grown:
+        return
+    yield f"### {GROWTH_TITLE}"
+    rows = (f"| {' | '.join((_code(subject.id), *map(_text, growth_cells(item))))} |" for subject, item in grown[:MOST])
+    yield "\n".join([*_GROWTH_HEAD, *rows])
+    yield from _rest(len(grown), "row(s)")
 
 
 def _missing(report: Report) -> Iterator[str]:
@@ -125,7 +174,7 @@ def _code(text: str) -> str:
 def _text(text: str) -> str:
     """One short line in which nothing is markup."""
     # Cut first: joining the words of a text without end would cost more than the rest of the summary.
-    line = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", " ".join(text[: 4 * _LONGEST].split()))
+    line = one_line(" ".join(text[: 4 * _LONGEST].split()))
     if len(line) > _LONGEST or len(text) > 4 * _LONGEST:
         line = line[: _LONGEST - 1] + "…"
     return line.translate(_ESCAPES)

@@ -125,11 +125,22 @@ class Stage(_Record, frozen=True, kw_only=True):
 
 
 class Hop(_Record, frozen=True, kw_only=True):
-    """One step of a path: the object's type, and the edge that led to it, as code."""
+    """One step of a path: the object's type, and the edge that led to it, as code.
+
+    Attributes:
+        type: module and qualified name of the object's type; of a path's first hop the kind of root.
+        edge: how the object is held, as code; of a path's first hop the root's name.
+        suspect: whether cutting this edge may be the fix.
+        mark: `innocent` if the object is meant to live, `holding` if it is known that it should be gone, else None.
+        retains_bytes: bytes that would be free if this edge alone were cut, as Python's graph has it; None where that
+            was not worked out.
+    """
 
     type: str
     edge: str
     suspect: bool = False
+    mark: Literal["innocent", "holding"] | None = None
+    retains_bytes: int | None = None
 
 
 class Frame(_Record, frozen=True, kw_only=True):
@@ -147,8 +158,27 @@ class Remedy(_Record, frozen=True, kw_only=True):
     returns_bytes: int
 
 
+class TypeGrowth(_Record, frozen=True, kw_only=True):
+    """How many more objects of one type there were at a later moment than at an earlier one."""
+
+    type: str
+    since: str
+    until: str
+    before: int
+    after: int
+
+
 class Finding(_Record, frozen=True, kw_only=True):
-    """One thing that did not come back."""
+    """One thing that did not come back.
+
+    Attributes:
+        bytes: how much of it; 0 where it is counted only.
+        count: how many things are in it (tensors, threads, …).
+        shared_bytes: those of the bytes that more than one edge holds, so that no single cut gives them back.
+        remedy: what gave it back when it was tried; None if nothing did.
+        tried: every action that was tried, in order, with what each one alone gave back.
+        changed: what trying them changed in the program.
+    """
 
     resource: Resource
     cause: Cause
@@ -163,6 +193,9 @@ class Finding(_Record, frozen=True, kw_only=True):
     path: tuple[Hop, ...] = ()
     allocated_at: tuple[Frame, ...] = ()
     remedy: Remedy | None = None
+    shared_bytes: int = 0
+    tried: tuple[Remedy, ...] = ()
+    changed: tuple[str, ...] = ()
     suppressed_by: str | None = None
     trend: Literal["residue", "bounded", "growth"] | None = None
 
@@ -196,6 +229,7 @@ class Subject(_Record, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
     returns: tuple[Return, ...] = ()
     not_measured: tuple[NotMeasured, ...] = ()
+    type_growth: tuple[TypeGrowth, ...] = ()
 
 
 class Machine(_Record, frozen=True, kw_only=True):

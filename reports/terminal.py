@@ -6,14 +6,22 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.reports.schema import Finding, Ledger, Readings, Report, Stage, Subject
+from lowtide.reports.finding_lines import (
+    GROWTH_HEAD,
+    GROWTH_TITLE,
+    DetailLine,
+    finding_lines,
+    growth_cells,
+    one_line,
+)
+from lowtide.reports.schema import Finding, Ledger, Readings, Report, Stage, Subject, TypeGrowth
 from lowtide.reports.sizes import format_bytes
 
 _ARENAS = ("weights", "kv_cache", "runtime", "workspace")
+_MOST_TYPES = 20
 
 
 def render(report: Report) -> RenderableType:
@@ -104,6 +112,8 @@ def verdict_lines(subject: Subject) -> list[RenderableType]:
         lines.append(Text(f"cycle {item.cycle}: {what} {came}"))
     lines += [Text(f"not judged: {missing.what} ({missing.why})", style="yellow") for missing in subject.not_measured]
     lines += [finding_text(finding) for finding in subject.findings]
+    if subject.type_growth:
+        lines.append(growth_table(subject.type_growth))
     if subject.reason:
         lines.append(Text(subject.reason, style="red" if subject.outcome != "clean" else ""))
     lines.append(_outcome_text(subject))
@@ -111,21 +121,57 @@ def verdict_lines(subject: Subject) -> list[RenderableType]:
 
 
 def finding_text(finding: Finding) -> Text:
-    """One finding: what, how much, why, what gives it back."""
-    text = Text.from_markup(f"[bold red]{finding.resource}/{finding.cause}[/] {escape(finding.message)}")
-    if finding.holder:
-        text.append(f"\n    held by {finding.holder}")
-    text.append(f"\n    fingerprint {finding.fingerprint}", style="dim")
+    """One finding: what, how much, why, what gives it back; one that is suppressed is known, and no alarm."""
+    known = finding.suppressed_by is not None
+    text = Text()
+    text.append("known " if known else "", style="yellow")
+    text.append(f"{finding.resource}/{finding.cause}", style="yellow" if known else "bold red")
+    text.append(f" {finding.message}")
+    for line in finding_lines(finding):
+        text.append("\n    ")
+        text.append(_detail_text(line))
     return text
+
+
+def _detail_text(line: DetailLine) -> Text:
+    text = Text(style="dim" if line.quiet else "")
+    text.append(one_line(line.before))
+    text.append(one_line(line.edge), style="underline" if line.suspect else "")
+    text.append(one_line(line.after))
+    return text
+
+
+def growth_table(growth: Sequence[TypeGrowth]) -> Table:
+    """A row per type of which there are more objects than before."""
+    more = len(growth) - _MOST_TYPES
+    caption = f"… {more} more are in the report" if more > 0 else None
+    table = Table(
+        title=GROWTH_TITLE,
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in GROWTH_HEAD:
+        table.add_column(name, justify="left" if name in ("type", "between") else "right")
+    for grown in growth[:_MOST_TYPES]:
+        # As text, not as a string: what stands in brackets is no markup.
+        table.add_row(*(Text(one_line(cell)) for cell in growth_cells(grown)))
+    return table
 
 
 def _outcome_text(subject: Subject) -> Text:
     judged = {stage.cycle for stage in subject.stages}
+    known = sum(finding.suppressed_by is not None for finding in subject.findings)
     if subject.outcome == "clean":
         what = "everything that was judged came back" if subject.not_measured else "everything came back"
-        return Text(f"CLEAN: {len(judged)} cycle(s), {what}", style="bold green")
+        but = f" but {known} known finding(s)" if known else ""
+        return Text(f"CLEAN: {len(judged)} cycle(s), {what}{but}", style="bold green")
     if subject.outcome == "leak":
-        return Text(f"LEAK: {len(subject.findings)} finding(s) in {len(judged)} cycle(s)", style="bold red")
+        also = f", and {known} known" if known else ""
+        counted = len(subject.findings) - known
+        return Text(f"LEAK: {counted} finding(s) in {len(judged)} cycle(s){also}", style="bold red")
     return Text(f"{subject.outcome.upper()}: nothing can be concluded", style="bold yellow")
 
 

@@ -27,11 +27,23 @@ FINDING = schema.Finding(
     verdict="reachable",
     holder="supports_kw",
     path=(
-        schema.Hop(type="module", edge="layers"),
-        schema.Hop(type="functools._lru_cache_wrapper", edge=".supports_kw", suspect=True),
+        schema.Hop(type="module", edge="layers", mark="innocent"),
+        schema.Hop(
+            type="functools._lru_cache_wrapper",
+            edge=".supports_kw",
+            suspect=True,
+            mark="holding",
+            retains_bytes=64 << 20,
+        ),
     ),
     allocated_at=(schema.Frame(file="model.py", line=1234, function="forward"),),
     remedy=schema.Remedy(action="supports_kw.cache_clear()", returns_bytes=96 << 20),
+    shared_bytes=16 << 20,
+    tried=(
+        schema.Remedy(action="gc.collect()", returns_bytes=0),
+        schema.Remedy(action="supports_kw.cache_clear()", returns_bytes=96 << 20),
+    ),
+    changed=("the cache is empty",),
     suppressed_by="known.toml:3",
     trend="growth",
 )
@@ -192,11 +204,13 @@ def test_every_field_of_a_finding_is_shown() -> None:
         "device cuda:5",
         "since stage wake(7)",
         "verdict reachable",
-        "trend growth",
+        "trend growth (grew every time)",
+        "shared 16.0 MiB of it is held by others too",
+        "tried gc.collect() (0 B) changed by trying the cache is empty",
         "held by supports_kw",
-        "path layers module .supports_kw functools._lru_cache_wrapper",
+        "path layers module meant to live .supports_kw functools._lru_cache_wrapper should be gone, retains 64.0 MiB",
         "allocated at model.py:1234 in forward",
-        "remedy supports_kw.cache_clear() gave back 96.0 MiB",
+        "remedy supports_kw.cache_clear() gives back 96.0 MiB of 112.0 MiB",
         "suppressed by known.toml:3",
         "fingerprint 0123456789abcdef",
     ):
@@ -211,6 +225,9 @@ def test_what_a_finding_does_not_know_is_left_out() -> None:
         path=(),
         allocated_at=(),
         remedy=None,
+        shared_bytes=0,
+        tried=(),
+        changed=(),
         suppressed_by=None,
         trend=None,
         device="",
@@ -218,6 +235,33 @@ def test_what_a_finding_does_not_know_is_left_out() -> None:
     text = page(subject("leak", findings=(bare,))).text
     assert "device — since stage wake(7) fingerprint" in text
     assert "None" not in text
+
+
+def test_of_a_hop_only_what_is_known_is_shown() -> None:
+    hops = (schema.Hop(type="T", edge=".x"), schema.Hop(type="T", edge=".y", retains_bytes=0))
+    written = page(subject("leak", findings=(msgspec.structs.replace(FINDING, path=hops),)))
+    assert "path .x T .y T retains 0 B" in written.text
+    assert [attrs for tag, attrs in written.tags if (attrs.get("class") or "").startswith("facts")] == [
+        {"class": "facts"}
+    ]
+
+
+def test_marks_differ_in_more_than_words() -> None:
+    written = page(subject("leak", findings=(FINDING,)))
+    classes = [attrs["class"] for tag, attrs in written.tags if tag == "span" and "class" in attrs]
+    assert "facts innocent" in classes
+    assert "facts holding" in classes
+
+
+def test_types_that_became_more_are_a_table() -> None:
+    grown = schema.TypeGrowth(type="dict", since="cycle 1", until="cycle 2", before=10, after=12)
+    html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("leak", type_growth=(grown,) * 205),)))
+    rows = table_rows(html)
+    assert ["type", "before", "after", "growth", "between"] in rows
+    assert rows.count(["dict", "10", "12", "+2", "cycle 1 → cycle 2"]) == MOST_ROWS
+    assert "5 more are in leakcheck.json." in html
+    assert "Objects that became more" in page(subject("clean", type_growth=(grown,))).under("details")
+    assert "Objects that became more" not in page(subject("leak")).text
 
 
 def test_suspects_are_underlined_and_others_are_not() -> None:
@@ -392,7 +436,9 @@ def filled(text: str) -> schema.Report:
         holder=text,
         path=(schema.Hop(type=text, edge=text), schema.Hop(type=text, edge=text, suspect=True)),
         allocated_at=(schema.Frame(file=text, line=1, function=text),),
-        remedy=schema.Remedy(action=text, returns_bytes=1),
+        remedy=schema.Remedy(action=f"{text}()", returns_bytes=1),
+        tried=(schema.Remedy(action=text, returns_bytes=0),),
+        changed=(text,),
         suppressed_by=text,
     )
     line = schema.LedgerLine(name=text, bytes=1, note=text)
@@ -409,6 +455,7 @@ def filled(text: str) -> schema.Report:
             findings=(finding,),
             returns=(back,),
             not_measured=(schema.NotMeasured(what=text, why=text),),
+            type_growth=(schema.TypeGrowth(type=text, since=text, until=text, before=1, after=2),),
         )
         for outcome in outcomes
     )

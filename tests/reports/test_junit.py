@@ -23,11 +23,23 @@ FINDING = schema.Finding(
     verdict="reachable",
     holder="supports_kw",
     path=(
-        schema.Hop(type="module", edge="layers"),
-        schema.Hop(type="functools._lru_cache_wrapper", edge=".supports_kw", suspect=True),
+        schema.Hop(type="module", edge="layers", mark="innocent"),
+        schema.Hop(
+            type="functools._lru_cache_wrapper",
+            edge=".supports_kw",
+            suspect=True,
+            mark="holding",
+            retains_bytes=96,
+        ),
     ),
     allocated_at=(schema.Frame(file="model.py", line=12, function="forward"),),
     remedy=schema.Remedy(action="supports_kw.cache_clear()", returns_bytes=111),
+    shared_bytes=16,
+    tried=(
+        schema.Remedy(action="gc.collect()", returns_bytes=0),
+        schema.Remedy(action="supports_kw.cache_clear()", returns_bytes=111),
+    ),
+    changed=("the cache is empty",),
     suppressed_by=None,
     trend="growth",
 )
@@ -112,9 +124,17 @@ def test_a_leak_is_a_failure_named_by_resource_and_cause() -> None:
     assert failure.text.splitlines() == [
         "tensors/lru-cache (112 B, since shutdown): 112 B did not come back",
         "  held by supports_kw",
-        "    layers -> module",
-        "  * .supports_kw -> functools._lru_cache_wrapper",
-        "  allocated at model.py:12 in forward",
+        "  count: 3",
+        "  path:",
+        "     layers  (module)  meant to live",
+        "  -> .supports_kw  (functools._lru_cache_wrapper)  should be gone, retains 96 B",
+        "  allocated in forward, model.py:12",
+        "  16 B of it is held by others too",
+        "  trend: growth (grew every time)",
+        "  remedy: supports_kw.cache_clear() gives back 111 B of 112 B",
+        "  tried: gc.collect() (0 B)",
+        "  changed by trying: the cache is empty",
+        "  fingerprint 0123456789abcdef",
     ]
 
 
@@ -160,7 +180,17 @@ def test_what_was_not_judged_is_skipped_with_its_reason(outcome: schema.Outcome)
 
 
 def test_a_findings_facts_are_properties() -> None:
-    second = msgspec.structs.replace(FINDING, resource="pinned", holder=None, remedy=None, trend=None, verdict=None)
+    second = msgspec.structs.replace(
+        FINDING,
+        resource="pinned",
+        holder=None,
+        remedy=None,
+        trend=None,
+        verdict=None,
+        shared_bytes=0,
+        tried=(),
+        changed=(),
+    )
     assert properties(case_of(subject("leak", findings=(FINDING, second)))) == {
         "leakcheck.1.resource": "tensors",
         "leakcheck.1.cause": "lru-cache",
@@ -174,6 +204,12 @@ def test_a_findings_facts_are_properties() -> None:
         "leakcheck.1.trend": "growth",
         "leakcheck.1.remedy": "supports_kw.cache_clear()",
         "leakcheck.1.returns_bytes": "111",
+        "leakcheck.1.shared_bytes": "16",
+        "leakcheck.1.tried.1": "gc.collect()",
+        "leakcheck.1.tried.1.returns_bytes": "0",
+        "leakcheck.1.tried.2": "supports_kw.cache_clear()",
+        "leakcheck.1.tried.2.returns_bytes": "111",
+        "leakcheck.1.changed.1": "the cache is empty",
         "leakcheck.2.resource": "pinned",
         "leakcheck.2.cause": "lru-cache",
         "leakcheck.2.bytes": "112",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from lowtide.reports import schema
-from lowtide.reports.markdown import render_markdown, verdict
+from lowtide.reports.markdown import MOST_DETAILED, render_markdown, verdict
 
 
 def finding(holder: str | None = "cache", size: int = 1 << 20, suppressed_by: str | None = None) -> schema.Finding:
@@ -19,7 +20,7 @@ def finding(holder: str | None = "cache", size: int = 1 << 20, suppressed_by: st
         message="did not come back",
         fingerprint="0123456789abcdef",
         holder=holder,
-        remedy=schema.Remedy(action="cache.cache_clear()", returns_bytes=2 << 20),
+        remedy=schema.Remedy(action="cache.cache_clear()", returns_bytes=size),
         suppressed_by=suppressed_by,
     )
 
@@ -51,7 +52,7 @@ def test_a_leak_is_a_row_with_all_that_the_head_names() -> None:
     assert "| subject | resource | cause | bytes | since stage | holder | remedy |" in text
     assert rows(text) == [
         "| <code>test\\_a</code> | tensors | lru-cache | 1.0 MiB | shutdown | <code>cache</code> "
-        "| <code>cache.cache\\_clear()</code> (gave back 2.0 MiB) |"
+        "| <code>cache.cache\\_clear()</code> gives back 1.0 MiB of 1.0 MiB |"
     ]
 
 
@@ -115,6 +116,81 @@ def test_of_many_leaks_the_largest_hundred_are_shown_and_the_rest_is_counted() -
 
 def test_a_hundred_leaks_are_all() -> None:
     assert "more leak(s)" not in render_markdown(report(leaking(*[finding()] * 100)))
+
+
+def test_a_clean_verdict_admits_what_is_known_not_to_come_back() -> None:
+    clean = schema.Subject(id="a", outcome="clean", findings=(finding(suppressed_by="known.toml:3"),))
+    assert verdict(report(clean)) == "CLEAN: 1 subject(s), everything came back but 1 known finding(s)"
+
+
+TOLD = msgspec.structs.replace(
+    finding(holder="a_b", size=32 << 20),
+    path=(
+        schema.Hop(type="module", edge="engine", mark="innocent"),
+        schema.Hop(type="my_dict", edge="['<x>']", suspect=True, mark="holding", retains_bytes=32 << 20),
+    ),
+    allocated_at=(schema.Frame(file="a_b.py", line=3, function="f"),),
+    shared_bytes=8 << 20,
+    tried=(schema.Remedy(action="gc.collect()", returns_bytes=0),),
+    changed=("the *cache* is empty",),
+    trend="bounded",
+)
+
+
+def details(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("- ")]
+
+
+def test_a_leak_of_which_more_is_known_has_a_list_of_it() -> None:
+    text = render_markdown(report(leaking(TOLD)))
+    assert "\n\n### Who holds it\n\n<code>test\\_a</code>: tensors/lru-cache, 32.0 MiB\n\n- held by" in text
+    assert details(text) == [
+        "- held by a\\_b",
+        "- count: 3",
+        "- path:",
+        "- <code>engine</code> (module) meant to live",
+        "- -&gt; <ins><code>\\['&lt;x&gt;'\\]</code></ins> (my\\_dict) should be gone, retains 32.0 MiB",
+        "- allocated in f, a\\_b.py:3",
+        "- 8.0 MiB of it is held by others too",
+        "- trend: bounded (replaced or limited)",
+        "- remedy: cache.cache\\_clear() gives back 32.0 MiB of 32.0 MiB",
+        "- tried: gc.collect() (0 B)",
+        "- changed by trying: the \\*cache\\* is empty",
+        "- fingerprint 0123456789abcdef",
+    ]
+
+
+def test_a_leak_of_which_the_row_says_all_has_no_list() -> None:
+    assert "Who holds it" not in render_markdown(report(leaking(finding())))
+
+
+@pytest.mark.parametrize(
+    "known", ["path", "allocated_at", "shared_bytes", "tried", "changed", "trend"], ids=lambda known: str(known)
+)
+def test_any_one_thing_that_is_known_is_listed(known: str) -> None:
+    one = msgspec.structs.replace(finding(), **{known: getattr(TOLD, known)})
+    assert "### Who holds it" in render_markdown(report(leaking(one)))
+
+
+def test_a_long_path_is_cut_and_only_the_largest_leaks_are_listed() -> None:
+    long = msgspec.structs.replace(TOLD, path=TOLD.path * 20)
+    text = render_markdown(report(leaking(*[long] * (MOST_DETAILED + 5))))
+    assert text.count("- path:") == MOST_DETAILED
+    assert "more in leakcheck.json" in text
+    assert "… and 5 more; all are in `leakcheck.json`" in text
+    assert text.count("<ins>") == 12 * MOST_DETAILED
+
+
+def test_types_that_became_more_are_a_table() -> None:
+    grown = schema.TypeGrowth(type="a.B|C", since="cycle 1", until="cycle_2", before=10, after=12)
+    text = render_markdown(report(schema.Subject(id="a", outcome="clean", type_growth=(grown,) * 101)))
+    assert (
+        "### Objects that became more\n\n| subject | type | before | after | growth | between |\n"
+        "|---|---|---:|---:|---:|---|\n"
+        "| <code>a</code> | a.B&#124;C | 10 | 12 | +2 | cycle 1 → cycle\\_2 |\n"
+    ) in text
+    assert text.count("a.B&#124;C") == 100
+    assert "… and 1 more row(s)" in text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,183 @@
+"""What is known of a finding in plain lines: the same words on every terminal and in every kind of report.
+
+Nothing here is escaped: each medium does that in its own way when it writes a line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lowtide.reports.schema import Finding, Hop, Remedy, TypeGrowth
+from lowtide.reports.sizes import format_amount, format_bytes
+
+SHOWN_HOPS = 12
+"""Hops of a path that is not shown whole."""
+
+SHOWN_FRAMES = 3
+"""Frames of an allocation stack that is not shown whole."""
+
+GROWTH_TITLE = "Objects that became more"
+GROWTH_HEAD = ("type", "before", "after", "growth", "between")
+"""Of the table of a subject's `type_growth`."""
+
+_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_MARKS = {"innocent": "meant to live", "holding": "should be gone"}
+_TRENDS = {
+    "growth": "growth (grew every time)",
+    "residue": "residue (once, and no more)",
+    "bounded": "bounded (replaced or limited)",
+}
+
+
+class DetailLine(NamedTuple):
+    """One line of a finding's details.
+
+    Attributes:
+        before: what stands before the edge; the whole line where it is about none.
+        edge: how an object of the path is held, as code.
+        after: what stands behind the edge.
+        suspect: whether cutting the edge may be the fix; underlined where the medium can.
+        quiet: whether it is there to be looked up and not to be read.
+    """
+
+    before: str
+    edge: str = ""
+    after: str = ""
+    suspect: bool = False
+    quiet: bool = False
+
+    @property
+    def text(self) -> str:
+        """The whole line."""
+        return self.before + self.edge + self.after
+
+
+def finding_lines(finding: Finding, *, whole: bool = True, rest: str = "") -> list[DetailLine]:
+    """All that is known of a finding beside its message.
+
+    Args:
+        finding: the finding.
+        whole: whether to show every hop and every frame, and not the most telling ones.
+        rest: where those are that are left out, as `with -v`.
+    """
+    lines = [DetailLine(text) for text in _before_path(finding)]
+    if finding.path:
+        lines.append(DetailLine("path:"))
+        lines += _path_lines(finding.path, len(finding.path) if whole else SHOWN_HOPS, rest)
+    lines += _frame_lines(finding, len(finding.allocated_at) if whole else SHOWN_FRAMES, rest)
+    lines += [DetailLine(text) for text in _after_path(finding)]
+    lines.append(DetailLine(f"fingerprint {finding.fingerprint}", quiet=True))
+    return lines
+
+
+def amount(finding: Finding) -> str:
+    """`1.5 MiB`; `3 threads` for what has no bytes."""
+    return format_bytes(finding.bytes) if finding.bytes else format_amount(finding.count, finding.resource)
+
+
+def holder_text(finding: Finding) -> str:
+    """`held by helper.CACHE`; the bare names of what is not memory (threads, descriptors); empty if nobody is known."""
+    if not finding.holder:
+        return ""
+    return f"held by {finding.holder}" if finding.path or finding.resource == "tensors" else finding.holder
+
+
+def hop_facts(hop: Hop) -> str:
+    """What is known of a hop beside its edge and type: `should be gone, retains 32.0 MiB`."""
+    facts = [_MARKS[hop.mark]] if hop.mark is not None else []
+    if hop.retains_bytes is not None:
+        facts.append(f"retains {format_bytes(hop.retains_bytes)}")
+    return ", ".join(facts)
+
+
+def remedy_effect(remedy: Remedy, finding: Finding) -> str:
+    """What the remedy did when it was tried: `gives back 32.0 MiB of 32.0 MiB`."""
+    if finding.bytes:
+        return f"gives back {format_bytes(remedy.returns_bytes)} of {format_bytes(finding.bytes)}"
+    return f"gives back {format_bytes(remedy.returns_bytes)}" if remedy.returns_bytes else "gives it back"
+
+
+def in_vain(finding: Finding) -> list[Remedy]:
+    """What was tried and is not the remedy."""
+    chosen = None if finding.remedy is None else finding.remedy.action
+    return [tried for tried in finding.tried if tried.action != chosen]
+
+
+def shared_text(finding: Finding) -> str:
+    """`8.0 MiB of it is held by others too`; empty if none of it is."""
+    return f"{format_bytes(finding.shared_bytes)} of it is held by others too" if finding.shared_bytes else ""
+
+
+def trend_text(finding: Finding) -> str:
+    """The trend and what it means; empty if it is not known."""
+    return "" if finding.trend is None else _TRENDS[finding.trend]
+
+
+def growth_cells(grown: TypeGrowth) -> tuple[str, str, str, str, str]:
+    """A row under `GROWTH_HEAD`."""
+    more = grown.after - grown.before
+    return grown.type, str(grown.before), str(grown.after), f"{more:+d}", f"{grown.since} → {grown.until}"
+
+
+def one_line(text: str) -> str:
+    """The same without what could move a terminal's cursor, end the line, or not be encoded."""
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _before_path(finding: Finding) -> Iterator[str]:
+    if finding.suppressed_by is not None:
+        yield f"suppressed by {finding.suppressed_by}"
+    # Most messages name the holder and the number already.
+    holder = holder_text(finding)
+    if holder and holder not in finding.message:
+        yield holder if holder != finding.holder else f"namely {holder}"
+    if finding.bytes and finding.count > 1 and f"{finding.count} " not in finding.message:
+        yield f"count: {finding.count}"
+
+
+def _path_lines(path: Sequence[Hop], most: int, rest: str) -> Iterator[DetailLine]:
+    """A line per hop that is shown, and one for each gap between them."""
+    shown = _telling(path, most)
+    following = 0
+    for turn in [*shown, len(path)]:
+        if turn > following:
+            yield _left_out(turn - following, rest, indent="   ")
+        if turn < len(path):
+            yield _hop_line(path[turn])
+        following = turn + 1
+
+
+def _telling(path: Sequence[Hop], most: int) -> list[int]:
+    """The places of the hops to show: the suspects, then the others from the root on."""
+    return sorted(sorted(range(len(path)), key=lambda turn: not path[turn].suspect)[:most])
+
+
+def _hop_line(hop: Hop) -> DetailLine:
+    facts = hop_facts(hop)
+    after = f"  ({hop.type})" + (f"  {facts}" if facts else "")
+    return DetailLine("-> " if hop.suspect else "   ", hop.edge, after, suspect=hop.suspect)
+
+
+def _frame_lines(finding: Finding, most: int, rest: str) -> Iterator[DetailLine]:
+    for frame in finding.allocated_at[:most]:
+        yield DetailLine(f"allocated in {frame.function}, {frame.file}:{frame.line}")
+    if len(finding.allocated_at) > most:
+        yield _left_out(len(finding.allocated_at) - most, rest)
+
+
+def _left_out(count: int, rest: str, indent: str = "") -> DetailLine:
+    return DetailLine(f"{indent}… {count} more {rest}".rstrip(), quiet=True)
+
+
+def _after_path(finding: Finding) -> Iterator[str]:
+    shared, trend = shared_text(finding), trend_text(finding)
+    if shared:
+        yield shared
+    if trend:
+        yield f"trend: {trend}"
+    if finding.remedy is not None:
+        yield f"remedy: {finding.remedy.action} {remedy_effect(finding.remedy, finding)}"
+    yield from (f"tried: {tried.action} ({format_bytes(tried.returns_bytes)})" for tried in in_vain(finding))
+    yield from (f"changed by trying: {change}" for change in finding.changed)

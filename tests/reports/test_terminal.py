@@ -1,0 +1,98 @@
+"""What `lowtide run` prints of a finding: its details in plain words, suspects underlined, and no text is markup."""
+
+from __future__ import annotations
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from lowtide.reports import schema
+from lowtide.reports.terminal import finding_text, render_subject
+
+FINDING = schema.Finding(
+    resource="tensors",
+    cause="lru-cache",
+    bytes=32 << 20,
+    count=8,
+    device="cpu",
+    stage="create",
+    message="32.0 MiB in 8 tensors [red]",
+    fingerprint="0123456789abcdef",
+    holder="engine.supports_kw",
+    path=(
+        schema.Hop(type="module", edge="engine", mark="innocent"),
+        schema.Hop(type="dict", edge="['[bold]']", suspect=True, mark="holding", retains_bytes=32 << 20),
+        *(schema.Hop(type="T\x1b", edge=f".e{turn}\x1b") for turn in range(30)),
+    ),
+    remedy=schema.Remedy(action="CACHE.clear()", returns_bytes=32 << 20),
+    tried=(schema.Remedy(action="gc.collect()", returns_bytes=0),),
+    changed=("CACHE is empty\x1b",),
+)
+GROWTH = schema.TypeGrowth(type="a.B[int]", since="cycle 1", until="cycle 2", before=10, after=12)
+
+
+def styled(text: Text, style: str) -> list[str]:
+    """The parts of a text that are shown in a style."""
+    return [text.plain[span.start : span.end] for span in text.spans if str(span.style) == style]
+
+
+def shown(subject: schema.Subject) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        for part in render_subject(subject):
+            console.print(part)
+    return captured.get()
+
+
+def test_a_finding_is_shown_with_its_whole_path_and_all_that_was_tried() -> None:
+    assert finding_text(FINDING).plain.splitlines() == [
+        "tensors/lru-cache 32.0 MiB in 8 tensors [red]",
+        "    held by engine.supports_kw",
+        "    path:",
+        "       engine  (module)  meant to live",
+        "    -> ['[bold]']  (dict)  should be gone, retains 32.0 MiB",
+        *(f"       .e{turn}�  (T�)" for turn in range(30)),
+        "    remedy: CACHE.clear() gives back 32.0 MiB of 32.0 MiB",
+        "    tried: gc.collect() (0 B)",
+        "    changed by trying: CACHE is empty�",
+        "    fingerprint 0123456789abcdef",
+    ]
+
+
+def test_a_leak_is_red_its_suspects_underlined_and_its_fingerprint_dim() -> None:
+    text = finding_text(FINDING)
+    assert styled(text, "bold red") == ["tensors/lru-cache"]
+    assert styled(text, "underline") == ["['[bold]']"]
+    assert styled(text, "dim") == ["fingerprint 0123456789abcdef"]
+
+
+def test_what_is_known_is_yellow_with_its_reason_and_nothing_is_red() -> None:
+    text = finding_text(msgspec.structs.replace(FINDING, suppressed_by="lowtide.toml:3: [fixed] upstream"))
+    assert text.plain.startswith("known tensors/lru-cache 32.0 MiB")
+    assert "    suppressed by lowtide.toml:3: [fixed] upstream\n" in text.plain
+    assert "".join(styled(text, "yellow")) == "known tensors/lru-cache"
+    assert styled(text, "bold red") == []
+
+
+def test_a_subject_whose_leaks_are_known_is_clean_and_says_so() -> None:
+    known = msgspec.structs.replace(FINDING, suppressed_by="lowtide.toml:3: known")
+    assert "CLEAN: 0 cycle(s), everything came back but 1 known finding(s)" in shown(
+        schema.Subject(id="a", outcome="clean", findings=(known,))
+    )
+    assert "LEAK: 1 finding(s) in 0 cycle(s), and 1 known" in shown(
+        schema.Subject(id="a", outcome="leak", findings=(FINDING, known))
+    )
+
+
+def test_types_that_became_more_are_a_table() -> None:
+    lines = shown(schema.Subject(id="a", outcome="clean", type_growth=(GROWTH,))).splitlines()
+    start = next(turn for turn, line in enumerate(lines) if "Objects that became more" in line)
+    assert lines[start + 2].split() == ["type", "before", "after", "growth", "between"]
+    assert lines[start + 4].split() == ["a.B[int]", "10", "12", "+2", "cycle", "1", "→", "cycle", "2"]
+    assert "Objects" not in shown(schema.Subject(id="a", outcome="clean"))
+
+
+def test_of_many_types_the_first_are_shown_and_the_rest_is_counted() -> None:
+    text = shown(schema.Subject(id="a", outcome="clean", type_growth=(GROWTH,) * 25))
+    assert text.count("a.B[int]") == 20
+    assert "… 5 more are in the report" in text
