@@ -6,10 +6,11 @@ import datetime
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -19,6 +20,8 @@ import lowtide
 
 if TYPE_CHECKING:
     from lowtide.engine import EngineConfig
+    from lowtide.leakcheck.suppression_writing import Added
+    from lowtide.leakcheck.suppressions import Suppressions
     from lowtide.probes.device.driver import Driver
     from lowtide.reports.schema import Report, Subject
 
@@ -81,32 +84,60 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of random weights and prompts.")] = 0,
     defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
     report: Annotated[Path | None, typer.Option(help="Folder for the report (JSON, HTML, JUnit, Markdown).")] = None,
+    suppressions: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Known leaks that may stay; an entry that none needs fails.")
+    ] = None,
 ) -> None:
     """Drive the reference engine through its life, account for every byte, and judge.
 
-    Exit codes: 0 clean, 1 a leak was found, 2 bad input or could not be measured, 130 interrupted.
+    Exit codes: 0 clean, 1 a leak was found or a suppression has expired or is not needed, 2 bad input or could not be
+    measured, 130 interrupted.
     """
     if cycles < 1:
         _refuse(f"--cycles {cycles} is not possible: use 1 or more")
     if preset is not None and model is not None:
         _refuse("--preset and --model exclude each other: give one of them")
+    known = _load_suppressions(suppressions)
     if report is not None:
         _check_writable(report)
 
     try:
-        code = _run(device, str(model) if model else (preset or Preset.TINY).value, cycles, seed, defect, report)
+        name = str(model) if model else (preset or Preset.TINY).value
+        code = _run(device, name, cycles, seed, defect, report, known)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
     raise typer.Exit(code)
 
 
-def _run(device: Device, model: str, cycles: int, seed: int, defect: str | None, report: Path | None) -> int:
+def _load_suppressions(path: Path | None) -> Suppressions:
+    """The user's entries, then the shipped ones."""
+    from lowtide.leakcheck.suppressions import SuppressionError, Suppressions, load, shipped
+
+    try:
+        own = load(path).entries if path is not None else ()
+    except SuppressionError as error:
+        _refuse(f"--suppressions {error}")
+    return Suppressions((*own, *shipped().entries))
+
+
+def _run(
+    device: Device,
+    model: str,
+    cycles: int,
+    seed: int,
+    defect: str | None,
+    report: Path | None,
+    suppressions: Suppressions,
+) -> int:
     # Only now: importing torch takes seconds, and refusing bad input should not.
+    from rich.text import Text
+
     from lowtide.engine import EngineError
     from lowtide.engine.defects import find_defect
     from lowtide.leakcheck.lifecycle import Event, LifecycleRun
     from lowtide.leakcheck.reference import ReferenceLife
+    from lowtide.leakcheck.suppressions import problems
     from lowtide.probes.device.driver import find_driver
     from lowtide.reports import schema
     from lowtide.reports.folder import write_folder
@@ -153,7 +184,8 @@ def _run(device: Device, model: str, cycles: int, seed: int, defect: str | None,
             cycles=cycles,
             listener=show,
         )
-        subject = life.run()
+        today = datetime.date.today()
+        subject, used = suppressions.judge(life.run(), today)
         written = _report(subject, driver)
     # Written before it is shown: a pipe that breaks must not cost the report.
     where = None
@@ -166,7 +198,53 @@ def _run(device: Device, model: str, cycles: int, seed: int, defect: str | None,
     console.print(render(written))
     if where is not None:
         console.print(f"report: {where}", highlight=False)
-    return INTERRUPTED if life.interrupted else schema.exit_code(written)
+    # A run that ended early may not have come to what an entry is for.
+    used = frozenset(entry.id for entry in suppressions.entries) if subject.reason else used
+    wrong = problems(suppressions.entries, used, today)
+    for problem in wrong:
+        console.print(Text(f"SUPPRESSION {problem}", style="red"))
+    if life.interrupted:
+        return INTERRUPTED
+    return schema.exit_code(written) or (1 if wrong else 0)
+
+
+@app.command()
+def suppress(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a report.")],
+    file: Annotated[Path, typer.Option(help="Where to: a file of suppressions, or a pyproject.toml.")] = (
+        Path("lowtide.toml")
+    ),
+) -> None:
+    """Write an entry for each leak of a report into a file of suppressions; why it may stay is left to you to say.
+
+    Exit codes: 0 written, or nothing to write; 2 bad input, and the file is as it was.
+    """
+    from lowtide.leakcheck.suppression_toml import SuppressionError
+    from lowtide.leakcheck.suppression_writing import append_entries
+    from lowtide.reports import schema
+
+    try:
+        subjects = schema.read(folder).subjects
+        added = append_entries(file, [finding for subject in subjects for finding in subject.findings])
+    except (schema.ReportError, SuppressionError) as error:
+        _refuse(str(error))
+    for line in _told(added, folder, file):
+        typer.echo(line)
+
+
+def _told(added: Added, folder: Path, file: Path) -> Iterator[str]:
+    """What `suppress` says of what it did."""
+    from lowtide.reports.finding_lines import one_line
+
+    already = f"{added.known} leak(s) have an entry in {file} already" if added.known else ""
+    if not added.entries:
+        yield f"nothing to write: {already or f'{folder} has no leak that is not suppressed'}"
+        return
+    for line, finding in added.entries:
+        what = f"{finding.resource}/{finding.cause}: {one_line(finding.message)}"
+        yield f"{file}:{line}: {finding.fingerprint} {what}"
+    yield f"{len(added.entries)} written to {file}" + (f"; {already}" if already else "")
+    yield f"Now say in the reason of each why it may stay: {file} does not load before."
 
 
 @app.command()
@@ -228,7 +306,7 @@ def _check_writable(folder: Path) -> None:
         _refuse(f"--report {folder} cannot be written to ({error.strerror}): choose another folder")
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str) -> NoReturn:
     """End with one line and exit code 2."""
     typer.echo(f"lowtide: {message}", err=True)
     raise typer.Exit(2)

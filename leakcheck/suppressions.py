@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import date
 from importlib import metadata, resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from lowtide.reports.schema import Cause, Finding, Resource
+from lowtide.leakcheck.suppression_toml import (
+    OWN_TABLE,
+    PYPROJECT_TABLE,
+    SuppressionError,
+    Written,
+    parse_document,
+    read_text,
+    table_of,
+    value_at,
+    written_entries,
+)
+from lowtide.leakcheck.suppression_writing import write_entries
+from lowtide.reports.schema import Cause, Finding, Outcome, Resource, Subject
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+__all__ = [
+    "KEYS",
+    "Applied",
+    "Suppression",
+    "SuppressionError",
+    "Suppressions",
+    "find",
+    "load",
+    "problems",
+    "shipped",
+    "write_entries",
+]
 
 KEYS = ("fingerprint", "path", "resource", "cause", "reason", "owner", "expires", "when")
 """What an entry may say; the shipped list also has `evidence`."""
 
-_OWN_FILE = ("suppressions",)
-_PYPROJECT = ("tool", "lowtide", "suppressions")
 _SHIPPED = "shipped_suppressions.toml"
-_PLACEHOLDER = "TODO: say why this may stay"
-
-# What can hide the end of a line from a reader of TOML, and the end of a line itself.
-_TOKEN = re.compile(
-    r'"""(?:\\.|[^\\])*?""""{0,2}' + r"|'''.*?''''{0,2}" + r'|"(?:\\.|[^"\\])*"' + r"|'[^']*'|#[^\n]*|[\[\]{}\n]",
-    re.DOTALL,
-)
-
-
-class SuppressionError(ValueError):
-    """A file of suppressions that cannot be used; one line with the file, the line and what is allowed instead."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +133,18 @@ class Suppressions:
             marked.append(msgspec.structs.replace(finding, suppressed_by=note))
         return Applied(tuple(marked), frozenset(used))
 
+    def judge(self, subject: Subject, today: date) -> tuple[Subject, frozenset[str]]:
+        """A subject with the findings marked that an entry matches, its outcome as that of the others, and who matched.
+
+        What is known is no leak; but what failed for another reason too is not clean either.
+        """
+        applied = self.apply(subject.findings, today)
+        outcome: Outcome = subject.outcome
+        is_known = bool(applied.findings) and all(finding.suppressed_by is not None for finding in applied.findings)
+        if outcome == "leak" and is_known:
+            outcome = "error" if subject.reason else "clean"
+        return msgspec.structs.replace(subject, findings=applied.findings, outcome=outcome), applied.used
+
 
 def problems(entries: Iterable[Suppression], used: Collection[str], today: date) -> tuple[str, ...]:
     """What is wrong with the entries after a whole run, a line each: expired, or nothing that they match.
@@ -152,13 +170,13 @@ def load(path: Path) -> Suppressions:
     Raises:
         SuppressionError: the file cannot be read, or an entry in it cannot be used.
     """
-    return _parse(_read(path), str(path), _table_of(path))
+    return _parse(read_text(path), str(path), table_of(path))
 
 
 def shipped() -> Suppressions:
     """What libraries are known to leave behind: each entry with its evidence, and never unused."""
     text = resources.files("lowtide.leakcheck").joinpath(_SHIPPED).read_text(encoding="utf-8")
-    return _parse(text, _SHIPPED, _OWN_FILE, (*KEYS, "evidence"))
+    return _parse(text, _SHIPPED, OWN_TABLE, (*KEYS, "evidence"))
 
 
 def find(start: Path) -> Path | None:
@@ -172,182 +190,20 @@ def find(start: Path) -> Path | None:
         own, project = folder / "lowtide.toml", folder / "pyproject.toml"
         if own.is_file():
             return own
-        if project.is_file() and _value(_document(_read(project), str(project)), _PYPROJECT) is not None:
+        if project.is_file() and _has_entries(project):
             return project
     return None
 
 
-def write_entries(findings: Iterable[Finding]) -> str:
-    """TOML for `lowtide.toml`: an entry per fingerprint that is not suppressed yet, its reason left to a person.
-
-    Until the reason is filled in, `load` refuses what is written here.
-    """
-    groups: dict[str, Finding] = {}
-    for finding in findings:
-        if finding.suppressed_by is None:
-            groups.setdefault(finding.fingerprint, finding)
-    return "\n".join(map(_entry, groups.values()))
-
-
-def _entry(finding: Finding) -> str:
-    values = {
-        "fingerprint": finding.fingerprint,
-        "resource": finding.resource,
-        "cause": finding.cause,
-        "reason": f"{_PLACEHOLDER} ({finding.message})",
-    }
-    return "\n".join(["[[suppressions]]", *(f"{key} = {_quoted(value)}" for key, value in values.items()), ""])
-
-
-def _quoted(text: str) -> str:
-    # JSON's escapes are TOML's; but TOML has no halves of surrogate pairs, and wants DEL escaped too.
-    encodable = text.encode(errors="backslashreplace").decode()
-    return json.dumps(encodable, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _table_of(path: Path) -> tuple[str, ...]:
-    return _PYPROJECT if path.name == "pyproject.toml" else _OWN_FILE
-
-
-def _read(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise SuppressionError(f"{path}: cannot be read: {error.strerror}") from error
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise SuppressionError(f"{path}:{line}: not TOML: a byte that is not UTF-8") from error
-
-
-def _document(text: str, file: str) -> dict[str, Any]:
-    try:
-        document: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        message, _, place = str(error).rpartition(" (at ")
-        number = re.match(r"line (\d+)", place)
-        line = int(number[1]) if number else text.rstrip("\n").count("\n") + 1
-        raise SuppressionError(f"{file}:{line}: not TOML: {message}") from error
-    return document
-
-
-def _value(document: object, keys: Iterable[str]) -> object | None:
-    for key in keys:
-        if not isinstance(document, dict) or key not in document:
-            return None
-        document = document[key]
-    return document
-
-
-@dataclass(frozen=True)
-class _Statement:
-    """A table's header or a key with its value: where it is, and the full name of what it is about."""
-
-    line: int
-    name: tuple[str, ...]
-    opens_entry: bool
+def _has_entries(project: Path) -> bool:
+    return value_at(parse_document(read_text(project), str(project)), PYPROJECT_TABLE) is not None
 
 
 def _parse(text: str, file: str, table: tuple[str, ...], allowed: Collection[str] = KEYS) -> Suppressions:
-    document = _document(text, file)
-    statements = list(_statements(text))
-    if len(table) == 1:
-        # The file is for nothing else, so another name is a slip, which would suppress nothing in silence.
-        for statement in statements:
-            if statement.name[0] != table[0]:
-                problem = f"unknown key {statement.name[0]!r}; allowed: [[{'.'.join(table)}]]"
-                raise SuppressionError(f"{file}:{statement.line}: {problem}")
-    values = _value(document, table)
-    if values is None:
-        return Suppressions()
-    about = [statement for statement in statements if statement.name[: len(table)] == table]
-    lines: list[dict[str, int]] = []
-    headers = []
-    for statement in about:
-        if statement.name == table and statement.opens_entry:
-            headers.append(statement.line)
-            lines.append({})
-        elif lines and len(statement.name) > len(table):
-            lines[-1].setdefault(statement.name[len(table)], statement.line)
-    if not isinstance(values, list) or len(values) != len(headers):
-        line = about[0].line if about else 1
-        raise SuppressionError(f"{file}:{line}: each suppression is a table of its own, under [[{'.'.join(table)}]]")
-    return Suppressions(
-        tuple(
-            _suppression(_Written(file, line, keys, entry), allowed)
-            for line, keys, entry in zip(headers, lines, values, strict=True)
-        )
-    )
+    return Suppressions(tuple(_suppression(entry, allowed) for entry in written_entries(text, file, table)))
 
 
-def _statements(text: str) -> Iterator[_Statement]:
-    """What a valid document consists of, which the parser does not tell the lines of."""
-    table: tuple[str, ...] = ()
-    for line, source in _logical_lines(text):
-        name: list[str] = []
-        value: object = tomllib.loads(source)
-        while isinstance(value, dict) and value:
-            key = next(iter(value))
-            name.append(key)
-            value = value[key]
-        if source.lstrip().startswith("["):
-            table = tuple(name)
-            yield _Statement(line, table, source.lstrip().startswith("[["))
-        elif name:
-            yield _Statement(line, (*table, *name), opens_entry=False)
-
-
-def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Each line with its number, those that one array or one string spans as one."""
-    text += "\n"
-    depth, start, line = 0, 0, 1
-    for token in _TOKEN.finditer(text):
-        mark = token.group()
-        if mark in ("[", "{"):
-            depth += 1
-        elif mark in ("]", "}"):
-            depth -= 1
-        elif mark == "\n" and depth == 0:
-            yield line, text[start : token.end()]
-            line += text.count("\n", start, token.end())
-            start = token.end()
-
-
-@dataclass(frozen=True)
-class _Written:
-    """An entry as it is written: its values, and the line of its header and of each key."""
-
-    file: str
-    line: int
-    lines: Mapping[str, int]
-    values: Mapping[str, Any]
-
-    def error(self, message: str, key: str = "") -> SuppressionError:
-        return SuppressionError(f"{self.file}:{self.lines.get(key, self.line)}: {message}")
-
-    def text(self, key: str) -> str | None:
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, str) or not value.strip():
-            raise self.error(f"{key} must be text, and not empty; it is {value!r}", key)
-        return value.strip()
-
-    def required(self, key: str, what: str) -> str:
-        text = self.text(key)
-        if text is None:
-            raise self.error(f"an entry needs a {key}: {what}")
-        return text
-
-    def one_of(self, key: str, allowed: Collection[str]) -> str | None:
-        text = self.text(key)
-        if text is not None and text not in allowed:
-            raise self.error(f"unknown {key} {text!r}; allowed: {', '.join(allowed)}", key)
-        return text
-
-
-def _suppression(written: _Written, allowed: Collection[str]) -> Suppression:
+def _suppression(written: Written, allowed: Collection[str]) -> Suppression:
     for key in written.values:
         if key not in allowed:
             raise written.error(f"unknown key {key!r}; allowed: {', '.join(allowed)}", key)
@@ -371,14 +227,14 @@ def _suppression(written: _Written, allowed: Collection[str]) -> Suppression:
     )
 
 
-def _fingerprint(written: _Written) -> str | None:
+def _fingerprint(written: Written) -> str | None:
     text = written.text("fingerprint")
     if text is not None and not re.fullmatch(r"[0-9a-fA-F]{16}", text):
         raise written.error(f"fingerprint {text!r} is not 16 hex digits, as a report gives them", "fingerprint")
     return None if text is None else text.lower()
 
 
-def _expires(written: _Written) -> date | None:
+def _expires(written: Written) -> date | None:
     value = written.values.get("expires")
     # A time of day is a date to Python, but no day to expire on.
     if value is None or type(value) is date:
@@ -392,14 +248,14 @@ def _expires(written: _Written) -> date | None:
     raise written.error(f"expires must be a day such as 2027-01-31; it is {str(value)!r}", "expires")
 
 
-def _applies(written: _Written) -> bool:
+def _applies(written: Written) -> bool:
     text = written.text("when")
     # All of them are read, so that one that does not hold cannot hide one that is wrong.
     answers = [] if text is None else [_holds(written, part.strip()) for part in text.split(",")]
     return all(answers)
 
 
-def _holds(written: _Written, predicate: str) -> bool:
+def _holds(written: Written, predicate: str) -> bool:
     """Whether a version predicate is true here; it is not where the distribution is not installed."""
     try:
         wanted = Requirement(predicate)

@@ -1,0 +1,211 @@
+"""The TOML of suppressions: entries as they are written, and the line of each value, which parsers do not tell."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
+
+OWN_TABLE = ("suppressions",)
+"""Where the entries are in a file of their own."""
+
+PYPROJECT_TABLE = ("tool", "lowtide", "suppressions")
+"""Where they are in a `pyproject.toml`."""
+
+# What can hide the end of a line from a reader of TOML, and the end of a line itself.
+_TOKEN = re.compile(
+    r'"""(?:\\.|[^\\])*?""""{0,2}' + r"|'''.*?''''{0,2}" + r'|"(?:\\.|[^"\\])*"' + r"|'[^']*'|#[^\n]*|[\[\]{}\n]",
+    re.DOTALL,
+)
+
+
+class SuppressionError(ValueError):
+    """A file of suppressions that cannot be used; one line with the file, the line and what is allowed instead."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """An entry as it is written: its values, and the line of its header and of each key."""
+
+    file: str
+    line: int
+    lines: Mapping[str, int]
+    values: Mapping[str, Any]
+
+    def error(self, message: str, key: str = "") -> SuppressionError:
+        """What is wrong with the entry, or with the value of one key, and where that is."""
+        return SuppressionError(f"{self.file}:{self.lines.get(key, self.line)}: {message}")
+
+    def text(self, key: str) -> str | None:
+        """The text of a key; None without it.
+
+        Raises:
+            SuppressionError: it is no text, or an empty one.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, str) or not value.strip():
+            raise self.error(f"{key} must be text, and not empty; it is {value!r}", key)
+        return value.strip()
+
+    def required(self, key: str, what: str) -> str:
+        """The text of a key that every entry has.
+
+        Raises:
+            SuppressionError: there is none.
+        """
+        text = self.text(key)
+        if text is None:
+            raise self.error(f"an entry needs a {key}: {what}")
+        return text
+
+    def one_of(self, key: str, allowed: Collection[str]) -> str | None:
+        """The text of a key that has a few possible values; None without it.
+
+        Raises:
+            SuppressionError: it is none of them.
+        """
+        text = self.text(key)
+        if text is not None and text not in allowed:
+            raise self.error(f"unknown {key} {text!r}; allowed: {', '.join(allowed)}", key)
+        return text
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """A table's header or a key with its value: where it is, and the full name of what it is about."""
+
+    line: int
+    name: tuple[str, ...]
+    opens_entry: bool
+
+
+def table_of(path: Path) -> tuple[str, ...]:
+    """The name of the tables in which a file has its entries."""
+    return PYPROJECT_TABLE if path.name == "pyproject.toml" else OWN_TABLE
+
+
+def header(table: Sequence[str]) -> str:
+    """The line above an entry: `[[suppressions]]`."""
+    return f"[[{'.'.join(table)}]]"
+
+
+def read_text(path: Path) -> str:
+    """A file's text, with its line ends as they are.
+
+    Raises:
+        SuppressionError: it cannot be read, or is no text.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise SuppressionError(f"{path}: cannot be read: {error.strerror}") from error
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise SuppressionError(f"{path}:{line}: not TOML: a byte that is not UTF-8") from error
+
+
+def parse_document(text: str, file: str) -> dict[str, Any]:
+    """The values of a whole file.
+
+    Raises:
+        SuppressionError: it is not TOML.
+    """
+    try:
+        document: dict[str, Any] = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        message, _, place = str(error).rpartition(" (at ")
+        number = re.match(r"line (\d+)", place)
+        line = int(number[1]) if number else text.rstrip("\n").count("\n") + 1
+        raise SuppressionError(f"{file}:{line}: not TOML: {message}") from error
+    return document
+
+
+def value_at(document: object, keys: Iterable[str]) -> object | None:
+    """The value under some keys, one inside the other; None if there is none."""
+    for key in keys:
+        if not isinstance(document, dict) or key not in document:
+            return None
+        document = document[key]
+    return document
+
+
+def written_entries(text: str, file: str, table: tuple[str, ...]) -> list[Written]:
+    """The entries of a file, whatever they say.
+
+    Args:
+        text: the file's.
+        file: its name, for errors.
+        table: the name of the tables that are entries.
+
+    Raises:
+        SuppressionError: it is not TOML, or what is meant to be entries has another form.
+    """
+    document = parse_document(text, file)
+    statements = list(_statements(text))
+    if len(table) == 1:
+        # The file is for nothing else, so another name is a slip, which would suppress nothing in silence.
+        for statement in statements:
+            if statement.name[0] != table[0]:
+                problem = f"unknown key {statement.name[0]!r}; allowed: {header(table)}"
+                raise SuppressionError(f"{file}:{statement.line}: {problem}")
+    values = value_at(document, table)
+    if values is None:
+        return []
+    about = [statement for statement in statements if statement.name[: len(table)] == table]
+    lines: list[dict[str, int]] = []
+    headers = []
+    for statement in about:
+        if statement.name == table and statement.opens_entry:
+            headers.append(statement.line)
+            lines.append({})
+        elif lines and len(statement.name) > len(table):
+            lines[-1].setdefault(statement.name[len(table)], statement.line)
+    if not isinstance(values, list) or len(values) != len(headers):
+        line = about[0].line if about else 1
+        raise SuppressionError(f"{file}:{line}: each suppression is a table of its own, under {header(table)}")
+    return [Written(file, line, keys, entry) for line, keys, entry in zip(headers, lines, values, strict=True)]
+
+
+def _statements(text: str) -> Iterator[_Statement]:
+    """What a valid document consists of, which the parser does not tell the lines of."""
+    table: tuple[str, ...] = ()
+    for line, source in _logical_lines(text):
+        name: list[str] = []
+        value: object = tomllib.loads(source)
+        while isinstance(value, dict) and value:
+            key = next(iter(value))
+            name.append(key)
+            value = value[key]
+        if source.lstrip().startswith("["):
+            table = tuple(name)
+            yield _Statement(line, table, source.lstrip().startswith("[["))
+        elif name:
+            yield _Statement(line, (*table, *name), opens_entry=False)
+
+
+def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Each line with its number, those that one array or one string spans as one."""
+    text += "\n"
+    depth, start, line = 0, 0, 1
+    for token in _TOKEN.finditer(text):
+        mark = token.group()
+        if mark in ("[", "{"):
+            depth += 1
+        elif mark in ("]", "}"):
+            depth -= 1
+        elif mark == "\n" and depth == 0:
+            yield line, text[start : token.end()]
+            line += text.count("\n", start, token.end())
+            start = token.end()
