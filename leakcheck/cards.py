@@ -60,7 +60,11 @@ class Cards:
         readings: dict[str, dict[str, int]] = {}
         blocks = unexplained_blocks(index, claimed)
         if blocks is not None:
-            readings[f"native {device}"] = {f"block at {address:#x}": size for address, size in blocks.items()}
+            native, workspaces = blocks
+            readings[f"native {device}"] = {f"block at {address:#x}": size for address, size in native.items()}
+            readings[f"workspaces {device}"] = {
+                f"workspace at {address:#x}": size for address, size in workspaces.items()
+            }
         segments = read_segments(index) or []
         readings[f"reserved {device}"] = _empty_pools(segments)
         allocations = read_allocations(index) if self._driver else None

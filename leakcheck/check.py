@@ -7,11 +7,13 @@ import shlex
 import sys
 import threading
 from contextlib import ExitStack
-from datetime import datetime, timezone
+from datetime import date, datetime, timezone
 from types import TracebackType
+from typing import Literal
 
 import lowtide
 from lowtide.leakcheck.readings import this_machine
+from lowtide.leakcheck.suppressions import shipped
 from lowtide.leakcheck.watch import Policy, Watch
 from lowtide.probes.births import young_generations_tell
 from lowtide.probes.device.driver import find_driver
@@ -33,11 +35,21 @@ class LeakCheck:
         name: what to call the block in the report.
         tolerance: bytes that may stay of each resource.
         settle: seconds without movement after which waiting for threads, processes or the driver ends.
+        stacks: whose memory's allocation is recorded with its stack: "auto" (cards), "all" (the host too), "off".
+        remedies: whether to try what would give a leak back; what that changes is listed with the finding.
     """
 
-    def __init__(self, name: str = "block", *, tolerance: int = 0, settle: float = 0.5) -> None:
+    def __init__(
+        self,
+        name: str = "block",
+        *,
+        tolerance: int = 0,
+        settle: float = 0.5,
+        stacks: Literal["auto", "all", "off"] = "auto",
+        remedies: bool = True,
+    ) -> None:
         self._name = name
-        self._watch = Watch(Policy(tolerance=tolerance, settle=settle))
+        self._watch = Watch(Policy(tolerance=tolerance, settle=settle, stacks=stacks, remedies=remedies))
         self._stack = ExitStack()
         self._report: Report | None = None
         self._outer: list[str] = []
@@ -68,9 +80,11 @@ class LeakCheck:
                 )
                 return
             verdict = self._watch.end()
-            outcome: Outcome = "leak" if verdict.findings else "clean"
+            findings = shipped().apply(verdict.findings, date.today()).findings
+            leaks = any(finding.suppressed_by is None for finding in findings)
+            outcome: Outcome = "leak" if leaks else "clean"
             self._report = self._reported(
-                Subject(id=self._name, outcome=outcome, findings=verdict.findings, not_measured=verdict.not_measured)
+                Subject(id=self._name, outcome=outcome, findings=findings, not_measured=verdict.not_measured)
             )
 
     @property
@@ -88,7 +102,7 @@ class LeakCheck:
         """What appears from here on appeared in this stage."""
         if stage.thread == threading.main_thread().ident:
             self._outer.append(self._watch.stage_now)
-            self._watch.phase("/".join(stage.path))
+            self._watch.phase("/".join(stage.path), again=True)
 
     def stage_left(self, stage: Stage, error: BaseException | None) -> None:
         """And from here on in the one around it."""

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from datetime import date
+
+import msgspec
+
+from lowtide.leakcheck.suppressions import shipped
+from lowtide.probes.counters import Counters
 from lowtide.probes.libraries import resident_code
+from lowtide.reports.schema import Finding, NotMeasured
 
 VENDOR_LIBRARIES = (
     r"lib(cublas|cublasLt|cudnn\w*|cusolver\w*|cusparse\w*|cufft\w*|curand|cutensor|magma\w*|nccl|nvrtc|nvJitLink|nvshmem\w*"
@@ -29,6 +38,11 @@ class FirstUse:
         """Whether any of them was in use at the last look."""
         return any(self._resident.values())
 
+    @property
+    def of_blas(self) -> bool:
+        """Whether a BLAS library was first used since the last `adopt`."""
+        return any(re.match(r"lib(cu|roc|hip)blas", name) for name in self.libraries())
+
     def libraries(self) -> list[str]:
         """Those of which much more is in memory than at the last `adopt`, sorted."""
         return sorted(name for name, size in _read().items() if size - self._resident.get(name, 0) >= _FIRST_USE_BYTES)
@@ -39,3 +53,66 @@ def _read() -> dict[str, int]:
         return resident_code(VENDOR_LIBRARIES)
     except OSError:  # not this kernel: then nothing is excused
         return {}
+
+
+def excused_by_libraries(
+    findings: Sequence[Finding], before: Counters, now: Counters, first_use: FirstUse
+) -> tuple[tuple[Finding, ...], tuple[NotMeasured, ...]]:
+    """Tells apart what a library that was first used in a test may have taken for good.
+
+    Args:
+        findings: the test's.
+        before: the counters at its baseline.
+        now: the counters now.
+        first_use: what was in use before.
+
+    Returns:
+        The findings, with the library as their holder where it is known to keep memory (these are suppressed by the
+        shipped list); and what may be a library's or a leak, which cannot be told apart.
+    """
+    may_be = [finding for finding in findings if _may_be_a_library(finding)]
+    if not may_be:
+        return tuple(findings), ()
+    libraries = first_use.libraries()
+    holders = libraries
+    if _opened_the_driver(before, now):
+        why = "the card's driver was first used here, and keeps descriptors and memory of its own"
+        holders = ["context", *libraries]
+    elif libraries:
+        why = f"{', '.join(libraries)} was first used here, and keeps memory of its own"
+    elif now.native_threads > before.native_threads and first_use.any_loaded:
+        why = "a native thread started here, and libraries keep memory of their own for each thread"
+    else:
+        return tuple(findings), ()
+    known = {id(finding): _known(finding, holders) for finding in may_be}
+    excused = tuple(NotMeasured(what=finding.message, why=why) for finding in may_be if known[id(finding)] is None)
+    kept = (known.get(id(finding), finding) for finding in findings)
+    return tuple(finding for finding in kept if finding is not None), excused
+
+
+def _known(finding: Finding, holders: Sequence[str]) -> Finding | None:
+    """The finding as that of libraries, if the shipped list knows each of them; else None."""
+    if not holders or finding.resource != "driver":
+        return None
+    told = [
+        msgspec.structs.replace(finding, cause="driver" if holder == "context" else "library-workspace", holder=holder)
+        for holder in holders
+    ]
+    applied = shipped().apply(told, date.today()).findings
+    if any(item.suppressed_by is None for item in applied):
+        return None
+    return msgspec.structs.replace(applied[0], holder=", ".join(holders))
+
+
+def _opened_the_driver(before: Counters, now: Counters) -> bool:
+    def opened(counters: Counters) -> bool:
+        return any(" -> /dev/nvidia" in name or "/dev/kfd" in name for name in counters.items["file-descriptors"])
+
+    return opened(now) and not opened(before)
+
+
+def _may_be_a_library(finding: Finding) -> bool:
+    if finding.resource == "driver":
+        return True
+    targets = re.findall(r" -> (\S+?):", finding.message)
+    return finding.resource == "file-descriptors" and set(targets) <= {"socket", "pipe", "anon_inode"}

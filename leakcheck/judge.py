@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -60,7 +60,15 @@ class Judgement:
     not_measured: tuple[NotMeasured, ...]
 
 
-def judge(metrics: Sequence[Metric[R]], baseline: R, steps: Sequence[Step[R]], *, stage: str, cycle: int) -> Judgement:
+def judge(
+    metrics: Sequence[Metric[R]],
+    baseline: R,
+    steps: Sequence[Step[R]],
+    *,
+    stage: str,
+    cycle: int,
+    actions: Mapping[Rung, str] = ACTIONS,
+) -> Judgement:
     """Judge a climb: a metric that is back at its rung is clean, one that is back later or never is a finding.
 
     Args:
@@ -69,6 +77,7 @@ def judge(metrics: Sequence[Metric[R]], baseline: R, steps: Sequence[Step[R]], *
         steps: the climb's readings, `raw` first.
         stage: where this was.
         cycle: which life, from 1.
+        actions: what was done at each rung.
     """
     findings, returns, not_measured = [], [], []
     table = [excesses(metrics, baseline, step.reading) for step in steps]
@@ -95,7 +104,7 @@ def judge(metrics: Sequence[Metric[R]], baseline: R, steps: Sequence[Step[R]], *
             )
             if steps[back].rung.order <= metric.rung.order:
                 continue
-        findings.append(_finding(metric, baseline, steps, [item.above or 0 for item in excess], back, stage))
+        findings.append(_finding(metric, baseline, steps, [item.above or 0 for item in excess], back, stage, actions))
     return Judgement(tuple(findings), tuple(returns), tuple(not_measured))
 
 
@@ -106,6 +115,7 @@ def _finding(
     above: Sequence[int],
     back: int | None,
     stage: str,
+    actions: Mapping[Rung, str],
 ) -> Finding:
     # What counts is what was left when the resource had to be back.
     due = max(turn for turn, step in enumerate(steps) if step.rung.order <= metric.rung.order)
@@ -117,8 +127,8 @@ def _finding(
         rung = steps[back].rung
         cause = cause if cause != "unknown" else CAUSE_OF_RUNG[rung]
         verdict = VERDICT_OF_RUNG.get(rung)
-        if rung in ACTIONS:
-            remedy = Remedy(action=ACTIONS[rung], returns_bytes=_bytes(metric, above[back - 1] - above[back]))
+        if rung in actions:
+            remedy = Remedy(action=actions[rung], returns_bytes=_bytes(metric, above[back - 1] - above[back]))
     new = sorted(metric.new_items(baseline, steps[due].reading))
     amount = format_amount(left, metric.unit)
     message = f"{amount} of {_name(metric)}" if metric.unit == "bytes" else amount
@@ -140,6 +150,7 @@ def _finding(
             resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause)
         ),
         verdict=verdict,
+        holder="workspaces of BLAS libraries" if cause == "library-workspace" and remedy is not None else None,
         remedy=remedy,
     )
 

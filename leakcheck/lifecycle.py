@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from lowtide.leakcheck import contract
 from lowtide.leakcheck.judge import excesses, grouped, judge
-from lowtide.leakcheck.ladder import Rung, Step, climb, release
+from lowtide.leakcheck.ladder import ACTIONS, Rung, Step, climb, release
+from lowtide.leakcheck.leftovers import Leftovers
 from lowtide.leakcheck.metrics import Metric, shutdown_metrics
 from lowtide.leakcheck.readings import to_readings
+from lowtide.leakcheck.trend import trend_of
+from lowtide.leakcheck.type_growth import TypeCounts
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.ledger import LedgerBase, base_from
 from lowtide.probes.snapshot import Snapshot, take_snapshot
-from lowtide.reports.schema import Finding, NotMeasured, Outcome, Return, Stage, Subject
+from lowtide.reports.schema import Finding, NotMeasured, Outcome, Return, Stage, Subject, TypeGrowth
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -26,7 +31,11 @@ SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "i
 
 
 class Life(Protocol):
-    """An engine that can be driven through `SCRIPT`; new ones are made for every life."""
+    """An engine that can be driven through `SCRIPT`; new ones are made for every life.
+
+    It may have an attribute `engine`: what a caller of `shutdown` still has, and from which paths are told; without one
+    that is the life itself.
+    """
 
     def create(self) -> None:
         """Take memory and be ready."""
@@ -90,8 +99,15 @@ class LifecycleRun:
         self._not_measured: dict[str, NotMeasured] = {}
         self._libraries: dict[str, int] = {}
         self._context: dict[str, int] = {}
+        self._first_baseline: Snapshot | None = None
         self._warm_baseline: Snapshot | None = None
         self._expected: Sequence[Sequence[int]] | None = None
+        self._leftovers = Leftovers(card=device != "cpu")
+        # Of what is counted and not followed one by one: in which lives there was more of it at the end.
+        self._left_in: dict[str, list[int]] = {}
+        self._turns: dict[str, int] = {}
+        self._types: TypeCounts | None = None
+        self._type_growth: tuple[TypeGrowth, ...] = ()
         self._cycle = 0
         self._failure = ""
         self.interrupted = False
@@ -100,6 +116,7 @@ class LifecycleRun:
         """Live all lives; an error or Ctrl-C ends the run early, with the engine shut down and what there is kept."""
         try:
             self._open_device()
+            self._leftovers.open()
             for cycle in range(1, self._cycles + 1):
                 self._live(cycle)
                 if self._failure:
@@ -107,6 +124,8 @@ class LifecycleRun:
         except KeyboardInterrupt:
             # Outside the engine's own stages: it is shut down already, or was never made.
             self._interrupt()
+        finally:
+            self._leftovers.close()
         return self._subject()
 
     def _open_device(self) -> None:
@@ -120,7 +139,9 @@ class LifecycleRun:
         release(Rung.COLLECT)
         release(Rung.EMPTY_CACHE)
         baseline = self._snapshot(f"before cycle {cycle}")
+        self._types = TypeCounts(f"before cycle {cycle}")
         if cycle == 1:
+            self._first_baseline = baseline
             self._context = self._unexplained(baseline)
         elif cycle == 2:
             self._warm_baseline = baseline
@@ -147,6 +168,7 @@ class LifecycleRun:
         before_sleep = baseline
         for turn, name in enumerate(SCRIPT[:-1]):
             self._announce(cycle, turn)
+            self._leftovers.stage(name, cycle)
             started = time.perf_counter()
             try:
                 tokens = _perform(life, name)
@@ -186,19 +208,70 @@ class LifecycleRun:
             self._findings.append(contract.failed_teardown("shutdown", error))
         seconds = time.perf_counter() - started
         metrics = self._metrics(cycle)
-        baselines = [baseline]
-        warm = self._warm_baseline
-        if cycle == self._cycles and warm is not None and warm is not baseline:
-            # What each life leaves may be within the tolerance; what all of them leave must be too.
-            baselines.append(warm)
-        steps = self._climb(metrics, baselines)
+        baselines = self._baselines(cycle, baseline)
+        is_last = cycle == self._cycles or bool(self._failure)
+        steps = self._climb(metrics, baselines, (Rung.SETTLE, Rung.COLLECT))
         self._stages.append(("shutdown", cycle, seconds, before, steps[0].reading, 0, 0))
+        missing = self._missing(metrics, baselines, steps[-1].reading)
+        devices = {metric.device for metric, _ in missing if metric.resource == "tensors"}
+        engine = getattr(life, "engine", life)
+        actions = dict(ACTIONS)
+        if not is_last:
+            # What would give it back is tried after the last life only: until then it must show whether it adds up.
+            of_tensors = self._leftovers.explain(engine, cycle, devices)
+            steps += self._climb(metrics, baselines, (Rung.EMPTY_CACHE,))[1:]
+        else:
+            self._type_growth = () if self._types is None else self._types.growth("after shutdown")
+            of_tensors = self._conclude(engine, cycle, devices, steps, actions, metrics, baselines)
+        explained = {finding.device for finding in of_tensors}
         for start in baselines:
-            judgement = judge(metrics, start, steps, stage="shutdown", cycle=cycle)
-            self._findings += judgement.findings
+            judged = self._metrics_since(start, metrics)
+            judgement = judge(judged, start, steps, stage="shutdown", cycle=cycle, actions=actions)
+            self._findings += [finding for finding in judgement.findings if not _is_told(finding, explained)]
             if start is baseline:
-                self._returns += judgement.returns
+                self._returns += [item for item in judgement.returns if not _is_told(item, explained)]
+                offset = 1 if self._cycles > 1 else 0
+                for finding in judgement.findings:
+                    is_late = any(
+                        metric.first_use and (metric.resource, metric.device) == (finding.resource, finding.device)
+                        for metric in judged
+                    )
+                    self._left_in.setdefault(finding.fingerprint, []).append(cycle - (offset if is_late else 0))
+                    self._turns[finding.fingerprint] = self._cycles - (offset if is_late else 0)
             self._not_measured.update({item.what: item for item in judgement.not_measured})
+        if is_last:
+            self._findings += of_tensors
+
+    def _conclude(
+        self,
+        engine: object,
+        cycle: int,
+        devices: set[str],
+        steps: list[Step[Snapshot]],
+        actions: dict[Rung, str],
+        metrics: Sequence[Metric[Snapshot]],
+        baselines: Sequence[Snapshot],
+    ) -> list[Finding]:
+        """Climbs on after the last life, single holders before whole caches; adds to `steps` and `actions`."""
+        self._leftovers.read(Rung.RAW)
+        if self._missing(metrics, baselines, steps[-1].reading) and self._leftovers.thaw():
+            steps.append(Step(Rung.UNFREEZE, self._snapshot("after shutdown"), 0.0))
+        steps += self._climb(metrics, baselines, (Rung.EMPTY_CACHE,))[1:]
+        findings, cuts = self._leftovers.conclude(engine, cycle, devices)
+        if cuts:
+            actions[Rung.CLEAR_CACHES] = "; ".join(cuts)
+            steps.append(Step(Rung.CLEAR_CACHES, self._snapshot("after shutdown"), 0.0))
+        above = tuple(rung for rung in Rung if rung.order > max(steps[-1].rung.order, Rung.EMPTY_CACHE.order))
+        steps += self._climb(metrics, baselines, above)[1:]
+        return findings
+
+    def _baselines(self, cycle: int, baseline: Snapshot) -> list[Snapshot]:
+        """What the end of a life must return to: its own beginning, and after the last life that of all of them.
+
+        What each life leaves may be within the tolerance; what all of them leave must be too.
+        """
+        earlier = [self._first_baseline, self._warm_baseline] if cycle == self._cycles else []
+        return [baseline, *(start for start in earlier if start is not None and start is not baseline)]
 
     def _shut_down(self, life: Life) -> None:
         try:
@@ -211,23 +284,34 @@ class LifecycleRun:
             # Legal at any time, and again: what the interrupt kept from being given back is given back now.
             life.shutdown()
 
-    def _climb(self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]) -> list[Step[Snapshot]]:
-        def missing(now: Snapshot) -> list[tuple[Metric[Snapshot], int]]:
-            return [
-                (item.metric, item.above)
-                for baseline in baselines
-                for item in excesses(metrics, baseline, now)
-                if item.above is not None and not item.is_back
-            ]
+    def _metrics_since(self, start: Snapshot, metrics: Sequence[Metric[Snapshot]]) -> Sequence[Metric[Snapshot]]:
+        """Those that can be judged from a baseline on: from the first one, not what libraries move in a first life."""
+        if start is self._first_baseline:
+            return [metric for metric in metrics if not metric.first_use]
+        return metrics
 
+    def _missing(
+        self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot], now: Snapshot
+    ) -> list[tuple[Metric[Snapshot], int]]:
+        return [
+            (item.metric, item.above)
+            for start in baselines
+            for item in excesses(self._metrics_since(start, metrics), start, now)
+            if item.above is not None and not item.is_back
+        ]
+
+    def _climb(
+        self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot], rungs: Sequence[Rung]
+    ) -> list[Step[Snapshot]]:
         def waiting(now: Snapshot) -> list[int]:
-            return [above for metric, above in missing(now) if metric.settles]
+            return [above for metric, above in self._missing(metrics, baselines, now) if metric.settles]
 
         return climb(
             lambda: self._snapshot("after shutdown"),
-            lambda now: not missing(now),
+            lambda now: not self._missing(metrics, baselines, now),
             still_waiting=lambda now: bool(waiting(now)),
             moved=lambda then, now: waiting(then) != waiting(now),
+            rungs=rungs,
         )
 
     def _metrics(self, cycle: int) -> tuple[Metric[Snapshot], ...]:
@@ -264,7 +348,7 @@ class LifecycleRun:
         return [LedgerBase(device, self._context.get(device, 0), late.get(device, 0)) for device in devices]
 
     def _subject(self) -> Subject:
-        findings = grouped(self._findings)
+        findings = tuple(map(self._with_trend, grouped(self._findings)))
         outcome: Outcome = "leak" if findings else "clean"
         reason = ""
         if self._failure and not findings:
@@ -279,7 +363,14 @@ class LifecycleRun:
             findings=findings,
             returns=tuple(self._returns),
             not_measured=tuple(self._not_measured.values()),
+            type_growth=self._type_growth if findings else (),
         )
+
+    def _with_trend(self, finding: Finding) -> Finding:
+        if finding.trend is not None or finding.fingerprint not in self._left_in:
+            return finding
+        mark = finding.fingerprint
+        return msgspec.structs.replace(finding, trend=trend_of(self._left_in[mark], self._turns[mark]))
 
     def _stage(
         self, name: str, cycle: int, seconds: float, before: Snapshot, after: Snapshot, tokens: int, moved: int
@@ -294,6 +385,12 @@ class LifecycleRun:
             tokens_per_second=tokens / seconds if tokens else None,
             bytes_per_second=moved / seconds if moved else None,
         )
+
+
+def _is_told(item: Finding | Return, devices: Collection[str]) -> bool:
+    """Whether tensors are what it is about, and those on its device are told one by one."""
+    is_plain = item.resource == "tensors" and item.bytes > 0 and getattr(item, "verdict", None) != "native-held"
+    return is_plain and item.device in devices
 
 
 def _perform(life: Life, name: str) -> Sequence[Sequence[int]]:

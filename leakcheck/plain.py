@@ -78,6 +78,15 @@ def plain_metrics(devices: Collection[str], tolerance: int = 0) -> tuple[Metric[
                 verdict="native-held",
                 what="memory that native code holds",
             ),
+            _items(
+                "tensors",
+                device,
+                key=f"workspaces {device}",
+                tolerance=tolerance,
+                cause="library-workspace",
+                verdict="native-held",
+                what="workspaces of BLAS libraries",
+            ),
             _items("reserved", device, tolerance=tolerance, rung=Rung.EMPTY_CACHE, cause="allocator-cache"),
             _items(
                 "driver",

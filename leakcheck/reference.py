@@ -26,6 +26,11 @@ class ReferenceLife:
         self._engine = LLMEngine(config)
         self._prompts = make_prompts(vocab_size, config.seed)
 
+    @property
+    def engine(self) -> LLMEngine:
+        """The engine itself."""
+        return self._engine
+
     def create(self) -> None:
         """Create the engine."""
         self._engine.create()

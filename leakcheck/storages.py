@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ class Held:
         text: data type and shape of the largest tensor over it.
         stage: in which stage it appeared.
         owner: whose it is; None: the test's.
+        turn: in which turn of that stage, from 1.
     """
 
     key: Key
@@ -34,6 +36,7 @@ class Held:
     text: str
     stage: str
     owner: Owner | None
+    turn: int = 1
 
     @property
     def name(self) -> str:
@@ -90,7 +93,7 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
         claimed = _claimed(torch, claims, newborn) if readings else {}
         by_label = {owner.label: owner for owner in (*live, *ended)}
         held = []
-        for key, (storage, stage) in readings.items():
+        for key, (storage, stage, turn) in readings.items():
             # By its label alone a tensor may have got, with its address, the name of one that died.
             owner = by_label.get(stage)
             if owner is not None and owner.has_settled and key not in owner.storages:
@@ -98,7 +101,7 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
             owner = owner or claimed.get(key)
             if owner is None or any(owner is gone for gone in ended):
                 text = stage if owner is None or stage not in by_label else owner.stage
-                held.append(Held(key, storage.bytes, _text(storage), text, owner))
+                held.append(Held(key, storage.bytes, _text(storage), text, owner, turn))
         owned = {key for owner in (*live, *ended) for key in owner.storages}
         moved = {key for key in older if key[0] != "cpu" and key not in seen and key not in owned}
         if moved:
@@ -120,7 +123,7 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
             claimed=claimed,
             alive=frozenset({*older, *readings}),
             unreadable={name: born.label for name, born in unreadable.items() if claims.owner_of(born.item) is None},
-            new_on_cpu=sum(storage.bytes for key, (storage, _) in readings.items() if key[0] == "cpu"),
+            new_on_cpu=sum(storage.bytes for key, (storage, *_) in readings.items() if key[0] == "cpu"),
         )
 
 
@@ -159,6 +162,14 @@ def tensors_over(keys: Collection[Key]) -> list[Any]:
         return [item for item in everything if _keys([item]) & set(keys)]
 
 
+def live_keys() -> set[Key]:
+    """All storages that Python's tensors hold now."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        return set()
+    return {_key(storage) for storage in _all_storages(torch, all_objects())}
+
+
 def is_tensor(item: object) -> bool:
     """Whether an object is a tensor or a storage, by its real type."""
     torch: Any = sys.modules.get("torch")
@@ -186,18 +197,18 @@ def _text(storage: StorageReading) -> str:
 
 def _new_storages(
     newborn: Iterable[Newborn], older: Mapping[Key, StorageReading]
-) -> tuple[dict[Key, tuple[StorageReading, str]], dict[str, Newborn]]:
-    """The storages that only newborn tensors view, with the stage of the first; and the tensors that cannot be read."""
-    by_label: dict[str, list[Any]] = {}
+) -> tuple[dict[Key, tuple[StorageReading, str, int]], dict[str, Newborn]]:
+    """The storages that only newborn tensors view, with stage and turn of the first; and what cannot be read."""
+    by_label: dict[tuple[str, int], list[Any]] = {}
     for born in newborn:
-        by_label.setdefault(born.label, []).append(born.item)
-    readings: dict[Key, tuple[StorageReading, str]] = {}
+        by_label.setdefault((born.label, born.turn), []).append(born.item)
+    readings: dict[Key, tuple[StorageReading, str, int]] = {}
     unreadable: dict[str, Newborn] = {}
-    for label, items in by_label.items():
+    for (label, turn), items in sorted(by_label.items(), key=lambda entry: entry[0][1]):
         survey = survey_storages(items)
         for storage in survey.storages:
             if _key(storage) not in older:
-                readings.setdefault(_key(storage), (storage, label))
+                readings.setdefault(_key(storage), (storage, label, turn))
         if survey.unreadable:
             for item in items:
                 if survey_storages([item]).unreadable:
@@ -231,5 +242,5 @@ def _without_overlaps(held: Iterable[Held]) -> tuple[Held, ...]:
         left = address + item.bytes - start
         if left > 0:
             ends[device] = address + item.bytes
-            result.append(Held(item.key, left, item.text, item.stage, item.owner))
+            result.append(dataclasses.replace(item, bytes=left))
     return tuple(result)

@@ -1,70 +1,159 @@
-"""From storages that did not come back to findings: one per holder, with the path to it."""
+"""From storages that did not come back to findings: one per holder, with the path to it and what it retains."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from lowtide.leakcheck.cuts import Names
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.judge import CAUSE_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.ladder import ACTIONS, Rung
+from lowtide.leakcheck.native_holders import as_gradients, saved_for_backward, together
 from lowtide.leakcheck.storages import Held, Key, is_tensor, storage_keys, tensors_over
-from lowtide.probes.objects import Census, all_objects
+from lowtide.leakcheck.trend import trend_of
+from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.reach import reach
-from lowtide.probes.tensors import plain_tensors
-from lowtide.reports.schema import Finding, Hop, Remedy
+from lowtide.reports.schema import Finding, Frame, Hop, Remedy
 from lowtide.reports.sizes import format_bytes
 
-_SHOWN_HOLDERS = 4
+_RUNNERS = ("/_pytest/", "/pluggy/", "/unittest/")
+
+Stacks = Callable[[str, Collection[int]], Mapping[int, Sequence[StackFrame]]]
+"""The stacks on which memory was allocated, by address, for a device and some addresses."""
 
 
 @dataclass(frozen=True)
-class _Reason:
-    """Why a storage is still there: at which rung it came back, or who holds it."""
+class Explained:
+    """Who holds each of some storages.
 
+    Attributes:
+        by_key: the best explanation of each: the shortest path among its tensors'.
+        places: by storage, the places among the explained tensors of those over it that a root reaches.
+    """
+
+    by_key: Mapping[Key, Explanation] = field(default_factory=dict)
+    places: Mapping[Key, frozenset[int]] = field(default_factory=dict)
+
+    def retained(self, freed: frozenset[int] | None) -> set[Key]:
+        """The storages that are free when nothing holds these tensors any more."""
+        return {key for key, places in self.places.items() if places and freed is not None and places <= freed}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known around some leaks, besides the leaks themselves.
+
+    Attributes:
+        born: the identities of all objects born since the baseline: who was there before is not to blame; None if that
+            is not known.
+        hints: advice for what is reached from the object beside it, which the test runner keeps by design.
+        roots: what is held, by name, where no path can see it, and is meant to be.
+        living: whether an engine that runs is meant to live.
+        is_over: whether nothing of the program will run again, so that any name may be set to None to prove a remedy.
+        stacks: where memory was allocated.
+        turns: how often each stage has run.
+        lives: how often every stage has, if all of them belong to one life that was repeated.
+    """
+
+    born: Collection[int] | None = None
+    hints: Sequence[tuple[str, object]] = ()
+    roots: Sequence[tuple[str, object]] = ()
+    living: bool = False
+    is_over: bool = False
+    stacks: Stacks = lambda device, addresses: {}
+    turns: Mapping[str, int] = field(default_factory=dict)
+    lives: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class TensorLeak:
+    """A finding with what it takes to prove a remedy; holds no tensor, but its holders: drop it soon.
+
+    Attributes:
+        finding: as far as it is known without trying anything.
+        sizes: bytes of the storages that are still there, by storage.
+        explanations: why each of them is.
+    """
+
+    finding: Finding
+    sizes: Mapping[Key, int]
+    explanations: tuple[Explanation, ...]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A storage and why it is still there: at which rung it came back, or who holds it."""
+
+    held: Held
     rung: Rung | None
     explanation: Explanation | None
+    stack: tuple[StackFrame, ...]
 
 
-def tensor_findings(
-    held: Sequence[Sequence[Held]],
-    rungs: Sequence[Rung],
-    hints: Sequence[tuple[str, object]] = (),
-    born: Collection[int] | None = None,
-) -> list[Finding]:
-    """The findings for the storages of one device that are left at the first of some steps.
+def explain_storages(keys: Collection[Key], context: Context) -> Explained:
+    """Finds out, by one walk over the heap, who holds each of some storages."""
+    if not keys:
+        return Explained()
+    older, names = older_than(context), names_known(context)
+    tensors = tensors_over(keys)
+    told = explain(
+        tensors, ignore={id(tensors)}, innocent=older, roots=context.roots, living=context.living, names=names
+    )
+    lost = [tensor for tensor, found in zip(tensors, told, strict=True) if not found.path]
+    native = _natively_held(lost, older, names, context) if lost else {}
+    by_key: dict[Key, Explanation] = {}
+    places: dict[Key, set[int]] = {}
+    for place, (tensor, found) in enumerate(zip(tensors, told, strict=True)):
+        explanation = native.get(id(tensor), found)
+        for key in storage_keys([tensor]):
+            if found.path:
+                places.setdefault(key, set()).add(place)
+            known = by_key.get(key)
+            if known is None or _rank(explanation) < _rank(known):
+                by_key[key] = explanation
+    return Explained(together(by_key), {key: frozenset(found) for key, found in places.items()})
+
+
+def tensor_leaks(
+    held: Sequence[Sequence[Held]], rungs: Sequence[Rung], explained: Explained, context: Context
+) -> list[TensorLeak]:
+    """The findings for the storages of one device that are left at the first of some steps, the largest first.
 
     Args:
         held: the storages left at each step.
         rungs: the rung of each step.
-        hints: advice for what is reached from the object beside it, which the test runner keeps by design.
-        born: the identities of all objects born since the baseline: who was there before is not to blame; None if that
-            is not known.
+        explained: who holds them.
+        context: what else is known.
     """
     left = [{storage.key for storage in row} for row in held]
-    advised = _advised(hints, left[0]) if left[0] else {}
-    explained = _together(_explained(left[-1] & left[0], _Older(born)))
-    groups: dict[str, list[tuple[Held, _Reason]]] = {}
+    if not left[0]:
+        return []
+    advised = _advised(context.hints, left[0])
+    device = held[0][0].key[0]
+    stacks = context.stacks(device, [address for _, address in left[0]])
+    rows = []
     for storage in held[0]:
         back = next((turn for turn, keys in enumerate(left) if storage.key not in keys), None)
-        reason = _Reason(None if back is None else rungs[back], explained.get(storage.key))
-        groups.setdefault(_fingerprint(storage, reason), []).append((storage, reason))
-    findings = [_finding(key, group, advised) for key, group in groups.items()]
-    return sorted(findings, key=lambda finding: -finding.bytes)
-
-
-def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, str]:
-    """The advice for those storages that are reached from what a hint is about."""
-    found: dict[Key, str] = {}
-    for advice, root in hints:
-        objects, _ = reach([root], max_objects=20_000)
-        found.update(dict.fromkeys(storage_keys(item for item in objects if is_tensor(item)) & keys, advice))
-    return found
+        rows.append(
+            _Row(
+                storage,
+                None if back is None else rungs[back],
+                explained.by_key.get(storage.key),
+                tuple(stacks.get(storage.key[1], ())),
+            )
+        )
+    sizes = {storage.key: storage.bytes for storage in held[0]}
+    groups: dict[str, list[_Row]] = {}
+    for edge in _by_edge(rows):
+        groups.setdefault(_fingerprint(edge), []).extend(edge)
+    leaks = [_leak(mark, group, explained, advised, sizes, context) for mark, group in groups.items()]
+    return sorted(leaks, key=lambda leak: -leak.finding.bytes)
 
 
 def restaged(finding: Finding, stage: str) -> Finding:
@@ -81,8 +170,8 @@ def restaged(finding: Finding, stage: str) -> Finding:
     )
 
 
-class _Older:
-    """The identities of what was alive before the test: all but those of what was born since; none if nobody knows."""
+class Older(Container[int]):
+    """The identities of what was alive before the leak: all but those of what was born since; none if nobody knows."""
 
     def __init__(self, born: Collection[int] | None) -> None:
         self._born = born
@@ -91,48 +180,39 @@ class _Older:
         return self._born is not None and identity not in self._born
 
 
-def _explained(keys: set[Key], older: _Older) -> dict[Key, Explanation]:
-    """The best explanation of each storage: the shortest path among its tensors'."""
-    tensors = tensors_over(keys)
-    explanations = explain(tensors, ignore={id(tensors)}, innocent=older)
-    lost = [tensor for tensor, told in zip(tensors, explanations, strict=True) if not told.path]
-    gradients = _as_gradients(lost, older) if lost else {}
-    found: dict[Key, Explanation] = {}
-    for tensor, told in zip(tensors, explanations, strict=True):
-        explanation = gradients.get(id(tensor), told)
-        for key in storage_keys([tensor]):
-            known = found.get(key)
-            if known is None or _rank(explanation) < _rank(known):
-                found[key] = explanation
-    return found
+def older_than(context: Context) -> Older:
+    """What was alive before the leak."""
+    return Older(context.born)
 
 
-def _as_gradients(lost: Sequence[Any], older: _Older) -> dict[int, Explanation]:
-    """Of tensors that no path leads to, by identity: those that are gradients, explained by the tensor they belong to.
+def names_known(context: Context) -> Names:
+    """What is known of the program's names, for cuts that do no harm."""
+    return Names(None if context.born is None else older_than(context), are_free=context.is_over)
 
-    Python's graph does not have this edge: a tensor holds its gradient in C++.
-    """
-    torch: Any = sys.modules["torch"]
-    wanted = {id(tensor) for tensor in lost}
-    owners = {}
-    with plain_tensors(torch):
-        for tensor in Census(all_objects()).instances_of(torch.Tensor):
-            if tensor.is_leaf and tensor.requires_grad and id(tensor.grad) in wanted:
-                owners[id(tensor.grad)] = tensor
-    holding = list(owners.values())
-    found = {}
-    for gradient, tensor, told in zip(
-        owners, holding, explain(holding, ignore={id(holding)}, innocent=older), strict=True
-    ):
-        hop = Hop(type="torch.Tensor", edge=".grad", suspect=True)
-        was_there = id(tensor) in older
-        found[gradient] = Explanation(
-            verdict=told.verdict,
-            cause="instance-attribute" if was_there else told.cause,
-            holder=f"{told.holder}.grad",
-            path=(*(msgspec.structs.replace(step, suspect=step.suspect and not was_there) for step in told.path), hop),
-            suspects=(".grad",) if was_there else told.suspects,
+
+def frames(stack: Sequence[StackFrame]) -> tuple[Frame, ...]:
+    """A stack as a report has it: up to the test, without those who called it."""
+    own = list(itertools.takewhile(lambda frame: not any(name in frame.file for name in _RUNNERS), stack))
+    return tuple(Frame(file=frame.file, line=frame.line, function=frame.function) for frame in own or stack)
+
+
+def _natively_held(lost: Sequence[Any], older: Older, names: Names, context: Context) -> dict[int, Explanation]:
+    """What torch itself tells of tensors that Python's graph does not lead to, by identity."""
+
+    def explained(items: Sequence[Any]) -> list[Explanation]:
+        return explain(
+            items, ignore={id(items)}, innocent=older, roots=context.roots, living=context.living, names=names
         )
+
+    return {**saved_for_backward(lost, explained), **as_gradients(lost, older, explained)}
+
+
+def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, str]:
+    """The advice for those storages that are reached from what a hint is about."""
+    found: dict[Key, str] = {}
+    for advice, root in hints:
+        objects, _ = reach([root], max_objects=20_000)
+        found.update(dict.fromkeys(storage_keys(item for item in objects if is_tensor(item)) & keys, advice))
     return found
 
 
@@ -140,83 +220,133 @@ def _rank(explanation: Explanation) -> tuple[bool, int]:
     return not explanation.path, len(explanation.path)
 
 
-def _together(explained: dict[Key, Explanation]) -> dict[Key, Explanation]:
-    """One explanation for all that has no path and is not frozen: it is one knot that Python's collector cannot see."""
-    loose = [key for key, found in explained.items() if not found.path and found.verdict != "frozen-garbage"]
-    holders = sorted({explained[key].holder for key in loose} - {""})
-    if len(holders) < 2:
-        return explained
-    nodes = [holder for holder in holders if holder.startswith("autograd")]
-    told = [holder for holder in (nodes or holders) if holder != "native code"]
-    shown = ", ".join(told[:_SHOWN_HOLDERS]) + (
-        f" and {len(told) - _SHOWN_HOLDERS} more" if len(told) > _SHOWN_HOLDERS else ""
-    )
-    knot = Explanation(
-        verdict="native-held",
-        cause="autograd" if nodes else "native",
-        holder=f"a cycle through C++ ({shown})",
-        path=(),
-        suspects=tuple(told),
-    )
-    return {**explained, **dict.fromkeys(loose, knot)}
+def _by_edge(rows: Sequence[_Row]) -> list[list[_Row]]:
+    """What hangs on one suspect edge, or came back at one rung, or has one story without a path: it is one thing."""
+    groups: dict[tuple[Any, ...], list[_Row]] = {}
+    for row in rows:
+        told = row.explanation
+        if told is None or not told.path:
+            suspects = () if told is None else told.suspects[:1]
+            # Nothing but where it was made tells apart what nobody is known to hold.
+            key: tuple[Any, ...] = (row.rung, suspects, allocating_function(row.stack))
+        else:
+            first = next((turn for turn, hop in enumerate(told.path) if hop.suspect), len(told.path))
+            key = (told.cause, *(hop.edge for hop in told.path[: first + 1]))
+        groups.setdefault((row.held.stage, *key), []).append(row)
+    return list(groups.values())
 
 
-def _fingerprint(storage: Held, reason: _Reason) -> str:
-    if reason.rung is not None:
-        suspects: tuple[str, ...] = (reason.rung.value,)
-    elif reason.explanation is not None:
+def _fingerprint(group: Sequence[_Row]) -> str:
+    """Of what hangs on one edge, the largest thing says where it was allocated."""
+    row = max(group, key=lambda row: row.held.bytes)
+    told = row.explanation
+    if row.rung is not None and (told is None or not told.path):
+        suspects: tuple[str, ...] = (row.rung.value,)
+    elif told is not None:
         # What hangs on one suspect edge is one finding, however much it is.
-        suspects = (reason.explanation.cause, *reason.explanation.suspects[:1])
+        suspects = (told.cause, *told.suspects[:1])
     else:
         suspects = ("unknown",)
-    return fingerprint(resource="tensors", device=storage.key[0], stage=storage.stage, suspects=suspects)
-
-
-def _finding(mark: str, group: Sequence[tuple[Held, _Reason]], advised: Mapping[Key, str]) -> Finding:
-    first, reason = group[0]
-    device = first.key[0]
-    size = sum(storage.bytes for storage, _ in group)
-    largest = max((storage for storage, _ in group), key=lambda storage: storage.bytes)
-    things = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
-    message = f"{format_bytes(size)} in {things} on {device}, since {first.stage} ({largest.text})"
-    if reason.rung is not None:
-        action = ACTIONS[reason.rung]
-        return Finding(
-            resource="tensors",
-            cause=CAUSE_OF_RUNG[reason.rung],
-            bytes=size,
-            count=len(group),
-            device=device,
-            stage=first.stage,
-            message=f"{message}; {action} returns {format_bytes(size)}",
-            fingerprint=mark,
-            verdict=VERDICT_OF_RUNG.get(reason.rung),
-            remedy=Remedy(action=action, returns_bytes=size),
-        )
-    explanation = reason.explanation
-    advice = "".join(f"; {text}" for text in sorted({advised[held.key] for held, _ in group if held.key in advised}))
-    if explanation is None:
-        return Finding(
-            resource="tensors",
-            cause="unknown",
-            bytes=size,
-            count=len(group),
-            device=device,
-            stage=first.stage,
-            message=message,
-            fingerprint=mark,
-            verdict="unexplained",
-        )
-    return Finding(
+    return fingerprint(
         resource="tensors",
-        cause=explanation.cause,
+        device=row.held.key[0],
+        stage=row.held.stage,
+        suspects=suspects,
+        allocated_in=allocating_function(row.stack),
+    )
+
+
+def _leak(
+    mark: str,
+    group: Sequence[_Row],
+    explained: Explained,
+    advised: Mapping[Key, str],
+    sizes: Mapping[Key, int],
+    context: Context,
+) -> TensorLeak:
+    largest = max(group, key=lambda row: row.held.bytes)
+    device = largest.held.key[0]
+    size = sum(row.held.bytes for row in group)
+    things = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
+    stage = largest.held.stage
+    message = f"{format_bytes(size)} in {things} on {device}, since {stage} ({largest.held.text})"
+    told = largest.explanation
+    finding = Finding(
+        resource="tensors",
+        cause="unknown",
         bytes=size,
         count=len(group),
         device=device,
-        stage=first.stage,
-        message=message + (f", held by {explanation.holder}" if explanation.holder else "") + advice,
+        stage=stage,
+        message=message,
         fingerprint=mark,
-        verdict=explanation.verdict,
-        holder=explanation.holder,
-        path=explanation.path,
+        verdict="unexplained",
+        allocated_at=frames(largest.stack),
+        trend=trend_of([row.held.turn for row in group], context.turns.get(stage, context.lives)),
     )
+    if told is not None:
+        advice = "".join(
+            f"; {text}" for text in sorted({advised[row.held.key] for row in group if row.held.key in advised})
+        )
+        holder = _common_holder([row.explanation for row in group if row.explanation is not None])
+        finding = msgspec.structs.replace(
+            finding,
+            cause=told.cause,
+            message=message + (f", held by {holder}" if holder else "") + advice,
+            verdict=told.verdict,
+            holder=holder,
+            path=_with_sizes(told, explained, sizes),
+            shared_bytes=_shared(group, explained),
+        )
+    if largest.rung is not None:
+        action = ACTIONS[largest.rung]
+        known = told is not None and bool(told.path)
+        finding = msgspec.structs.replace(
+            finding,
+            cause=finding.cause if known else CAUSE_OF_RUNG[largest.rung],
+            message=f"{finding.message}; {action} returns {format_bytes(size)}",
+            verdict=finding.verdict if known else VERDICT_OF_RUNG.get(largest.rung),
+            remedy=Remedy(action=action, returns_bytes=size),
+        )
+        return TensorLeak(finding, {}, ())
+    return TensorLeak(
+        finding,
+        {row.held.key: row.held.bytes for row in group},
+        tuple(row.explanation for row in group if row.explanation is not None),
+    )
+
+
+def _common_holder(explanations: Sequence[Explanation]) -> str:
+    """Who holds all of them: the holder of one, or the part of the way to several that they have in common."""
+    holders = list(dict.fromkeys(told.holder for told in explanations))
+    paths = [[(hop.type, hop.edge) for hop in told.path] for told in explanations]
+    if len(holders) == 1 or not all(path and path[0] == paths[0][0] for path in paths):
+        return holders[0]
+    common = [hops[0] for hops in zip(*paths, strict=False) if all(hop == hops[0] for hop in hops)]
+    way = "".join(edge for _, edge in common)
+    # Where the holder is told in other words than as code, those of one of them must do.
+    return way if all(told.holder.startswith(way) for told in explanations) else holders[0]
+
+
+def _with_sizes(told: Explanation, explained: Explained, sizes: Mapping[Key, int]) -> tuple[Hop, ...]:
+    """The path, with the bytes that would be free if one edge of it were cut."""
+    hops = list(told.path)
+    for place, freed in enumerate(told.freed[: len(hops)]):
+        if freed is not None and hops[place].suspect:
+            bytes_ = sum(sizes.get(key, 0) for key in explained.retained(freed))
+            hops[place] = msgspec.structs.replace(hops[place], retains_bytes=bytes_)
+    return tuple(hops)
+
+
+def _shared(group: Sequence[_Row], explained: Explained) -> int:
+    """Bytes that stay even if the edge behind which they were found is cut, because another one holds them too."""
+    shared = 0
+    for row in group:
+        told = row.explanation
+        if told is None:
+            continue
+        first = next((turn for turn, hop in enumerate(told.path) if hop.suspect), None)
+        freed = told.freed[first] if first is not None and first < len(told.freed) else None
+        if freed is not None and row.held.key not in explained.retained(freed):
+            shared += row.held.bytes
+    return shared

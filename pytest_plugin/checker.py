@@ -56,6 +56,8 @@ class Checker:
             Policy(
                 tolerance=self.settings.tolerance,
                 settle=self.settings.settle,
+                stacks=self.settings.stacks,
+                remedies=self.settings.remedies,
                 card=self.settings.device != "cpu",
                 driver=not self.shares_card,
             )
@@ -388,7 +390,7 @@ class Checker:
         if stage.thread == _MAIN_THREAD:
             self._stages.append(self.watch.stage_now)
             with self._guarded():
-                self.watch.stage("/".join(stage.path))
+                self.watch.stage("/".join(stage.path), again=True)
 
     def stage_left(self, stage: Stage, error: BaseException | None) -> None:
         """And that it is there no more."""

@@ -23,6 +23,12 @@ _SETTINGS = (
         "known leaks that do not fail (default: lowtide.toml or pyproject.toml, if they have any)",
     ),
     ("device", "auto|cpu|cuda", "judge cards too, or the host only; cuda insists on a card (default: auto)"),
+    (
+        "stacks",
+        "auto|all|off",
+        "record where memory is allocated: on cards, which is cheap; on the host too; nowhere (default: auto)",
+    ),
+    ("remedies", "on|off", "try what gives a leak back, and say what that changed (default: on)"),
 )
 
 

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 Action = Literal["fail", "warn"]
 Device = Literal["auto", "cpu", "cuda"]
+Stacks = Literal["auto", "all", "off"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Settings:
         report: folder for the report.
         suppressions: file with known leaks.
         device: what is judged.
+        stacks: whose memory's allocation is recorded with its stack.
+        remedies: whether to try what would give a leak back.
     """
 
     tolerance: int
@@ -48,6 +51,8 @@ class Settings:
     report: Path | None
     suppressions: Path | None
     device: Device
+    stacks: Stacks
+    remedies: bool
 
 
 def read_settings(config: pytest.Config) -> Settings:
@@ -72,6 +77,8 @@ def read_settings(config: pytest.Config) -> Settings:
         report=report,
         suppressions=_read(config, "suppressions", _path, None),
         device=cast(Device, _read(config, "device", _one_of("auto", "cpu", "cuda"), "auto")),
+        stacks=cast(Stacks, _read(config, "stacks", _one_of("auto", "all", "off"), "auto")),
+        remedies=_read(config, "remedies", _one_of("on", "off"), "on") == "on",
     )
 
 
@@ -146,7 +153,7 @@ def _own_table(root: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}  # none, or one that pytest itself has refused
     table = document.get("tool", {}).get("lowtide", {})
-    known = ("tolerance", "settle", "action", "report", "device", "suppressions")
+    known = ("tolerance", "settle", "action", "report", "device", "stacks", "remedies", "suppressions")
     unknown = sorted(set(table) - set(known))
     if unknown:
         raise pytest.UsageError(f"[tool.lowtide] of pyproject.toml: {unknown[0]!r} is unknown: use {', '.join(known)}")

@@ -211,10 +211,10 @@ def parse_pools(
     return tuple(PoolSegments(pool_id, *held) for pool_id, held in sorted(sums.items()))
 
 
-def unexplained_blocks(index: int, claimed: Collection[int]) -> dict[int, int] | None:
-    """Address and bytes of the blocks in use that neither a storage at a `claimed` address nor a BLAS library explains.
+def unexplained_blocks(index: int, claimed: Collection[int]) -> tuple[dict[int, int], dict[int, int]] | None:
+    """Address and bytes of the blocks in use in which no storage at a `claimed` address begins.
 
-    None where the allocator gives no snapshot.
+    Those that nothing explains, then the workspaces of BLAS libraries; None where the allocator gives no snapshot.
     """
     torch = initialized_torch()
     segments = None if torch is None else _segments(torch)[0]
@@ -222,15 +222,16 @@ def unexplained_blocks(index: int, claimed: Collection[int]) -> dict[int, int] |
         return None
     addresses = sorted(claimed)
     sizes = workspace_sizes(torch, index)
-    return {
-        block["address"]: block["size"]
-        for segment in segments
-        if segment["device"] == index
-        for block in segment["blocks"]
-        if block["state"] == "active_allocated"
-        and not is_workspace(block, addresses, sizes)
-        and not is_claimed(block, addresses)
-    }
+    native: dict[int, int] = {}
+    workspaces: dict[int, int] = {}
+    for segment in segments:
+        if segment["device"] != index:
+            continue
+        for block in segment["blocks"]:
+            if block["state"] == "active_allocated" and not is_claimed(block, addresses):
+                kind = workspaces if is_workspace(block, addresses, sizes) else native
+                kind[block["address"]] = block["size"]
+    return native, workspaces
 
 
 def read_segments(index: int) -> list[tuple[tuple[int, int], int, int, bool]] | None:

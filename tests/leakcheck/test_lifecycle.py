@@ -19,7 +19,7 @@ from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.lifecycle import SCRIPT, Event, LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.stages import announce
-from lowtide.reports.schema import Finding, Subject
+from lowtide.reports.schema import Finding, Remedy, Subject
 
 MIB = 1 << 20
 
@@ -111,9 +111,10 @@ class KeepsTensor(SmallLife):
 def test_a_tensor_that_something_keeps_is_found_in_the_first_life_already() -> None:
     subject, (finding,) = found(KeepsTensor)
     assert subject.outcome == "leak"
-    assert (finding.resource, finding.bytes, finding.device, finding.stage) == ("tensors", 4000, "cpu", "shutdown")
-    assert (finding.cause, finding.remedy) == ("unknown", None)
-    assert finding.message.startswith("3.9 KiB of tensors on cpu did not come back at shutdown")
+    assert (finding.resource, finding.bytes, finding.device, finding.stage) == ("tensors", 4000, "cpu", "create")
+    holder = f"{__name__}.KEPT[0]"
+    assert (finding.cause, finding.holder, finding.verdict) == ("module-global", holder, "reachable")
+    assert finding.remedy == Remedy(action=f"del {__name__}.KEPT[0]", returns_bytes=4000)
 
 
 class KeepsOneByte(SmallLife):
@@ -238,7 +239,7 @@ def test_an_arena_without_tensors_is_found_as_an_arena() -> None:
     # Two lives: what the first one left must not be blamed on the second one's sleep.
     _, (finding,) = found(KeepsArena, cycles=2)
     assert (finding.resource, finding.device) == ("arena", "cpu")
-    assert finding.bytes == MIB + 8192
+    assert finding.bytes == 2 * (MIB + 8192)
 
 
 class KeepsArenaByTensor(SmallLife):

@@ -360,7 +360,7 @@ HOLDERS = (
         "NETWORK.register_buffer('table', make())",
         "del NETWORK.table",
         "instance-attribute",
-        "test_holders.NETWORK._buffers['table']",
+        "test_holders.NETWORK.table",
     ),
     Case(
         "gradient_of_a_long_lived_parameter",

@@ -1,0 +1,302 @@
+"""Cuts one edge of a path: the smallest change to a program by which a holder lets go of what it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from types import CellType, CoroutineType, FunctionType, GeneratorType, ModuleType
+from typing import Any, NamedTuple
+
+from lowtide.leakcheck import declarations
+from lowtide.probes.foreign import LRU_CACHE, attribute, dict_of_module, is_a, namespace_of_class
+from lowtide.probes.heap import Link
+
+
+class Place(NamedTuple):
+    """Where a container's entry is, for one action on several entries of it.
+
+    Attributes:
+        container: its identity.
+        code: the container as code.
+        key: the entry, as code: `['a']`.
+        size: how many entries the container has.
+    """
+
+    container: int
+    code: str
+    key: str
+    size: int
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A change that can be made once; keeps the holder alive, and not what is held.
+
+    Attributes:
+        action: the change as code, or in words where there is no code for it.
+        changed: what is different afterwards.
+        apply: makes it. Raises what the holder's own code raises.
+        place: for an entry of a container, where.
+    """
+
+    action: str
+    changed: str
+    apply: Callable[[], object]
+    place: Place | None = None
+
+
+@dataclass(frozen=True)
+class Names:
+    """What is known of the program before the leak, by which a change is judged harmless.
+
+    Attributes:
+        older: the identities of what was there; None if nobody knows.
+        home: the module whose code made what holds; None if nobody knows.
+        are_free: whether any name may be set to None: the program has ended but for its checker.
+    """
+
+    older: Container[int] | None = None
+    home: ModuleType | None = None
+    are_free: bool = False
+
+    def of(self, home: ModuleType | None) -> Names:
+        """The same, for what a module's code made."""
+        return dataclasses.replace(self, home=home)
+
+    def was_there(self, item: object) -> bool:
+        """Whether an object is known to be older than the leak."""
+        return self.older is not None and id(item) in self.older
+
+    def is_new(self, namespace: dict[str, object], name: str) -> bool:
+        """Whether a name was added since: a dict keeps the order, so nothing older stands behind it."""
+        if self.older is None or name not in namespace:
+            return False
+        names = list(namespace)
+        place = names.index(name)
+        behind, before = names[place + 1 :], names[:place]
+        return not any(id(namespace[other]) in self.older for other in behind) and any(
+            id(namespace[other]) in self.older for other in before
+        )
+
+
+class Refused(Exception):  # noqa: N818 - it is an answer, not a failure
+    """Cutting here could break what the program has had before; so nothing behind it may be cut either."""
+
+
+def cut_of(link: Link, code: str, names: Names) -> Cut | None:
+    """How to cut a link, None if it cannot be: what lies in a tuple, a bound method, a running function.
+
+    What is new is deleted.  A name or key that the program had before becomes None if it began as None, by the
+    program's own source: code that asks for it is prepared for that.
+
+    Args:
+        link: the edge.
+        code: its owner, as code.
+        names: what was there before.
+
+    Raises:
+        Refused: it could be cut, but not without harm.
+    """
+    return next((cut for make in _MAKERS if (cut := make(link, code, names)) is not None), None)
+
+
+def _cache(link: Link, code: str, names: Names) -> Cut | None:
+    if link.kind not in ("lru-cache-key", "lru-cache-value") or type(link.owner) is not LRU_CACHE:
+        return None
+    clear: Callable[[], None] = LRU_CACHE.__dict__["cache_clear"].__get__(link.owner)
+    return Cut(f"{code}.cache_clear()", f"{code} is empty", clear)
+
+
+def _entry(link: Link, code: str, names: Names) -> Cut | None:
+    """An entry of a dict."""
+    carrier = link.carrier
+    if link.kind not in ("item", "module-global") or not is_a(carrier, dict) or is_a(link.owner, ModuleType):
+        return None
+    keys = [key for key, value in dict.items(carrier) if id(value) == link.held]
+    if not keys or (carrier is not link.owner and link.kind == "item"):
+        return None
+    key, text = keys[0], f"{code}{link.edge}"
+    bound = "absent" if names.home is None else declarations.of_key(names.home, key)
+    order = list(dict.values(carrier))
+    behind = order[list(dict.keys(carrier)).index(key) + 1 :] if bound != "none" else []
+    place = Place(id(carrier), code, link.edge, dict.__len__(carrier)) if link.owner is carrier else None
+    if bound == "none":
+        setter: Any = OrderedDict.__setitem__ if is_a(carrier, OrderedDict) else dict.__setitem__
+        return Cut(f"{text} = None", f"{text} is None", lambda: setter(carrier, key, None))
+    if not names.are_free and (bound == "other" or any(map(names.was_there, behind))):
+        # It stands where something stood before the leak.
+        raise Refused
+    # A subclass's own `__delitem__` may do anything; an ordered dict's keeps the order.
+    delete: Any = OrderedDict.__delitem__ if is_a(carrier, OrderedDict) else dict.__delitem__
+    return Cut(f"del {text}", f"{text} is deleted", lambda: delete(carrier, key), place)
+
+
+def _slot(link: Link, code: str, names: Names) -> Cut | None:
+    """An item of a list or deque."""
+    carrier: Any = link.carrier
+    base: Any = list if is_a(carrier, list) else deque
+    if link.kind != "item" or not is_a(carrier, base) or carrier is not link.owner:
+        return None
+    items = list(base.__iter__(carrier))
+    places = [place for place, item in enumerate(items) if id(item) == link.held]
+    if not places:
+        return None
+    if not names.are_free and any(item is None or names.was_there(item) for item in items[places[0] + 1 :]):
+        # What stands behind it would move.
+        raise Refused
+    if not names.are_free and any(item is None for item in items):
+        # A list of slots, some of them empty.
+        raise Refused
+
+    def apply() -> None:
+        # By identity: other items may have gone meanwhile.
+        for place, item in enumerate(base.__iter__(carrier)):
+            if id(item) == link.held:
+                base.__delitem__(carrier, place)
+                return
+
+    text = f"{code}{link.edge}"
+    place = Place(id(carrier), code, link.edge, base.__len__(carrier))
+    return Cut(f"del {text}", f"{text} is deleted", apply, place)
+
+
+def _member_of_set(link: Link, code: str, names: Names) -> Cut | None:
+    if link.kind != "item" or not is_a(link.carrier, set):
+        return None
+
+    def apply() -> None:
+        for item in set.__iter__(link.carrier):
+            if id(item) == link.held:
+                set.discard(link.carrier, item)
+                return
+
+    return Cut(f"{code}.discard(…)", f"one element of {code} is gone", apply)
+
+
+def _global(link: Link, code: str, names: Names) -> Cut | None:
+    if not is_a(link.owner, ModuleType) or link.kind != "module-global":
+        return None
+    namespace, name = dict_of_module(link.owner), link.edge[1:]
+    if id(namespace.get(name)) != link.held:
+        return None
+    bound = declarations.of_global(link.owner, name)
+    if bound == "absent" and names.is_new(namespace, name):
+        return Cut(f"del {code}.{name}", f"{code}.{name} is deleted", lambda: namespace.pop(name, None))
+    if not names.are_free and bound != "none":
+        raise Refused
+    return Cut(f"{code}.{name} = None", f"{code}.{name} is None", lambda: namespace.__setitem__(name, None))
+
+
+def _attribute(link: Link, code: str, names: Names) -> Cut | None:
+    name = link.edge[1:]
+    if link.kind not in ("instance-attribute", "class-attribute"):
+        return None
+    if any(link.carrier is attribute(link.owner, registry) for registry in ("_parameters", "_buffers", "_modules")):
+        return _registered(link, code, names)
+    if not name.isidentifier():
+        return None
+    of_class = link.kind == "class-attribute"
+    if of_class:
+        namespace = namespace_of_class(link.owner)
+        setter: Callable[..., None] = type.__setattr__
+        deleter: Callable[..., None] = type.__delattr__
+    else:
+        namespace = link.carrier if type(link.carrier) is dict else None
+        setter, deleter = object.__setattr__, object.__delattr__
+    if of_class:
+        bound = declarations.of_class_attribute(link.owner, name)
+    elif type(link.owner) is FunctionType:
+        home = sys.modules.get(str(link.owner.__module__))
+        bound = "unknown" if home is None else declarations.of_attribute(home, name)
+    else:
+        bound = declarations.of_instance_attribute(type(link.owner), name)
+    if bound == "absent" and namespace is not None and names.is_new(namespace, name):
+        return Cut(f"del {code}.{name}", f"{code}.{name} is deleted", lambda: deleter(link.owner, name))
+    # An exception's traceback, the gradient of a tensor: nobody relies on them.
+    if not (names.are_free or bound == "none" or name in ("__traceback__", "__context__", "grad")):
+        raise Refused
+    return Cut(f"{code}.{name} = None", f"{code}.{name} is None", lambda: setter(link.owner, name, None))
+
+
+def _registered(link: Link, code: str, names: Names) -> Cut | None:
+    """What a `torch.nn.Module` has registered; None is legal for each of them."""
+    entries = link.carrier
+    keys = [key for key, value in entries.items() if id(value) == link.held]
+    if not keys:
+        return None
+    if not names.are_free:
+        raise Refused
+    text = f"{code}{link.edge}"
+    return Cut(f"{text} = None", f"{text} is None", lambda: entries.__setitem__(keys[0], None))
+
+
+def _cell(link: Link, code: str, names: Names) -> Cut | None:
+    if link.kind != "closure" or type(link.carrier) is not CellType:
+        return None
+    if not names.are_free:
+        raise Refused
+    name = link.edge.removeprefix("cell ").strip("'")
+    index = f"{code}.__closure__[{_cell_index(link)}].cell_contents = None"
+    return Cut(index, f"{name}, in the closure of {code}, is None", lambda: _empty(link.carrier))
+
+
+def _empty(cell: CellType) -> None:
+    cell.cell_contents = None
+
+
+def _cell_index(link: Link) -> int:
+    cells = link.owner.__closure__ or ()
+    return next((place for place, cell in enumerate(cells) if cell is link.carrier), 0)
+
+
+def _suspended(link: Link, code: str, names: Names) -> Cut | None:
+    """A generator or coroutine that waits: closing it ends it."""
+    if link.kind != "generator-local" or not (type(link.owner) is GeneratorType or type(link.owner) is CoroutineType):
+        return None
+    if names.was_there(link.owner) and not names.are_free:
+        # It may be waiting for the next thing to do.
+        raise Refused
+    return Cut(f"{code}.close()", f"{code} is closed", link.owner.close)
+
+
+def _thread_local(link: Link, code: str, names: Names) -> Cut | None:
+    if link.kind != "thread" or type(link.carrier) is not dict or not is_a(link.owner, threading.local):
+        return None
+    values, name = link.carrier, link.edge[1:]
+    if id(values.get(name)) != link.held:
+        return None
+    bound = "unknown" if names.home is None else declarations.of_attribute(names.home, name)
+    if bound == "none" or (names.are_free and bound != "absent"):
+        return Cut(
+            f"{code}.{name} = None", f"{code}.{name} of this thread is None", lambda: values.__setitem__(name, None)
+        )
+    if bound != "absent":
+        raise Refused
+    return Cut(f"del {code}.{name}", f"{code}.{name} of this thread is deleted", lambda: values.pop(name, None))
+
+
+def _context_variable(link: Link, code: str, names: Names) -> Cut | None:
+    if link.kind != "context-variable" or link.edge != ".get()":
+        return None
+    if not names.are_free:
+        # Nobody can tell what it was before.
+        raise Refused
+    return Cut(f"{code}.set(None)", f"{code} is None in this context", lambda: link.owner.set(None))
+
+
+_MAKERS = (
+    _cache,
+    _entry,
+    _slot,
+    _member_of_set,
+    _global,
+    _attribute,
+    _cell,
+    _suspended,
+    _thread_local,
+    _context_variable,
+)

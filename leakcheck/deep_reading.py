@@ -1,0 +1,151 @@
+"""The full reading of a suspect test: everything that is its own and still there, by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lowtide.leakcheck.books import Books, Subject
+from lowtide.leakcheck.cards import Cards
+from lowtide.leakcheck.filled_caches import FilledCaches
+from lowtide.leakcheck.owners import Claims, Owner
+from lowtide.leakcheck.plain import Reading
+from lowtide.leakcheck.storages import HeapReading, Held, Key, read_heap
+from lowtide.probes.births import Births
+from lowtide.probes.counters import Counters
+from lowtide.probes.ranges import common
+from lowtide.probes.stages import announced_pools
+
+
+@dataclass(frozen=True)
+class Deep:
+    """A full reading: one `Reading` per subject, and the storages behind them."""
+
+    readings: tuple[Reading, ...]
+    heap: HeapReading
+
+    def with_hidden(self, hidden: Sequence[Held]) -> Deep:
+        """The same, with storages of the test's that no walk could find."""
+        own, *others = self.readings
+        items = dict(own.items)
+        for held in hidden:
+            key = f"tensors {held.key[0]}"
+            items[key] = {**items.get(key, {}), held.name: held.bytes}
+        heap = dataclasses.replace(self.heap, held=(*self.heap.held, *hidden))
+        return Deep((Reading(items, own.amounts), *others), heap)
+
+
+@dataclass(frozen=True)
+class DeepReader:
+    """Takes full readings.
+
+    Attributes:
+        read: reads the counters.
+        books: who owns what.
+        births: what was born.
+        cards: what is on the cards besides tensors.
+        caches: the filled caches.
+    """
+
+    read: Callable[[], Counters]
+    books: Books
+    births: Births
+    cards: Cards
+    caches: FilledCaches
+
+    def __call__(self, subjects: Sequence[Subject], ended: Sequence[Owner], seen: Collection[Key]) -> Deep:
+        """One reading.
+
+        Args:
+            subjects: who is judged.
+            ended: the owners among them.
+            seen: the storages at the last full reading.
+        """
+        now = self.read()
+        claims = Claims(self.books.live)
+        heap = read_heap(self.births, claims, ended, seen)
+        cards = self.cards.new_items(devices_of(now), {address for _, address in heap.alive})
+        readings = []
+        for subject in subjects:
+            items: dict[str, Mapping[str, int]] = {}
+            for key in (*now.items, "globals"):
+                items[key] = self.books.new_items(key, now, subject, ended)
+                if subject is None:
+                    items[key] = _unclaimed(key, items[key], claims)
+            for key in [key for key in items if key.startswith("arena ")]:
+                items[key] = _without_tensors(key.partition(" ")[2], items[key], heap.alive)
+            for held in heap.held:
+                if held.owner is subject:
+                    items[f"tensors {held.key[0]}"] = {**items.get(f"tensors {held.key[0]}", {}), held.name: held.bytes}
+            if subject is None:
+                items |= {key: _without_gradients(key, found, claims) for key, found in cards.items()}
+                items["unreadable"] = dict.fromkeys(heap.unreadable, 1)
+                judged = {held.key for held in heap.held}
+                items["lru-cache"] = self.caches.held(self.births.survivors(), judged)
+            readings.append(Reading(items, self._levels(now, subject, ended, heap)))
+        return Deep(tuple(readings), heap)
+
+    def _levels(
+        self, now: Counters, subject: Subject, ended: Sequence[Owner], heap: HeapReading
+    ) -> dict[str, int | None]:
+        """By how much each level is above what it should be, as far as nothing finer explains it."""
+        levels: dict[str, int | None] = {}
+        for key in now.amounts:
+            share = self.books.shares(key, now, ended)[id(subject)]
+            if key.startswith(("allocated ", "reserved ")):
+                continue  # their parts are judged one by one
+            if key.startswith("driver ") and self.cards.lists_allocations(key.partition(" ")[2]):
+                continue
+            if share is not None and subject is None and key == "host-memory":
+                share -= heap.new_on_cpu
+            levels[key] = share
+        return levels
+
+
+def devices_of(now: Counters) -> list[str]:
+    """The cards on which the process has a context."""
+    return [key.partition(" ")[2] for key in now.amounts if key.startswith("reserved ")]
+
+
+def _without_gradients(key: str, items: Mapping[str, int], claims: Claims) -> Mapping[str, int]:
+    """Without the blocks that hold gradients, never looked at by Python, of tensors that a live owner holds."""
+    if not items or not key.startswith("native "):
+        return items
+    starts = {name: int(name.rpartition(" ")[2], 16) for name in items}
+    held = claims.gradient_addresses()
+    return {
+        name: size
+        for name, size in items.items()
+        if not any(starts[name] <= address < starts[name] + size for address in held)
+    }
+
+
+def _unclaimed(key: str, items: Mapping[str, int], claims: Claims) -> dict[str, int]:
+    """Without what grew under an owner that is alive; it is the owner's from now on."""
+    if not items:
+        return {}
+    owners = claims.names(key)
+    left = {}
+    for name, amount in items.items():
+        number, _, target = name.partition(" -> ")
+        owner = owners.get(name) or owners.get(f"{number} ->") or owners.get(target)
+        if owner is None:
+            left[name] = amount
+        else:
+            owner.items.setdefault(key, set()).add(name)
+    return left
+
+
+def _without_tensors(device: str, items: Mapping[str, int], alive: Iterable[Key]) -> dict[str, int]:
+    """Without the parts of arenas under a live tensor: those are the tensor's."""
+    if not items:
+        return {}
+    parts = {
+        f"{pool.tag} at {address:#x}": (address, length)
+        for pool in announced_pools()
+        if pool.kind == "arena" and pool.device == device
+        for address, length in pool.ranges
+    }
+    tensors = [(address, 1) for where, address in alive if where == device]
+    return {name: size for name, size in items.items() if name in parts and not common([parts[name]], tensors)}

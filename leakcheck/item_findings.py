@@ -1,0 +1,282 @@
+"""Findings about things with names that are no tensors: who holds them where that can be told, and what ends them."""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import psutil
+
+from lowtide.leakcheck.explain import Explanation, explain
+from lowtide.leakcheck.filled_caches import FilledCaches
+from lowtide.leakcheck.ladder import Rung, release
+from lowtide.leakcheck.remedies import JOIN_LIMIT
+from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
+from lowtide.probes.objects import Census, all_objects
+from lowtide.reports.schema import Cause, Finding, Remedy
+from lowtide.reports.sizes import format_bytes
+
+DESTROY_LIMIT = 10.0
+"""Seconds to wait for a process group to be destroyed: a peer that is gone may never answer."""
+
+_SHOWN_NAMES = 3
+_POOL = re.compile(r"pool \((\d+), (\d+)\)")
+
+
+@dataclass(frozen=True, eq=False)
+class ItemLeak:
+    """A finding about things with names.
+
+    Attributes:
+        finding: as far as it is known.
+        key: the metric's key, as `threads`, `reserved cuda:0`.
+        names: what is there and should not be, with bytes or 1 each.
+        subject: whose it is, by its place among those that are judged.
+        explanation: who holds it, where there is a path to that.
+    """
+
+    finding: Finding
+    key: str
+    names: Mapping[str, int]
+    subject: int
+    explanation: Explanation | None = None
+
+    def without(self, left: Mapping[str, int], action: str) -> ItemLeak:
+        """The same after an action that was meant for something else, and may have ended some of this too."""
+        names = {name: size for name, size in self.names.items() if name in left}
+        if len(names) == len(self.names):
+            return self
+        returned = sum(self.names.values()) - sum(names.values()) if self.finding.bytes else 0
+        remedy = Remedy(action=action, returns_bytes=returned)
+        finding = msgspec.structs.replace(self.finding, remedy=remedy, tried=(remedy,))
+        return ItemLeak(finding, self.key, names, self.subject, self.explanation)
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something that may end what a finding is about.
+
+    Attributes:
+        name: as code, or in words.
+        changed: what is different afterwards; empty if nothing of the program's is.
+        do: does it.
+    """
+
+    name: str
+    changed: str
+    do: Callable[[], object]
+
+
+def listed(key: str, names: Iterable[str]) -> str | None:
+    """The first of some names, as a finding's holder."""
+    shown = sorted(map(_with_command, names) if key == "processes" else names)
+    more = f" and {len(shown) - _SHOWN_NAMES} more" if len(shown) > _SHOWN_NAMES else ""
+    return ", ".join(shown[:_SHOWN_NAMES]) + more if shown else None
+
+
+def with_pool_holder(leak: ItemLeak, context: Context) -> ItemLeak:
+    """For a private pool of torch's allocator in which nothing lives: who holds the pool, and so its memory."""
+    if leak.finding.resource != "reserved":
+        return leak
+    wanted = {tuple(map(int, found.groups())) for name in leak.names if (found := _POOL.search(name))}
+    holders = [item for item in _pool_owners() if _pool_id(item) in wanted]
+    told = explain(
+        holders,
+        ignore={id(holders)},
+        innocent=older_than(context),
+        roots=context.roots,
+        living=context.living,
+        names=names_known(context),
+    )
+    reached = [(item, explanation) for item, explanation in zip(holders, told, strict=True) if explanation.path]
+    if not reached:
+        return leak
+    item, explanation = min(reached, key=lambda pair: len(pair[1].path))
+    cause: Cause = "cuda-graph" if "Graph" in type(item).__name__ else explanation.cause
+    finding = msgspec.structs.replace(
+        leak.finding,
+        cause=cause,
+        verdict=explanation.verdict,
+        holder=explanation.holder,
+        path=explanation.path,
+        message=f"{leak.finding.message}; the pool is held by {explanation.holder}",
+    )
+    return ItemLeak(finding, leak.key, leak.names, leak.subject, explanation)
+
+
+def confirmed_workspaces(leak: ItemLeak, left: Callable[[], Mapping[str, int]], *, is_first: bool) -> ItemLeak:
+    """Tells BLAS workspaces from other blocks of their size: clearing the workspaces gives the former back.
+
+    Those that come with the first use of a library are taken for what they seem to be, since clearing them only makes
+    the next test take them again; and while a CUDA graph is alive nothing is cleared, for the graph may have captured
+    the workspace.
+
+    Args:
+        leak: a finding about blocks of a workspace's size.
+        left: reads which of them are there.
+        is_first: whether a BLAS library was first used in this test.
+    """
+    if is_first or not _no_graph_lives():
+        return leak
+    release(Rung.CLEAR_WORKSPACES)
+    names = {name: size for name, size in left().items() if name in leak.names}
+    if not names:
+        return leak
+    size = sum(names.values())
+    finding = msgspec.structs.replace(
+        leak.finding,
+        cause="native",
+        bytes=size,
+        holder=listed(leak.key, names),
+        message=f"{format_bytes(size)} of memory that native code holds on {leak.finding.device}, in blocks of a "
+        f"BLAS workspace's size that clearing the workspaces does not give back: {', '.join(sorted(names))}",
+    )
+    return ItemLeak(finding, leak.key, names, leak.subject)
+
+
+def _no_graph_lives() -> bool:
+    torch: Any = sys.modules.get("torch")
+    kind = None if torch is None else getattr(torch.cuda, "CUDAGraph", None)
+    return kind is None or not Census(all_objects()).instances_of(kind)
+
+
+def actions_for(leak: ItemLeak, caches: FilledCaches) -> list[Action]:
+    """What is worth trying, the smallest first."""
+    resource = leak.finding.resource
+    if resource == "threads":
+        return [
+            Action(f"thread '{thread.name}': join()", "", functools.partial(thread.join, JOIN_LIMIT))
+            for thread in threading.enumerate()
+            if f"{thread.name} ({thread.ident})" in leak.names and thread is not threading.current_thread()
+        ]
+    if resource == "lru-cache":
+        return [
+            Action(f"{name}.cache_clear()", f"{name} is empty", cache.cache_clear)
+            for name, cache in caches.of(leak.names).items()
+        ]
+    if resource == "process-groups":
+        return [Action(*_destroying(group)) for group in _groups(leak.names)]
+    if resource == "reserved" and leak.explanation is not None and leak.explanation.cut is not None:
+        cut = leak.explanation.cut
+
+        def do() -> None:
+            cut.apply()
+            release(Rung.COLLECT)
+            release(Rung.EMPTY_CACHE)
+
+        return [Action(f"{cut.action}; gc.collect(); torch.cuda.empty_cache()", cut.changed, do)]
+    return []
+
+
+def try_actions(
+    leak: ItemLeak, actions: Sequence[Action], left: Callable[[], Mapping[str, int]], driver: Callable[[], int]
+) -> Finding:
+    """The finding, with what each action gave back.
+
+    Args:
+        leak: what the actions are for.
+        actions: tried in this order, until nothing is left.
+        left: reads which of the names are still there.
+        driver: reads the driver's bytes of this process, on all cards, for what holds memory and is only counted.
+    """
+    finding = leak.finding
+    tried = list(finding.tried)
+    changed: list[str] = []
+    names = dict(leak.names)
+    helped: list[str] = []
+    for action in actions:
+        if not names:
+            break
+        before = driver()
+        try:
+            action.do()
+        except Exception as error:  # noqa: BLE001 - ending a thing runs the program's code, which may raise anything
+            tried.append(Remedy(action=f"{action.name} (raised {type(error).__name__}: {error})", returns_bytes=0))
+            continue
+        still = {name: size for name, size in left().items() if name in names}
+        gone = [size for name, size in names.items() if name not in still]
+        returned = sum(gone) if finding.bytes else max(0, before - driver())
+        tried.append(Remedy(action=action.name, returns_bytes=returned))
+        changed += [action.changed] if action.changed else []
+        helped += [action.name] if gone else []
+        names = still
+    remedy, message = finding.remedy, finding.message
+    if helped:
+        came = sum(item.returns_bytes for item in tried)
+        remedy = Remedy(action="; ".join(helped), returns_bytes=came)
+        gave = format_bytes(came) if came else "it"
+        message = f"{message}; {remedy.action} returns {gave}"
+    return msgspec.structs.replace(finding, message=message, remedy=remedy, tried=tuple(tried), changed=tuple(changed))
+
+
+def _pool_owners() -> list[Any]:
+    torch: Any = sys.modules.get("torch")
+    kinds = [getattr(torch.cuda, name, None) for name in ("MemPool", "CUDAGraph")] if torch is not None else []
+    census = Census(all_objects())
+    return [item for kind in kinds if kind is not None for item in census.instances_of(kind)]
+
+
+def _pool_id(item: Any) -> tuple[int, ...] | None:
+    try:
+        # A graph has a pool only once it was captured.
+        identity = item.pool() if callable(getattr(item, "pool", None)) else item.id
+        return tuple(map(int, identity))
+    except RuntimeError:
+        return None
+
+
+def _groups(names: Iterable[str]) -> list[tuple[str, Any]]:
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    world = getattr(distributed, "_world", None)
+    known = {} if world is None else {name: group for group, name in world.pg_names.items()}
+    found = [(str(name), group) for name, group in known.items() if str(name) in set(names)]
+    # Destroying the default group destroys all of them.
+    default = getattr(world, "default_pg", None)
+    return sorted(found, key=lambda entry: entry[1] is default)
+
+
+def _destroying(named: tuple[str, Any]) -> tuple[str, str, Callable[[], object]]:
+    name, group = named
+    distributed: Any = sys.modules["torch.distributed"]
+    return (
+        f"torch.distributed.destroy_process_group() of group {name}",
+        f"process group {name} is destroyed",
+        lambda: _within(DESTROY_LIMIT, lambda: distributed.destroy_process_group(group)),
+    )
+
+
+def _within(limit: float, function: Callable[[], object]) -> None:
+    """Run it in a thread of its own, so that one that waits for a peer that is gone does not wait for ever.
+
+    Raises:
+        TimeoutError: it did not end in time, and goes on.
+    """
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - handed on to who waits
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="lowtide-remedy", daemon=True)
+    thread.start()
+    thread.join(limit)
+    if thread.is_alive():
+        raise TimeoutError(f"still running after {limit:.0f} s")
+    if failures:
+        raise failures[0]
+
+
+def _with_command(pid: str) -> str:
+    """`4711 (python)`."""
+    try:
+        return f"{pid} ({psutil.Process(int(pid)).name()})"
+    except psutil.Error:  # it ended meanwhile
+        return pid

@@ -1,0 +1,137 @@
+"""What the lives of an engine left in tensors: who holds it, whether it grows from life to life, what gives it back."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from lowtide.leakcheck.ladder import Rung
+from lowtide.leakcheck.owners import Claims
+from lowtide.leakcheck.remedies import prove
+from lowtide.leakcheck.storages import Held, Key, read_heap, thaw
+from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages, tensor_leaks
+from lowtide.probes.allocation_stacks import AllocationStacks
+from lowtide.probes.births import Births
+from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
+from lowtide.probes.tensors import survey_storages
+from lowtide.reports.schema import Finding
+
+
+@dataclass
+class _Found:
+    """What was left after a life, at each rung that was tried."""
+
+    rungs: list[Rung] = field(default_factory=list)
+    rows: list[tuple[Held, ...]] = field(default_factory=list)
+
+
+class Leftovers:
+    """Follows tensors through several lives, by identity.
+
+    Args:
+        card: whether to record where memory of cards is allocated.
+    """
+
+    def __init__(self, *, card: bool) -> None:
+        self._births = Births()
+        self._stacks = AllocationStacks(card=card)
+        self._seen: frozenset[Key] = frozenset()
+        self._found = _Found()
+        self._frozen_before = 0
+        self._earlier: dict[str, Finding] = {}
+
+    def open(self) -> None:
+        """Begin: what is there now is not the engine's."""
+        self._births.start()
+        self._stacks.start()
+        # What is young at the mark takes its addresses out of the reckoning, and a run is long.
+        gc.collect()
+        self._births.mark("create")
+        self._frozen_before = gc.get_freeze_count()
+        storages = survey_storages(Census(all_objects())).storages
+        self._seen = frozenset((held.device, held.address) for held in storages)
+
+    def close(self) -> None:
+        """End it; legal twice."""
+        self._births.stop()
+        self._stacks.stop()
+
+    def stage(self, name: str, cycle: int) -> None:
+        """What appears from here on, appeared in this stage of this life."""
+        self._births.note()
+        if self._births.turn != cycle:
+            self._births.forget_dead()
+        self._births.label, self._births.turn = name, cycle
+
+    def read(self, rung: Rung) -> None:
+        """Take down what is left after a rung."""
+        self._found.rungs.append(rung)
+        self._found.rows.append(read_heap(self._births, Claims(()), (), self._seen).held)
+
+    def thaw(self) -> bool:
+        """Undo a freeze that a life did, and collect; False if there was none."""
+        if not self._frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
+            return False
+        hidden = thaw(self._births.froze_in or self._births.label, self._seen)
+        self._found.rows[0] = (*self._found.rows[0], *hidden)
+        self.read(Rung.UNFREEZE)
+        return True
+
+    def explain(self, engine: object, cycle: int, devices: Collection[str]) -> list[Finding]:
+        """Says of what a life that is not the last left on some devices who holds it, and changes nothing."""
+        if not devices:
+            return []
+        self.read(Rung.RAW)
+        leaks = self._leaks(self._context(engine), devices, only=cycle)
+        self._found = _Found()
+        findings = [leak.finding for leak in leaks]
+        self._earlier.update((finding.fingerprint, finding) for finding in findings)
+        return findings
+
+    def conclude(self, engine: object, cycle: int, devices: Collection[str]) -> tuple[list[Finding], tuple[str, ...]]:
+        """The findings of all lives, what gives each back tried; and the changes that this made, as actions.
+
+        Args:
+            engine: what is left of the last life.
+            cycle: its number.
+            devices: where tensors did not come back, besides those that a freeze had hidden.
+        """
+        context = self._context(engine, lives=cycle)
+        hidden = {held.key[0] for row in self._found.rows[1:2] for held in self._found.rows[0] if held not in row}
+        findings = prove(self._leaks(context, {*devices, *hidden}), context)
+        now = {finding.fingerprint for finding in findings}
+        # What an earlier life left and a later one gave back does not add up.
+        findings += [
+            msgspec.structs.replace(finding, trend="bounded")
+            for mark, finding in self._earlier.items()
+            if mark not in now
+        ]
+        actions = dict.fromkeys(finding.remedy.action for finding in findings if finding.changed and finding.remedy)
+        return findings, tuple(actions)
+
+    def _leaks(self, context: Context, devices: Collection[str], only: int | None = None) -> list[TensorLeak]:
+        rows = [
+            [held for held in row if held.key[0] in devices and (only is None or held.turn == only)]
+            for row in self._found.rows
+        ]
+        if not rows or not rows[0]:
+            return []
+        explained = explain_storages({held.key for held in rows[-1]}, context)
+        leaks: list[TensorLeak] = []
+        for device in sorted({held.key[0] for held in rows[0]}):
+            of_device: Sequence[Sequence[Held]] = [[held for held in row if held.key[0] == device] for row in rows]
+            leaks += tensor_leaks(of_device, self._found.rungs, explained, context)
+        return leaks
+
+    def _context(self, engine: object, lives: int = 1) -> Context:
+        return Context(
+            born=self._births.born(),
+            # Whoever called shutdown still has the engine, and may.
+            roots=[("engine", engine)],
+            is_over=True,
+            stacks=self._stacks.stacks_at,
+            lives=lives,
+        )

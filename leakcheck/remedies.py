@@ -1,0 +1,215 @@
+"""Tries what would give a leak back, and measures it: one change at a time, the smallest first.
+
+Runs on a leak only, after the verdict.  Every change to the program is listed with the finding.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from lowtide.leakcheck.cuts import Cut
+from lowtide.leakcheck.explain import Explanation
+from lowtide.leakcheck.ladder import ACTIONS, Rung, release
+from lowtide.leakcheck.storages import Key, live_keys, tensors_over
+from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages
+from lowtide.probes.objects import FROZEN_AT_STARTUP
+from lowtide.probes.tensors import plain_tensors
+from lowtide.reports.schema import Finding, Remedy
+from lowtide.reports.sizes import format_bytes
+
+JOIN_LIMIT = 2.0
+"""Seconds to wait for a thread that holds something to end by itself."""
+
+_MOST_ROUNDS = 3
+"""Holders that are cut one after the other, where each of them alone keeps something alive."""
+
+_SHOWN = 3
+
+
+class StorageWatch:
+    """Tells whether storages are gone, by weak references to the storages themselves (not to tensors).
+
+    So a storage that only C++ still holds counts as held.  Of a kind without such a reference (sparse tensors, say) the
+    tensors that Python knows of decide.
+    """
+
+    def __init__(self, keys: Collection[Key]) -> None:
+        self._references: dict[Key, list[Any]] = {}
+        self._others: set[Key] = set(keys)
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not keys:
+            return
+        from torch.multiprocessing import reductions
+
+        reference: Any = reductions.StorageWeakRef
+        with plain_tensors(torch):
+            for item in tensors_over(keys):
+                try:
+                    storage = item.untyped_storage() if issubclass(type(item), torch.Tensor) else item
+                    key = (str(storage.device), storage.data_ptr())
+                except (RuntimeError, NotImplementedError):
+                    continue
+                if key in self._others or key in self._references:
+                    self._references.setdefault(key, []).append(reference(storage))
+                    self._others.discard(key)
+
+    def gone(self) -> set[Key]:
+        """Those that are gone."""
+        gone = {key for key, refs in self._references.items() if all(ref.expired() for ref in refs)}
+        return gone | (self._others - live_keys() if self._others else set())
+
+
+@dataclass
+class _Attempt:
+    """What is known of one leak's remedies so far."""
+
+    leak: TensorLeak
+    tried: list[Remedy] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    cuts: set[str] = field(default_factory=set)
+
+    def finding(self) -> Finding:
+        """The finding with its remedy: the action that gave most, or all those that it took together."""
+        helped = [remedy for remedy in self.tried if remedy.returns_bytes]
+        finding = self.leak.finding
+        if not helped:
+            return msgspec.structs.replace(finding, tried=tuple(self.tried), changed=tuple(self.changed))
+        # A cut that gave nothing by itself was still needed where a second holder came to light.
+        last = max(turn for turn, remedy in enumerate(self.tried) if remedy.returns_bytes)
+        needed = [remedy for remedy in self.tried[: last + 1] if remedy.returns_bytes or remedy.action in self.cuts]
+        total = sum(remedy.returns_bytes for remedy in needed)
+        remedy = Remedy(action="; ".join(item.action for item in needed), returns_bytes=total)
+        return msgspec.structs.replace(
+            finding,
+            remedy=remedy,
+            message=f"{finding.message}; {remedy.action} returns {format_bytes(total)}",
+            tried=tuple(self.tried),
+            changed=tuple(self.changed),
+        )
+
+
+def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool = False) -> list[Finding]:
+    """The findings of some leaks, each with the action that gave it back.
+
+    Args:
+        leaks: in the order in which they are tried; drop them afterwards, they hold what holds the tensors.
+        context: what is known around them.
+        may_unfreeze: whether the freeze of the heap is the leak's own doing, so that undoing it undoes nothing else.
+    """
+    watch = StorageWatch({key for leak in leaks for key in leak.sizes})
+    attempts = [_Attempt(leak) for leak in leaks]
+    gone: set[Key] = set()
+    for attempt in attempts:
+        explanations: Sequence[Explanation] = attempt.leak.explanations
+        done: set[str] = set()
+        for turn in range(_MOST_ROUNDS):
+            left = attempt.leak.sizes.keys() - gone
+            if not left:
+                break
+            if turn:
+                explanations = tuple(explain_storages(left, context).by_key.values())
+            cuts = _distinct(told.cut for told in explanations)
+            cuts = [cut for cut in cuts if cut.action not in done]
+            if not cuts:
+                break
+            done |= {cut.action for cut in cuts}
+            action = named(cuts)
+            failure = _apply(cuts, attempt)
+            gone = _measure(f"{action}{failure}", watch, gone, attempts, attempt)
+            attempt.cuts.add(action)
+        for rung in _rungs(explanations, may_unfreeze=may_unfreeze):
+            if attempt.leak.sizes.keys() <= gone:
+                break
+            if rung():
+                gone = _measure(rung.name, watch, gone, attempts, attempt)
+    return [attempt.finding() for attempt in attempts]
+
+
+def named(cuts: Sequence[Cut]) -> str:
+    """Several cuts as one action."""
+    places = [cut.place for cut in cuts if cut.place is not None]
+    if len(cuts) > 1 and len(places) == len(cuts) and len({place.container for place in places}) == 1:
+        if places[0].size == len(places):
+            return f"{places[0].code}.clear()"
+        shown = ", ".join(f"{place.code}{place.key}" for place in places[:_SHOWN])
+        return f"del {shown}" + (f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else "")
+    shown = "; ".join(cut.action for cut in cuts[:_SHOWN])
+    return shown + (f" and {len(cuts) - _SHOWN} more like it" if len(cuts) > _SHOWN else "")
+
+
+def _distinct(cuts: Iterable[Cut | None]) -> list[Cut]:
+    """Each change once: the tensors behind one edge all name it."""
+    found: dict[tuple[str, int], Cut] = {}
+    for cut in cuts:
+        if cut is not None:
+            found.setdefault((cut.action, cut.place.container if cut.place else 0), cut)
+    return list(found.values())
+
+
+def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> str:
+    """Makes the changes; what went wrong, if anything did."""
+    failures = []
+    for cut in cuts:
+        try:
+            cut.apply()
+        except Exception as error:  # noqa: BLE001 - closing a generator, or hashing an element, runs the program's code
+            failures.append(f"{type(error).__name__}: {error}")
+        else:
+            attempt.changed.append(cut.changed)
+    return f" (raised {failures[0]})" if failures else ""
+
+
+def _measure(
+    action: str, watch: StorageWatch, before: set[Key], attempts: Sequence[_Attempt], current: _Attempt
+) -> set[Key]:
+    """Takes down what an action gave back, for the leak that it was for and for any other; what is gone now."""
+    wanted = current.leak.sizes.keys()
+    gone = watch.gone()
+    if not wanted <= gone:
+        gc.collect()
+        gone = watch.gone()
+    for attempt in attempts:
+        returned = sum(size for key, size in attempt.leak.sizes.items() if key in gone and key not in before)
+        if returned or attempt is current:
+            attempt.tried.append(Remedy(action=action, returns_bytes=returned))
+    return gone
+
+
+@dataclass(frozen=True)
+class _RungAction:
+    """Something that may let go of what no edge leads to, with its name."""
+
+    name: str
+    rung: Rung | None = None
+    thread: threading.Thread | None = None
+
+    def __call__(self) -> bool:
+        """Do it; False where it cannot do anything here."""
+        if self.thread is not None:
+            self.thread.join(JOIN_LIMIT)
+            return True
+        return self.rung is not None and release(self.rung)
+
+
+def _rungs(explanations: Sequence[Explanation], *, may_unfreeze: bool) -> list[_RungAction]:
+    """What is worth trying where cutting did not do it."""
+    names = {told.thread for told in explanations} - {""}
+    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
+    actions = [
+        _RungAction(f"thread '{thread.name}': join()", thread=thread)
+        for thread in others
+        if thread.name in names and thread is not threading.current_thread()
+    ]
+    if may_unfreeze and gc.get_freeze_count() > FROZEN_AT_STARTUP:
+        actions.append(_RungAction(ACTIONS[Rung.UNFREEZE], rung=Rung.UNFREEZE))
+    compiled = any(told.cause == "compiled-code" or not told.path for told in explanations)
+    if compiled and "torch._dynamo" in sys.modules:
+        actions.append(_RungAction(ACTIONS[Rung.RESET_COMPILED], rung=Rung.RESET_COMPILED))
+    return actions
