@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import sys
 import threading
 from collections import OrderedDict, deque
@@ -12,7 +13,16 @@ from types import CellType, CoroutineType, FunctionType, GeneratorType, ModuleTy
 from typing import Any, NamedTuple
 
 from lowtide.leakcheck import declarations
-from lowtide.probes.foreign import LRU_CACHE, attribute, dict_of_module, is_a, namespace_of_class
+from lowtide.probes.foreign import (
+    LRU_CACHE,
+    MISSING,
+    attribute,
+    dict_of_module,
+    is_a,
+    mro_of,
+    namespace_of_class,
+    type_name,
+)
 from lowtide.probes.heap import Link
 
 
@@ -56,16 +66,25 @@ class Names:
     Attributes:
         older: the identities of what was there; None if nobody knows.
         home: the module whose code made what holds; None if nobody knows.
+        root: the module that the path begins at; None if it begins elsewhere.
+        holder: the name there by which what holds is known; empty if it has none.
         are_free: whether any name may be set to None: the program has ended but for its checker.
     """
 
     older: Container[int] | None = None
     home: ModuleType | None = None
+    root: ModuleType | None = None
+    holder: str = ""
     are_free: bool = False
 
-    def of(self, home: ModuleType | None) -> Names:
+    def of(self, home: ModuleType | None, root: ModuleType | None, holder: str) -> Names:
         """The same, for what a module's code made."""
-        return dataclasses.replace(self, home=home)
+        return dataclasses.replace(self, home=home, root=root, holder=holder)
+
+    @property
+    def modules(self) -> tuple[ModuleType, ...]:
+        """Where something may be bound before anything runs."""
+        return tuple(module for module in dict.fromkeys((self.home, self.root)) if module is not None)
 
     def was_there(self, item: object) -> bool:
         """Whether an object is known to be older than the leak."""
@@ -75,12 +94,9 @@ class Names:
         """Whether a name was added since: a dict keeps the order, so nothing older stands behind it."""
         if self.older is None or name not in namespace:
             return False
-        names = list(namespace)
-        place = names.index(name)
-        behind, before = names[place + 1 :], names[:place]
-        return not any(id(namespace[other]) in self.older for other in behind) and any(
-            id(namespace[other]) in self.older for other in before
-        )
+        behind = list(namespace)[list(namespace).index(name) + 1 :]
+        # Nobody notes when numbers and strings are made.
+        return not any(gc.is_tracked(namespace[other]) and id(namespace[other]) in self.older for other in behind)
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer, not a failure
@@ -119,20 +135,29 @@ def _entry(link: Link, code: str, names: Names) -> Cut | None:
     keys = [key for key, value in dict.items(carrier) if id(value) == link.held]
     if not keys or (carrier is not link.owner and link.kind == "item"):
         return None
-    key, text = keys[0], f"{code}{link.edge}"
-    bound = "absent" if names.home is None else declarations.of_key(names.home, key)
-    order = list(dict.values(carrier))
-    behind = order[list(dict.keys(carrier)).index(key) + 1 :] if bound != "none" else []
+    text = f"{code}{link.edge}"
+    found = [declarations.of_key(module, names.holder, keys[0]) for module in names.modules if names.holder]
+    bound = "none" if "none" in found else "other" if "other" in found else "absent"
+    behind = list(dict.values(carrier))[list(dict.keys(carrier)).index(keys[0]) + 1 :]
+    del keys
     place = Place(id(carrier), code, link.edge, dict.__len__(carrier)) if link.owner is carrier else None
     if bound == "none":
-        setter: Any = OrderedDict.__setitem__ if is_a(carrier, OrderedDict) else dict.__setitem__
-        return Cut(f"{text} = None", f"{text} is None", lambda: setter(carrier, key, None))
-    if not names.are_free and (bound == "other" or any(map(names.was_there, behind))):
-        # It stands where something stood before the leak.
+        return Cut(f"{text} = None", f"{text} is None", lambda: _with_key(carrier, link.held, "__setitem__", None))
+    others = [item for item in dict.values(carrier) if id(item) != link.held]
+    is_old = bound == "other" or any(gc.is_tracked(item) and names.was_there(item) for item in behind)
+    if not names.are_free and (is_old or any(item is None for item in others)):
+        # It stands where something stood before the leak, or is one of slots, some of them empty.
         raise Refused
-    # A subclass's own `__delitem__` may do anything; an ordered dict's keeps the order.
-    delete: Any = OrderedDict.__delitem__ if is_a(carrier, OrderedDict) else dict.__delitem__
-    return Cut(f"del {text}", f"{text} is deleted", lambda: delete(carrier, key), place)
+    return Cut(f"del {text}", f"{text} is deleted", lambda: _with_key(carrier, link.held, "__delitem__"), place)
+
+
+def _with_key(entries: Any, held: int, method: str, *value: object) -> None:
+    """Calls a method of dict with the key of what it holds, looked for only now: a key may lead to the same thing."""
+    # A subclass's own methods may do anything; an ordered dict's keep the order.
+    base = OrderedDict if is_a(entries, OrderedDict) else dict
+    key = next((key for key, item in dict.items(entries) if id(item) == held), MISSING)
+    if key is not MISSING:
+        getattr(base, method)(entries, key, *value)
 
 
 def _slot(link: Link, code: str, names: Names) -> Cut | None:
@@ -214,12 +239,21 @@ def _attribute(link: Link, code: str, names: Names) -> Cut | None:
         bound = "unknown" if home is None else declarations.of_attribute(home, name)
     else:
         bound = declarations.of_instance_attribute(type(link.owner), name)
+        if bound == "absent" and any(declarations.of_attribute(module, name) != "absent" for module in names.modules):
+            bound = "other"
     if bound == "absent" and namespace is not None and names.is_new(namespace, name):
         return Cut(f"del {code}.{name}", f"{code}.{name} is deleted", lambda: deleter(link.owner, name))
     # An exception's traceback, the gradient of a tensor: nobody relies on them.
-    if not (names.are_free or bound == "none" or name in ("__traceback__", "__context__", "grad")):
+    if not (names.are_free or bound == "none" or _is_left_over(link.owner, name)):
         raise Refused
     return Cut(f"{code}.{name} = None", f"{code}.{name} is None", lambda: setter(link.owner, name, None))
+
+
+def _is_left_over(owner: object, name: str) -> bool:
+    """Whether an attribute is one that nobody relies on: an exception's traceback, the gradient of a tensor."""
+    if is_a(owner, BaseException):
+        return name in ("__traceback__", "__context__")
+    return name == "grad" and any(type_name(base) == "torch.Tensor" for base in mro_of(type(owner)))
 
 
 def _registered(link: Link, code: str, names: Names) -> Cut | None:

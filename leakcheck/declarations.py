@@ -42,6 +42,8 @@ def of_instance_attribute(cls: type, name: str) -> Binding:
     """How methods of a class, or the class itself, bind an attribute: to None if any of them does."""
     found: Binding = of_class_attribute(cls, name)
     for definition in _definitions(cls):
+        if found == "absent" and (definition is None or _sets_by_name(definition)):
+            found = "unknown"
         for method in [] if definition is None else definition.body:
             if not isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 continue
@@ -52,6 +54,16 @@ def of_instance_attribute(cls: type, name: str) -> Binding:
                             return "none"
                         found = "other"
     return found
+
+
+def _sets_by_name(definition: ast.ClassDef) -> bool:
+    """Whether a class gives its instances attributes whose names its source does not tell."""
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Attribute) and node.attr == "__dict__":
+            return True
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("setattr", "vars"):
+            return True
+    return False
 
 
 def of_attribute(module: ModuleType, name: str) -> Binding:
@@ -67,8 +79,8 @@ def of_attribute(module: ModuleType, name: str) -> Binding:
     return found
 
 
-def of_key(module: ModuleType, key: object) -> Binding:
-    """How a module's source binds a constant key in the dicts that it writes down, outside functions but `__init__`."""
+def of_key(module: ModuleType, holder: str, key: object) -> Binding:
+    """How a module's source binds a constant key in the dict that it gives to a name, or an attribute of that name."""
     tree = _tree(module)
     if tree is None:
         return "unknown"
@@ -76,14 +88,34 @@ def of_key(module: ModuleType, key: object) -> Binding:
         return "absent"
     found: Binding = "absent"
     for node in _before_use(tree.body):
-        if not isinstance(node, ast.Dict):
-            continue
-        for place, value in zip(node.keys, node.values, strict=True):
-            if isinstance(place, ast.Constant) and type(place.value) is type(key) and place.value == key:
-                if _is_none(value):
-                    return "none"
-                found = "other"
+        for target, value in _bindings(node):
+            pairs = _entries(value) if _name_of(target) == holder else ()
+            if isinstance(target, ast.Subscript) and _name_of(target.value) == holder:
+                pairs = _entry(target.slice, value)
+            for place, item in pairs:
+                if type(place) is type(key) and place == key:
+                    found = "none" if _is_none(item) else "other"
     return found
+
+
+def _name_of(target: ast.expr) -> str:
+    """The name, or the attribute's name, that an assignment binds; empty if it binds none."""
+    return target.id if isinstance(target, ast.Name) else getattr(target, "attr", "")
+
+
+def _entries(value: ast.expr | None) -> Iterator[tuple[object, ast.expr | None]]:
+    """The constant keys of the dicts that are written down in a value, as `{…}` or with keywords."""
+    for node in [] if value is None else ast.walk(value):
+        if isinstance(node, ast.Dict):
+            for key, item in zip(node.keys, node.values, strict=True):
+                yield from () if key is None else _entry(key, item)
+        elif isinstance(node, ast.Call):
+            yield from ((word.arg, word.value) for word in node.keywords if word.arg is not None)
+
+
+def _entry(key: ast.expr, value: ast.expr | None) -> Iterator[tuple[object, ast.expr | None]]:
+    if isinstance(key, ast.Constant):
+        yield key.value, value
 
 
 def _before_use(body: Sequence[ast.stmt]) -> Iterator[ast.AST]:
@@ -106,6 +138,8 @@ def _last(body: Sequence[ast.stmt], name: str) -> Binding:
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             if any((item.asname or item.name.partition(".")[0]) == name for item in node.names):
                 found = "other"
+        elif isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name == name:
+            found = "other"
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
             # A loop's variable, a `with … as`; what an assignment binds is told below, after its target.
             found = "other"

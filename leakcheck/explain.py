@@ -16,16 +16,18 @@ from __future__ import annotations
 import gc
 import re
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
-from typing import Any, cast
+from typing import Any
 
 from lowtide.leakcheck.cuts import Cut, Names, Refused, cut_of
 from lowtide.leakcheck.inspectors import marks
 from lowtide.probes.edges import Kind
 from lowtide.probes.foreign import is_a, type_name
-from lowtide.probes.heap import Link, Mark, Path, RootKind, Step, Traces, trace
+from lowtide.probes.heap import Link, Mark, Path, RootKind, Step, Traces, is_library, trace
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, collector_paused
 from lowtide.probes.tensors import plain_tensors
 from lowtide.reports.schema import Cause, Hop, Verdict
@@ -175,8 +177,11 @@ def _first_cut(path: Path, links: Sequence[Link], first: int, names: Names) -> C
         if names.older is None and not names.are_free and turn < len(path.steps) - 1 and link.kind not in _CACHED:
             # Nobody knows whether what it leads to was there before; the leaked thing itself, at the end, was not.
             continue
+        if link.kind not in _CACHED and not names.are_free and _is_librarys(path, link):
+            # Its insides are nobody else's to change.
+            return None
         try:
-            cut = cut_of(link, _code(path, turn), names.of(_home(path, links[: turn - first + 1])))
+            cut = cut_of(link, _code(path, turn), names.of(*_home(path, turn)))
         except Refused:
             return None
         if cut is not None or link.kind in ("frame-local", "thread"):
@@ -185,16 +190,32 @@ def _first_cut(path: Path, links: Sequence[Link], first: int, names: Names) -> C
     return None
 
 
-def _home(path: Path, links: Sequence[Link]) -> ModuleType | None:
-    """The module whose code made what the last link starts from: that of the nearest object which is no container."""
-    for link in reversed(links):
-        owner = link.owner
-        if is_a(owner, ModuleType):
-            return cast(ModuleType, owner)
-        name = type_name(owner if is_a(owner, type) else type(owner)).rpartition(".")[0]
-        if name and not is_a(owner, dict):
-            return sys.modules.get(name)
-    return sys.modules.get(path.root_name) if path.root_kind == "module" else None
+def _is_librarys(path: Path, link: Link) -> bool:
+    """Whether a link starts from an object of the interpreter's or torch's own, or lies behind one of their modules."""
+    if path.root_kind == "module" and is_library(path.root_name):
+        return True
+    if any(is_a(link.owner, container) for container in (dict, list, set, deque, threading.local, BaseException)):
+        return False
+    cls = link.owner if is_a(link.owner, type) else type(link.owner)
+    module = type_name(cls).rpartition(".")[0]
+    return bool(module) and is_library(module)
+
+
+def _home(path: Path, turn: int) -> tuple[ModuleType | None, ModuleType | None, str]:
+    """The module whose code made what a step starts from, that of the root, and by which name it is known there.
+
+    It is that of the nearest object of a class of the program's own; containers and libraries' types tell nothing.
+    """
+    names = (step.edge[1:] for step in reversed(path.steps[:turn]) if step.edge.startswith("."))
+    name = next(names, "")
+    root = sys.modules.get(path.root_name) if path.root_kind == "module" else None
+    for step in reversed(path.steps[:turn]):
+        module = step.type_name.rpartition(".")[0]
+        while module and module not in sys.modules:  # a class within a class
+            module = module.rpartition(".")[0]
+        if module and not is_library(module):
+            return sys.modules[module], root, name
+    return root, root, name
 
 
 def _verdict(steps: Sequence[Step]) -> Verdict:

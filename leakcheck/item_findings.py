@@ -15,6 +15,7 @@ import psutil
 
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.filled_caches import FilledCaches
+from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.ladder import Rung, release
 from lowtide.leakcheck.remedies import JOIN_LIMIT
 from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
@@ -54,7 +55,10 @@ class ItemLeak:
             return self
         returned = sum(self.names.values()) - sum(names.values()) if self.finding.bytes else 0
         remedy = Remedy(action=action, returns_bytes=returned)
-        finding = msgspec.structs.replace(self.finding, remedy=remedy, tried=(remedy,))
+        # What goes with a tensor is no library's workspace, of whatever size it is.
+        told = self.finding if self.finding.cause != "library-workspace" else _as_native(self, self.names)
+        message = f"{told.message}; {action} returns {format_bytes(returned)}" if returned else told.message
+        finding = msgspec.structs.replace(told, remedy=remedy, tried=(remedy,), message=message)
         return ItemLeak(finding, self.key, names, self.subject, self.explanation)
 
 
@@ -128,16 +132,24 @@ def confirmed_workspaces(leak: ItemLeak, left: Callable[[], Mapping[str, int]], 
     names = {name: size for name, size in left().items() if name in leak.names}
     if not names:
         return leak
+    return ItemLeak(_as_native(leak, names), leak.key, names, leak.subject)
+
+
+def _as_native(leak: ItemLeak, names: Mapping[str, int]) -> Finding:
+    """A finding about blocks of a workspace's size that turned out to be something else."""
     size = sum(names.values())
-    finding = msgspec.structs.replace(
+    blocks = [name.replace("workspace", "block", 1) for name in names]
+    message = f"{format_bytes(size)} of memory that native code holds on {leak.finding.device} did not come back"
+    return msgspec.structs.replace(
         leak.finding,
         cause="native",
         bytes=size,
-        holder=listed(leak.key, names),
-        message=f"{format_bytes(size)} of memory that native code holds on {leak.finding.device}, in blocks of a "
-        f"BLAS workspace's size that clearing the workspaces does not give back: {', '.join(sorted(names))}",
+        holder=listed(leak.key, blocks),
+        message=f"{message}, since {leak.finding.stage}: {', '.join(sorted(blocks))} (of a BLAS workspace's size)",
+        fingerprint=fingerprint(
+            resource="tensors", device=leak.finding.device, stage=leak.finding.stage, suspects=("native",)
+        ),
     )
-    return ItemLeak(finding, leak.key, names, leak.subject)
 
 
 def _no_graph_lives() -> bool:

@@ -331,7 +331,7 @@ class Watch:
                 found[place] = try_actions(draft, actions, self._left(draft, read), self._driver_bytes)
 
     def _confirmed(self, draft: ItemLeak, read: Callable[[], Deep]) -> ItemLeak:
-        if draft.finding.cause != "library-workspace" or draft.finding.resource != "tensors":
+        if draft.finding.cause != "library-workspace" or draft.finding.resource != "tensors" or not draft.names:
             return draft
         is_first = self._first_use.of_blas or self._workspaces_cleared >= _MOST_CLEARINGS
         self._workspaces_cleared += not is_first
