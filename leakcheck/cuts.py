@@ -51,12 +51,14 @@ class Cut:
         changed: what is different afterwards.
         apply: makes it. Raises what the holder's own code raises.
         place: for an entry of a container, where.
+        ends_anyway: whether the change is made even where making it raises.
     """
 
     action: str
     changed: str
     apply: Callable[[], object]
     place: Place | None = None
+    ends_anyway: bool = False
 
 
 @dataclass(frozen=True)
@@ -291,10 +293,10 @@ def _suspended(link: Link, code: str, names: Names) -> Cut | None:
     """A generator or coroutine that waits: closing it ends it."""
     if link.kind != "generator-local" or not (type(link.owner) is GeneratorType or type(link.owner) is CoroutineType):
         return None
-    if names.was_there(link.owner) and not names.are_free:
+    if not names.are_free and (names.older is None or names.was_there(link.owner)):
         # It may be waiting for the next thing to do.
         raise Refused
-    return Cut(f"{code}.close()", f"{code} is closed", link.owner.close)
+    return Cut(f"{code}.close()", f"{code} is closed", link.owner.close, ends_anyway=True)
 
 
 def _thread_local(link: Link, code: str, names: Names) -> Cut | None:

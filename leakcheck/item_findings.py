@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
 import sys
 import threading
@@ -16,15 +17,18 @@ import psutil
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.fingerprints import fingerprint
-from lowtide.leakcheck.ladder import Rung, release
+from lowtide.leakcheck.ladder import ACTIONS, Rung, release
 from lowtide.leakcheck.remedies import JOIN_LIMIT
 from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
-from lowtide.probes.objects import Census, all_objects
+from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
 from lowtide.reports.schema import Cause, Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
 DESTROY_LIMIT = 10.0
 """Seconds to wait for a process group to be destroyed: a peer that is gone may never answer."""
+
+FROZEN = "gc-frozen"
+"""The key of the metric of frozen objects, which is a level and has no items."""
 
 _SHOWN_NAMES = 3
 _POOL = re.compile(r"pool \((\d+), (\d+)\)")
@@ -79,6 +83,8 @@ class Action:
 
 def listed(key: str, names: Iterable[str]) -> str | None:
     """The first of some names, as a finding's holder."""
+    if key == FROZEN:
+        return None
     shown = sorted(map(_with_command, names) if key == "processes" else names)
     more = f" and {len(shown) - _SHOWN_NAMES} more" if len(shown) > _SHOWN_NAMES else ""
     return ", ".join(shown[:_SHOWN_NAMES]) + more if shown else None
@@ -158,9 +164,24 @@ def _no_graph_lives() -> bool:
     return kind is None or not Census(all_objects()).instances_of(kind)
 
 
-def actions_for(leak: ItemLeak, caches: FilledCaches) -> list[Action]:
-    """What is worth trying, the smallest first."""
+def frozen_items() -> dict[str, int]:
+    """The objects that the program has frozen, as one thing with their number."""
+    frozen = gc.get_freeze_count()
+    return {"frozen objects": frozen} if frozen > FROZEN_AT_STARTUP else {}
+
+
+def actions_for(leak: ItemLeak, caches: FilledCaches, *, may_unfreeze: bool) -> list[Action]:
+    """What is worth trying, the smallest first.
+
+    Args:
+        leak: what is to be ended.
+        caches: those that were filled.
+        may_unfreeze: whether undoing a freeze undoes nothing that is somebody else's.
+    """
     resource = leak.finding.resource
+    if resource == FROZEN and may_unfreeze:
+        name = ACTIONS[Rung.UNFREEZE]
+        return [Action(name, "the heap is not frozen any more", functools.partial(release, Rung.UNFREEZE))]
     if resource == "threads":
         return [
             Action(f"thread '{thread.name}': join()", "", functools.partial(thread.join, JOIN_LIMIT))

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.cuts import Cut
+from lowtide.leakcheck.cuts import Cut, Place
 from lowtide.leakcheck.explain import Explanation
 from lowtide.leakcheck.ladder import ACTIONS, Rung, release
 from lowtide.leakcheck.storages import Key, live_keys, tensors_over
@@ -106,17 +106,17 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
     watch = StorageWatch({key for leak in leaks for key in leak.sizes})
     attempts = [_Attempt(leak) for leak in leaks]
     gone: set[Key] = set()
+    waited: set[int] = set()
     for attempt in attempts:
-        explanations: Sequence[Explanation] = attempt.leak.explanations
         done: set[str] = set()
+        told = [explanation for key, explanation in attempt.leak.explanations.items() if key not in gone]
         for turn in range(_MOST_ROUNDS):
             left = attempt.leak.sizes.keys() - gone
             if not left:
                 break
             if turn:
-                explanations = tuple(explain_storages(left, context).by_key.values())
-            cuts = _distinct(told.cut for told in explanations)
-            cuts = [cut for cut in cuts if cut.action not in done]
+                told = list(explain_storages(left, context).by_key.values())
+            cuts = [cut for cut in _distinct(item.cut for item in told) if cut.action not in done]
             if not cuts:
                 break
             done |= {cut.action for cut in cuts}
@@ -124,17 +124,18 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
             failure = _apply(cuts, attempt)
             gone = _measure(f"{action}{failure}", watch, gone, attempts, attempt)
             attempt.cuts.add(action)
-        for rung in _rungs(explanations, may_unfreeze=may_unfreeze):
+        for rung in _rungs(told, waited, may_unfreeze=may_unfreeze):
             if attempt.leak.sizes.keys() <= gone:
                 break
             if rung():
+                attempt.changed += [rung.changed] if rung.changed else []
                 gone = _measure(rung.name, watch, gone, attempts, attempt)
     return [attempt.finding() for attempt in attempts]
 
 
 def named(cuts: Sequence[Cut]) -> str:
     """Several cuts as one action."""
-    places = [cut.place for cut in cuts if cut.place is not None]
+    places = sorted((cut.place for cut in cuts if cut.place is not None), key=_last_first)
     if len(cuts) > 1 and len(places) == len(cuts) and len({place.container for place in places}) == 1:
         if places[0].size == len(places):
             return f"{places[0].code}.clear()"
@@ -142,6 +143,12 @@ def named(cuts: Sequence[Cut]) -> str:
         return f"del {shown}" + (f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else "")
     shown = "; ".join(cut.action for cut in cuts[:_SHOWN])
     return shown + (f" and {len(cuts) - _SHOWN} more like it" if len(cuts) > _SHOWN else "")
+
+
+def _last_first(place: Place) -> tuple[int, str]:
+    """An order in which the entries of a list can be deleted one after the other by these very indices."""
+    index = place.key.strip("[]")
+    return (-int(index), "") if index.isdigit() else (0, place.key)
 
 
 def _distinct(cuts: Iterable[Cut | None]) -> list[Cut]:
@@ -161,6 +168,8 @@ def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> str:
             cut.apply()
         except Exception as error:  # noqa: BLE001 - closing a generator, or hashing an element, runs the program's code
             failures.append(f"{type(error).__name__}: {error}")
+            if cut.ends_anyway:
+                attempt.changed.append(cut.changed)
         else:
             attempt.changed.append(cut.changed)
     return f" (raised {failures[0]})" if failures else ""
@@ -187,6 +196,7 @@ class _RungAction:
     """Something that may let go of what no edge leads to, with its name."""
 
     name: str
+    changed: str = ""
     rung: Rung | None = None
     thread: threading.Thread | None = None
 
@@ -198,18 +208,26 @@ class _RungAction:
         return self.rung is not None and release(self.rung)
 
 
-def _rungs(explanations: Sequence[Explanation], *, may_unfreeze: bool) -> list[_RungAction]:
-    """What is worth trying where cutting did not do it."""
+def _rungs(explanations: Sequence[Explanation], waited: set[int], *, may_unfreeze: bool) -> list[_RungAction]:
+    """What is worth trying where cutting did not do it; each thread is waited for once."""
     names = {told.thread for told in explanations} - {""}
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
     actions = [
         _RungAction(f"thread '{thread.name}': join()", thread=thread)
         for thread in others
-        if thread.name in names and thread is not threading.current_thread()
+        if thread.name in names and thread is not threading.current_thread() and id(thread) not in waited
     ]
+    waited.update(id(action.thread) for action in actions)
     if may_unfreeze and gc.get_freeze_count() > FROZEN_AT_STARTUP:
-        actions.append(_RungAction(ACTIONS[Rung.UNFREEZE], rung=Rung.UNFREEZE))
-    compiled = any(told.cause == "compiled-code" or not told.path for told in explanations)
-    if compiled and "torch._dynamo" in sys.modules:
-        actions.append(_RungAction(ACTIONS[Rung.RESET_COMPILED], rung=Rung.RESET_COMPILED))
+        actions.append(_RungAction(ACTIONS[Rung.UNFREEZE], "the heap is not frozen any more", rung=Rung.UNFREEZE))
+    if any(told.cause == "compiled-code" or (not told.path and _compiled_anything()) for told in explanations):
+        changed = "what torch.compile has compiled is dropped"
+        actions.append(_RungAction(ACTIONS[Rung.RESET_COMPILED], changed, rung=Rung.RESET_COMPILED))
     return actions
+
+
+def _compiled_anything() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", {})
+    return bool(counters.get("frames", {}).get("total", 0))

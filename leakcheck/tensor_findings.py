@@ -83,7 +83,7 @@ class TensorLeak:
 
     finding: Finding
     sizes: Mapping[Key, int]
-    explanations: tuple[Explanation, ...]
+    explanations: Mapping[Key, Explanation]
 
 
 @dataclass(frozen=True)
@@ -308,11 +308,11 @@ def _leak(
             verdict=finding.verdict if known else VERDICT_OF_RUNG.get(largest.rung),
             remedy=Remedy(action=action, returns_bytes=size),
         )
-        return TensorLeak(finding, {}, ())
+        return TensorLeak(finding, {}, {})
     return TensorLeak(
         finding,
         {row.held.key: row.held.bytes for row in group},
-        tuple(row.explanation for row in group if row.explanation is not None),
+        {row.held.key: row.explanation for row in group if row.explanation is not None},
     )
 
 

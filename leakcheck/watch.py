@@ -23,9 +23,11 @@ from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.first_use import FirstUse, excused_by_libraries
 from lowtide.leakcheck.item_findings import (
+    FROZEN,
     ItemLeak,
     actions_for,
     confirmed_workspaces,
+    frozen_items,
     listed,
     try_actions,
     with_pool_holder,
@@ -309,8 +311,9 @@ class Watch:
 
     def _try_remedies(self, drafts: list[list[Draft]], context: Context, read: Callable[[], Deep]) -> None:
         """Replaces the drafts by findings with what gave each back: tensors first, which often hold all the rest."""
+        may_unfreeze = self._may_unfreeze(drafts)
         leaks = [draft for found in drafts for draft in found if isinstance(draft, TensorLeak)]
-        done = dict(zip(map(id, leaks), prove(leaks, context), strict=True))
+        done = dict(zip(map(id, leaks), prove(leaks, context, may_unfreeze=may_unfreeze), strict=True))
         cuts = dict.fromkeys(
             finding.remedy.action for finding in done.values() if finding.remedy is not None and finding.tried
         )
@@ -327,8 +330,14 @@ class Watch:
                 if after is not None:
                     draft = draft.without(after.readings[draft.subject].items.get(draft.key, {}), "; ".join(cuts))
                 draft = self._confirmed(draft, read)
-                actions = actions_for(draft, self._caches)
+                actions = actions_for(draft, self._caches, may_unfreeze=may_unfreeze)
                 found[place] = try_actions(draft, actions, self._left(draft, read), self._driver_bytes)
+
+    def _may_unfreeze(self, drafts: Sequence[Sequence[Draft]]) -> bool:
+        """Whether a freeze is a finding, and no owner that is alive has done one: there is one permanent generation."""
+        findings = [draft.finding for found in drafts for draft in found if isinstance(draft, ItemLeak)]
+        alive = any(owner.growth.get("gc-frozen", 0) > 0 for owner in self._books.live)
+        return any(finding.resource == "gc-frozen" for finding in findings) and not alive
 
     def _confirmed(self, draft: ItemLeak, read: Callable[[], Deep]) -> ItemLeak:
         if draft.finding.cause != "library-workspace" or draft.finding.resource != "tensors" or not draft.names:
@@ -338,6 +347,8 @@ class Watch:
         return confirmed_workspaces(draft, self._left(draft, read), is_first=is_first)
 
     def _left(self, draft: ItemLeak, read: Callable[[], Deep]) -> Callable[[], Mapping[str, int]]:
+        if draft.key == FROZEN:
+            return frozen_items
         return lambda: read().readings[draft.subject].items.get(draft.key, {})
 
     def _driver_bytes(self) -> int:
@@ -391,7 +402,7 @@ class Watch:
                 if finding.resource == "tensors":
                     kind = "workspaces" if finding.cause == "library-workspace" else "native"
                     key = f"{kind} {finding.device}" if finding.verdict == "native-held" else "unreadable"
-                names = own[0].reading.items.get(key, {})
+                names = frozen_items() if key == FROZEN else own[0].reading.items.get(key, {})
                 told = [stage for name in names if (stage := self._caches.stage_of(name))]
                 since = told[0] if told else self._books.since(key, names)
                 dated = restaged(finding, subject.stage if subject is not None else since or stage)

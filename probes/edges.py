@@ -71,6 +71,7 @@ _AUTOGRAD_NODE = re.compile(r"(\w+Backward\d*|AccumulateGrad)")
 _PLAIN_GETTERS: dict[int, tuple[str, ...]] = {
     id(BaseException): ("__traceback__", "__context__", "__cause__", "args"),
     id(TracebackType): ("tb_next",),
+    id(FrameType): ("f_back",),
     id(CellType): ("cell_contents",),
     id(BuiltinFunctionType): ("__self__",),
 }
@@ -417,8 +418,9 @@ def _add_names(code: CodeType, names: set[str]) -> None:
     for constant in code.co_consts:
         if type(constant) is CodeType:
             _add_names(constant, names)
-        elif type(constant) is str and constant.isidentifier():
-            names.add(constant)
+        for text in constant if type(constant) is tuple or type(constant) is frozenset else (constant,):
+            if type(text) is str and text.isidentifier():
+                names.add(text)
 
 
 def variables_of(frame: FrameType) -> list[tuple[str, object]]:

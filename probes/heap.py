@@ -417,7 +417,8 @@ class _Heap:
         """The same nodes without repetition, in no order; without a sort, whose cost grows faster than the heap."""
         places = np.arange(len(nodes), dtype=np.int32)
         self._scratch[nodes] = places
-        return nodes[self._scratch[nodes] == places]
+        once: Indices = nodes[self._scratch[nodes] == places]
+        return once
 
     def search(self) -> Indices:
         """The node before each node on a shortest path from a root, or why there is none.
@@ -453,7 +454,8 @@ class _Heap:
         # Written backwards, so that of several holders at the same distance the first one stays.
         parents[reached[::-1]] = np.repeat(frontier, counts)[fresh][::-1]
         # In the order of their addresses' places, so that of paths of one length it is always the same that is given.
-        return np.sort(self._each_once(reached))
+        level: Indices = np.sort(self._each_once(reached))
+        return level
 
     def _places(self, nodes: Indices) -> tuple[Ints, Ints]:
         """How many edges each node has, and the places of all of them in the list of edges, node by node."""
