@@ -85,6 +85,26 @@ def _compile_worker_pipe(name: str) -> bool:
     return int(name.partition(" ")[0]) in numbers
 
 
+def _pipe_to(command: str) -> Callable[[str], bool]:
+    """Whether a descriptor is a pipe that a child process of that name has open as well."""
+
+    def applies(name: str) -> bool:
+        target = name.partition(" -> ")[2]
+        if not target.startswith("pipe:"):
+            return False
+        children = [child.pid for child in psutil.Process().children() if command in _command_line(str(child.pid))]
+        return any(target in _open_files(pid) for pid in children)
+
+    return applies
+
+
+def _open_files(pid: int) -> set[str]:
+    try:
+        return {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    except OSError:  # it ended meanwhile
+        return set()
+
+
 def _multiprocessing_pipe(name: str) -> bool:
     number = int(name.partition(" ")[0])
     tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
@@ -131,6 +151,12 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         _runs("torch/_inductor/compile_worker"),
     ),
     Exemption(
+        "processes",
+        "torch's addr2line",
+        "torch starts some to name the C++ frames of a recorded allocation, and keeps them",
+        _runs("addr2line"),
+    ),
+    Exemption(
         "threads",
         "the threads of torch.compile's compile workers",
         "they serve the pool of compile workers, one per process",
@@ -171,6 +197,12 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "the pipes to torch.compile's compile workers",
         "they live as long as the pool does",
         _compile_worker_pipe,
+    ),
+    Exemption(
+        "file-descriptors",
+        "the pipes to torch's addr2line",
+        "they live as long as those processes do",
+        _pipe_to("addr2line"),
     ),
     Exemption(
         "file-descriptors",

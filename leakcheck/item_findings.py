@@ -18,7 +18,7 @@ from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.ladder import ACTIONS, Rung, release
-from lowtide.leakcheck.remedies import JOIN_LIMIT
+from lowtide.leakcheck.remedies import JOIN_LIMIT, unraisable_told
 from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
 from lowtide.reports.schema import Cause, Finding, Remedy
@@ -228,7 +228,8 @@ def try_actions(
             break
         before = driver()
         try:
-            action.do()
+            with unraisable_told():
+                action.do()
         except Exception as error:  # noqa: BLE001 - ending a thing runs the program's code, which may raise anything
             tried.append(Remedy(action=f"{action.name} (raised {type(error).__name__}: {error})", returns_bytes=0))
             continue

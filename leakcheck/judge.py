@@ -126,7 +126,8 @@ def _finding(
     if back is not None:
         rung = steps[back].rung
         cause = cause if cause != "unknown" else CAUSE_OF_RUNG[rung]
-        verdict = VERDICT_OF_RUNG.get(rung)
+        # That native code holds it stays true, whatever made that let go.
+        verdict = verdict if verdict == "native-held" else VERDICT_OF_RUNG.get(rung)
         if rung in actions:
             remedy = Remedy(action=actions[rung], returns_bytes=_bytes(metric, above[back - 1] - above[back]))
     new = sorted(metric.new_items(baseline, steps[due].reading))

@@ -12,6 +12,7 @@ import functools
 import gc
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -151,9 +152,12 @@ def release(rung: Rung) -> bool:
         _clear_lru_caches()
         gc.collect()
     elif rung is Rung.RESET_COMPILED:
-        if "torch._dynamo" not in sys.modules:
+        if not compiled_anything():
             return False
-        sys.modules["torch._dynamo"].reset()
+        with warnings.catch_warnings():
+            # It imports parts of torch that warn of each other.
+            warnings.simplefilter("ignore")
+            sys.modules["torch._dynamo"].reset()
         gc.collect()
         if on_card:
             torch.cuda.empty_cache()
@@ -170,6 +174,13 @@ def release(rung: Rung) -> bool:
     else:
         return False
     return True
+
+
+def compiled_anything() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", {})
+    return bool(counters.get("frames", {}).get("total", 0))
 
 
 def _trim_heap() -> bool:

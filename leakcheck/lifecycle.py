@@ -200,6 +200,7 @@ class LifecycleRun:
     def _end(self, life: Life, cycle: int, baseline: Snapshot) -> None:
         """Shut down and judge; the engine object is held meanwhile, as whoever called shutdown holds it."""
         self._announce(cycle, len(SCRIPT) - 1)
+        self._leftovers.stage("shutdown", cycle)
         before = self._stages[-1][4] if self._stages and self._stages[-1][1] == cycle else baseline
         started = time.perf_counter()
         try:

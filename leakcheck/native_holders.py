@@ -38,7 +38,8 @@ def as_gradients(
     owners = {}
     with plain_tensors(torch):
         for tensor in Census(all_objects()).instances_of(torch.Tensor):
-            if tensor.is_leaf and tensor.requires_grad and id(tensor.grad) in wanted:
+            # Asking any other one for its gradient makes torch warn.
+            if tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad) and id(tensor.grad) in wanted:
                 owners[id(tensor.grad)] = tensor
     holding = list(owners.values())
     return {

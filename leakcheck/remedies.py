@@ -5,10 +5,11 @@ Runs on a leak only, after the verdict.  Every change to the program is listed w
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 
 from lowtide.leakcheck.cuts import Cut, Place
 from lowtide.leakcheck.explain import Explanation
-from lowtide.leakcheck.ladder import ACTIONS, Rung, release
+from lowtide.leakcheck.ladder import ACTIONS, Rung, compiled_anything, release
 from lowtide.leakcheck.storages import Key, live_keys, tensors_over
 from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages
 from lowtide.probes.objects import FROZEN_AT_STARTUP
@@ -121,15 +122,21 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
                 break
             done |= {cut.action for cut in cuts}
             action = named(cuts)
-            failure = _apply(cuts, attempt)
-            gone = _measure(f"{action}{failure}", watch, gone, attempts, attempt)
+            with unraisable_told() as raised:
+                raised += _apply(cuts, attempt)
+                gone, returned = _measure(watch, gone, attempts, attempt)
+            action += f" (raised {raised[0]})" if raised else ""
+            _take_down(action, returned, attempts, attempt)
             attempt.cuts.add(action)
         for rung in _rungs(told, waited, may_unfreeze=may_unfreeze):
             if attempt.leak.sizes.keys() <= gone:
                 break
-            if rung():
+            with unraisable_told():
+                was_done = rung()
+                gone, returned = _measure(watch, gone, attempts, attempt)
+            if was_done:
                 attempt.changed += [rung.changed] if rung.changed else []
-                gone = _measure(rung.name, watch, gone, attempts, attempt)
+                _take_down(rung.name, returned, attempts, attempt)
     return [attempt.finding() for attempt in attempts]
 
 
@@ -160,7 +167,25 @@ def _distinct(cuts: Iterable[Cut | None]) -> list[Cut]:
     return list(found.values())
 
 
-def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> str:
+@contextlib.contextmanager
+def unraisable_told() -> Iterator[list[str]]:
+    """What is raised where nobody can catch it (in a `__del__`) while the block lets things go, as text.
+
+    A test runner's own hook would keep the error, and with it what should go, and blame it on the next test.
+    """
+    told: list[str] = []
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        told.append(f"{unraisable.exc_type.__name__}: {unraisable.exc_value}")
+
+    before, sys.unraisablehook = sys.unraisablehook, hook
+    try:
+        yield told
+    finally:
+        sys.unraisablehook = before
+
+
+def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
     """Makes the changes; what went wrong, if anything did."""
     failures = []
     for cut in cuts:
@@ -172,23 +197,26 @@ def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> str:
                 attempt.changed.append(cut.changed)
         else:
             attempt.changed.append(cut.changed)
-    return f" (raised {failures[0]})" if failures else ""
+    return failures
 
 
 def _measure(
-    action: str, watch: StorageWatch, before: set[Key], attempts: Sequence[_Attempt], current: _Attempt
-) -> set[Key]:
-    """Takes down what an action gave back, for the leak that it was for and for any other; what is gone now."""
-    wanted = current.leak.sizes.keys()
+    watch: StorageWatch, before: set[Key], attempts: Sequence[_Attempt], current: _Attempt
+) -> tuple[set[Key], list[int]]:
+    """What is gone after an action, and the bytes that each leak got back by it."""
     gone = watch.gone()
-    if not wanted <= gone:
+    if not current.leak.sizes.keys() <= gone:
         gc.collect()
         gone = watch.gone()
-    for attempt in attempts:
-        returned = sum(size for key, size in attempt.leak.sizes.items() if key in gone and key not in before)
-        if returned or attempt is current:
-            attempt.tried.append(Remedy(action=action, returns_bytes=returned))
-    return gone
+    new = gone - before
+    return gone, [sum(size for key, size in attempt.leak.sizes.items() if key in new) for attempt in attempts]
+
+
+def _take_down(action: str, returned: Sequence[int], attempts: Sequence[_Attempt], current: _Attempt) -> None:
+    """Notes an action with the leak that it was for, and with every other that it gave something back of."""
+    for attempt, size in zip(attempts, returned, strict=True):
+        if size or attempt is current:
+            attempt.tried.append(Remedy(action=action, returns_bytes=size))
 
 
 @dataclass(frozen=True)
@@ -220,14 +248,7 @@ def _rungs(explanations: Sequence[Explanation], waited: set[int], *, may_unfreez
     waited.update(id(action.thread) for action in actions)
     if may_unfreeze and gc.get_freeze_count() > FROZEN_AT_STARTUP:
         actions.append(_RungAction(ACTIONS[Rung.UNFREEZE], "the heap is not frozen any more", rung=Rung.UNFREEZE))
-    if any(told.cause == "compiled-code" or (not told.path and _compiled_anything()) for told in explanations):
+    if any(told.cause == "compiled-code" or (not told.path and compiled_anything()) for told in explanations):
         changed = "what torch.compile has compiled is dropped"
         actions.append(_RungAction(ACTIONS[Rung.RESET_COMPILED], changed, rung=Rung.RESET_COMPILED))
     return actions
-
-
-def _compiled_anything() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")
-    counters = getattr(utils, "counters", {})
-    return bool(counters.get("frames", {}).get("total", 0))

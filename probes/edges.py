@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import keyword
 import re
 import sys
 import threading
@@ -309,12 +310,23 @@ def _of_nn_module(way: Sequence[Any]) -> Edge | None:
         for place in (1, 2):
             if len(way) > place + 1 and way[place] is entries and type(entries) is dict:
                 for key in _keys_of(entries, way[place + 1]):
-                    if type(key) is str and key.isidentifier():
-                        return Edge(f".{key}", "instance-attribute", place + 1)
-                    # A list of modules registers them under numbers as text.
-                    number = key if type(key) is str and key.isdigit() else _key_text(key)
-                    return Edge(f"[{number}]", "instance-attribute", place + 1)
+                    return Edge(_registered_text(way[0], registry, key), "instance-attribute", place + 1)
     return None
+
+
+def _registered_text(module: object, registry: str, key: object) -> str:
+    """What a `torch.nn.Module` has registered under a key, as code."""
+    names = {type_name(base).rpartition(".")[2] for base in mro_of(type(module))}
+    if names & {"ModuleDict", "ParameterDict"}:
+        return f"[{_key_text(key)}]"
+    if type(key) is str and re.fullmatch("[0-9]+", key) and names & {"ModuleList", "Sequential", "ParameterList"}:
+        return f"[{key}]"
+    return f".{key}" if _is_name(key) else f".{registry}[{_key_text(key)}]"
+
+
+def _is_name(key: object) -> bool:
+    """Whether it can stand behind a dot."""
+    return type(key) is str and key.isidentifier() and not keyword.iskeyword(key)
 
 
 def _is_cached_property(cls: type, name: str) -> bool:
@@ -379,7 +391,7 @@ def _entry(way: Sequence[Any], kind: Kind, alone: str) -> Edge:
     if len(way) == 2:
         return Edge(alone, "other")
     for key in _keys_of(way[1], way[2]):
-        if type(key) is str and key.isidentifier():
+        if _is_name(key):
             return Edge(f".{key}", kind, 2)
     return Edge(f".__dict__{_item(way[1:])}", kind, 2)
 

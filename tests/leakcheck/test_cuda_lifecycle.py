@@ -70,18 +70,31 @@ def test_what_autograd_saved_is_found_though_python_cannot_see_it(driver: Driver
     run = LifecycleRun("tiny", lambda: SavesForBackward(config, 1024), device="cuda:0", driver=driver, cycles=2)
     try:
         subject = run.run()
-        findings = {(item.resource, item.cause): item for item in subject.findings if item.stage == "shutdown"}
+        findings = subject.findings
     finally:
         SavesForBackward.kept.clear()
-    native = findings.pop(("tensors", "native"))
-    assert native.bytes >= 16 * MIB
-    assert native.verdict == "native-held"
-    # The sum itself Python does see.
-    assert set(findings) == {("tensors", "unknown")}
+    (native,) = [item for item in findings if item.cause == "native"]
+    assert (native.bytes >= 16 * MIB, native.verdict, native.stage) == (True, "native-held", "shutdown")
+    # The sum itself Python does see, and the leaf behind it torch tells of; letting go of the sum gives all back.
+    told = {item.verdict: item for item in findings if item.cause != "native"}
+    assert set(told) <= {"reachable", "native-held"}
+    assert told["reachable"].holder is not None
+    assert told["reachable"].holder.endswith("SavesForBackward.kept")
+    assert all(item.remedy is not None and "SavesForBackward.kept" in item.remedy.action for item in findings)
+    assert native.remedy is not None
+    assert native.remedy.returns_bytes == native.bytes
 
 
 @pytest.mark.parametrize("name", ["shutdown-noop", "worker-keeps-everything"])
-def test_a_defect_is_one_finding_on_the_card(driver: Driver, name: str) -> None:
+def test_a_defect_is_told_holder_by_holder_on_the_card(driver: Driver, name: str) -> None:
     with find_defect(name).activate():
         subject = live(driver)
-    assert [(item.resource, item.device) for item in subject.findings] == [("tensors", "cuda:0")]
+    assert {(item.resource, item.device, item.cause) for item in subject.findings} == {
+        ("tensors", "cuda:0", "instance-attribute")
+    }
+    holders = {(item.holder or "").rpartition(".")[2] for item in subject.findings}
+    assert {"model", "layers"} <= holders
+    for finding in subject.findings:
+        assert finding.stage in ("create", "infer")
+        assert finding.remedy is not None
+        assert finding.remedy.returns_bytes == finding.bytes
