@@ -236,6 +236,8 @@ def _attribute(link: Link, code: str, names: Names) -> Cut | None:
         setter, deleter = object.__setattr__, object.__delattr__
     if of_class:
         bound = declarations.of_class_attribute(link.owner, name)
+        if bound == "absent" and any(declarations.of_attribute(module, name) != "absent" for module in names.modules):
+            bound = "other"
     elif type(link.owner) is FunctionType:
         home = sys.modules.get(str(link.owner.__module__))
         bound = "unknown" if home is None else declarations.of_attribute(home, name)

@@ -18,13 +18,18 @@ from lowtide.probes.foreign import attribute, mro_of, type_name
 Binding = Literal["none", "other", "absent", "unknown"]
 """To None, to something else, not at all, or in source that cannot be read."""
 
+_DYNAMIC = ("exec", "eval", "globals", "setattr", "vars")
+
 _NESTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 def of_global(module: ModuleType, name: str) -> Binding:
     """How a module's code binds a global at last, outside its functions and classes."""
     tree = _tree(module)
-    return "unknown" if tree is None else _last(tree.body, name)
+    if tree is None:
+        return "unknown"
+    bound = _last(tree.body, name)
+    return "unknown" if bound == "absent" and _may_bind(tree, name) else bound
 
 
 def of_class_attribute(cls: type, name: str) -> Binding:
@@ -35,6 +40,9 @@ def of_class_attribute(cls: type, name: str) -> Binding:
         bound = _last(definition.body, name)
         if bound != "absent":
             return bound
+        # A decorator, a metaclass or a method may have given it to the class.
+        if definition.decorator_list or definition.keywords or _stores(definition, name):
+            return "unknown"
     return "absent"
 
 
@@ -54,6 +62,27 @@ def of_instance_attribute(cls: type, name: str) -> Binding:
                             return "none"
                         found = "other"
     return found
+
+
+def _may_bind(tree: ast.Module, name: str) -> bool:
+    """Whether a module may bind a global in a way that its source does not spell out where it does so."""
+    for node in _outside(tree.body):
+        if isinstance(node, ast.ImportFrom) and any(item.name == "*" for item in node.names):
+            return True
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _DYNAMIC:
+            return True
+    return any(isinstance(node, ast.Global) and name in node.names for node in ast.walk(tree))
+
+
+def _stores(definition: ast.ClassDef, name: str) -> bool:
+    """Whether code in a class gives an attribute of that name to anything but an instance."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and node.attr == name
+        and not _is_self(node.value)
+        for node in ast.walk(definition)
+    )
 
 
 def _sets_by_name(definition: ast.ClassDef) -> bool:

@@ -174,9 +174,25 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         path=(Hop(type=path.root_kind, edge=path.root_name), *hops),
         suspects=_suspects(path, first, last),
         freed=tuple(freed),
-        cut=_first_cut(path, links, first, names),
+        cut=_cut_of_new_dict(path, place, found, first, names) or _first_cut(path, links, first, names),
         thread=running,
     )
+
+
+def _cut_of_new_dict(path: Path, place: int, found: Traces, first: int, names: Names) -> Cut | None:
+    """The cut of a name whose dict may be new itself: an empty one would be left there, and not what there was.
+
+    (A dict passes for older, since the collector does not know an empty one.)
+    """
+    if names.older is None or not first or path.steps[first - 1].type_name != "dict":
+        return None
+    link = found.link(place, first - 1)
+    if link.held in names.older or _is_librarys(path, link):
+        return None
+    try:
+        return cut_of(link, _code(path, first - 1), names.of(*_home(path, first - 1)))
+    except Refused:
+        return None
 
 
 def _first_cut(path: Path, links: Sequence[Link], first: int, names: Names) -> Cut | None:

@@ -11,7 +11,7 @@ import concurrent.futures
 import sys
 import threading
 from collections.abc import Callable, Container, Sequence
-from types import GetSetDescriptorType, MemberDescriptorType
+from types import MemberDescriptorType
 from typing import Any
 
 from lowtide.probes.foreign import attribute, is_a, mro_of, namespace_of, type_name
@@ -128,20 +128,30 @@ def _resource(item: object) -> Mark | None:
 
 
 def _flag(item: object, name: str) -> object:
-    """An attribute, a slot, or what a type written in C tells of its own instances."""
+    """An attribute, or a slot."""
     for base in mro_of(type(item)):
         member = namespace_of(base).get(name)
-        if type(member) is MemberDescriptorType or (type(member) is GetSetDescriptorType and _is_builtin(type(item))):
+        if type(member) is MemberDescriptorType:
             try:
                 return member.__get__(item)
-            except (AttributeError, ValueError):
-                return None  # unset, or detached
+            except AttributeError:
+                return None  # unset
     return attribute(item, name)
 
 
-def _is_builtin(cls: type) -> bool:
-    # A subclass may have put its own object where the type in C asks for its parts.
-    return type_name(cls).startswith(("_io.", "mmap.", "_socket."))
+def _file(item: Any) -> Mark | None:
+    """A closed file of Python's own, or what reads from one; another one's answer would be foreign code."""
+    name = type_name(type(item))
+    try:
+        if name == "_io.TextIOWrapper":
+            return _file(item.buffer)
+        if name in ("_io.BufferedReader", "_io.BufferedWriter", "_io.BufferedRandom"):
+            return _file(item.raw)
+        if name in ("_io.FileIO", "_io.BytesIO", "_io.StringIO", "mmap.mmap"):
+            return "holding" if item.closed else None
+    except ValueError:  # detached
+        return "holding"
+    return None
 
 
 def _can_end(item: object) -> bool:
@@ -149,4 +159,4 @@ def _can_end(item: object) -> bool:
     return any(name in namespace_of(base) for base in mro_of(type(item)) for name in _ENDINGS)
 
 
-_CLUES: tuple[Callable[[object], Mark | None], ...] = (_future, _thread, _transfer, _resource)
+_CLUES: tuple[Callable[[object], Mark | None], ...] = (_future, _thread, _transfer, _file, _resource)
