@@ -3,7 +3,9 @@
 Each heap has 20 leaked tensors 13 references below a module: a bushy heap, in which some other objects refer to each
 holder on the way, the same after `gc.freeze()`, one in which all objects refer to what holds the tensors, so that a
 search backwards meets the whole heap (wide fan-in), and a larger bushy one. Each case in a process of its own;
-`extra_bytes` is the growth of the process's peak.
+`extra_bytes` is the growth of the process's peak since before the first walk. `explain` is a walk that also says, for
+each of the leaks, what each edge of its path retains: a sweep over the heap per leak, as no two share their first edge.
+`floor_seconds` is one `gc.get_referents` over the whole heap, below which no forward walk can be.
 """
 
 from __future__ import annotations
@@ -24,14 +26,19 @@ from typing import Any
 
 import machine
 import objgraph
+import psutil
 import torch
 
-from lowtide.probes.heap import find_paths
+from lowtide.probes.heap import find_paths, trace
+from lowtide.probes.objects import collector_paused
 
 LEAKS = 20
 DEPTH = 13
 # How many objects of the filling refer to each holder on the way to a leak, in a bushy heap.
 REFERRERS = 6
+REPEATS = 5
+# Objects asked at a time in the floor, so that it holds no more than the walk does.
+CHUNK = 50_000
 
 
 class Node:
@@ -89,14 +96,16 @@ def measure(objects: int, shape: str, frozen: bool, limit: int) -> dict[str, Any
     tensors = leaks(module)
     peak = _peak_bytes()
     seconds = []
-    for turn in range(5):
-        started = time.perf_counter()
-        paths = find_paths(tensors, ignore={id(tensors)})
-        seconds.append(time.perf_counter() - started)
-        if turn == 0:
-            extra = _peak_bytes() - peak
+    with Neighbours() as neighbours:
+        for turn in range(REPEATS):
+            started = time.perf_counter()
+            paths = find_paths(tensors, ignore={id(tensors)})
+            seconds.append(time.perf_counter() - started)
+            if turn == 0:
+                extra = _peak_bytes() - peak
+        explained = _explain(tensors)
     lengths = sorted({path.references for path in paths if path is not None})
-    return {
+    result = {
         "objects": objects,
         "shape": shape,
         "frozen": frozen,
@@ -107,8 +116,70 @@ def measure(objects: int, shape: str, frozen: bool, limit: int) -> dict[str, Any
         "seconds": statistics.median(seconds),
         "first_seconds": seconds[0],
         "extra_bytes": extra,
-        "objgraph": _objgraph(tensors, module, limit),
+        "explain": {**explained, "extra_bytes": _peak_bytes() - peak},
+        "neighbours_cores": neighbours.cores,
     }
+    with neighbours:
+        beside = _objgraph(tensors, module, limit)
+    result["objgraph"] = {**beside, "neighbours_cores": neighbours.cores}
+    if frozen:
+        gc.unfreeze()
+        result["same_paths_unfrozen"] = list(map(str, find_paths(tensors, ignore={id(tensors)}))) == list(
+            map(str, paths)
+        )
+    result["floor_seconds"] = statistics.median(_floor() for _ in range(REPEATS))
+    return result
+
+
+def _floor() -> float:
+    """Seconds to ask every object that the collector sees for its references, once."""
+    with collector_paused():
+        objects = gc.get_objects()
+        started = time.perf_counter()
+        for place in range(0, len(objects), CHUNK):
+            list(map(gc.get_referents, objects[place : place + CHUNK]))
+        return time.perf_counter() - started
+
+
+def _explain(tensors: list[Any]) -> dict[str, Any]:
+    """Seconds for the paths to all leaks and for what each edge retains, from the first that two leaks do not share."""
+    seconds, sweeps = [], []
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        with trace(tensors, ignore={id(tensors)}) as found:
+            paths = [found.path(place) for place in range(len(tensors))]
+            # The first step leads to the registry, which holds all of them.
+            walked = time.perf_counter()
+            freed = [found.freed_by_cutting(place, 1) for place in range(len(tensors))]
+            sweeps.append(time.perf_counter() - walked)
+        seconds.append(time.perf_counter() - started)
+    return {
+        "seconds": statistics.median(seconds),
+        "seconds_per_sweep": statistics.median(sweeps) / len(tensors),
+        "sweeps": len(freed),
+        "distinct_first_edges": len({str(path).split(" .child")[0] for path in paths}),
+        "edges_cut": sum(map(len, freed)),
+        "leaks_that_one_cut_frees": sum(place in frozenset().union(*sets) for place, sets in enumerate(freed)),
+    }
+
+
+class Neighbours:
+    """How many cores other processes kept busy meanwhile; what is measured beside them is slower than alone."""
+
+    cores = 0.0
+
+    def __enter__(self) -> Neighbours:
+        self._started = self._busy_seconds(), time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        busy, started = self._started
+        self.cores = round(max(0.0, self._busy_seconds() - busy) / (time.perf_counter() - started), 2)
+
+    @staticmethod
+    def _busy_seconds() -> float:
+        machines, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        return float(sum(machines) - machines.idle - machines.iowait - own.user - own.system)
 
 
 def _objgraph(tensors: list[Any], module: Any, limit: int) -> dict[str, Any]:

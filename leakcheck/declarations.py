@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Literal
@@ -105,6 +105,10 @@ def of_attribute(module: ModuleType, name: str) -> Binding:
         for target, value in _bindings(node):
             if isinstance(target, ast.Attribute) and target.attr == name:
                 found = "none" if _is_none(value) else "other"
+        if isinstance(node, ast.Call) and _name_of(node.func) == "setattr" and len(node.args) == 3:
+            key = node.args[1]
+            if isinstance(key, ast.Constant) and key.value == name:
+                found = "none" if _is_none(node.args[2]) else "other"
     return found
 
 
@@ -118,12 +122,19 @@ def of_key(module: ModuleType, holder: str, key: object) -> Binding:
     found: Binding = "absent"
     for node in _before_use(tree.body):
         for target, value in _bindings(node):
-            pairs = _entries(value) if _name_of(target) == holder else ()
+            pairs: Iterable[tuple[object, ast.expr | None]] = _entries(value) if _name_of(target) == holder else ()
             if isinstance(target, ast.Subscript) and _name_of(target.value) == holder:
                 pairs = _entry(target.slice, value)
-            for place, item in pairs:
-                if type(place) is type(key) and place == key:
-                    found = "none" if _is_none(item) else "other"
+            found = _of_pairs(pairs, key, found)
+        if isinstance(node, ast.keyword) and node.arg == holder:
+            found = _of_pairs(_entries(node.value), key, found)
+    return found
+
+
+def _of_pairs(pairs: Iterable[tuple[object, ast.expr | None]], key: object, found: Binding) -> Binding:
+    for place, item in pairs:
+        if type(place) is type(key) and place == key:
+            found = "none" if _is_none(item) else "other"
     return found
 
 

@@ -13,6 +13,7 @@ is `.ENGINE`. If the caller names the engine as innocent, the same path is an `i
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import re
 import sys
@@ -190,7 +191,8 @@ def _cut_of_new_dict(path: Path, place: int, found: Traces, first: int, names: N
     if link.held in names.older or _is_librarys(path, link):
         return None
     try:
-        return cut_of(link, _code(path, first - 1), names.of(*_home(path, first - 1)))
+        known = dataclasses.replace(names.of(*_home(path, first - 1)), are_free=False)
+        return cut_of(link, _code(path, first - 1), known)
     except Refused:
         return None
 

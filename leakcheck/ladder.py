@@ -154,11 +154,7 @@ def release(rung: Rung) -> bool:
     elif rung is Rung.RESET_COMPILED:
         if not compiled_anything():
             return False
-        with warnings.catch_warnings():
-            # It imports parts of torch that warn of each other.
-            warnings.simplefilter("ignore")
-            sys.modules["torch._dynamo"].reset()
-        gc.collect()
+        reset_compiled()
         if on_card:
             torch.cuda.empty_cache()
     elif rung is Rung.CLEAR_WORKSPACES:
@@ -174,6 +170,15 @@ def release(rung: Rung) -> bool:
     else:
         return False
     return True
+
+
+def reset_compiled() -> None:
+    """Drop what torch.compile has compiled, and collect."""
+    with warnings.catch_warnings():
+        # It imports parts of torch that warn of each other.
+        warnings.simplefilter("ignore")
+        sys.modules["torch._dynamo"].reset()
+    gc.collect()
 
 
 def compiled_anything() -> bool:

@@ -17,7 +17,7 @@ import msgspec
 
 from lowtide.leakcheck.cuts import Cut, Place
 from lowtide.leakcheck.explain import Explanation
-from lowtide.leakcheck.ladder import ACTIONS, Rung, compiled_anything, release
+from lowtide.leakcheck.ladder import ACTIONS, Rung, compiled_anything, release, reset_compiled
 from lowtide.leakcheck.storages import Key, live_keys, tensors_over
 from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages
 from lowtide.probes.objects import FROZEN_AT_STARTUP
@@ -233,6 +233,9 @@ class _RungAction:
         if self.thread is not None:
             self.thread.join(JOIN_LIMIT)
             return True
+        if self.rung is Rung.RESET_COMPILED:
+            reset_compiled()
+            return True
         return self.rung is not None and release(self.rung)
 
 
@@ -248,7 +251,8 @@ def _rungs(explanations: Sequence[Explanation], waited: set[int], *, may_unfreez
     waited.update(id(action.thread) for action in actions)
     if may_unfreeze and gc.get_freeze_count() > FROZEN_AT_STARTUP:
         actions.append(_RungAction(ACTIONS[Rung.UNFREEZE], "the heap is not frozen any more", rung=Rung.UNFREEZE))
-    if any(told.cause == "compiled-code" or (not told.path and compiled_anything()) for told in explanations):
+    is_compiled = any(told.cause == "compiled-code" for told in explanations) and "torch._dynamo" in sys.modules
+    if is_compiled or (compiled_anything() and any(not told.path for told in explanations)):
         changed = "what torch.compile has compiled is dropped"
         actions.append(_RungAction(ACTIONS[Rung.RESET_COMPILED], changed, rung=Rung.RESET_COMPILED))
     return actions

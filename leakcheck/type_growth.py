@@ -6,7 +6,7 @@ from collections import Counter
 
 import objgraph
 
-from lowtide.probes.foreign import type_name
+from lowtide.probes.foreign import mro_of, namespace_of, type_name
 from lowtide.probes.objects import all_objects
 from lowtide.reports.schema import TypeGrowth
 
@@ -44,9 +44,19 @@ class TypeCounts:
 
 def _counts() -> dict[str, int]:
     """Without what the checker itself makes and keeps for its report."""
-    counts: dict[str, int]
-    try:
-        counts = objgraph.typestats(all_objects(), shortnames=False)
-    except Exception:  # noqa: BLE001 - it asks the classes for their names, and a metaclass may answer anything
-        counts = Counter(type_name(type(item)) for item in all_objects())
+    objects = all_objects()
+    # objgraph asks the classes for their names, and a metaclass may answer anything.
+    strange = {id(cls) for cls in {id(type(item)): type(item) for item in objects}.values() if _answers_itself(cls)}
+    plain = [item for item in objects if id(type(item)) not in strange]
+    counts: dict[str, int] = objgraph.typestats(plain, shortnames=False)
+    counts.update(Counter(type_name(type(item)) for item in objects if id(type(item)) in strange))
     return {name: count for name, count in counts.items() if not name.startswith(_OWN)}
+
+
+def _answers_itself(cls: type) -> bool:
+    """Whether a class's metaclass has code of its own for what every class tells of itself."""
+    own = [namespace_of(base) for base in mro_of(type(cls)) if base is not type and base is not object]
+    return any(
+        "__getattribute__" in names or "__name__" in names or type(names.get("__module__", "")) is not str
+        for names in own
+    )

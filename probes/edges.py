@@ -163,7 +163,7 @@ class EdgeNamer:
             for name in sorted(names):
                 if attribute(holder, name) is held:
                     known.add(name)
-                    return Edge(f".{name}", "instance-attribute")
+                    return Edge(_attribute_text(name), "instance-attribute")
         return Edge(UNNAMED, "other")
 
     @functools.cached_property
@@ -295,8 +295,12 @@ def _of_instance_dict(way: Sequence[Any]) -> Edge | None:
     if len(way) > 2 and type(way[1]) is dict:
         for key in _keys_of(way[1], way[2]):
             if type(key) is str and (attribute(way[0], key) is way[2] or _is_cached_property(type(way[0]), key)):
-                return Edge(f".{key}", "instance-attribute", 2)
+                return Edge(_attribute_text(key), "instance-attribute", 2)
     return None
+
+
+def _attribute_text(name: str) -> str:
+    return f".{name}" if _is_name(name) else f".__dict__[{name!r}]"
 
 
 def _of_nn_module(way: Sequence[Any]) -> Edge | None:

@@ -328,6 +328,7 @@ class _Heap:
         # The walk passes over untracked objects, unless they are asked for.
         untracked = {id(target): target for target in targets if not gc.is_tracked(target)}
         self.objects.extend(target for key, target in untracked.items() if key not in known)
+        self._is_any_untracked = bool(untracked)
         # What the walk adds to these is frozen, if a program has frozen anything at all.
         self._unfrozen = len(self.objects) if gc.get_freeze_count() > FROZEN_AT_STARTUP else sys.maxsize
         table = self._walk()
@@ -479,6 +480,11 @@ class _Heap:
             kinds.append(_addresses(types))
             self._types.update(zip(kinds[-1].tolist(), types, strict=True))
             held = list(map(gc.get_referents, chunk))
+            if sys.version_info >= (3, 13):
+                # A dict that shares an instance's values shows none of them, and takes them over when that dies.
+                for item, referents in zip(chunk, held, strict=True):
+                    if not referents and type(item) is dict and item:
+                        referents.extend(item.values())
             for place in range(done, min(done + len(chunk), len(self.roots))):
                 held[place - done].extend(self.roots[place].also)
             flat = list(chain.from_iterable(held))
@@ -490,7 +496,7 @@ class _Heap:
             # What is not tracked (numbers, strings, tuples of them) refers to nothing that is.
             new = [
                 item
-                for item in compress(met, map(gc.is_tracked, met))
+                for item in compress(met, map(self._is_worth, met))
                 if type(item) is not FrameType or not _is_checkers(item)
             ]
             if new:
@@ -506,6 +512,13 @@ class _Heap:
         self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(counts))])
         self._edges = np.concatenate(edges)
         return table
+
+    def _is_worth(self, item: object) -> bool:
+        """Whether an object may lead to a target."""
+        if gc.is_tracked(item):
+            return True
+        # Dicts and tuples of nothing that is tracked are not tracked either.
+        return self._is_any_untracked and (type(item) is dict or type(item) is tuple)
 
     def _checkers_generators(self) -> Indices:
         """The checker's own suspended generators: like its frames, they hold what it looks at."""
@@ -548,6 +561,10 @@ def _roots() -> Iterator[_Root]:
         variables = variables_of(frame)
         frame_locals(frame)  # undoes what reading them left behind
         also = [*(value for _, value in variables), frame.f_globals]
+        if sys.version_info < (3, 11):
+            # There the collector shows most of it already, and each reference counts once.
+            shown = set(map(id, gc.get_referents(frame)))
+            also = [item for item in also if id(item) not in shown]
         yield _Root("frame", _frame_name(frame), frame, also, _LAST, thread_name, variables)
     # A class written in C shows the collector nothing, and lives as long as the process.
     waiting: list[type] = [object]

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import contextvars
+import ctypes
 import functools
 import gc
+import os
+import platform
 import subprocess
 import sys
 import threading
+import time
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
 import objgraph
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lowtide.probes.heap import Path, find_paths
+from lowtide.probes.heap import Link, Path, Traces, find_paths, trace
 
 
 class Thing:
@@ -365,7 +369,10 @@ def found() -> dict[str, Path | None]:
         "held by an innocent object": helper.engine.thing,
         "held at two depths": helper.shallow[0],
     }
-    paths = find_paths([*things, *special.values()], innocent={id(helper.engine)})
+    paths = find_paths(
+        [*things, *special.values()],
+        inspect=lambda _, items: ["innocent" if item is helper.engine else None for item in items],
+    )
     helper.suspended_coroutine.close()
     del sys.modules["helper"]
     return dict(zip([*HOLDERS, *special], paths, strict=True))
@@ -430,7 +437,7 @@ def test_a_definition_is_marked(found: dict[str, Path | None]) -> None:
 def test_an_innocent_object_is_marked(found: dict[str, Path | None]) -> None:
     path = found["held by an innocent object"]
     assert path is not None
-    assert [step.innocent for step in path.steps] == [True, False]
+    assert [step.mark for step in path.steps] == ["innocent", None]
 
 
 def test_the_shortest_path_is_given(found: dict[str, Path | None]) -> None:
@@ -669,66 +676,467 @@ def test_no_foreign_code_runs(helper: Any) -> None:
     assert path.endswith(" [0]")
 
 
-def replay(path: Path) -> list[object]:
-    """What the path's edges, followed as code, can lead to; several where an edge does not say which element."""
-    reached: list[Any] = [sys.modules[path.root_name]]
-    for step in path.steps:
-        reached = [thing for holder in reached for thing in follow(holder, step.edge)]
-    return reached
-
-
 def follow(holder: Any, edge: str) -> list[Any]:
+    """What an edge, followed as code, can lead to; several where it does not say to which element."""
     if edge.startswith("cell "):
-        names = holder.__code__.co_freevars
-        return [holder.__closure__[names.index(edge[6:-1])].cell_contents]
+        return [cell_of(holder, edge).cell_contents]
     if edge.startswith("lru_cache"):
         # A cache shows what it holds to nobody but the collector.
         held = gc.get_referents(holder)
         return held + [item for part in held if type(part) is dict for item in gc.get_referents(part)]
     if edge.startswith("f_locals"):
-        return [holder.f_locals[edge.split("'")[1]]]
-    if edge == "{…}":
+        return [variable_of(holder, edge.split("'")[1])]
+    if edge in ("{…}", "<key>"):
         return list(holder)
+    if type(holder) is contextvars.Context:
+        return [value for variable, value in holder.items() if f"[{variable.name!r}]" == edge]
+    if isinstance(holder, dict):
+        return [value for key, value in holder.items() if f"[{key_as_code(key)}]" == edge]
     try:
         return [eval(f"holder{edge}")]
     except (AttributeError, LookupError, TypeError):
         return []  # one of several candidates, and the wrong one
 
 
-# Those whose edges are code that can be followed.
-SHAPES = [
-    hold for path, hold in HOLDERS.values() if "<" not in path and not path.startswith(("f_locals", "['variable']"))
-]
-HEAPS = st.recursive(
-    st.just(None),
-    lambda part: st.one_of(
-        st.tuples(st.sampled_from(SHAPES), part),
-        st.lists(part, min_size=2, max_size=4).map(lambda parts: (list, parts)),
+def cell_of(function: Any, edge: str) -> Any:
+    name = edge.removeprefix("cell '").removesuffix("'")
+    return function.__closure__[function.__code__.co_freevars.index(name)]
+
+
+def variable_of(holder: Any, name: str) -> Any:
+    """A variable of a frame, of a suspended function, or of the namespace that stands for a frame of the test."""
+    if type(holder) is types.SimpleNamespace:
+        return getattr(holder, name)
+    frame = frame_of(holder)
+    value = frame.f_locals[name]
+    if sys.version_info < (3, 13):
+        frame.f_locals.clear()  # the dict that reading leaves in the frame would hold it too
+    return value
+
+
+def frame_of(holder: Any) -> Any:
+    return next((getattr(holder, name) for name in ("gi_frame", "cr_frame") if hasattr(holder, name)), holder)
+
+
+def key_as_code(key: object) -> str:
+    if type(key) is tuple:
+        return f"({', '.join(map(key_as_code, key))})"
+    return f"<{__name__}.{type(key).__name__}>" if type(key) in (Thing, Plain, Bare) else repr(key)
+
+
+def ways(root: Any, path: Path, may_end: Callable[[int, Any], bool]) -> list[list[Any]]:
+    """What the path's edges, followed as code, pass from the root on; more than one way where code is ambiguous.
+
+    `may_end` says whether the step of that number can lead to that object.
+    """
+    found = [[root]]
+    for number, step in enumerate(path.steps):
+        found = [[*way, item] for way in found for item in follow(way[-1], step.edge) if may_end(number, item)]
+    return found
+
+
+def cut(holder: Any, edge: str, held: Any) -> None:
+    """Really removes one reference and nothing else; of a cache all, since no code clears a single entry."""
+    kind = type(holder)
+    if edge.startswith("lru_cache"):
+        holder.cache_clear()
+    elif edge.startswith("cell "):
+        del cell_of(holder, edge).cell_contents
+    elif edge.startswith("f_locals") and kind is not types.SimpleNamespace:
+        # From Python 3.11 on a suspended function keeps its variables itself.
+        frame = frame_of(holder)
+        overwrite(frame if sys.version_info < (3, 11) else holder, held, length_of_variables(frame.f_code))
+    elif edge == "{…}":
+        holder.remove(held)
+    elif edge == "<key>":
+        holder[Bare()] = holder.pop(held)
+    elif edge.startswith(".__defaults__["):
+        overwrite(holder.__defaults__, held)
+    elif edge.startswith(".__kwdefaults__["):
+        del holder.__kwdefaults__[edge.split("'")[1]]
+    elif kind is types.MappingProxyType:
+        cut(gc.get_referents(holder)[0], edge, held)
+    elif kind is contextvars.Context:
+        holder.run(next(variable for variable in holder if f"[{variable.name!r}]" == edge).set, None)
+    elif isinstance(holder, dict):
+        # Not `del`, which would remove the key with it.
+        holder[next(key for key in holder if f"[{key_as_code(key)}]" == edge and holder[key] is held)] = None
+    elif kind in (list, deque):
+        holder[int(edge[1:-1])] = None
+    elif isinstance(holder, tuple):
+        overwrite(holder, held)
+    else:
+        try:
+            delattr(holder, edge.split("'")[1] if edge.startswith("f_locals") else edge[1:])
+        except (AttributeError, TypeError):
+            overwrite(holder, held)
+
+
+def length_of_variables(code: types.CodeType) -> int:
+    """The words at the end of a frame in which variables and the stack lie; what is before may be left from others."""
+    return len({*code.co_varnames, *code.co_cellvars, *code.co_freevars}) + code.co_stacksize
+
+
+def overwrite(holder: object, held: object, last: int | None = None) -> None:
+    """Puts None where an object that no code can change (a tuple, a method, a frame) has its pointer.
+
+    It is looked for in the last so many words of the object; in all but the count of references and the type if not
+    given.
+    """
+    words = type(holder).__sizeof__(holder) // 8
+    memory = (ctypes.c_size_t * words).from_address(id(holder))
+    memory[list(memory).index(id(held), 2 if last is None else words - last)] = id(None)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(None))
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(held))
+
+
+def fill_attributes(holder: Any, parts: list[Any]) -> None:
+    left, right, *_ = [*parts, None, None]
+    holder.left, holder.right = left, right
+
+
+def fill_attributes_and_ask_for_the_dict(holder: Any, parts: list[Any]) -> None:
+    fill_attributes(holder, parts)
+    vars(holder)
+
+
+def fill_dict(holder: dict[object, Any], parts: list[Any]) -> None:
+    holder.update(zip((0, "k", (None, 2), b"b"), parts, strict=False))
+
+
+def make_closure() -> object:
+    held: object = None
+    return lambda: held
+
+
+def fill_closure(function: Any, parts: list[Any]) -> None:
+    function.__closure__[0].cell_contents = parts[0]
+
+
+def make_cache(size: int | None) -> Any:
+    results: list[Any] = []
+    return functools.lru_cache(maxsize=size)(lambda *_: results.pop())
+
+
+def fill_cache(cached: Any, parts: list[Any]) -> None:
+    results = cached.__wrapped__.__closure__[0].cell_contents
+    for key, result in zip(parts[::2], parts[1::2], strict=False):
+        results.append(result)
+        cached(hashable(key))
+        results.clear()  # where the key was there already
+
+
+def hashable(item: Any) -> Any:
+    return item if type(item) in (Thing, Plain, Bare) else Plain(item)
+
+
+# What can hold several objects, such as were made later too, and so can be part of a cycle: how to make it and fill it.
+FILLED: dict[str, tuple[Callable[[], Any], Callable[[Any, list[Any]], object]]] = {
+    "thing": (Thing, fill_attributes),
+    "object": (Bare, fill_attributes),
+    "object whose dict was asked for": (Bare, fill_attributes_and_ask_for_the_dict),
+    "list": (list, list.extend),
+    "dict": (dict, fill_dict),
+    "set": (set, lambda holder, parts: holder.update(map(hashable, parts))),
+    "closure": (make_closure, fill_closure),
+    "bounded cache": (lambda: make_cache(2), fill_cache),
+    "unbounded cache": (lambda: make_cache(None), fill_cache),
+}
+HASHING = ("key_of_dict", "item_of_set", "key_of_bounded_cache", "key_of_unbounded_cache")
+
+
+class Heap(NamedTuple):
+    """A heap to be built.
+
+    Attributes:
+        objects: of each the kind, and what it holds: any object, or one of the last before it if its kind can hold only
+            what was there when it was made.
+        held_by: what each root holds, counted from the last object on.
+    """
+
+    objects: list[tuple[str, list[int]]]
+    held_by: dict[str, list[int]]
+
+
+NUMBERS = st.integers(0, 49)
+HEAPS = st.builds(
+    Heap,
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("thing"), st.lists(NUMBERS, max_size=2)),
+            st.tuples(st.sampled_from(list(FILLED)), st.lists(NUMBERS, min_size=1, max_size=4)),
+            st.tuples(st.sampled_from(list(HOLDERS)), st.lists(NUMBERS, min_size=1, max_size=1)),
+            st.tuples(st.sampled_from(list(HOLDERS)), st.lists(NUMBERS, min_size=1, max_size=1)),
+        ),
+        min_size=30,
+        max_size=50,
     ),
-    max_leaves=20,
+    st.fixed_dictionaries(
+        {
+            "helper": st.lists(st.integers(0, 15), min_size=5, max_size=10),
+            "elsewhere": st.lists(st.integers(0, 20), max_size=2),
+            "frame": st.lists(st.integers(0, 20), max_size=1),
+        }
+    ),
 )
 
 
-def build(shape: Any, things: list[Thing]) -> object:
-    if shape is None:
-        things.append(Thing())
-        return things[-1]
-    hold, part = shape
-    return (
-        [build(one, things) for one in part] if hold is list else hold(Plain(build(part, things)))
-    )  # hashable, whatever is in it
+def one_chain_of_all_kinds() -> Heap:
+    """Every kind holds the one before it; a thing among them now and then."""
+    objects: list[tuple[str, list[int]]] = []
+    for turn, kind in enumerate([*HOLDERS, *FILLED]):
+        # A cache's first part is a key, its second the result.
+        objects.append((kind, [len(objects)] * 2 if kind in FILLED else [0]))
+        if turn % 10 == 9:
+            objects.append(("thing", [len(objects)]))
+    return Heap(objects, {"helper": [0], "elsewhere": [], "frame": []})
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(shapes=st.lists(HEAPS, min_size=5, max_size=20))
-def test_every_path_leads_to_its_object(helper: Any, shapes: list[Any]) -> None:
-    things: list[Thing] = []
-    helper.heap = [build(shape, things) for shape in shapes]
-    paths = find_paths(things)
-    for thing, path in zip(things, paths, strict=True):
-        assert path is not None
-        assert path.root == "module 'helper'"
-        assert any(reached is thing for reached in replay(path))
+class Built:
+    """A heap that was built; only its roots keep it alive.
+
+    Attributes:
+        roots: two modules, and a namespace with the variables that are to be a frame's.
+        things: weak references to the things, by their numbers.
+        numbers: the numbers of all objects, by their identity.
+    """
+
+    def __init__(self, heap: Heap) -> None:
+        objects: list[Any] = [Thing()]
+        for kind, parts in heap.objects:
+            if kind in FILLED:
+                objects.append(FILLED[kind][0]())
+            else:
+                part = objects[-1 - parts[0] % min(8, len(objects))]  # of the last ones, so that there are long paths
+                objects.append(HOLDERS[kind][1](hashable(part) if kind in HASHING else part))
+        for item, (kind, parts) in zip(objects[1:], heap.objects, strict=True):
+            if kind in FILLED:
+                FILLED[kind][1](item, [objects[part % len(objects)] for part in parts])
+        self.roots: dict[str, Any] = {name: types.ModuleType(name) for name in ("helper", "elsewhere")}
+        self.roots["frame"] = types.SimpleNamespace()
+        for name, held in heap.held_by.items():
+            self.roots[name].variable = [objects[-1 - part] for part in held]
+        self.things = {number: weakref.ref(item) for number, item in enumerate(objects) if type(item) is Thing}
+        self.numbers = {id(item): number for number, item in enumerate(objects)}
+        # A traceback in the heap holds this frame, with all its variables.
+        objects.clear()
+        item = part = None
+
+    def alive(self) -> dict[int, Thing]:
+        """The things that are alive, by their numbers."""
+        gc.collect()
+        things = {number: thing() for number, thing in self.things.items()}
+        return {number: thing for number, thing in things.items() if thing is not None}
+
+
+class Answer(NamedTuple):
+    """What the walk says of one thing.
+
+    Attributes:
+        thing: its number.
+        path: who holds it.
+        ends: the numbers of the objects that the path's steps lead to; None for one that is a part of another.
+        freed: for each step the numbers of the things that are gone once it is cut.
+    """
+
+    thing: int
+    path: Path | None
+    ends: list[int | None]
+    freed: list[set[int]]
+
+    def ways(self, built: Built) -> list[list[Any]]:
+        """What the path, followed as code, passes in this or another copy of the heap."""
+        assert self.path is not None, f"no path to {self.thing}, which is alive"
+        root = built.roots["frame" if self.path.root_kind == "frame" else self.path.root_name]
+        return ways(root, self.path, lambda step, item: built.numbers.get(id(item)) == self.ends[step])
+
+
+def answers_for(built: Built, *, cuts: bool) -> list[Answer]:
+    """Asks who holds each thing that is alive, and if wanted what each edge of its path retains."""
+    variable = vars(built.roots["frame"]).pop("variable")  # from here on a variable of this frame
+    alive = built.alive()
+    numbers, things = list(alive), list(alive.values())
+    del alive
+    sys.modules.update(helper=built.roots["helper"], elsewhere=built.roots["elsewhere"])
+    answers = []
+    try:
+        with trace(things) as found:
+            for place, number in enumerate(numbers):
+                path, ends = path_with_ends(found, place, built)
+                freed = found.freed_by_cutting(place, 0) if cuts else []
+                answers.append(Answer(number, path, ends, [{numbers[held] for held in each} for each in freed]))
+    finally:
+        del sys.modules["helper"], sys.modules["elsewhere"]
+        built.roots["frame"].variable = variable
+    return answers
+
+
+def path_with_ends(found: Traces, place: int, built: Built) -> tuple[Path | None, list[int | None]]:
+    ends: list[int | None] = []
+
+    def inspect(_: str, items: Sequence[object]) -> list[None]:
+        ends.extend(built.numbers.get(id(item)) for item in items)
+        return [None for _ in items]
+
+    return found.path(place, inspect), ends
+
+
+def dead_after_cutting(heap: Heap, answer: Answer, step: int) -> set[int]:
+    """Builds the heap anew, really removes the reference of one step, and sees which things die."""
+    built = Built(heap)
+    before = set(built.alive())
+    assert answer.path is not None
+    way = answer.ways(built)[0]
+    cut(way[step], answer.path.steps[step].edge, way[step + 1])
+    del way
+    return before - set(built.alive())
+
+
+class Tally:
+    """What a long run went through."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self.counts: dict[str, int] = defaultdict(int)
+        self.kinds: set[str] = set()
+
+    def add_paths(self, heap: Heap, answers: list[Answer]) -> None:
+        self.counts["heaps"] += 1
+        self.counts["things"] += len(answers)
+        self.counts["found"] += sum(answer.path is not None for answer in answers)
+        self.kinds |= {heap.objects[number - 1][0] for answer in answers for number in answer.ends if number}
+
+
+@pytest.fixture
+def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
+    """Counts; a long run (`LOWTIDE_HEAPS=1000 pytest -s --timeout 0 -k random_heap`) prints them."""
+    tally = Tally()
+    yield tally
+    if "LOWTIDE_HEAPS" in os.environ:
+        missing = sorted({*FILLED, *HOLDERS} - tally.kinds)
+        seconds = time.monotonic() - tally.started
+        told = f"{dict(tally.counts)}, {seconds:.0f} s, kinds on no path: {missing}"
+        sys.stdout.write(f"\n{request.node.name}, Python {platform.python_version()}: {told}\n")
+
+
+many_heaps = settings(
+    max_examples=int(os.environ.get("LOWTIDE_HEAPS", 15)),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@many_heaps
+@given(heap=HEAPS)
+@example(heap=one_chain_of_all_kinds())
+def test_in_a_random_heap_every_path_leads_to_its_object(tally: Tally, heap: Heap) -> None:
+    built = Built(heap)
+    answers = answers_for(built, cuts=False)
+    tally.add_paths(heap, answers)
+    for answer in answers:
+        assert answer.ways(built), f"{answer.path} does not lead to {answer.thing}"
+
+
+@many_heaps
+@given(heap=HEAPS)
+@example(heap=one_chain_of_all_kinds())
+def test_in_a_random_heap_what_a_cut_frees_is_what_dies(tally: Tally, heap: Heap) -> None:
+    answers = answers_for(Built(heap), cuts=True)
+    tally.add_paths(heap, answers)
+    gc.freeze()  # so that a collection takes no time
+    try:
+        for answer in answers:
+            for step, freed in enumerate(answer.freed):
+                dead = dead_after_cutting(heap, answer, step)
+                tally.counts["cuts"] += 1
+                tally.counts["freeing"] += bool(freed)
+                # What does not give back the thing itself is no remedy, whatever else it frees.
+                assert freed == (dead if answer.thing in dead else set()), f"{answer.path}, step {step}"
+    finally:
+        gc.unfreeze()
+
+
+class Linked(NamedTuple):
+    """What the path, followed as code, passes, and the walk's links for its steps."""
+
+    way: list[Any]
+    links: list[Link]
+
+
+@pytest.fixture(scope="module")
+def linked() -> Iterator[dict[str, Linked]]:
+    """One walk for one thing per kind of holder."""
+    helper: Any = types.ModuleType("helper")
+    sys.modules["helper"] = helper
+    things = [Thing() for _ in HOLDERS]
+    for thing, (name, (_, hold)) in zip(things, HOLDERS.items(), strict=True):
+        setattr(helper, name, hold(thing))
+    linked = {}
+    with trace(things) as found:
+        for place, (name, thing) in enumerate(zip(HOLDERS, things, strict=True)):
+            path = found.path(place)
+            assert path is not None
+            [way, *_] = [way for way in ways(helper, path, lambda *_: True) if way[-1] is thing]
+            linked[name] = Linked(way, [found.link(place, step) for step in range(len(path.steps))])
+    del sys.modules["helper"]
+    yield linked
+    helper.suspended_coroutine.close()
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_a_link_leads_from_the_owner_of_its_edge(linked: dict[str, Linked], kind: str) -> None:
+    way, links = linked[kind]
+    assert list(map(id, way[:-1])) == [id(link.owner) for link in links]
+    assert list(map(id, way[1:])) == [link.held for link in links]
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_the_reference_of_a_link_lies_in_its_carrier(linked: dict[str, Linked], kind: str) -> None:
+    for link in linked[kind].links:
+        assert link.held in map(id, gc.get_referents(link.carrier))
+
+
+# Kinds of which the reference to the thing lies in a part of its owner; an instance keeps its attributes itself from
+# Python 3.11 on, and if its dict was asked for from 3.13 on; a generator its variables from 3.11 on.
+CARRIERS = {
+    "mapping_proxy": dict,
+    "closure": types.CellType,
+    "partial_function": types.CellType,
+    "property_function": types.CellType,
+    "function_in_a_cache": types.CellType,
+    "callback_of_weak_reference": types.CellType,
+    "default": tuple,
+    "keyword_default": dict,
+    "attribute_of_function": dict,
+    "class_attribute": dict,
+    "simple_namespace": dict,
+    "result_of_unbounded_cache": dict,
+    "thread_local": dict,
+    "attribute": dict if sys.version_info < (3, 11) else None,
+    "attribute_that_its_class_does_not_name": dict if sys.version_info < (3, 11) else None,
+    "attribute_in_a_dict_that_was_asked_for": dict if sys.version_info < (3, 13) else None,
+    "suspended_generator": types.FrameType if sys.version_info < (3, 11) else None,
+    "suspended_coroutine": types.FrameType if sys.version_info < (3, 11) else None,
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_the_carrier_of_a_link_is_its_owner_or_the_part_that_has_the_reference(
+    linked: dict[str, Linked], kind: str
+) -> None:
+    link = linked[kind].links[-1]
+    if kind == "copied_context":
+        assert type(link.carrier).__name__ == "hamt_bitmap_node"
+    elif CARRIERS.get(kind) is None:
+        assert link.carrier is link.owner
+    else:
+        assert type(link.carrier) is CARRIERS[kind]
+
+
+def test_a_global_lies_in_the_namespace_of_its_module(linked: dict[str, Linked]) -> None:
+    link = linked["closure"].links[0]
+    assert (link.edge, link.kind) == (".closure", "module-global")
+    assert link.carrier is vars(link.owner)
 
 
 def test_objgraph_finds_a_path_of_the_same_length(helper: Any) -> None:

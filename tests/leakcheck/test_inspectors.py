@@ -1,0 +1,514 @@
+"""What the objects on a path say of themselves: each clue, its clean twin, and what the caller knows better."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import enum
+import gc
+import io
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.leakcheck.explain import explain
+from lowtide.leakcheck.inspectors import marks
+
+
+class Closable:
+    """Can be closed, and remembers that it was, or says what state it is in."""
+
+    def __init__(self, **attributes: object) -> None:
+        vars(self).update(attributes)
+
+    def close(self) -> None: ...
+
+
+class Stoppable(Closable):
+    """Inherits what ends it."""
+
+
+class Endless:
+    """Says what a `Closable` says, but nothing can end it."""
+
+    def __init__(self, **attributes: object) -> None:
+        vars(self).update(attributes)
+
+
+class Slotted:
+    __slots__ = ("_closed",)
+
+    def __init__(self, closed: bool) -> None:
+        self._closed = closed
+
+    def close(self) -> None: ...
+
+
+class State(enum.Enum):
+    RUNNING = enum.auto()
+    ASLEEP = enum.auto()
+    CLOSED = enum.auto()
+    SHUT_DOWN = enum.auto()
+    NEW = enum.auto()
+
+
+def mark_of(item: object, **known: Any) -> object:
+    """What is said of one object alone."""
+    return marks([item], **known)[0]
+
+
+# --- what has ended -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["closed", "_closed", "_is_closed", "is_closed", "_shutdown", "is_shutdown"])
+def test_what_says_that_it_is_closed_should_be_gone(flag: str) -> None:
+    assert mark_of(Closable(**{flag: True})) == "holding"
+    assert mark_of(Closable(**{flag: False})) is None
+
+
+def test_a_method_that_ends_it_may_be_inherited() -> None:
+    assert mark_of(Stoppable(_closed=True)) == "holding"
+    assert mark_of(Stoppable(_closed=False)) is None
+
+
+def test_only_true_itself_says_that_something_is_closed() -> None:
+    assert mark_of(Closable(_closed=1)) is None
+    assert mark_of(Closable(_shutdown=threading.Event())) is None
+
+
+def test_what_nothing_can_end_says_nothing_by_a_name_alone() -> None:
+    assert mark_of(Endless(_closed=True)) is None
+    assert mark_of(Endless(state="closed")) is None
+
+
+@pytest.mark.parametrize("method", ["close", "shutdown", "stop", "terminate", "destroy"])
+def test_each_way_to_end_something_is_known(method: str) -> None:
+    ended = type("Thing", (), {method: lambda self: None, "_closed": True})()
+    assert mark_of(ended) == "holding"
+
+
+def test_a_flag_of_the_class_counts_until_the_instance_says_otherwise() -> None:
+    class Connection:
+        closed = True
+
+        def close(self) -> None: ...
+
+    open_one: Any = Connection()
+    open_one.closed = False
+    assert mark_of(Connection()) == "holding"
+    assert mark_of(open_one) is None
+
+
+def test_a_flag_may_lie_in_a_slot() -> None:
+    assert mark_of(Slotted(closed=True)) == "holding"
+    assert mark_of(Slotted(closed=False)) is None
+    assert mark_of(object.__new__(Slotted)) is None
+
+
+@pytest.mark.parametrize("name", ["state", "_state", "status", "_status"])
+def test_a_state_in_words_tells_what_has_ended(name: str) -> None:
+    assert mark_of(Closable(**{name: "closed"})) == "holding"
+    assert mark_of(Closable(**{name: "TERMINATED"})) == "holding"
+    assert mark_of(Closable(**{name: "new"})) is None
+
+
+@pytest.mark.parametrize("state", [State.CLOSED, State.SHUT_DOWN])
+def test_a_state_by_an_enumeration_tells_what_has_ended(state: State) -> None:
+    assert mark_of(Closable(state=state)) == "holding"
+
+
+def test_a_state_that_is_neither_ended_nor_running_says_nothing() -> None:
+    assert mark_of(Closable(state=State.NEW), living=True) is None
+
+
+def test_an_executor_that_was_shut_down_should_be_gone() -> None:
+    executor = concurrent.futures.ThreadPoolExecutor(1)
+    assert mark_of(executor) is None
+    executor.shutdown()
+    assert mark_of(executor) == "holding"
+
+
+def test_a_closed_socket_should_be_gone() -> None:
+    connection = socket.socket()
+    try:
+        assert mark_of(connection) is None
+    finally:
+        connection.close()
+    assert mark_of(connection) == "holding"
+
+
+@pytest.mark.parametrize("layer", ["text", "buffered", "raw", "in memory"])
+def test_a_closed_file_should_be_gone(layer: str) -> None:
+    with open(__file__, encoding="utf-8") as text, io.BytesIO() as memory:  # noqa: PTH123
+        buffered: Any = text.buffer
+        file = {"text": text, "buffered": buffered, "raw": buffered.raw, "in memory": memory}[layer]
+        assert mark_of(file) is None
+    assert mark_of(file) == "holding"
+
+
+def test_a_closed_event_loop_should_be_gone() -> None:
+    loop = asyncio.new_event_loop()
+    assert mark_of(loop) is None
+    loop.close()
+    assert mark_of(loop) == "holding"
+
+
+@contextlib.contextmanager
+def running_thread() -> Iterator[threading.Thread]:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, args=(20,))
+    thread.start()
+    try:
+        yield thread
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_a_thread_that_has_ended_should_be_gone() -> None:
+    with running_thread() as thread:
+        assert mark_of(thread) is None
+    assert mark_of(thread) == "holding"
+
+
+def test_a_thread_that_was_never_started_says_nothing() -> None:
+    assert mark_of(threading.Thread()) is None
+
+
+def test_a_thread_is_compared_by_identity() -> None:
+    class Own(threading.Thread):
+        def __eq__(self, other: object) -> bool:
+            raise ForeignError
+
+        __hash__ = threading.Thread.__hash__
+
+    stop = threading.Event()
+    thread = Own(target=stop.wait, args=(20,))
+    thread.start()
+    try:
+        assert mark_of(thread) is None
+    finally:
+        stop.set()
+        thread.join()
+    assert mark_of(thread) == "holding"
+
+
+def test_a_subclass_of_a_thread_is_a_thread() -> None:
+    timer = threading.Timer(0, int)
+    timer.start()
+    timer.join()
+    assert mark_of(timer) == "holding"
+
+
+# --- what has not ended yet -----------------------------------------------------------------------------------------
+
+
+def test_a_future_without_a_result_is_pending() -> None:
+    future: concurrent.futures.Future[int] = concurrent.futures.Future()
+    assert mark_of(future) == "pending"
+    future.set_running_or_notify_cancel()
+    assert mark_of(future) == "pending"
+    future.set_result(1)
+    assert mark_of(future) is None
+
+
+def test_a_cancelled_or_failed_future_is_done() -> None:
+    cancelled: concurrent.futures.Future[int] = concurrent.futures.Future()
+    failed: concurrent.futures.Future[int] = concurrent.futures.Future()
+    cancelled.cancel()
+    failed.set_exception(ValueError())
+    assert marks([cancelled, failed]) == [None, None]
+
+
+def test_a_future_of_asyncio_is_pending_until_it_is_done() -> None:
+    loop = asyncio.new_event_loop()
+    try:
+        future: asyncio.Future[int] = loop.create_future()
+        assert mark_of(future) == "pending"
+        future.set_result(1)
+        assert mark_of(future) is None
+    finally:
+        loop.close()
+
+
+def test_a_task_is_a_future_too() -> None:
+    async def wait(event: asyncio.Event) -> None:
+        await event.wait()
+
+    async def look() -> list[object]:
+        event = asyncio.Event()
+        task = asyncio.create_task(wait(event))
+        await asyncio.sleep(0)
+        before = mark_of(task)
+        event.set()
+        await task
+        return [before, mark_of(task)]
+
+    assert asyncio.run(look()) == ["pending", None]
+
+
+def test_a_collective_operation_is_pending_until_it_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Work:
+        done = False
+
+        def is_completed(self) -> bool:
+            return self.done
+
+    distributed = sys.modules["torch.distributed"]
+    monkeypatch.setattr(distributed, "Work", Work, raising=False)
+    work = Work()
+    assert mark_of(work) == "pending"
+    work.done = True
+    assert mark_of(work) is None
+
+
+# --- no foreign code ------------------------------------------------------------------------------------------------
+
+
+class ForeignError(Exception): ...
+
+
+def raising(*_: object) -> Any:
+    raise ForeignError
+
+
+class HostileMeta(type):
+    __eq__ = __hash__ = __instancecheck__ = __subclasscheck__ = __getattr__ = __repr__ = raising
+    __module__ = property(raising)
+
+
+class Hostile(metaclass=HostileMeta):
+    """Raises whatever it is asked; says that it is closed in its own attributes."""
+
+    __eq__ = __hash__ = __repr__ = __bool__ = __len__ = __iter__ = raising
+    __getattr__ = __getattribute__ = raising
+    __class__ = __dict__ = property(raising)
+    closed = status = property(raising)
+
+    def close(self) -> None: ...
+
+
+def hostile(**attributes: object) -> object:
+    made = object.__new__(Hostile)
+    for name, value in attributes.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def test_no_code_of_the_object_runs() -> None:
+    assert mark_of(hostile()) is None
+    assert mark_of(hostile(_closed=True)) == "holding"
+    assert mark_of(hostile(_state="running"), living=True) == "innocent"
+    assert mark_of(hostile(_closed=True), hollow=True) == "innocent"
+
+
+@pytest.mark.parametrize("name", ["_closed", "state"])
+def test_no_code_of_what_an_attribute_holds_runs(name: str) -> None:
+    assert mark_of(Closable(**{name: hostile()})) is None
+
+
+def test_no_property_runs() -> None:
+    class Lazy:
+        _closed = property(raising)
+        state = property(raising)
+
+        def close(self) -> None: ...
+
+    assert mark_of(Lazy()) is None
+
+
+@pytest.mark.parametrize("base", [concurrent.futures.Future, threading.Thread, asyncio.Future])
+def test_no_code_of_a_subclass_of_what_is_known_runs(base: Any) -> None:
+    class Own(base):  # type: ignore[misc]
+        def done(self) -> bool:
+            raise ForeignError
+
+        is_alive = running = cancelled = done
+
+        def __eq__(self, other: object) -> bool:
+            raise ForeignError
+
+        __hash__ = base.__hash__
+
+    loop = asyncio.new_event_loop()
+    try:
+        own = Own(loop=loop) if base is asyncio.Future else Own()
+        assert mark_of(own) == (None if base is threading.Thread else "pending")
+    finally:
+        loop.close()
+
+
+class OwnStream(io.RawIOBase):
+    """A stream of the program's own, asked for more than it says."""
+
+    silent = True
+
+    @property
+    def closed(self) -> bool:
+        if not self.silent:
+            raise ForeignError
+        return False
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("wrap", [io.BufferedReader, lambda raw: io.TextIOWrapper(io.BufferedReader(raw))])
+def test_no_code_of_what_a_file_reads_from_runs(wrap: Any) -> None:
+    stream = OwnStream()
+    file = wrap(stream)
+    stream.silent = False
+    try:
+        assert mark_of(file) is None
+    finally:
+        stream.silent = True
+
+
+def test_an_instance_is_left_as_it_was() -> None:
+    class Connection:
+        def __init__(self) -> None:
+            self._closed = True
+
+        def close(self) -> None: ...
+
+    connection = Connection()
+    before = list(map(id, gc.get_referents(connection)))
+    assert mark_of(connection) == "holding"
+    assert list(map(id, gc.get_referents(connection))) == before
+
+
+# --- what the caller knows ------------------------------------------------------------------------------------------
+
+
+def test_what_was_there_before_is_innocent_by_its_identity() -> None:
+    there, equal = [1], [1]
+    assert marks([there, equal], innocent={id(there)}) == ["innocent", None]
+
+
+def test_what_is_closed_is_not_innocent_although_it_was_there_before() -> None:
+    closed, still_open = Closable(_closed=True), Closable(_closed=False)
+    assert marks([closed, still_open], innocent={id(closed), id(still_open)}) == ["holding", "innocent"]
+
+
+def test_what_is_pending_is_innocent_if_it_was_there_before() -> None:
+    future: concurrent.futures.Future[int] = concurrent.futures.Future()
+    assert mark_of(future, innocent={id(future)}) == "innocent"
+
+
+def test_a_plain_dict_that_something_innocent_holds_is_innocent_where_ages_are_known() -> None:
+    # The collector knows of an empty dict only from its first entry on.
+    there, table, own = Endless(), {"a": 1}, type("Own", (dict,), {})()
+    known: dict[str, Any] = {"innocent": {id(there)}, "ages_known": True}
+    assert marks([table], **known) == ["innocent"]
+    assert marks([there, table], **known) == ["innocent", "innocent"]
+    assert marks([there, own], **known) == ["innocent", None]
+    assert marks([Endless(), table], **known) == [None, None]
+    assert marks([there, Endless(), table], **known) == ["innocent", None, None]
+    assert marks([there, table], innocent={id(there)}) == ["innocent", None]
+
+
+@pytest.mark.parametrize("state", ["running", "asleep", "READY", State.RUNNING, State.ASLEEP])
+def test_an_engine_that_runs_is_meant_to_live_where_engines_are(state: object) -> None:
+    engine = Closable(state=state)
+    assert mark_of(engine, living=True) == "innocent"
+    assert mark_of(engine) is None
+
+
+def test_a_flag_goes_before_a_state() -> None:
+    assert mark_of(Closable(_closed=True, state="running"), living=True) == "holding"
+
+
+def test_the_modules_of_a_running_engine_are_meant_to_live_with_it() -> None:
+    engine, runner, layer = Closable(state="running"), Endless(), torch.nn.Linear(1, 1)
+    assert marks([engine, runner, layer, layer], living=True) == ["innocent", None, "innocent", "innocent"]
+    assert marks([engine, runner, layer, layer]) == [None, None, None, None]
+
+
+def test_a_module_before_the_engine_or_without_one_is_not_the_engines() -> None:
+    engine, layer = Closable(state="running"), torch.nn.Linear(1, 1)
+    assert marks([layer, engine], living=True) == [None, "innocent"]
+    assert marks([layer], living=True) == [None]
+    assert marks([Closable(state="closed"), layer], living=True) == ["holding", None]
+
+
+def test_an_engine_that_was_there_before_owns_its_modules_only_if_it_runs() -> None:
+    engine, layer = Closable(), torch.nn.Linear(1, 1)
+    assert marks([engine, layer], innocent={id(engine)}, living=True) == ["innocent", None]
+
+
+def test_the_closed_parts_of_an_engine_that_was_shut_down_may_be_there_and_should_be_empty() -> None:
+    part, plain = Closable(_closed=True), Endless()
+    assert marks([part, plain], hollow=True) == ["innocent", None]
+    assert marks([part, plain]) == ["holding", None]
+
+
+# --- what a path says then ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def helper() -> Iterator[Any]:
+    module = type(sys)("helper")
+    sys.modules["helper"] = module
+    yield module
+    del sys.modules["helper"]
+
+
+def suspects(thing: object, **known: Any) -> list[tuple[str, bool, str | None]]:
+    (told,) = explain([thing], **known)
+    return [(hop.edge, hop.suspect, hop.mark) for hop in told.path]
+
+
+def test_nothing_behind_what_should_be_gone_is_a_suspect(helper: Any) -> None:
+    helper.POOL = Closable(_closed=True, buffers=[[torch.zeros(1)]])
+    assert suspects(helper.POOL.buffers[0][0]) == [
+        ("helper", False, None),
+        (".POOL", True, "holding"),
+        (".buffers", False, None),
+        ("[0]", False, None),
+        ("[0]", False, None),
+    ]
+
+
+def test_everything_behind_what_is_open_is_a_suspect(helper: Any) -> None:
+    helper.POOL = Closable(_closed=False, buffers=[[torch.zeros(1)]])
+    assert [suspect for _, suspect, _ in suspects(helper.POOL.buffers[0][0])] == [False, True, True, True, True]
+
+
+def test_what_is_closed_ends_the_suspects_although_it_was_there_before(helper: Any) -> None:
+    helper.POOL = Closable(_closed=True, buffers=[torch.zeros(1)])
+    found = suspects(helper.POOL.buffers[0], innocent={id(helper.POOL)})
+    assert [(edge, suspect) for edge, suspect, _ in found] == [
+        ("helper", False),
+        (".POOL", True),
+        (".buffers", False),
+        ("[0]", False),
+    ]
+
+
+def test_what_work_in_flight_holds_is_in_flight(helper: Any) -> None:
+    helper.PENDING = [concurrent.futures.Future()]
+    helper.PENDING[0].batch = torch.zeros(1)
+    (told,) = explain([helper.PENDING[0].batch])
+    assert told.verdict == "in-flight"
+    assert [hop.mark for hop in told.path] == [None] * 4
+    helper.PENDING[0].set_result(None)
+    (told,) = explain([helper.PENDING[0].batch])
+    assert told.verdict == "reachable"
+
+
+def test_a_running_engine_leaves_only_its_own_leak_suspect(helper: Any) -> None:
+    helper.ENGINE = Closable(state="running", model=torch.nn.Linear(1, 1))
+    helper.ENGINE.model.log = [torch.zeros(1)]
+    (told,) = explain([helper.ENGINE.model.log[0]], living=True)
+    assert told.suspects[0] == "helper.ENGINE.model .log"
+    (told,) = explain([helper.ENGINE.model.log[0]])
+    assert told.suspects[0] == "helper .ENGINE"
