@@ -470,6 +470,8 @@ class _Heap:
         """Reads the references of all objects, adding those that it meets; returns the table of their addresses."""
         table = AddressTable(_addresses(self.objects))
         self._types: dict[int, type] = {}
+        # Asked of every object that the walk meets: of all of a frozen heap.
+        is_worth = self._may_lead_to_untracked if self._is_any_untracked else gc.is_tracked
         counts: list[Ints] = []
         edges: list[Indices] = []
         kinds: list[Ints] = []
@@ -496,7 +498,7 @@ class _Heap:
             # What is not tracked (numbers, strings, tuples of them) refers to nothing that is.
             new = [
                 item
-                for item in compress(met, map(self._is_worth, met))
+                for item in compress(met, map(is_worth, met))
                 if type(item) is not FrameType or not _is_checkers(item)
             ]
             if new:
@@ -513,12 +515,10 @@ class _Heap:
         self._edges = np.concatenate(edges)
         return table
 
-    def _is_worth(self, item: object) -> bool:
-        """Whether an object may lead to a target."""
-        if gc.is_tracked(item):
-            return True
+    @staticmethod
+    def _may_lead_to_untracked(item: object) -> bool:
         # Dicts and tuples of nothing that is tracked are not tracked either.
-        return self._is_any_untracked and (type(item) is dict or type(item) is tuple)
+        return gc.is_tracked(item) or type(item) is dict or type(item) is tuple
 
     def _checkers_generators(self) -> Indices:
         """The checker's own suspended generators: like its frames, they hold what it looks at."""

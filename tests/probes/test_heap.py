@@ -858,27 +858,22 @@ class Heap(NamedTuple):
     held_by: dict[str, list[int]]
 
 
-NUMBERS = st.integers(0, 49)
-HEAPS = st.builds(
-    Heap,
-    st.lists(
-        st.one_of(
-            st.tuples(st.just("thing"), st.lists(NUMBERS, max_size=2)),
-            st.tuples(st.sampled_from(list(FILLED)), st.lists(NUMBERS, min_size=1, max_size=4)),
-            st.tuples(st.sampled_from(list(HOLDERS)), st.lists(NUMBERS, min_size=1, max_size=1)),
-            st.tuples(st.sampled_from(list(HOLDERS)), st.lists(NUMBERS, min_size=1, max_size=1)),
-        ),
-        min_size=30,
-        max_size=50,
-    ),
-    st.fixed_dictionaries(
-        {
-            "helper": st.lists(st.integers(0, 15), min_size=5, max_size=10),
-            "elsewhere": st.lists(st.integers(0, 20), max_size=2),
-            "frame": st.lists(st.integers(0, 20), max_size=1),
-        }
-    ),
-)
+KINDS_OF_OBJECTS = [*["thing"] * 30, *FILLED, *FILLED, *HOLDERS, *HOLDERS]
+
+
+def heap_from(noise: bytes) -> Heap:
+    """Reads a heap off bytes: as many choices of their own would take Hypothesis longer than the walks."""
+    byte = iter(noise)
+    objects = []
+    for _ in range(30 + next(byte) % 20):
+        kind = KINDS_OF_OBJECTS[next(byte) % len(KINDS_OF_OBJECTS)]
+        count = next(byte) % 3 if kind == "thing" else 1 + next(byte) % 4
+        objects.append((kind, [next(byte) for _ in range(count)]))
+    counts = {"helper": 5 + next(byte) % 6, "elsewhere": next(byte) % 3, "frame": next(byte) % 2}
+    return Heap(objects, {root: [next(byte) % 20 for _ in range(count)] for root, count in counts.items()})
+
+
+HEAPS = st.binary(min_size=400, max_size=400).map(heap_from)
 
 
 def one_chain_of_all_kinds() -> Heap:
