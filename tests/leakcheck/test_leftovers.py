@@ -354,13 +354,6 @@ class Worker(Quiet):
         assert ready.wait(20)
 
 
-@pytest.mark.usefixtures("forgetful")
-def test_a_thread_that_ends_late_gives_it_back_when_it_is_joined() -> None:
-    found = next(finding for finding in live(Worker, 1).findings if finding.resource == "tensors")
-    assert (found.cause, found.holder) == ("thread", "thread 'finisher'")
-    assert found.remedy == remedy("thread 'finisher': join()", 4001)
-
-
 # --- by itself ------------------------------------------------------------------------------------------------------
 
 

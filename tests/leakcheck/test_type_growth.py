@@ -105,7 +105,6 @@ class Hostile(metaclass=HostileMeta):
     __class__ = property(raising)
 
 
-# This one fails: what is counted before and after such a class goes by other names (/tmp/cuts_bugs.md, 11b).
 def test_no_foreign_code_runs_and_nothing_else_is_counted_otherwise() -> None:
     counts = TypeCounts("before")
     kept = [object.__new__(Hostile) for _ in range(900)]
