@@ -82,7 +82,8 @@ class DeepReader:
                 items |= {key: _without_gradients(key, found, claims) for key, found in cards.items()}
                 items["unreadable"] = dict.fromkeys(heap.unreadable, 1)
                 judged = {held.key for held in heap.held}
-                items["lru-cache"] = self.caches.held(self.births.survivors(), judged)
+                born = self.births.survivors() if self.caches.any_filled else ()
+                items["lru-cache"] = self.caches.held(born, judged)
             readings.append(Reading(items, self._levels(now, subject, ended, heap)))
         return Deep(tuple(readings), heap)
 

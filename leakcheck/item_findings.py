@@ -18,7 +18,7 @@ from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.ladder import ACTIONS, Rung, release
-from lowtide.leakcheck.remedies import JOIN_LIMIT, unraisable_told
+from lowtide.leakcheck.remedies import error_text, unraisable_told
 from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
 from lowtide.reports.schema import Cause, Finding, Remedy
@@ -170,12 +170,13 @@ def frozen_items() -> dict[str, int]:
     return {"frozen objects": frozen} if frozen > FROZEN_AT_STARTUP else {}
 
 
-def actions_for(leak: ItemLeak, caches: FilledCaches, *, may_unfreeze: bool) -> list[Action]:
+def actions_for(leak: ItemLeak, caches: FilledCaches, patience: float, *, may_unfreeze: bool) -> list[Action]:
     """What is worth trying, the smallest first.
 
     Args:
         leak: what is to be ended.
         caches: those that were filled.
+        patience: seconds to wait for a thread to end.
         may_unfreeze: whether undoing a freeze undoes nothing that is somebody else's.
     """
     resource = leak.finding.resource
@@ -184,7 +185,7 @@ def actions_for(leak: ItemLeak, caches: FilledCaches, *, may_unfreeze: bool) -> 
         return [Action(name, "the heap is not frozen any more", functools.partial(release, Rung.UNFREEZE))]
     if resource == "threads":
         return [
-            Action(f"thread '{thread.name}': join()", "", functools.partial(thread.join, JOIN_LIMIT))
+            Action(f"thread '{thread.name}': join()", "", functools.partial(thread.join, patience))
             for thread in threading.enumerate()
             if f"{thread.name} ({thread.ident})" in leak.names and thread is not threading.current_thread()
         ]
@@ -230,8 +231,10 @@ def try_actions(
         try:
             with unraisable_told():
                 action.do()
-        except Exception as error:  # noqa: BLE001 - ending a thing runs the program's code, which may raise anything
-            tried.append(Remedy(action=f"{action.name} (raised {type(error).__name__}: {error})", returns_bytes=0))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - ending a thing runs the program's code, which may raise anything
+            tried.append(Remedy(action=f"{action.name} (raised {error_text(type(error), error)})", returns_bytes=0))
             continue
         still = {name: size for name, size in left().items() if name in names}
         gone = [size for name, size in names.items() if name not in still]

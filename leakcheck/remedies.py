@@ -25,9 +25,6 @@ from lowtide.probes.tensors import plain_tensors
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
-JOIN_LIMIT = 2.0
-"""Seconds to wait for a thread that holds something to end by itself."""
-
 _MOST_ROUNDS = 3
 """Holders that are cut one after the other, where each of them alone keeps something alive."""
 
@@ -128,7 +125,7 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
             action += f" (raised {raised[0]})" if raised else ""
             _take_down(action, returned, attempts, attempt)
             attempt.cuts.add(action)
-        for rung in _rungs(told, waited, may_unfreeze=may_unfreeze):
+        for rung in _rungs(told, waited, context.patience, may_unfreeze=may_unfreeze):
             if attempt.leak.sizes.keys() <= gone:
                 break
             with unraisable_told():
@@ -176,7 +173,7 @@ def unraisable_told() -> Iterator[list[str]]:
     told: list[str] = []
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        told.append(f"{unraisable.exc_type.__name__}: {unraisable.exc_value}")
+        told.append(error_text(unraisable.exc_type, unraisable.exc_value))
 
     before, sys.unraisablehook = sys.unraisablehook, hook
     try:
@@ -185,14 +182,26 @@ def unraisable_told() -> Iterator[list[str]]:
         sys.unraisablehook = before
 
 
+def error_text(kind: type[BaseException], error: BaseException | None) -> str:
+    """An error in one line, even if it cannot say what it is."""
+    try:
+        said = "" if error is None else str(error)
+    except Exception:  # noqa: BLE001 - the program's own `__str__`
+        said = ""
+    return f"{kind.__name__}: {said}" if said else kind.__name__
+
+
 def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
     """Makes the changes; what went wrong, if anything did."""
     failures = []
     for cut in cuts:
         try:
             cut.apply()
-        except Exception as error:  # noqa: BLE001 - closing a generator, or hashing an element, runs the program's code
-            failures.append(f"{type(error).__name__}: {error}")
+        except KeyboardInterrupt:
+            raise
+        # Closing a generator, or hashing an element, runs the program's code; a test's own failure is no Exception.
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error_text(type(error), error))
             if cut.ends_anyway:
                 attempt.changed.append(cut.changed)
         else:
@@ -227,11 +236,12 @@ class _RungAction:
     changed: str = ""
     rung: Rung | None = None
     thread: threading.Thread | None = None
+    patience: float = 0.0
 
     def __call__(self) -> bool:
         """Do it; False where it cannot do anything here."""
         if self.thread is not None:
-            self.thread.join(JOIN_LIMIT)
+            self.thread.join(self.patience)
             return True
         if self.rung is Rung.RESET_COMPILED:
             reset_compiled()
@@ -239,12 +249,14 @@ class _RungAction:
         return self.rung is not None and release(self.rung)
 
 
-def _rungs(explanations: Sequence[Explanation], waited: set[int], *, may_unfreeze: bool) -> list[_RungAction]:
+def _rungs(
+    explanations: Sequence[Explanation], waited: set[int], patience: float, *, may_unfreeze: bool
+) -> list[_RungAction]:
     """What is worth trying where cutting did not do it; each thread is waited for once."""
     names = {told.thread for told in explanations} - {""}
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
     actions = [
-        _RungAction(f"thread '{thread.name}': join()", thread=thread)
+        _RungAction(f"thread '{thread.name}': join()", thread=thread, patience=patience)
         for thread in others
         if thread.name in names and thread is not threading.current_thread() and id(thread) not in waited
     ]

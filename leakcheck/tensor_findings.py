@@ -59,6 +59,7 @@ class Context:
         stacks: where memory was allocated.
         turns: how often each stage has run.
         lives: how often every stage has, if all of them belong to one life that was repeated.
+        patience: seconds to wait for a thread to end, to prove that it is the holder.
     """
 
     born: Collection[int] | None = None
@@ -69,6 +70,7 @@ class Context:
     stacks: Stacks = lambda device, addresses: {}
     turns: Mapping[str, int] = field(default_factory=dict)
     lives: int = 1
+    patience: float = 2.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,12 +343,18 @@ def _with_sizes(told: Explanation, explained: Explained, sizes: Mapping[Key, int
 def _shared(group: Sequence[_Row], explained: Explained) -> int:
     """Bytes that stay even if the edge behind which they were found is cut, because another one holds them too."""
     shared = 0
+    # One answer for all that hang on one edge: they may be thousands.
+    retained: dict[frozenset[int], set[Key]] = {}
     for row in group:
         told = row.explanation
         if told is None:
             continue
         first = next((turn for turn, hop in enumerate(told.path) if hop.suspect), None)
         freed = told.freed[first] if first is not None and first < len(told.freed) else None
-        if freed is not None and row.held.key not in explained.retained(freed):
+        if freed is None:
+            continue
+        if freed not in retained:
+            retained[freed] = explained.retained(freed)
+        if row.held.key not in retained[freed]:
             shared += row.held.bytes
     return shared

@@ -283,7 +283,14 @@ class Watch:
         steps = self._climb(subjects, ended, is_back)
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)
-        context = Context(born=born, hints=hints, living=not final, stacks=self._stacks.stacks_at, turns=self._turns)
+        context = Context(
+            born=born,
+            hints=hints,
+            living=not final,
+            stacks=self._stacks.stacks_at,
+            turns=self._turns,
+            patience=self.policy.settle,
+        )
         explained = explain_storages({held.key for held in steps[-1].reading.heap.held}, context)
         drafts = [
             self._findings(
@@ -330,7 +337,7 @@ class Watch:
                 if after is not None:
                     draft = draft.without(after.readings[draft.subject].items.get(draft.key, {}), "; ".join(cuts))
                 draft = self._confirmed(draft, read)
-                actions = actions_for(draft, self._caches, may_unfreeze=may_unfreeze)
+                actions = actions_for(draft, self._caches, context.patience, may_unfreeze=may_unfreeze)
                 found[place] = try_actions(draft, actions, self._left(draft, read), self._driver_bytes)
 
     def _may_unfreeze(self, drafts: Sequence[Sequence[Draft]]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -276,11 +277,13 @@ def test_of_a_graph_whose_output_nobody_holds_nothing_is_said() -> None:
 # --- knots ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.no_leakcheck(reason="no collection frees the knot that it plants")
 def test_a_graph_that_ends_in_itself_is_one_knot() -> None:
+    weights: list[weakref.ref[Any]] = []
+
     def step() -> None:
         weight: Any = torch.ones(10, requires_grad=True)
         weight.loss = (weight * 2).sum()
+        weights.append(weakref.ref(weight))
 
     found = explanations_of(step)
     assert sorted(found) == [4, 40]
@@ -289,6 +292,8 @@ def test_a_graph_that_ends_in_itself_is_one_knot() -> None:
     assert found[4].holder.startswith("a cycle through C++ (")
     assert found[4].path == ()
     assert found[4].cut is None
+    # No collection frees it.
+    del weights[0]().loss
 
 
 def without_path(holder: str, verdict: Any = "native-held", cause: Any = "native") -> Explanation:

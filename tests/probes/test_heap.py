@@ -628,9 +628,13 @@ def test_an_instance_stays_as_it_was(helper: Any) -> None:
     gc.disable()
     try:
         path = str(find_paths(things)[0])
-        count = len(gc.get_objects())
-        find_paths(things)
-        assert len(gc.get_objects()) == count
+        grown = []
+        # Of several, because other threads make objects too.
+        for _ in range(5):
+            count = len(gc.get_objects())
+            find_paths(things)
+            grown.append(len(gc.get_objects()) - count)
+        assert min(grown) == 0
     finally:
         gc.enable()
     assert path == "module 'helper' .holder .thing"
