@@ -19,7 +19,7 @@ demo: $(STAMP)
 	$(BIN)/lowtide run --report build/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --leakcheck
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --leakcheck
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ import gc
 import sys
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from types import CellType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
@@ -71,6 +71,7 @@ class Names:
         root: the module that the path begins at; None if it begins elsewhere.
         holder: the name there by which what holds is known; empty if it has none.
         are_free: whether any name may be set to None: the program has ended but for its checker.
+        sizes: how many names each module had (`namespace_sizes`); None if nobody knows.
     """
 
     older: Container[int] | None = None
@@ -78,6 +79,7 @@ class Names:
     root: ModuleType | None = None
     holder: str = ""
     are_free: bool = False
+    sizes: Mapping[int, int] | None = None
 
     def of(self, home: ModuleType | None, root: ModuleType | None, holder: str) -> Names:
         """The same, for what a module's code made."""
@@ -88,9 +90,17 @@ class Names:
         """Where something may be bound before anything runs."""
         return tuple(module for module in dict.fromkeys((self.home, self.root)) if module is not None)
 
-    def was_there(self, item: object) -> bool:
-        """Whether an object is known to be older than the leak."""
-        return self.older is not None and id(item) in self.older
+    def may_have_been_there(self, item: object) -> bool:
+        """Whether an object is older than the leak, or nobody knows."""
+        return self.older is None or id(item) in self.older
+
+    def is_new_global(self, namespace: dict[str, object], name: str, bound: declarations.Binding) -> bool:
+        """Whether a module got a name since; `bound` is what its source says of the name."""
+        if self.sizes is None:
+            return bound == "absent" and self.is_new(namespace, name)
+        # A dict keeps the order; where a name has gone meanwhile, this errs towards what was there.
+        is_added = name in namespace and list(namespace).index(name) >= self.sizes.get(id(namespace), 0)
+        return is_added and bound in ("absent", "unknown")
 
     def is_new(self, namespace: dict[str, object], name: str) -> bool:
         """Whether a name was added since: a dict keeps the order, so nothing older stands behind it."""
@@ -99,6 +109,13 @@ class Names:
         behind = list(namespace)[list(namespace).index(name) + 1 :]
         # Nobody notes when numbers and strings are made.
         return not any(gc.is_tracked(namespace[other]) and id(namespace[other]) in self.older for other in behind)
+
+
+def namespace_sizes() -> dict[int, int]:
+    """How many names each module has, by the identity of its namespace; a fraction of a millisecond."""
+    modules = list(sys.modules.values())
+    plain = [module for module in modules if type(module) is ModuleType or is_a(module, ModuleType)]
+    return {id(namespace): len(namespace) for namespace in map(dict_of_module, plain)}
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer, not a failure
@@ -146,7 +163,7 @@ def _entry(link: Link, code: str, names: Names) -> Cut | None:
     if bound == "none":
         return Cut(f"{text} = None", f"{text} is None", lambda: _with_key(carrier, link.held, "__setitem__", None))
     others = [item for item in dict.values(carrier) if id(item) != link.held]
-    is_old = bound == "other" or any(gc.is_tracked(item) and names.was_there(item) for item in behind)
+    is_old = bound == "other" or any(gc.is_tracked(item) and names.may_have_been_there(item) for item in behind)
     if not names.are_free and (is_old or any(item is None for item in others)):
         # It stands where something stood before the leak, or is one of slots, some of them empty.
         raise Refused
@@ -172,7 +189,7 @@ def _slot(link: Link, code: str, names: Names) -> Cut | None:
     places = [place for place, item in enumerate(items) if id(item) == link.held]
     if not places:
         return None
-    if not names.are_free and any(item is None or names.was_there(item) for item in items[places[0] + 1 :]):
+    if not names.are_free and any(item is None or names.may_have_been_there(item) for item in items[places[0] + 1 :]):
         # What stands behind it would move.
         raise Refused
     if not names.are_free and any(item is None for item in items):
@@ -211,7 +228,7 @@ def _global(link: Link, code: str, names: Names) -> Cut | None:
     if id(namespace.get(name)) != link.held:
         return None
     bound = declarations.of_global(link.owner, name)
-    if bound == "absent" and names.is_new(namespace, name):
+    if names.is_new_global(namespace, name, bound):
         return Cut(f"del {code}.{name}", f"{code}.{name} is deleted", lambda: namespace.pop(name, None))
     if not names.are_free and bound != "none":
         raise Refused
@@ -295,7 +312,7 @@ def _suspended(link: Link, code: str, names: Names) -> Cut | None:
     """A generator or coroutine that waits: closing it ends it."""
     if link.kind != "generator-local" or not (type(link.owner) is GeneratorType or type(link.owner) is CoroutineType):
         return None
-    if not names.are_free and (names.older is None or names.was_there(link.owner)):
+    if not names.are_free and names.may_have_been_there(link.owner):
         # It may be waiting for the next thing to do.
         raise Refused
     return Cut(f"{code}.close()", f"{code} is closed", link.owner.close, ends_anyway=True)

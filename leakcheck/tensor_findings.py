@@ -59,6 +59,7 @@ class Context:
         stacks: where memory was allocated.
         turns: how often each stage has run.
         lives: how often every stage has, if all of them belong to one life that was repeated.
+        namespaces: how many names each module had before the leak; None if that is not known.
         patience: seconds to wait for a thread to end, to prove that it is the holder.
     """
 
@@ -70,6 +71,7 @@ class Context:
     stacks: Stacks = lambda device, addresses: {}
     turns: Mapping[str, int] = field(default_factory=dict)
     lives: int = 1
+    namespaces: Mapping[int, int] | None = None
     patience: float = 2.0
 
 
@@ -189,7 +191,8 @@ def older_than(context: Context) -> Older:
 
 def names_known(context: Context) -> Names:
     """What is known of the program's names, for cuts that do no harm."""
-    return Names(None if context.born is None else older_than(context), are_free=context.is_over)
+    older = None if context.born is None else older_than(context)
+    return Names(older, are_free=context.is_over, sizes=context.namespaces)
 
 
 def frames(stack: Sequence[StackFrame]) -> tuple[Frame, ...]:

@@ -19,6 +19,7 @@ import msgspec
 
 from lowtide.leakcheck.books import Books, Subject
 from lowtide.leakcheck.cards import Cards
+from lowtide.leakcheck.cuts import namespace_sizes
 from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.first_use import FirstUse, excused_by_libraries
@@ -134,6 +135,7 @@ class Watch:
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
         self._turns: dict[str, int] = {}
+        self._namespaces: dict[int, int] = {}
         self._workspaces_cleared = 0
         self._read_deep = DeepReader(self._read, self._books, self._births, self._cards, self._caches)
 
@@ -171,6 +173,7 @@ class Watch:
         self._births.mark(stage)
         self._turns = {stage: 1}
         self._caches.mark()
+        self._namespaces = namespace_sizes()
         now = self._read()
         self._books.begin(stage, now)
         if any(not self._cards.knows(device) for device in devices_of(now)):
@@ -289,6 +292,7 @@ class Watch:
             living=not final,
             stacks=self._stacks.stacks_at,
             turns=self._turns,
+            namespaces=self._namespaces,
             patience=self.policy.settle,
         )
         explained = explain_storages({held.key for held in steps[-1].reading.heap.held}, context)

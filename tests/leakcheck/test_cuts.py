@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 import torch
 
-from lowtide.leakcheck.cuts import Cut, Names, Refused, cut_of
+from lowtide.leakcheck.cuts import Cut, Names, Refused, cut_of, namespace_sizes
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.probes.heap import Link, trace
 
@@ -672,6 +672,26 @@ def global_that_begins_as_none_where_nothing_is_known(program: Any, thing: Any) 
 @cut("del program.X['a']['b']", "X = {}", lambda program: program.X == {"a": {}}, known="nothing")
 def only_what_holds_the_thing_itself_where_nothing_is_known(program: Any, thing: Any) -> None:
     program.X["a"] = {"b": thing}
+
+
+@refused("X = {}", known="nothing")
+def entry_before_another_where_nothing_is_known(program: Any, thing: Any) -> None:
+    program.X.update(a=thing, b=[])
+
+
+@cut("del program.X['a']", "X = {}", lambda program: program.X == {"b": 1}, known="nothing")
+def entry_before_a_number_where_nothing_is_known(program: Any, thing: Any) -> None:
+    program.X.update(a=thing, b=1)
+
+
+@refused("X = []", known="nothing")
+def item_before_another_where_nothing_is_known(program: Any, thing: Any) -> None:
+    program.X += [thing, []]
+
+
+@refused("X = []", known="nothing")
+def item_before_a_number_where_nothing_is_known(program: Any, thing: Any) -> None:
+    program.X += [thing, 1]
 
 
 class Loud(types.ModuleType):
@@ -1505,6 +1525,55 @@ def test_a_context_variable_is_refused_until_the_program_is_over() -> None:
             cut_of(link, "scope", Names(Others(thing)))
 
     contextvars.copy_context().run(run)
+
+
+STARTS = """
+def start(thing):
+    global STARTED
+    STARTED = thing
+"""
+
+
+def told_of(thing: object, sizes: dict[int, int]) -> Explanation:
+    older = Others(thing)
+    (told,) = explain([thing], innocent=older, names=Names(older, sizes=sizes))
+    return told
+
+
+def test_a_global_that_a_function_makes_is_deleted(load: Load) -> None:
+    program = load(STARTS)
+    sizes = namespace_sizes()
+    program.start(Thing())
+    told = told_of(program.STARTED, sizes)
+    assert told.cut is not None
+    assert told.cut.action == "del program.STARTED"
+    told.cut.apply()
+    assert not hasattr(program, "STARTED")
+
+
+def test_one_that_the_function_had_made_before_is_refused(load: Load) -> None:
+    program = load(f"{STARTS}\nstart(None)")
+    sizes = namespace_sizes()
+    program.start(Thing())
+    assert told_of(program.STARTED, sizes).cut is None
+
+
+def test_one_that_was_imported_or_set_by_name_before_is_refused(load: Load) -> None:
+    program = load("globals()['STARTED'] = []")
+    sizes = namespace_sizes()
+    program.STARTED = Thing()
+    assert told_of(program.STARTED, sizes).cut is None
+
+
+def test_in_a_module_that_came_later_what_its_own_code_binds_stays(load: Load) -> None:
+    sizes = namespace_sizes()
+    program = load(f"{STARTS}\nX = None\nY = []")
+    things = [Thing(), Thing(), Thing()]
+    program.start(things[0])
+    program.X, program.Y = things[1:]
+    cuts = [told_of(thing, sizes).cut for thing in things]
+    things.clear()
+    assert [cut and cut.action for cut in cuts] == ["del program.STARTED", "program.X = None", None]
 
 
 class Part:

@@ -184,6 +184,13 @@ PROOFS: Mapping[str, Proof] = {
         "assert engine.ROWS == ['old']",
         "del engine.ROWS[1] (raised RuntimeError: in the end)",
     ),
+    "new_global": Proof(
+        "engine.start()",
+        1004,
+        "assert not hasattr(engine, 'STARTED')\nengine.start()\nassert engine.STARTED.weight.numel() == 1004\n"
+        "del engine.STARTED",
+        "del engine.STARTED",
+    ),
     "global_that_begins_as_none": Proof(
         "engine.build()",
         1005,
