@@ -210,8 +210,13 @@ class LifecycleRun:
         seconds = time.perf_counter() - started
         metrics = self._metrics(cycle)
         baselines = self._baselines(cycle, baseline)
+        try:
+            steps = self._climb(metrics, baselines, (Rung.SETTLE, Rung.COLLECT))
+        except KeyboardInterrupt:
+            # The report ends with what a shutdown left; whoever asks a second time does not wait for it.
+            self._interrupt()
+            steps = self._climb(metrics, baselines, (Rung.SETTLE, Rung.COLLECT))
         is_last = cycle == self._cycles or bool(self._failure)
-        steps = self._climb(metrics, baselines, (Rung.SETTLE, Rung.COLLECT))
         self._stages.append(("shutdown", cycle, seconds, before, steps[0].reading, 0, 0))
         missing = self._missing(metrics, baselines, steps[-1].reading)
         devices = {metric.device for metric, _ in missing if metric.resource == "tensors"}

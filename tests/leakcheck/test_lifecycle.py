@@ -501,6 +501,23 @@ def test_ctrl_c_while_reading_keeps_what_there_is(label: str, monkeypatch: pytes
     assert len(subject.stages) >= len(SCRIPT) - 1
 
 
+def test_one_ctrl_c_while_reading_after_shutdown_does_not_lose_that_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LifecycleRun._snapshot
+    interrupts = iter([KeyboardInterrupt])
+
+    def interrupted(self: LifecycleRun, text: str) -> Any:
+        if text == "after shutdown":
+            for interrupt in interrupts:
+                raise interrupt
+        return original(self, text)
+
+    monkeypatch.setattr(LifecycleRun, "_snapshot", interrupted)
+    subject = live(SmallLife, cycles=2).run()
+    assert [(stage.cycle, stage.name) for stage in subject.stages] == [(1, name) for name in SCRIPT]
+    assert subject.reason == "interrupted in cycle 1"
+    assert (subject.outcome, subject.findings) == ("error", ())
+
+
 class BrokenSource:
     """An announced pool that fails once when it is read."""
 
