@@ -337,21 +337,36 @@ def test_what_the_engine_still_holds_is_told_from_the_engine_and_given_back() ->
     assert hops(found)[0][0] == "engine"
 
 
-class Worker(Quiet):
-    """A thread holds a tensor, and ends by itself a moment after shutdown."""
+class Finisher(threading.Thread):
+    """Holds its arguments until somebody waits for its end."""
 
-    number = 0
-    seconds = 2.5
+    def __init__(self, *args: object) -> None:
+        self.ready, self.over = threading.Event(), threading.Event()
+        super().__init__(target=self.hold, args=args, name="finisher", daemon=True)
+
+    def hold(self, *_: object) -> None:
+        self.ready.set()
+        self.over.wait(60)
+
+    def join(self, timeout: float | None = None) -> None:
+        self.over.set()
+        super().join(timeout)
+
+
+class Worker(Quiet):
+    """A thread holds a tensor, and ends after shutdown, when it is waited for."""
 
     def create(self) -> None:
-        ready, over = threading.Event(), threading.Event()
+        thread = Finisher(numbers(4001))
+        thread.start()
+        assert thread.ready.wait(20)
 
-        def run(*_: object) -> None:
-            ready.set()
-            over.wait(self.seconds)
 
-        threading.Thread(target=run, args=(numbers(4001),), name="finisher", daemon=True).start()
-        assert ready.wait(20)
+@pytest.mark.usefixtures("forgetful")
+def test_a_thread_that_ends_late_gives_it_back_when_it_is_joined() -> None:
+    (found,) = [finding for finding in live(Worker, 1).findings if finding.resource == "tensors"]
+    assert (found.cause, found.holder) == ("thread", "thread 'finisher'")
+    assert found.remedy == remedy("thread 'finisher': join()", 4001)
 
 
 # --- by itself ------------------------------------------------------------------------------------------------------
