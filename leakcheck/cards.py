@@ -37,7 +37,7 @@ class Cards:
         self._known = {device: self._read(device, claimed) for device in devices}
 
     def new_items(self, devices: Iterable[str], claimed: Collection[int]) -> dict[str, dict[str, int]]:
-        """By metric's key (`native cuda:0`, `reserved cuda:0`, `allocations cuda:0`), what was not there then."""
+        """By metric's key (`native cuda:0`, `reserved cuda:0`, …), what was not there then."""
         found: dict[str, dict[str, int]] = {}
         for device in devices:
             known = self._known.get(device, {})
@@ -60,11 +60,13 @@ class Cards:
         readings: dict[str, dict[str, int]] = {}
         blocks = unexplained_blocks(index, claimed)
         if blocks is not None:
-            native, workspaces = blocks
-            readings[f"native {device}"] = {f"block at {address:#x}": size for address, size in native.items()}
-            readings[f"workspaces {device}"] = {
-                f"workspace at {address:#x}": size for address, size in workspaces.items()
+            named = {
+                f"native {device}": ("block", blocks.native),
+                f"workspaces {device}": ("workspace", blocks.workspaces),
+                f"in-flight {device}": ("block", blocks.pending),
             }
+            for key, (word, found) in named.items():
+                readings[key] = {f"{word} at {address:#x}": size for address, size in found.items()}
         segments = read_segments(index) or []
         readings[f"reserved {device}"] = _empty_pools(segments)
         allocations = read_allocations(index) if self._driver else None

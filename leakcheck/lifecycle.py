@@ -14,7 +14,7 @@ from lowtide.leakcheck import contract
 from lowtide.leakcheck.judge import excesses, grouped, judge
 from lowtide.leakcheck.ladder import ACTIONS, Rung, Step, climb, release
 from lowtide.leakcheck.leftovers import Leftovers
-from lowtide.leakcheck.metrics import Metric, shutdown_metrics
+from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric, shutdown_metrics
 from lowtide.leakcheck.readings import to_readings
 from lowtide.leakcheck.trend import trend_of
 from lowtide.leakcheck.type_growth import TypeCounts
@@ -395,7 +395,7 @@ class LifecycleRun:
 
 def _is_told(item: Finding | Return, devices: Collection[str]) -> bool:
     """Whether tensors are what it is about, and those on its device are told one by one."""
-    is_plain = item.resource == "tensors" and item.bytes > 0 and getattr(item, "verdict", None) != "native-held"
+    is_plain = item.resource == "tensors" and item.bytes > 0 and getattr(item, "verdict", None) not in NOT_OF_PYTHON
     return is_plain and item.device in devices
 
 

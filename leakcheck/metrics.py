@@ -22,6 +22,12 @@ MIB = 1 << 20
 R = TypeVar("R")
 
 
+AWAITING_A_STREAM = "memory that waits for a stream"
+
+NOT_OF_PYTHON: tuple[Verdict, ...] = ("native-held", "in-flight")
+"""The verdicts on tensors' memory that has no tensor object any more, or never had one."""
+
+
 @dataclass(frozen=True)
 class Metric(Generic[R]):
     """Something that must come back.
@@ -108,6 +114,15 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
                 cause="native",
                 verdict="native-held",
             ),
+            Metric(
+                "tensors",
+                device,
+                lambda s: awaiting_a_stream(s, device),
+                rung=Rung.EMPTY_CACHE,
+                what=AWAITING_A_STREAM,
+                cause="pending-transfer",
+                verdict="in-flight",
+            ),
             Metric("reserved", device, lambda s: empty_segments(s, device), first_use=True),
             Metric(
                 "driver",
@@ -155,6 +170,14 @@ def native_held(snapshot: Snapshot, device: str) -> int | None:
     if allocator is None:
         return 0
     return sum(pool.unclaimed for pool in allocator.pools) if allocator.trusted else None
+
+
+def awaiting_a_stream(snapshot: Snapshot, device: str) -> int | None:
+    """Bytes of torch's blocks that were freed while a stream still worked on them."""
+    allocator = snapshot.allocator(device)
+    if allocator is None:
+        return 0
+    return sum(pool.pending for pool in allocator.pools) if allocator.trusted else None
 
 
 def arena_without_tensors(snapshot: Snapshot, device: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from lowtide.leakcheck.ladder import Rung
-from lowtide.leakcheck.metrics import MIB, Metric
+from lowtide.leakcheck.metrics import AWAITING_A_STREAM, MIB, Metric
 from lowtide.reports.schema import Cause, Resource, Verdict
 
 HOST_MEMORY_TOLERANCE = 64 * MIB
@@ -86,6 +86,16 @@ def plain_metrics(devices: Collection[str], tolerance: int = 0) -> tuple[Metric[
                 cause="library-workspace",
                 verdict="native-held",
                 what="workspaces of BLAS libraries",
+            ),
+            _items(
+                "tensors",
+                device,
+                key=f"in-flight {device}",
+                tolerance=tolerance,
+                rung=Rung.EMPTY_CACHE,
+                cause="pending-transfer",
+                verdict="in-flight",
+                what=AWAITING_A_STREAM,
             ),
             _items("reserved", device, tolerance=tolerance, rung=Rung.EMPTY_CACHE, cause="allocator-cache"),
             _items(

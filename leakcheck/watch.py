@@ -35,7 +35,7 @@ from lowtide.leakcheck.item_findings import (
 )
 from lowtide.leakcheck.judge import excesses, judge
 from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, release
-from lowtide.leakcheck.metrics import Metric
+from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, Reading, host_memory_tolerance, plain_metrics
 from lowtide.leakcheck.remedies import prove
@@ -398,7 +398,7 @@ class Watch:
         own = [Step(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
         found: list[Draft] = []
         for finding in judge(metrics, Reading(), own, stage=stage, cycle=1).findings:
-            if finding.resource == "tensors" and finding.verdict != "native-held" and finding.bytes:
+            if finding.resource == "tensors" and finding.verdict not in NOT_OF_PYTHON and finding.bytes:
                 held = [
                     [
                         storage
@@ -412,7 +412,8 @@ class Watch:
                 key = f"{finding.resource} {finding.device}".strip()
                 if finding.resource == "tensors":
                     kind = "workspaces" if finding.cause == "library-workspace" else "native"
-                    key = f"{kind} {finding.device}" if finding.verdict == "native-held" else "unreadable"
+                    kind = "in-flight" if finding.verdict == "in-flight" else kind
+                    key = f"{kind} {finding.device}" if finding.verdict in NOT_OF_PYTHON else "unreadable"
                 names = frozen_items() if key == FROZEN else own[0].reading.items.get(key, {})
                 told = [stage for name in names if (stage := self._caches.stage_of(name))]
                 since = told[0] if told else self._books.since(key, names)

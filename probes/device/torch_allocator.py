@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowtide.probes.tensors import live_storages
 
@@ -33,6 +33,7 @@ class PoolSegments:
         empty: bytes of the segments in which no block is in use; reserved for the next allocation only.
         unclaimed: bytes of the blocks in use that neither a live storage nor a workspace explains: what native code
             holds, such as tensors that autograd saved and caches in C++.
+        pending: bytes of the blocks that were freed while a stream still worked on them.
     """
 
     pool_id: tuple[int, int]
@@ -42,6 +43,7 @@ class PoolSegments:
     workspaces: int
     empty: int
     unclaimed: int
+    pending: int
 
     @property
     def private(self) -> bool:
@@ -195,7 +197,7 @@ def parse_pools(
         if segment["device"] != device:
             continue
         first, second = segment.get("segment_pool_id", (0, 0))
-        held = sums.setdefault((int(first), int(second)), [0, 0, 0, 0, 0, 0])
+        held = sums.setdefault((int(first), int(second)), [0, 0, 0, 0, 0, 0, 0])
         held[0] += segment["total_size"]
         if all(block["state"] == "inactive" for block in segment["blocks"]):
             held[4] += segment["total_size"]
@@ -208,30 +210,44 @@ def parse_pools(
                 held[3] += block["size"]
             elif block["state"] == "active_allocated" and not is_claimed(block, addresses):
                 held[5] += block["size"]
+            elif is_pending(block):
+                held[6] += block["size"]
     return tuple(PoolSegments(pool_id, *held) for pool_id, held in sorted(sums.items()))
 
 
-def unexplained_blocks(index: int, claimed: Collection[int]) -> tuple[dict[int, int], dict[int, int]] | None:
-    """Address and bytes of the blocks in use in which no storage at a `claimed` address begins.
+class UnexplainedBlocks(NamedTuple):
+    """Bytes, by address, of the blocks of a card that are not free and in which no live storage begins.
 
-    Those that nothing explains, then the workspaces of BLAS libraries; None where the allocator gives no snapshot.
+    Attributes:
+        native: nothing visible to Python explains them.
+        workspaces: those of the BLAS libraries.
+        pending: freed, but a stream had not finished with them.
     """
+
+    native: dict[int, int]
+    workspaces: dict[int, int]
+    pending: dict[int, int]
+
+
+def unexplained_blocks(index: int, claimed: Collection[int]) -> UnexplainedBlocks | None:
+    """The blocks of a card that no storage at a `claimed` address explains; None without a snapshot."""
     torch = initialized_torch()
     segments = None if torch is None else _segments(torch)[0]
     if torch is None or segments is None:
         return None
     addresses = sorted(claimed)
     sizes = workspace_sizes(torch, index)
-    native: dict[int, int] = {}
-    workspaces: dict[int, int] = {}
+    found = UnexplainedBlocks({}, {}, {})
     for segment in segments:
         if segment["device"] != index:
             continue
         for block in segment["blocks"]:
             if block["state"] == "active_allocated" and not is_claimed(block, addresses):
-                kind = workspaces if is_workspace(block, addresses, sizes) else native
+                kind = found.workspaces if is_workspace(block, addresses, sizes) else found.native
                 kind[block["address"]] = block["size"]
-    return native, workspaces
+            elif is_pending(block):
+                found.pending[block["address"]] = block["size"]
+    return found
 
 
 def read_segments(index: int) -> list[tuple[tuple[int, int], int, int, bool]] | None:
@@ -264,6 +280,12 @@ def is_workspace(block: Block, addresses: Sequence[int], workspace_sizes: Collec
     if block["state"] != "active_allocated" or block.get("requested_size", block["size"]) not in workspace_sizes:
         return False
     return not is_claimed(block, addresses)
+
+
+def is_pending(block: Block) -> bool:
+    """Whether a block was freed while a stream still worked on it."""
+    # Its name differs: `active_pending_free` in snapshots, `active_awaiting_free` in torch's documentation.
+    return str(block["state"]).startswith("active_") and block["state"] != "active_allocated"
 
 
 def is_claimed(block: Block, addresses: Sequence[int]) -> bool:

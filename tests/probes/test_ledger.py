@@ -46,9 +46,9 @@ ALLOCATOR = AllocatorReading(
     active=450,
     inactive=0,
     pools=(
-        PoolSegments((0, 0), reserved=700, allocated=400, blocks=3, workspaces=32, empty=0, unclaimed=0),
-        PoolSegments((0, 1), reserved=200, allocated=50, blocks=1, workspaces=8, empty=100, unclaimed=0),
-        PoolSegments((0, 2), reserved=100, allocated=0, blocks=0, workspaces=0, empty=100, unclaimed=0),
+        PoolSegments((0, 0), reserved=700, allocated=400, blocks=3, workspaces=32, empty=0, unclaimed=0, pending=0),
+        PoolSegments((0, 1), reserved=200, allocated=50, blocks=1, workspaces=8, empty=100, unclaimed=0, pending=0),
+        PoolSegments((0, 2), reserved=100, allocated=0, blocks=0, workspaces=0, empty=100, unclaimed=0, pending=0),
     ),
     library_workspaces=40,
     backend="native",
@@ -187,7 +187,7 @@ def test_every_ledger_adds_up(
 ) -> None:
     allocator = replace(
         ALLOCATOR,
-        pools=(PoolSegments((0, 0), reserved, allocated, 1, workspaces, 0, 0),),
+        pools=(PoolSegments((0, 0), reserved, allocated, 1, workspaces, 0, 0, 0),),
         library_workspaces=workspaces,
     )
     taken = replace(

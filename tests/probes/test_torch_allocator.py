@@ -14,11 +14,13 @@ from lowtide.probes.device.torch_allocator import (
     PoolSegments,
     blas_lt_workspace_bytes,
     blas_workspace_bytes,
+    is_pending,
     is_workspace,
     parse_pinned,
     parse_pools,
     read_allocators,
     read_pinned,
+    unexplained_blocks,
 )
 from lowtide.probes.tensors import live_storages
 
@@ -63,9 +65,25 @@ RECORDED = [
 def test_segments_add_up_by_pool() -> None:
     assert parse_pools(RECORDED, 0, claimed=[0x1000_0000], workspace_sizes=[WORKSPACE]) == (
         PoolSegments(
-            (0, 0), reserved=52 * MIB, allocated=38 * MIB, blocks=2, workspaces=32 * MIB, empty=0, unclaimed=0
+            (0, 0),
+            reserved=52 * MIB,
+            allocated=38 * MIB,
+            blocks=2,
+            workspaces=32 * MIB,
+            empty=0,
+            unclaimed=0,
+            pending=0,
         ),
-        PoolSegments((0, 3), reserved=10 * MIB, allocated=2 * MIB, blocks=1, workspaces=0, empty=8 * MIB, unclaimed=0),
+        PoolSegments(
+            (0, 3),
+            reserved=10 * MIB,
+            allocated=2 * MIB,
+            blocks=1,
+            workspaces=0,
+            empty=8 * MIB,
+            unclaimed=0,
+            pending=2 * MIB,
+        ),
     )
 
 
@@ -107,6 +125,14 @@ def test_what_was_asked_for_counts_not_what_was_given() -> None:
 @pytest.mark.parametrize("state", ["inactive", "active_awaiting_free"])
 def test_a_block_that_is_being_given_back_is_no_workspace(state: str) -> None:
     assert not is_workspace(block(1000, 64, state), [], [64])
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [("active_pending_free", True), ("active_awaiting_free", True), ("active_allocated", False), ("inactive", False)],
+)
+def test_a_block_is_pending_by_either_of_its_names(state: str, expected: bool) -> None:
+    assert is_pending(block(1000, 64, state)) is expected
 
 
 @pytest.mark.parametrize(
@@ -238,6 +264,17 @@ def test_only_devices_with_a_context_are_read(counters: type[Counters.cuda]) -> 
     assert (reading.backend, reading.trusted, reading.note) == ("native", True, "")
 
 
+@pytest.mark.usefixtures("counters")
+def test_blocks_without_a_storage_are_told_by_kind() -> None:
+    assert unexplained_blocks(0, []) == (
+        {0x1000_0000: 6 * MIB},
+        {0x2000_0000: 32 * MIB},
+        {0x3000_0000: 2 * MIB},
+    )
+    claimed = unexplained_blocks(0, [0x1000_0000, 0x3000_0000])
+    assert claimed == ({}, {0x2000_0000: 32 * MIB}, {0x3000_0000: 2 * MIB})
+
+
 def test_another_backend_is_not_trusted_and_says_so(counters: type[Counters.cuda]) -> None:
     counters.backend = "cudaMallocAsync"
     counters.refuses = ("snapshot",)
@@ -313,6 +350,27 @@ def test_on_a_card_a_tensor_of_a_workspaces_size_is_a_tensor() -> None:
     kept = torch.empty(32 * MIB, dtype=torch.uint8, device="cuda")
     assert _workspaces() == before
     assert kept.numel() == 32 * MIB
+
+
+@pytest.mark.cuda
+@needs_card
+def test_on_a_card_a_block_that_a_stream_still_works_on_is_pending_until_it_is_done() -> None:
+    torch.cuda.empty_cache()
+    before = _pending()
+    stream = torch.cuda.Stream()
+    tensor = torch.ones(64 * MIB, dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)
+    tensor.record_stream(stream)
+    del tensor
+    assert _pending() - before == 64 * MIB
+    stream.synchronize()
+    torch.cuda.empty_cache()
+    assert _pending() == before
+
+
+def _pending() -> int:
+    return sum(pool.pending for reading in read_allocators() for pool in reading.pools)
 
 
 @pytest.mark.cuda

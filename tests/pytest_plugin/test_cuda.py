@@ -77,6 +77,11 @@ def test_graph():
         out = static * 2
     del out
     SESSION.graph = graph
+
+def test_process_group(tmp_path):
+    import torch.distributed as dist
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.all_reduce(torch.ones(8, device="cuda")); torch.cuda.synchronize()
 """
 
 _CLEAN = """
@@ -139,6 +144,12 @@ def test_engine():
         engine.sleep(level=2)
         engine.wake()
         engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True))
+def test_block_that_waits_for_a_stream():
+    stream = torch.cuda.Stream()
+    tensor = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(2_000_000_000)
+    tensor.record_stream(stream)
 def test_triton():
     triton = pytest.importorskip("triton")
     torch.compile(lambda x: (x * 2 + 1).relu())(torch.rand(1 << 16, device="cuda")).sum().item()
@@ -237,6 +248,14 @@ def test_an_empty_pool_is_given_back_by_letting_go_of_it(leaks: Report) -> None:
     assert finding.holder is not None
     assert finding.remedy is not None
     assert finding.remedy.returns_bytes == finding.bytes
+
+
+def test_a_process_group_that_stays_is_destroyed_and_what_that_gave_back_is_measured(leaks: Report) -> None:
+    (finding,) = [item for item in subject(leaks, "test_process_group").findings if item.resource == "process-groups"]
+    assert finding.remedy is not None
+    assert finding.remedy.action == "torch.distributed.destroy_process_group() of group 0"
+    assert finding.remedy.returns_bytes > 0
+    assert finding.changed == ("process group 0 is destroyed",)
 
 
 def test_first_uses_and_caches_are_no_leaks(clean: Report) -> None:
