@@ -5,11 +5,16 @@ The engine itself knows nothing of them: a defect replaces one method for as lon
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
+import torch
+
+from lowtide.engine import capabilities, runner
 from lowtide.engine.errors import ConfigError
 from lowtide.engine.runner import ModelRunner
 from lowtide.engine.teardown import Teardown
@@ -34,20 +39,24 @@ class Defect:
 
 
 @contextmanager
-def _shutdown_noop() -> Iterator[None]:
-    def shutdown(self: ModelRunner) -> None:
-        pass
-
-    original = ModelRunner.shutdown
-    ModelRunner.shutdown = shutdown  # type: ignore[method-assign]
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        ModelRunner.shutdown = original  # type: ignore[method-assign]
+        setattr(owner, name, original)
 
 
-@contextmanager
-def _worker_keeps_everything() -> Iterator[None]:
+def _bound_method_cache() -> AbstractContextManager[None]:
+    @functools.lru_cache
+    def supports_kw(function: Callable[..., Any], name: str) -> bool:
+        return capabilities.supports_kw(function, name)
+
+    return _replaced(runner, "supports_kw", supports_kw)
+
+
+def _worker_keeps_everything() -> AbstractContextManager[None]:
     def shutdown(self: Worker) -> None:
         # What the bug does not name still happens: host buffers go, and torch's cache.
         teardown = Teardown("shutting the worker down")
@@ -55,18 +64,42 @@ def _worker_keeps_everything() -> Iterator[None]:
         self.memory.empty_cache(teardown)
         teardown.finish()
 
+    return _replaced(Worker, "shutdown", shutdown)
+
+
+def _accelerator_on_cpu() -> AbstractContextManager[None]:
     original = Worker.shutdown
-    Worker.shutdown = shutdown  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Worker.shutdown = original  # type: ignore[method-assign]
+
+    def shutdown(self: Worker) -> None:
+        torch.accelerator.synchronize()
+        original(self)
+
+    return _replaced(Worker, "shutdown", shutdown)
+
+
+def _shutdown_noop() -> AbstractContextManager[None]:
+    def shutdown(self: ModelRunner) -> None:
+        pass
+
+    return _replaced(ModelRunner, "shutdown", shutdown)
 
 
 DEFECTS: Mapping[str, Defect] = MappingProxyType(
     {
         defect.name: defect
         for defect in (
+            Defect(
+                "bound-method-cache",
+                "vllm#38503",
+                "a capability check is an `lru_cache` keyed by the model's bound `forward`, which keeps the model",
+                _bound_method_cache,
+            ),
+            Defect(
+                "accelerator-on-cpu",
+                "vllm#41034",
+                "the worker's shutdown waits for an accelerator that is not there, and what comes after it is skipped",
+                _accelerator_on_cpu,
+            ),
             Defect(
                 "shutdown-noop",
                 "vllm#41034, first try",

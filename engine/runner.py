@@ -10,6 +10,7 @@ import torch
 
 from lowtide.engine.attention import Workspace, build_attention_metadata
 from lowtide.engine.block_table import BlockTable
+from lowtide.engine.capabilities import supports_kw
 from lowtide.engine.config import Allocator, EngineConfig
 from lowtide.engine.kv_cache import KVCache
 from lowtide.engine.model import LlamaForCausalLM
@@ -45,6 +46,8 @@ class ModelRunner:
         allocate: Allocator,
     ) -> None:
         self.model = model
+        # Models without scratch memory of their own leave it out.
+        self._lends_workspace = supports_kw(model.forward, "workspace")
         self._kv_cache = kv_cache
         self._block_table = block_table
         self._sampler = sampler
@@ -119,7 +122,8 @@ class ModelRunner:
             dtype=self.model.config.torch_dtype,
         )
         positions_on_device = _upload(self._positions, first_token, positions)
-        return self.model.forward(input_ids, positions_on_device, metadata, self._kv_cache, workspace)
+        lent = {"workspace": workspace} if self._lends_workspace else {}
+        return self.model.forward(input_ids, positions_on_device, metadata, self._kv_cache, **lent)
 
     def _assign_rows(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Gives each scheduled request a row of the block table that lists its blocks."""
