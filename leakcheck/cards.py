@@ -46,6 +46,10 @@ class Cards:
                 found[key] = {name: size for name, size in items.items() if name not in old}
         return found
 
+    def all_items(self, device: str, claimed: Collection[int]) -> dict[str, dict[str, int]]:
+        """As `new_items`, for one card and with what was there then."""
+        return self._read(device, claimed)
+
     def has_new_empty_pools(self, device: str) -> bool:
         """Whether a private pool has an empty segment that it had not before; cheap."""
         known = self._known.get(device, {}).get(f"reserved {device}", {})

@@ -36,7 +36,8 @@ class LeakCheck:
         tolerance: bytes that may stay of each resource.
         settle: seconds without movement after which waiting for threads, processes or the driver ends.
         stacks: whose memory's allocation is recorded with its stack: "auto" (cards), "all" (the host too), "off".
-        remedies: whether to try what would give a leak back; what that changes is listed with the finding.
+        remedies: whether to try what would give a leak back, right after the block.  That changes the program: it
+            deletes what the block left, and what it changed is listed with the finding.
     """
 
     def __init__(
@@ -46,10 +47,12 @@ class LeakCheck:
         tolerance: int = 0,
         settle: float = 0.5,
         stacks: Literal["auto", "all", "off"] = "auto",
-        remedies: bool = True,
+        remedies: bool = False,
     ) -> None:
         self._name = name
-        self._watch = Watch(Policy(tolerance=tolerance, settle=settle, stacks=stacks, remedies=remedies))
+        self._watch = Watch(
+            Policy(tolerance=tolerance, settle=settle, stacks=stacks, remedies="now" if remedies else "never")
+        )
         self._stack = ExitStack()
         self._report: Report | None = None
         self._outer: list[str] = []

@@ -80,6 +80,7 @@ class Explanation:
             where that was not worked out.
         cut: how to cut the first suspect edge that can be, live objects included; None if none can.
         thread: the name of the running thread that holds it, if one does.
+        new: the identities of what lies behind the first suspect edge of the path, that of the suspect last.
     """
 
     verdict: Verdict
@@ -90,6 +91,7 @@ class Explanation:
     freed: tuple[frozenset[int] | None, ...] = field(default=(), repr=False, compare=False)
     cut: Cut | None = field(default=None, repr=False, compare=False)
     thread: str = ""
+    new: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
 
 
 def explain(
@@ -177,6 +179,7 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         freed=tuple(freed),
         cut=_cut_of_new_dict(path, place, found, first, names) or _first_cut(path, links, first, names),
         thread=running,
+        new=frozenset(link.held for link in links),
     )
 
 
@@ -188,7 +191,8 @@ def _cut_of_new_dict(path: Path, place: int, found: Traces, first: int, names: N
     if names.older is None or not first or path.steps[first - 1].type_name != "dict":
         return None
     link = found.link(place, first - 1)
-    if link.held in names.older or _is_librarys(path, link):
+    # A cache keeps what was made for it, and fills itself again.
+    if link.kind not in _CACHED and (link.held in names.older or _is_librarys(path, link)):
         return None
     try:
         known = dataclasses.replace(names.of(*_home(path, first - 1)), are_free=False)

@@ -30,6 +30,9 @@ DESTROY_LIMIT = 10.0
 FROZEN = "gc-frozen"
 """The key of the metric of frozen objects, which is a level and has no items."""
 
+HARMLESS = ("threads", "process-groups", "lru-cache", FROZEN)
+"""The resources whose remedy takes nothing that a program that goes on could need: a cache fills itself again."""
+
 _SHOWN_NAMES = 3
 _POOL = re.compile(r"pool \((\d+), (\d+)\)")
 

@@ -109,6 +109,7 @@ def _saved_by(saved: _Saved, told: Explanation) -> Explanation:
         suspects=told.suspects,
         cut=told.cut,
         thread=told.thread,
+        new=told.new,
     )
 
 
@@ -162,6 +163,7 @@ def _gradient_of(tensor: Any, gradient: int, told: Explanation, *, was_there: bo
         suspects=(".grad",) if was_there else told.suspects,
         cut=cut_of(link, told.holder, Names()) if was_there else told.cut,
         thread=told.thread,
+        new=frozenset((gradient,)) if was_there else told.new,
     )
 
 

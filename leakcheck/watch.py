@@ -7,6 +7,7 @@ appears while a module is imported belongs to the process.
 
 from __future__ import annotations
 
+import functools
 import gc
 import multiprocessing
 import subprocess
@@ -25,6 +26,7 @@ from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.first_use import FirstUse, excused_by_libraries
 from lowtide.leakcheck.item_findings import (
     FROZEN,
+    HARMLESS,
     ItemLeak,
     actions_for,
     confirmed_workspaces,
@@ -50,6 +52,7 @@ from lowtide.leakcheck.tensor_findings import (
     restaged,
     tensor_leaks,
 )
+from lowtide.leakcheck.unproven import Unproven, prove_now, put_off
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.births import Births
 from lowtide.probes.caches import LRU_CACHE
@@ -77,7 +80,8 @@ class Policy:
         settle: seconds without any movement after which waiting for threads, processes or the driver ends.
         stacks: whose memory's allocation is recorded with its stack: `auto`: that of cards, which is cheap; `all`: the
             process's own too, which takes a dispatch mode around every operation; `off`: none.
-        remedies: whether to try what would give a leak back, which changes the program.
+        remedies: whether to try what would give a leak back, which changes the program: `now`, with the verdict;
+            `later`, when `prove` is called and nothing of the program runs any more; `never`.
         card: whether cards are judged.
         driver: whether the driver's figures are (not where several workers share a card).
     """
@@ -85,7 +89,7 @@ class Policy:
     tolerance: int = 0
     settle: float = 0.5
     stacks: Literal["auto", "all", "off"] = "auto"
-    remedies: bool = True
+    remedies: Literal["now", "later", "never"] = "later"
     card: bool = True
     driver: bool = True
 
@@ -99,12 +103,15 @@ class Verdict:
         of_owners: those of each owner that ended, by its label.
         not_measured: what may be a leak or what a library keeps from its first use, which cannot be told apart.
         climbed: whether the cheap pass was not enough.
+        unproven: what is to be given to `prove` at the end, for the test and for each owner.
     """
 
     findings: tuple[Finding, ...] = ()
     of_owners: Mapping[str, tuple[Finding, ...]] = field(default_factory=dict)
     not_measured: tuple[NotMeasured, ...] = ()
     climbed: bool = False
+    unproven: Unproven = field(default_factory=Unproven)
+    unproven_of_owners: Mapping[str, Unproven] = field(default_factory=dict)
 
 
 Draft = Union[Finding, TensorLeak, ItemLeak]  # noqa: UP007 - evaluated
@@ -303,8 +310,13 @@ class Watch:
             for turn, subject in enumerate(subjects)
         ]
         del explained
-        if final and self.policy.remedies:
-            self._try_remedies(drafts, context, lambda: self._read_deep(subjects, ended, self._seen))
+        unproven = [Unproven() for _ in subjects]
+        read = functools.partial(self._read_deep, subjects, ended, self._seen)
+        if final and self.policy.remedies == "now":
+            self._try_remedies(drafts, context, read)
+        elif final and self.policy.remedies == "later":
+            unproven = self._put_off(drafts, context, read)
+        del read
         findings = [
             tuple(draft if isinstance(draft, Finding) else draft.finding for draft in found) for found in drafts
         ]
@@ -318,7 +330,37 @@ class Watch:
             not_measured=excused,
             of_owners={owner.label: found for owner, found in zip(ended, findings[1:], strict=True)},
             climbed=True,
+            unproven=unproven[0],
+            unproven_of_owners={owner.label: later for owner, later in zip(ended, unproven[1:], strict=True)},
         )
+
+    def prove(self, each: Sequence[Unproven]) -> list[list[Finding]]:
+        """The findings of some subjects with what gave each back; nothing of the program may run afterwards."""
+        return prove_now(each, self._left_now, self._driver_bytes, self.policy.settle)
+
+    def _left_now(self, key: str) -> Mapping[str, int] | None:
+        now = self._read()
+        device = key.partition(" ")[2]
+        if device not in devices_of(now):
+            return now.items.get(key)
+        return self._cards.all_items(device, {address for _, address in live_keys()}).get(key)
+
+    def _put_off(self, drafts: list[list[Draft]], context: Context, read: Callable[[], Deep]) -> list[Unproven]:
+        """Tries what changes nothing that the next test could need; the rest is for the end."""
+        may_unfreeze = self._may_unfreeze(drafts)
+        unproven = []
+        for found in drafts:
+            for place, draft in enumerate(found):
+                if not isinstance(draft, ItemLeak):
+                    continue
+                found[place] = draft = self._confirmed(draft, read)
+                if draft.finding.resource in HARMLESS:
+                    actions = actions_for(draft, self._caches, context.patience, may_unfreeze=may_unfreeze)
+                    found[place] = try_actions(draft, actions, self._left(draft, read), self._driver_bytes)
+            tensors = [draft for draft in found if isinstance(draft, TensorLeak)]
+            # By now the harmless ones are findings.
+            unproven.append(put_off(tensors, [draft for draft in found if isinstance(draft, ItemLeak)]))
+        return unproven
 
     def _try_remedies(self, drafts: list[list[Draft]], context: Context, read: Callable[[], Deep]) -> None:
         """Replaces the drafts by findings with what gave each back: tensors first, which often hold all the rest."""

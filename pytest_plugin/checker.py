@@ -18,12 +18,14 @@ import lowtide
 from lowtide.leakcheck.owners import Owner
 from lowtide.leakcheck.readings import this_machine
 from lowtide.leakcheck.suppressions import SuppressionError, Suppressions, find, load, problems, shipped
+from lowtide.leakcheck.unproven import Unproven
 from lowtide.leakcheck.watch import Policy, Verdict, Watch
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.stages import Stage, listening, stage
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.failures import LeakFailure, fail_report, is_strict_xpass
 from lowtide.pytest_plugin.imports import ImportWatch
+from lowtide.pytest_plugin.proven import proven_as_json, proven_from_json, retell, with_proven
 from lowtide.pytest_plugin.retention import clear_tracebacks, hints, release_test, release_warnings
 from lowtide.pytest_plugin.scopes import FixtureOwner
 from lowtide.pytest_plugin.settings import read_markers, read_settings
@@ -57,7 +59,7 @@ class Checker:
                 tolerance=self.settings.tolerance,
                 settle=self.settings.settle,
                 stacks=self.settings.stacks,
-                remedies=self.settings.remedies,
+                remedies="later" if self.settings.remedies else "never",
                 card=self.settings.device != "cpu",
                 driver=not self.shares_card,
             )
@@ -80,6 +82,7 @@ class Checker:
         self._used: set[str] = set()
         self._problems: tuple[str, ...] = ()
         self._stages: list[str] = []
+        self._unproven: list[tuple[str, Unproven]] = []
         self.subjects: list[Subject] = []
 
     # The session.
@@ -108,13 +111,18 @@ class Checker:
                 if self._failure:
                     reason = f"lowtide could not judge what ended with the session: {self._failure}"
                     self._record([Subject(id="the end of the session", outcome="error", reason=reason)])
+            proven = self._prove(session)
             self._close()
+        else:
+            proven = []
         if self._is_worker:
+            self._config.workeroutput["lowtide_proven"] = proven_as_json(proven)  # type: ignore[attr-defined]
             self._config.workeroutput["lowtide"] = _encode(self.subjects)  # type: ignore[attr-defined]
             self._config.workeroutput["lowtide_used"] = sorted(self._used)  # type: ignore[attr-defined]
             return
+        self._tell_proven(proven)
         if self.subjects:
-            self._problems = self._suppression_problems()
+            self._problems = (*self._problems, *self._suppression_problems())
         if self._problems and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.settings.action == "fail" and session.exitstatus == pytest.ExitCode.OK and self._open_leaks():
@@ -127,6 +135,7 @@ class Checker:
         output = getattr(node, "workeroutput", None) or {}
         self._used |= set(output.get("lowtide_used", ()))
         self.subjects += [subject for subject in _decode(output.get("lowtide", "[]")) if subject not in self.subjects]
+        self._tell_proven(proven_from_json(output.get("lowtide_proven", "[]")))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One line per leak."""
@@ -136,6 +145,36 @@ class Checker:
     def pytest_unconfigure(self) -> None:
         """Nothing of the watch stays behind, whatever ended the session."""
         self._close()
+
+    def _prove(self, session: pytest.Session) -> list[Subject]:
+        """Try what gives the leaks back, now that no test follows; the subjects with what is known then."""
+        unproven, self._unproven = self._unproven, []
+        if not unproven or session.exitstatus == pytest.ExitCode.INTERRUPTED:
+            return []
+        self._failure = ""
+        found: list[list[Finding]] = []
+        with self._guarded():
+            found = self.watch.prove([later for _, later in unproven])
+        if self._failure:
+            self._problems = (*self._problems, f"lowtide could not try the remedies: {self._failure}")
+        return [
+            Subject(id=name, outcome="leak", findings=tuple(findings))
+            for (name, _), findings in zip(unproven, found, strict=False)
+        ]
+
+    def _tell_proven(self, proven: Sequence[Subject]) -> None:
+        """Puts what was proven into the subjects, and into what the terminal has still to show."""
+        told = with_proven(self.subjects, proven)
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            texts: dict[str, str] = {}
+            for before, after in zip(self.subjects, told, strict=True):
+                if before is not after and _is_bad(before):
+                    verbosity = self._config.get_verbosity()
+                    texts[terminal.details(before, verbosity)] = terminal.details(after, verbosity)
+                    texts[terminal.headline(before)] = terminal.headline(after)
+            retell(reporter.stats, texts)
+        self.subjects = told
 
     def _close(self) -> None:
         self._imports.remove()
@@ -449,6 +488,8 @@ class Checker:
         else:
             of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
             own = self._subject(item.nodeid, [*verdict.findings, *of_setup])
+        later = sum((verdict.unproven_of_owners.get(owner.label, Unproven()) for owner in own_setup), verdict.unproven)
+        self._put_off(own, later)
         own = msgspec.structs.replace(own, not_measured=verdict.not_measured)
         if self._records is not None:
             own = msgspec.structs.replace(
@@ -460,11 +501,18 @@ class Checker:
         return [own, *self._owner_subjects(verdict, ended)]
 
     def _owner_subjects(self, verdict: Verdict, ended: Sequence[FixtureOwner]) -> list[Subject]:
-        return [
-            self._subject(f"{owner.name} ({owner.where})", verdict.of_owners[owner.label])
-            for owner in ended
-            if verdict.of_owners.get(owner.label)
-        ]
+        subjects = []
+        for owner in ended:
+            if verdict.of_owners.get(owner.label):
+                subjects.append(self._subject(f"{owner.name} ({owner.where})", verdict.of_owners[owner.label]))
+                self._put_off(subjects[-1], verdict.unproven_of_owners.get(owner.label, Unproven()))
+        return subjects
+
+    def _put_off(self, subject: Subject, unproven: Unproven) -> None:
+        """Remember what is to be tried at the end: for what fails or warns, and for nothing that is known."""
+        later = unproven.only(frozenset(item.fingerprint for item in subject.findings if item.suppressed_by is None))
+        if later.tensors or later.items:
+            self._unproven.append((subject.id, later))
 
     def _subject(self, name: str, findings: Sequence[Finding]) -> Subject:
         findings = self._suppressed(findings)

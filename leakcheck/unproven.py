@@ -1,0 +1,116 @@
+"""Leaks whose remedies are tried when nothing of the program runs any more.
+
+What gives a leak back changes the program: the next test may need the very thing, and a flag beside it may say that it
+is there.  Until the end nothing is kept of a leak but identities, addresses and weak references.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lowtide.leakcheck.explain import Explanation
+from lowtide.leakcheck.filled_caches import FilledCaches
+from lowtide.leakcheck.item_findings import ItemLeak, actions_for, try_actions, with_pool_holder
+from lowtide.leakcheck.remedies import StorageWatch, prove
+from lowtide.leakcheck.storages import Key
+from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages
+from lowtide.reports.schema import Finding
+
+Left = Callable[[str], "Mapping[str, int] | None"]
+"""What there is now, by a metric's key: names, with bytes or 1 each; None where that cannot be read any more."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnprovenLeak:
+    """A leak of tensors.
+
+    Attributes:
+        finding: as far as it is known without trying anything.
+        sizes: bytes of the storages, by storage.
+        new: the identities of what the leak added to the program: they are on the suspect part of its path.
+        watch: tells which of the storages are gone.
+    """
+
+    finding: Finding
+    sizes: Mapping[Key, int]
+    new: frozenset[int]
+    watch: StorageWatch
+
+    def left(self) -> dict[Key, int]:
+        """The storages that are still there; another one at the address of one that went is not meant."""
+        gone = self.watch.gone()
+        return {key: size for key, size in self.sizes.items() if key not in gone}
+
+
+@dataclass(frozen=True)
+class Unproven:
+    """What one subject left."""
+
+    tensors: tuple[UnprovenLeak, ...] = ()
+    items: tuple[ItemLeak, ...] = ()
+    new: frozenset[int] = frozenset()
+
+    def only(self, fingerprints: frozenset[str]) -> Unproven:
+        """The part that these findings are about."""
+        return Unproven(
+            tuple(leak for leak in self.tensors if leak.finding.fingerprint in fingerprints),
+            tuple(item for item in self.items if item.finding.fingerprint in fingerprints),
+            self.new,
+        )
+
+    def __add__(self, other: Unproven) -> Unproven:
+        return Unproven((*self.tensors, *other.tensors), (*self.items, *other.items), self.new | other.new)
+
+
+def put_off(leaks: Sequence[TensorLeak], items: Sequence[ItemLeak]) -> Unproven:
+    """What is to be remembered of some leaks."""
+    tensors = tuple(
+        UnprovenLeak(leak.finding, leak.sizes, _new_in(leak.explanations.values()), StorageWatch(leak.sizes.keys()))
+        for leak in leaks
+    )
+    new = _new_in(item.explanation for item in items if item.explanation is not None)
+    return Unproven(tensors, tuple(dataclasses.replace(item, explanation=None) for item in items), new)
+
+
+def prove_now(each: Sequence[Unproven], left: Left, driver: Callable[[], int], patience: float) -> list[list[Finding]]:
+    """The findings of some subjects, with what gave each back; changes the program as it likes.
+
+    Args:
+        each: what each subject left.
+        left: reads what there is now.
+        driver: reads the driver's bytes of this process, on all cards.
+        patience: seconds to wait for a thread to end.
+    """
+    every = [leak for subject in each for leak in subject.tensors]
+    sizes = {id(leak): leak.left() for leak in every}
+    new = frozenset().union(*(subject.new for subject in each), *(leak.new for leak in every))
+    context = Context(born=new, is_over=True, patience=patience)
+    explained = explain_storages({key for keys in sizes.values() for key in keys}, context).by_key
+    # All together: what gives back the leak of one may give back another's too.
+    done = iter(prove([_as_leak(leak, sizes[id(leak)], explained) for leak in every], context))
+    found = [[next(done) for _ in subject.tensors] for subject in each]
+    for subject, findings in zip(each, found, strict=True):
+        cuts = dict.fromkeys(item.remedy.action for item in findings if item.remedy is not None and item.tried)
+        for item in subject.items:
+            now = left(item.key)
+            draft = item.without(now, "; ".join(cuts)) if cuts and now is not None else item
+            draft = dataclasses.replace(draft, explanation=with_pool_holder(item, context).explanation)
+            actions = actions_for(draft, FilledCaches(), patience, may_unfreeze=False)
+            findings.append(try_actions(draft, actions, functools.partial(_left_of, left, item), driver))
+    return found
+
+
+def _left_of(left: Left, item: ItemLeak) -> Mapping[str, int]:
+    now = left(item.key)
+    return item.names if now is None else now
+
+
+def _as_leak(leak: UnprovenLeak, sizes: Mapping[Key, int], explained: Mapping[Key, Explanation]) -> TensorLeak:
+    return TensorLeak(leak.finding, sizes, {key: explained[key] for key in sizes if key in explained})
+
+
+def _new_in(explanations: Iterable[Explanation]) -> frozenset[int]:
+    return frozenset().union(*(explanation.new for explanation in explanations))
