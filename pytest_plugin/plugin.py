@@ -28,7 +28,7 @@ _SETTINGS = (
         "auto|all|off",
         "record where memory is allocated: on cards, which is cheap; on the host too; nowhere (default: auto)",
     ),
-    ("remedies", "on|off", "try what gives a leak back, and say what that changed (default: on)"),
+    ("remedies", "on|off", "when the last test is over, try what gives each leak back (default: on)"),
 )
 
 

@@ -52,6 +52,21 @@ def test_a_block_that_keeps_a_tensor_leaks(engine: Engine) -> None:
     assert stages_of(check) == [("block", 4000)]
 
 
+def test_a_block_s_leak_is_left_alone_unless_its_remedy_is_asked_for(engine: Engine) -> None:
+    with LeakCheck() as check:
+        engine.infer(keep=True)
+    (finding,) = subject(check).findings
+    assert (finding.remedy, finding.tried, finding.changed) == (None, (), ())
+    assert len(engine.kept) == 1
+    with LeakCheck(remedies=True) as check:
+        engine.infer(keep=True)
+    (finding,) = subject(check).findings
+    assert finding.remedy is not None
+    assert finding.remedy.returns_bytes == 4000
+    assert len(finding.changed) == 1
+    assert len(engine.kept) == 1
+
+
 def test_a_block_that_keeps_nothing_is_clean(engine: Engine) -> None:
     with LeakCheck() as check:
         engine.infer(keep=False)

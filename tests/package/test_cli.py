@@ -149,7 +149,14 @@ def test_no_cycles_are_refused(cycles: str) -> None:
 
 
 def test_an_unknown_defect_is_refused_with_those_there_are() -> None:
-    refused("use one of shutdown-noop, worker-keeps-everything", "run", "--device", "cpu", "--defect", "nonsense")
+    refused(
+        "use one of bound-method-cache, accelerator-on-cpu, shutdown-noop, worker-keeps-everything",
+        "run",
+        "--device",
+        "cpu",
+        "--defect",
+        "nonsense",
+    )
 
 
 def test_preset_and_model_together_are_refused(tmp_path: Path) -> None:
