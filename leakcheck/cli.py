@@ -53,9 +53,23 @@ class Preset(str, Enum):
     EIGHT_B = "8b"
 
 
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""click's; where typer has it from differs between its versions."""
+
+
 def main() -> None:
-    """Run the command line."""
-    app()
+    """Run the command line; what it cannot make sense of is told in one line, with exit code 2."""
+    if not sys.argv[1:]:
+        app()
+    try:
+        code = app(standalone_mode=False)
+    except _UsageError as error:
+        said = " ".join(error.format_message().split())  # type: ignore[attr-defined]
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "lowtide"
+        typer.echo(f"lowtide: {said.rstrip('.')}: see `{command} --help`", err=True)
+        code = 2
+    sys.exit(code)
 
 
 def _version(wanted: bool) -> None:

@@ -30,6 +30,9 @@ DESTROY_LIMIT = 10.0
 FROZEN = "gc-frozen"
 """The key of the metric of frozen objects, which is a level and has no items."""
 
+UNFROZEN = "the heap is not frozen any more"
+"""What is different after `gc.unfreeze()`."""
+
 HARMLESS = ("threads", "process-groups", "lru-cache", FROZEN)
 """The resources whose remedy takes nothing that a program that goes on could need: a cache fills itself again."""
 
@@ -185,7 +188,7 @@ def actions_for(leak: ItemLeak, caches: FilledCaches, patience: float, *, may_un
     resource = leak.finding.resource
     if resource == FROZEN and may_unfreeze:
         name = ACTIONS[Rung.UNFREEZE]
-        return [Action(name, "the heap is not frozen any more", functools.partial(release, Rung.UNFREEZE))]
+        return [Action(name, UNFROZEN, functools.partial(release, Rung.UNFREEZE))]
     if resource == "threads":
         return [
             Action(f"thread '{thread.name}': join()", "", functools.partial(thread.join, patience))

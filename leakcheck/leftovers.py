@@ -12,7 +12,14 @@ from lowtide.leakcheck.ladder import Rung
 from lowtide.leakcheck.owners import Claims
 from lowtide.leakcheck.remedies import prove
 from lowtide.leakcheck.storages import Held, Key, read_heap, thaw
-from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages, tensor_leaks
+from lowtide.leakcheck.tensor_findings import (
+    Context,
+    TensorLeak,
+    behind_frozen_holders,
+    explain_storages,
+    tensor_leaks,
+    told_as_frozen,
+)
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.births import Births
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
@@ -41,6 +48,7 @@ class Leftovers:
         self._seen: frozenset[Key] = frozenset()
         self._found = _Found()
         self._frozen_before = 0
+        self._behind_frozen: frozenset[Key] = frozenset()
         self._earlier: dict[str, Finding] = {}
 
     def open(self) -> None:
@@ -75,6 +83,8 @@ class Leftovers:
         """Undo a freeze that a life did, and collect; False if there was none."""
         if not self._frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
             return False
+        context = self._context(None)
+        self._behind_frozen = behind_frozen_holders({held.key for held in self._found.rows[0]}, context)
         hidden = thaw(self._births.froze_in or self._births.label, self._seen)
         self._found.rows[0] = (*self._found.rows[0], *hidden)
         self.read(Rung.UNFREEZE)
@@ -119,7 +129,7 @@ class Leftovers:
         ]
         if not rows or not rows[0]:
             return []
-        explained = explain_storages({held.key for held in rows[-1]}, context)
+        explained = told_as_frozen(explain_storages({held.key for held in rows[-1]}, context), self._behind_frozen)
         leaks: list[TensorLeak] = []
         for device in sorted({held.key[0] for held in rows[0]}):
             of_device: Sequence[Sequence[Held]] = [[held for held in row if held.key[0] == device] for row in rows]

@@ -36,9 +36,13 @@ class StorageWatch:
 
     So a storage that only C++ still holds counts as held.  Of a kind without such a reference (sparse tensors, say) the
     tensors that Python knows of decide.
+
+    Args:
+        keys: the storages.
+        over: the tensors and storage objects over these and maybe others; default: they are looked for.
     """
 
-    def __init__(self, keys: Collection[Key]) -> None:
+    def __init__(self, keys: Collection[Key], over: Sequence[Any] | None = None) -> None:
         self._references: dict[Key, list[Any]] = {}
         self._others: set[Key] = set(keys)
         torch: Any = sys.modules.get("torch")
@@ -48,7 +52,7 @@ class StorageWatch:
 
         reference: Any = reductions.StorageWeakRef
         with plain_tensors(torch):
-            for item in tensors_over(keys):
+            for item in tensors_over(keys) if over is None else over:
                 try:
                     storage = item.untyped_storage() if issubclass(type(item), torch.Tensor) else item
                     key = (str(storage.device), storage.data_ptr())

@@ -12,7 +12,7 @@ from typing import Any
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.probes.births import Births, Newborn
 from lowtide.probes.objects import Census, all_objects, collector_paused
-from lowtide.probes.tensors import StorageReading, survey_storages
+from lowtide.probes.tensors import StorageReading, keys_of_each, survey_storages
 
 Key = tuple[str, int]
 """A storage: its device and its address."""
@@ -84,7 +84,8 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
         old = [item for item in everything if id(item) not in newborn]
         if births.froze:
             # What was frozen before it was ever seen young: new is what lies where nothing lay before.
-            hidden = [item for item in old if not _keys([item]) <= set(seen)]
+            known = set(seen)
+            hidden = [item for item, keys in zip(old, keys_of_each(old), strict=True) if not keys <= known]
             newborn.update((id(item), Newborn(item, births.froze_in or births.label)) for item in hidden)
             old = [item for item in old if id(item) not in newborn]
         older = {_key(storage): storage for storage in survey_storages(old).storages}
@@ -105,7 +106,11 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
         owned = {key for owner in (*live, *ended) for key in owner.storages}
         moved = {key for key in older if key[0] != "cpu" and key not in seen and key not in owned}
         if moved:
-            over = {id(item): Newborn(item, births.label) for item in old if _keys([item]) & moved}
+            over = {
+                id(item): Newborn(item, births.label)
+                for item, keys in zip(old, keys_of_each(old), strict=True)
+                if keys & moved
+            }
             claimed = {**claimed, **_claimed(torch, claims, over)}
             held += [
                 Held(key, older[key].bytes, f"{_text(older[key])}, made before", births.label, None)
@@ -159,7 +164,8 @@ def tensors_over(keys: Collection[Key]) -> list[Any]:
     with collector_paused():
         census = Census(all_objects())
         everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
-        return [item for item in everything if _keys([item]) & set(keys)]
+        wanted = set(keys)
+        return [item for item, found in zip(everything, keys_of_each(everything), strict=True) if found & wanted]
 
 
 def live_keys() -> set[Key]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,6 +123,23 @@ def explain_storages(keys: Collection[Key], context: Context) -> Explained:
             if known is None or _rank(explanation) < _rank(known):
                 by_key[key] = explanation
     return Explained(together(by_key), {key: frozenset(found) for key, found in places.items()})
+
+
+def behind_frozen_holders(keys: Collection[Key], context: Context) -> frozenset[Key]:
+    """Those of some storages whose path passes what `gc.freeze()` hides: to be asked before the heap is unfrozen."""
+    told = explain_storages(keys, context).by_key
+    return frozenset(key for key, explanation in told.items() if explanation.verdict == "frozen-holder")
+
+
+def told_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
+    """The same, found in the meantime unfrozen heap, for storages that were `behind_frozen_holders`."""
+    by_key = {
+        key: dataclasses.replace(found, verdict="frozen-holder")
+        if key in keys and found.verdict == "reachable"
+        else found
+        for key, found in explained.by_key.items()
+    }
+    return Explained(by_key, explained.places)
 
 
 def tensor_leaks(

@@ -15,7 +15,7 @@ from lowtide.leakcheck.explain import Explanation
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.item_findings import ItemLeak, actions_for, try_actions, with_pool_holder
 from lowtide.leakcheck.remedies import StorageWatch, prove
-from lowtide.leakcheck.storages import Key
+from lowtide.leakcheck.storages import Key, tensors_over
 from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages
 from lowtide.reports.schema import Finding
 
@@ -67,8 +67,10 @@ class Unproven:
 
 def put_off(leaks: Sequence[TensorLeak], items: Sequence[ItemLeak]) -> Unproven:
     """What is to be remembered of some leaks."""
+    keys = {key for leak in leaks for key in leak.sizes}
+    over = tensors_over(keys) if keys else []
     tensors = tuple(
-        UnprovenLeak(leak.finding, leak.sizes, _new_in(leak.explanations.values()), StorageWatch(leak.sizes.keys()))
+        UnprovenLeak(leak.finding, leak.sizes, _new_in(leak.explanations.values()), StorageWatch(leak.sizes, over))
         for leak in leaks
     )
     new = _new_in(item.explanation for item in items if item.explanation is not None)

@@ -27,6 +27,7 @@ from lowtide.leakcheck.first_use import FirstUse, excused_by_libraries
 from lowtide.leakcheck.item_findings import (
     FROZEN,
     HARMLESS,
+    UNFROZEN,
     ItemLeak,
     actions_for,
     confirmed_workspaces,
@@ -47,10 +48,12 @@ from lowtide.leakcheck.tensor_findings import (
     Context,
     Explained,
     TensorLeak,
+    behind_frozen_holders,
     explain_storages,
     frames,
     restaged,
     tensor_leaks,
+    told_as_frozen,
 )
 from lowtide.leakcheck.unproven import Unproven, prove_now, put_off
 from lowtide.probes.allocation_stacks import AllocationStacks
@@ -290,9 +293,6 @@ class Watch:
                 for item in excesses(metrics, nothing, reading)
             )
 
-        steps = self._climb(subjects, ended, is_back)
-        for key, owner in steps[0].reading.heap.claimed.items():
-            owner.storages.setdefault(key, owner.stage)
         context = Context(
             born=born,
             hints=hints,
@@ -302,7 +302,11 @@ class Watch:
             namespaces=self._namespaces,
             patience=self.policy.settle,
         )
+        steps, frozen = self._climb(subjects, ended, is_back, context)
+        for key, owner in steps[0].reading.heap.claimed.items():
+            owner.storages.setdefault(key, owner.stage)
         explained = explain_storages({held.key for held in steps[-1].reading.heap.held}, context)
+        explained = told_as_frozen(explained, frozen)
         drafts = [
             self._findings(
                 subject, turn, metrics=metrics, steps=steps, stage=stage, explained=explained, context=context
@@ -409,14 +413,19 @@ class Watch:
         return sum(amount or 0 for key, amount in amounts.items() if key.startswith("driver "))
 
     def _climb(
-        self, subjects: Sequence[Subject], ended: Sequence[Owner], is_back: Callable[[Deep], bool]
-    ) -> list[Step[Deep]]:
-        """The readings after each rung that a plain test may have to climb; everything has been collected by now."""
+        self, subjects: Sequence[Subject], ended: Sequence[Owner], is_back: Callable[[Deep], bool], context: Context
+    ) -> tuple[list[Step[Deep]], frozenset[Key]]:
+        """The readings after each rung that a plain test may have to climb; everything has been collected by now.
+
+        And the storages whose holders the test had frozen.
+        """
         first = self._read_deep(subjects, ended, self._seen)
         frozen_before = self._books.baseline.amounts.get("gc-frozen") or 0
         steps: list[Step[Deep]] = []
+        frozen: frozenset[Key] = frozenset()
         if not is_back(first) and frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
             # Undoes what this test froze; a freeze that was there before is not to be undone.
+            frozen = behind_frozen_holders({held.key for held in first.heap.held}, context)
             hidden = thaw(self._births.froze_in, self._seen)
             steps = [Step(Rung.RAW, first.with_hidden(hidden), 0.0)]
             steps.append(Step(Rung.UNFREEZE, self._read_deep(subjects, ended, self._seen), 0.0))
@@ -424,7 +433,7 @@ class Watch:
         for rung in (Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE):
             if not is_back(steps[-1].reading) and release(rung):
                 steps.append(Step(rung, self._read_deep(subjects, ended, self._seen), 0.0))
-        return steps
+        return steps, frozen
 
     def _findings(
         self,
@@ -461,7 +470,8 @@ class Watch:
                 since = told[0] if told else self._books.since(key, names)
                 dated = restaged(finding, subject.stage if subject is not None else since or stage)
                 stack = self._stack_of(finding.device, key, names)
-                dated = msgspec.structs.replace(dated, holder=listed(key, names), allocated_at=stack)
+                changed = (UNFROZEN,) if key == FROZEN and finding.remedy is not None else ()
+                dated = msgspec.structs.replace(dated, holder=listed(key, names), allocated_at=stack, changed=changed)
                 found.append(with_pool_holder(ItemLeak(dated, key, names, turn), context))
         return found
 

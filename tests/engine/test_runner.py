@@ -68,8 +68,8 @@ def test_a_step_that_failed_can_be_run_again(make_loop: Callable[..., Any]) -> N
     loop = make_loop(num_blocks=6, max_num_batched_tokens=20)
     forward, calls = loop.model.forward, iter(range(10_000))
 
-    def fails_every_other_time(*arguments: Any) -> torch.Tensor:
-        hidden: torch.Tensor = forward(*arguments)
+    def fails_every_other_time(*arguments: Any, **options: Any) -> torch.Tensor:
+        hidden: torch.Tensor = forward(*arguments, **options)
         if next(calls) % 2 == 0:
             raise MemoryError
         return hidden
@@ -108,7 +108,7 @@ def test_a_request_whose_preemption_was_never_run_gets_its_new_blocks(make_loop:
 def test_micro_batches_have_their_own_part_of_the_input_buffers(make_loop: Callable[..., Any]) -> None:
     loop = make_loop(num_blocks=8, num_micro_batches=2)
     forward, seen = loop.model.forward, []
-    loop.model.forward = lambda *arguments: (seen.append(arguments[:2]), forward(*arguments))[1]
+    loop.model.forward = lambda *arguments, **options: (seen.append(arguments[:2]), forward(*arguments, **options))[1]
     for name, prompt in (("a", [1, 2, 3]), ("b", [4, 5, 6])):
         loop.scheduler.add_request(Request(name, prompt, GREEDY))
     loop.step()

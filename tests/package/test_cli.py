@@ -159,6 +159,21 @@ def test_an_unknown_defect_is_refused_with_those_there_are() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("run", "--preset", "huge"), "'--preset'"),
+        (("run", "--cycles", "x"), "'--cycles'"),
+        (("run", "--bogus"), "--bogus: see `lowtide run --help`"),
+        (("run", "extra"), "extra"),
+        (("frobnicate",), "frobnicate"),
+        (("suppress",), "DIR"),
+    ],
+)
+def test_what_makes_no_sense_is_told_in_one_line(args: tuple[str, ...], said: str) -> None:
+    refused(said, *args)
+
+
 def test_preset_and_model_together_are_refused(tmp_path: Path) -> None:
     refused("--preset and --model exclude each other", "run", "--preset", "tiny", "--model", tmp_path)
 
