@@ -62,7 +62,7 @@ def main() -> None:
     if not sys.argv[1:]:
         app()
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False, prog_name="lowtide")
     except _UsageError as error:
         said = " ".join(error.format_message().split())  # type: ignore[attr-defined]
         context = getattr(error, "ctx", None)

@@ -41,7 +41,8 @@ def is_a_shutdown_that_ends_early(findings: tuple[Finding, ...]) -> None:
     assert errors
     assert all("accelerator" in found.message for found in errors)
     skipped = [found for found in findings if found.resource != "teardown"]
-    assert {(found.resource, found.cause) for found in skipped} == {("tensors", "instance-attribute")}
+    # The host's copy of the weights and the transfer ring come after it too.
+    assert {found.resource for found in skipped} == {"tensors", "host-memory"}
     assert {"model", "layers"} <= {(found.holder or "").rpartition(".")[2] for found in skipped}
 
 
