@@ -54,12 +54,17 @@ class Unproven:
     new: frozenset[int] = frozenset()
 
     def only(self, fingerprints: frozenset[str]) -> Unproven:
-        """The part that these findings are about."""
-        return Unproven(
-            tuple(leak for leak in self.tensors if leak.finding.fingerprint in fingerprints),
-            tuple(item for item in self.items if item.finding.fingerprint in fingerprints),
-            self.new,
-        )
+        """The part that these findings are about.
+
+        And blocks of a workspace's size, though they pass for known: they are something else if they go with a tensor.
+        """
+        tensors = tuple(leak for leak in self.tensors if leak.finding.fingerprint in fingerprints)
+        items = [
+            item
+            for item in self.items
+            if item.finding.fingerprint in fingerprints or (tensors and item.finding.cause == "library-workspace")
+        ]
+        return Unproven(tensors, tuple(items), self.new)
 
     def __add__(self, other: Unproven) -> Unproven:
         return Unproven((*self.tensors, *other.tensors), (*self.items, *other.items), self.new | other.new)
@@ -77,8 +82,12 @@ def put_off(leaks: Sequence[TensorLeak], items: Sequence[ItemLeak]) -> Unproven:
     return Unproven(tensors, tuple(dataclasses.replace(item, explanation=None) for item in items), new)
 
 
-def prove_now(each: Sequence[Unproven], left: Left, driver: Callable[[], int], patience: float) -> list[list[Finding]]:
+def prove_now(
+    each: Sequence[Unproven], left: Left, driver: Callable[[], int], patience: float
+) -> list[dict[str, Finding]]:
     """The findings of some subjects, with what gave each back; changes the program as it likes.
+
+    By the fingerprints that they had before: what goes with a tensor is no library's workspace any more.
 
     Args:
         each: what each subject left.
@@ -93,15 +102,16 @@ def prove_now(each: Sequence[Unproven], left: Left, driver: Callable[[], int], p
     explained = explain_storages({key for keys in sizes.values() for key in keys}, context).by_key
     # All together: what gives back the leak of one may give back another's too.
     done = iter(prove([_as_leak(leak, sizes[id(leak)], explained) for leak in every], context))
-    found = [[next(done) for _ in subject.tensors] for subject in each]
+    found = [{leak.finding.fingerprint: next(done) for leak in subject.tensors} for subject in each]
     for subject, findings in zip(each, found, strict=True):
-        cuts = dict.fromkeys(item.remedy.action for item in findings if item.remedy is not None and item.tried)
+        cuts = dict.fromkeys(told.remedy.action for told in findings.values() if told.remedy is not None and told.tried)
         for item in subject.items:
             now = left(item.key)
             draft = item.without(now, "; ".join(cuts)) if cuts and now is not None else item
             draft = dataclasses.replace(draft, explanation=with_pool_holder(item, context).explanation)
             actions = actions_for(draft, FilledCaches(), patience, may_unfreeze=False)
-            findings.append(try_actions(draft, actions, functools.partial(_left_of, left, item), driver))
+            told = try_actions(draft, actions, functools.partial(_left_of, left, item), driver)
+            findings[item.finding.fingerprint] = told
     return found
 
 

@@ -338,8 +338,11 @@ class Watch:
             unproven_of_owners={owner.label: later for owner, later in zip(ended, unproven[1:], strict=True)},
         )
 
-    def prove(self, each: Sequence[Unproven]) -> list[list[Finding]]:
-        """The findings of some subjects with what gave each back; nothing of the program may run afterwards."""
+    def prove(self, each: Sequence[Unproven]) -> list[dict[str, Finding]]:
+        """The findings of some subjects, by their fingerprints before, with what gave each back.
+
+        Nothing of the program may run afterwards.
+        """
         return prove_now(each, self._left_now, self._driver_bytes, self.policy.settle)
 
     def _left_now(self, key: str) -> Mapping[str, int] | None:

@@ -25,7 +25,7 @@ from lowtide.probes.stages import Stage, listening, stage
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.failures import LeakFailure, fail_report, is_strict_xpass
 from lowtide.pytest_plugin.imports import ImportWatch
-from lowtide.pytest_plugin.proven import proven_as_json, proven_from_json, retell, with_proven
+from lowtide.pytest_plugin.proven import Proven, proven_as_json, proven_from_json, retell, with_proven
 from lowtide.pytest_plugin.retention import clear_tracebacks, hints, release_test, release_warnings
 from lowtide.pytest_plugin.scopes import FixtureOwner
 from lowtide.pytest_plugin.settings import read_markers, read_settings
@@ -146,23 +146,20 @@ class Checker:
         """Nothing of the watch stays behind, whatever ended the session."""
         self._close()
 
-    def _prove(self, session: pytest.Session) -> list[Subject]:
+    def _prove(self, session: pytest.Session) -> list[Proven]:
         """Try what gives the leaks back, now that no test follows; the subjects with what is known then."""
         unproven, self._unproven = self._unproven, []
         if not unproven or session.exitstatus == pytest.ExitCode.INTERRUPTED:
             return []
         self._failure = ""
-        found: list[list[Finding]] = []
+        found: list[dict[str, Finding]] = []
         with self._guarded():
             found = self.watch.prove([later for _, later in unproven])
         if self._failure:
             self._problems = (*self._problems, f"lowtide could not try the remedies: {self._failure}")
-        return [
-            Subject(id=name, outcome="leak", findings=tuple(findings))
-            for (name, _), findings in zip(unproven, found, strict=False)
-        ]
+        return [Proven(name, findings) for (name, _), findings in zip(unproven, found, strict=False)]
 
-    def _tell_proven(self, proven: Sequence[Subject]) -> None:
+    def _tell_proven(self, proven: Sequence[Proven]) -> None:
         """Puts what was proven into the subjects, and into what the terminal has still to show."""
         told = with_proven(self.subjects, proven)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")

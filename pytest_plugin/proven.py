@@ -10,26 +10,38 @@ import msgspec
 from lowtide.reports.schema import Finding, Subject
 
 
-def proven_as_json(proven: Sequence[Subject]) -> str:
+class Proven(msgspec.Struct, frozen=True):
+    """What is known of a subject at the end.
+
+    Attributes:
+        id: the subject's.
+        findings: those that something was tried for, by the fingerprints that they had before.
+    """
+
+    id: str
+    findings: dict[str, Finding]
+
+
+def proven_as_json(proven: Sequence[Proven]) -> str:
     """For an xdist worker's output."""
     return msgspec.json.encode(proven).decode()
 
 
-def proven_from_json(text: str) -> list[Subject]:
+def proven_from_json(text: str) -> list[Proven]:
     """The same, back."""
-    return msgspec.json.decode(text, type=list[Subject])
+    return msgspec.json.decode(text, type=list[Proven])
 
 
-def with_proven(subjects: Sequence[Subject], proven: Sequence[Subject]) -> list[Subject]:
+def with_proven(subjects: Sequence[Subject], proven: Sequence[Proven]) -> list[Subject]:
     """The subjects, with the remedies of their findings.
 
     Args:
         subjects: as they were judged.
-        proven: by their ids, in the order in which they were judged: one that was run again is there twice.
+        proven: in the order in which the subjects were judged: one that was run again is there twice.
     """
-    waiting: dict[str, list[Subject]] = {}
-    for subject in proven:
-        waiting.setdefault(subject.id, []).append(subject)
+    waiting: dict[str, list[Proven]] = {}
+    for known in proven:
+        waiting.setdefault(known.id, []).append(known)
     told = []
     for subject in subjects:
         found = waiting.get(subject.id) if subject.outcome == "leak" else None
@@ -37,15 +49,17 @@ def with_proven(subjects: Sequence[Subject], proven: Sequence[Subject]) -> list[
     return told
 
 
-def _with_remedies(subject: Subject, proven: Subject) -> Subject:
-    known = {finding.fingerprint: finding for finding in proven.findings}
-    findings = tuple(_with_remedy(finding, known.get(finding.fingerprint)) for finding in subject.findings)
+def _with_remedies(subject: Subject, proven: Proven) -> Subject:
+    findings = tuple(_with_remedy(finding, proven.findings.get(finding.fingerprint)) for finding in subject.findings)
     return msgspec.structs.replace(subject, findings=findings)
 
 
 def _with_remedy(finding: Finding, proven: Finding | None) -> Finding:
     if proven is None:
         return finding
+    if proven.fingerprint != finding.fingerprint:
+        # It turned out to be something else, and so is not known.
+        return proven
     return msgspec.structs.replace(
         finding, remedy=proven.remedy, tried=proven.tried, changed=proven.changed, message=proven.message
     )

@@ -1019,7 +1019,7 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
 
 
 many_heaps = settings(
-    max_examples=int(os.environ.get("LOWTIDE_HEAPS", 15)),
+    max_examples=int(os.environ.get("LOWTIDE_HEAPS", 8)),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -1,0 +1,90 @@
+"""What the end of a session adds to what was said of a test."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.leakcheck import unproven
+from lowtide.leakcheck.item_findings import ItemLeak
+from lowtide.leakcheck.remedies import StorageWatch
+from lowtide.leakcheck.unproven import Unproven, UnprovenLeak, prove_now
+from lowtide.pytest_plugin.proven import Proven, proven_as_json, proven_from_json, with_proven
+from lowtide.reports.schema import Cause, Finding, Remedy, Subject
+
+KEY = "workspaces cuda:0"
+DONE = Remedy(action="del m.KEPT[0]", returns_bytes=8)
+
+
+def finding(mark: str, cause: Cause = "module-global", known: str | None = None) -> Finding:
+    return Finding(
+        resource="tensors",
+        cause=cause,
+        bytes=1 << 20,
+        count=1,
+        device="cuda:0",
+        stage="call",
+        message=mark,
+        fingerprint=mark,
+        suppressed_by=known,
+    )
+
+
+def leak(mark: str) -> UnprovenLeak:
+    return UnprovenLeak(finding(mark), {}, frozenset(), StorageWatch(()))
+
+
+def workspace() -> ItemLeak:
+    return ItemLeak(finding("workspace", "library-workspace"), KEY, {"workspace at 0x10": 1 << 20}, 0)
+
+
+def test_a_block_of_a_workspaces_size_is_looked_at_again_beside_a_leak_and_else_not() -> None:
+    both = Unproven((leak("a"), leak("b")), (workspace(),))
+    assert [item.finding.fingerprint for item in both.only(frozenset({"a"})).tensors] == ["a"]
+    assert len(both.only(frozenset({"a"})).items) == 1
+    assert both.only(frozenset()) == Unproven()
+
+
+def proven_with(left: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Finding:
+    tried = Finding(
+        resource="tensors",
+        cause="module-global",
+        bytes=8,
+        count=1,
+        device="cuda:0",
+        stage="call",
+        message="a",
+        fingerprint="a",
+        remedy=DONE,
+        tried=(DONE,),
+    )
+    monkeypatch.setattr(unproven, "prove", lambda leaks, context: [tried])
+    (found,) = prove_now([Unproven((leak("a"),), (workspace(),))], lambda key: left, lambda: 0, 0.1)
+    return found["workspace"]
+
+
+def test_what_goes_with_a_tensor_is_no_librarys_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = proven_with({}, monkeypatch)
+    assert (gone.cause, gone.remedy) == ("native", Remedy(action="del m.KEPT[0]", returns_bytes=1 << 20))
+    assert gone.fingerprint != "workspace"
+
+
+def test_what_stays_may_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    stayed = proven_with({"workspace at 0x10": 1 << 20}, monkeypatch)
+    assert (stayed.cause, stayed.fingerprint, stayed.remedy) == ("library-workspace", "workspace", None)
+
+
+def test_remedies_are_added_and_what_is_known_stays_known_unless_it_is_something_else() -> None:
+    before = Subject(
+        id="t", outcome="leak", findings=(finding("a"), finding("b", known="shipped"), finding("c", known="shipped"))
+    )
+    clean = Subject(id="t", outcome="clean")
+    proven = Proven("t", {"a": finding("a"), "b": finding("other", "native"), "c": finding("c")})
+    assert proven_from_json(proven_as_json([proven])) == [proven]
+    told = with_proven([clean, before, before], [proven])
+    assert told[0] is clean
+    assert [(item.fingerprint, item.suppressed_by) for item in told[1].findings] == [
+        ("a", None),
+        ("other", None),
+        ("c", "shipped"),
+    ]
+    assert told[2] is before
