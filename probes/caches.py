@@ -6,14 +6,14 @@ import functools
 import gc
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import Range, merge
-from lowtide.probes.reach import reach
+from lowtide.probes.reach import module_namespaces, reach
 from lowtide.probes.tensors import held_ranges, survey_storages
 
 LRU_CACHE = type(functools.lru_cache(maxsize=1)(len))
@@ -62,7 +62,8 @@ def read_caches(
     with collector_paused():
         census = objects if isinstance(objects, Census) else Census(all_objects() if objects is None else objects)
         wrappers = census.exactly(LRU_CACHE)
-        readings = [_read(wrapper, max_objects) for wrapper in wrappers if wrapper.cache_info().currsize]
+        namespaces = module_namespaces()
+        readings = [_read(wrapper, namespaces, max_objects) for wrapper in wrappers if wrapper.cache_info().currsize]
     return tuple(sorted(readings, key=lambda reading: (reading.name, reading.entries, reading.held)))
 
 
@@ -109,9 +110,11 @@ class CacheActivity:
         ]
 
 
-def _read(wrapper: Any, max_objects: int) -> CacheReading:
+def _read(wrapper: Any, namespaces: Collection[int], max_objects: int) -> CacheReading:
     info = wrapper.cache_info()
-    reached, truncated = reach(cache_entries(wrapper), boundaries=(LRU_CACHE,), max_objects=max_objects)
+    reached, truncated = reach(
+        cache_entries(wrapper), boundaries=(LRU_CACHE,), namespaces=namespaces, max_objects=max_objects
+    )
     torch = sys.modules.get("torch")
     held: tuple[tuple[str, int, int], ...] = ()
     tensors = modules = 0

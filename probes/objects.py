@@ -7,7 +7,6 @@ import gc
 import sys
 from collections.abc import Iterable, Iterator
 from inspect import CO_OPTIMIZED
-from itertools import compress
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -67,11 +66,16 @@ class Census:
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
+        # Not at the top: a program without tensors shall not load it for being watched.
+        import numpy as np
+
         self._objects = objects if type(objects) is list else list(objects)
-        types = list(map(type, self._objects))
         # By identity, and so never by the `__hash__` or `__eq__` of a metaclass.
-        self._kinds = list(map(id, types))
-        self._types = dict(zip(self._kinds, types, strict=True))
+        self._kinds = np.fromiter(map(id, map(type, self._objects)), np.uint64, len(self._objects))
+        kinds, places = np.unique(self._kinds, return_index=True)
+        self._types = {
+            kind: type(self._objects[place]) for kind, place in zip(kinds.tolist(), places.tolist(), strict=True)
+        }
 
     def instances_of(self, cls: type) -> list[Any]:
         """The objects whose type derives from `cls`.
@@ -93,7 +97,10 @@ class Census:
     def _of(self, kinds: set[int]) -> list[Any]:
         if not kinds:
             return []
-        return list(compress(self._objects, map(kinds.__contains__, self._kinds)))
+        import numpy as np
+
+        places = np.flatnonzero(np.isin(self._kinds, np.fromiter(kinds, np.uint64, len(kinds))))
+        return [self._objects[place] for place in places.tolist()]
 
 
 def _walk(found: dict[int, object]) -> None:

@@ -23,6 +23,7 @@ def reach(
     *,
     boundaries: Collection[type] = (),
     packages: Collection[str] = (),
+    namespaces: Collection[int] | None = None,
     max_objects: int = 200_000,
 ) -> tuple[list[Any], bool]:
     """The tracked objects that `starts` reach, they included, and whether there were more than `max_objects`.
@@ -31,13 +32,14 @@ def reach(
         starts: where to begin.
         boundaries: types not to look into, besides classes, modules and their namespaces, code and frames.
         packages: top-level packages whose objects are not to be looked into.
+        namespaces: `module_namespaces()`, for who asks more than once.
         max_objects: how many to look at.
 
     Of a function its closure and its defaults are followed, of a suspended generator or coroutine its locals. A weak
     reference does not keep its target.
     """
     stops = (*_BOUNDARIES, *boundaries)
-    namespaces = {id(vars(module)) for module in list(sys.modules.values()) if issubclass(type(module), ModuleType)}
+    namespaces = module_namespaces() if namespaces is None else namespaces
     seen: dict[int, object] = {}
     known: dict[int, bool] = {}
     waiting: list[object] = list(starts)
@@ -64,6 +66,11 @@ def reach(
                 plain.append(item)
         waiting.extend(filter(gc.is_tracked, gc.get_referents(*plain)))
     return list(seen.values()), False
+
+
+def module_namespaces() -> frozenset[int]:
+    """Identities of the dicts that hold the modules' globals."""
+    return frozenset(id(vars(module)) for module in list(sys.modules.values()) if issubclass(type(module), ModuleType))
 
 
 def _stops(kind: type, stops: Iterable[type], packages: Collection[str]) -> bool:

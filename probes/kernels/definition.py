@@ -1,0 +1,72 @@
+"""What the fingerprint of some bytes is: constants, geometry and the last step, shared by every implementation.
+
+The bytes, padded with zeros, are little-endian 64-bit words `w`, cut into sections of `rounds` x `lanes` words; word
+`round * lanes + lane` of a section belongs to that lane. Each lane is hashed twice, with different keys, as in NH
+(Black and others, "UMAC: Fast and Secure Message Authentication", 1999; the exclusive or instead of the addition is
+XXH3's):
+
+    state[p] = sum over rounds of low32(w ^ key[p][round]) * high32(w ^ key[p][round])    mod 2^64, p = 0, 1
+
+and its two states are mixed, together with the lane's index in the whole tensor, by a bijection of 128 bits. The sums
+of the mixed states over all lanes, mod 2^64, do not depend on who computes which section when. The last step, a
+bijection again, adds the length.
+
+So a change within one aligned 32-bit word is always seen: one factor of one product changes, the other is zero under at
+most one of the two keys, and nothing after that loses a bit. Any other change is missed with a chance of about 2^-64:
+two words swapped have different keys or different lanes, two flipped signs do not cancel in products, a block that
+moved has other lanes. This is no defence against somebody who builds a collision: the keys are known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+WORD = 8  # bytes
+_MASK = (1 << 64) - 1
+
+# Stafford's 13th variant of MurmurHash3's last step, as in splitmix64 (Steele and others, 2014).
+MIX_FIRST = 0xBF58476D1CE4E5B9
+MIX_SECOND = 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio, odd
+CHAIN = 0xD1342543DE82EF95  # odd: carries the first state into the second
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How words are dealt to lanes: a part of the fingerprint's definition.
+
+    Attributes:
+        lanes: words side by side that are hashed apart from one another; a power of two.
+        rounds: words of a lane that are hashed together.
+    """
+
+    lanes: int
+    rounds: int
+
+    @property
+    def section(self) -> int:
+        """Bytes of one section."""
+        return self.lanes * self.rounds * WORD
+
+
+# Sixteen rounds make the mixing of a lane (about 45 instructions on a card) cheap beside its hashing (7 per word).
+GEOMETRY = Geometry(lanes=512, rounds=16)
+
+
+def mix(value: int) -> int:
+    """A bijection of 64-bit numbers in which every bit of the result depends on every bit of the argument."""
+    value = (value ^ (value >> 30)) * MIX_FIRST & _MASK
+    value = (value ^ (value >> 27)) * MIX_SECOND & _MASK
+    return value ^ (value >> 31)
+
+
+def key(which: int, round_index: int) -> int:
+    """The 64 key bits of a round under the first (0) or the second (1) key."""
+    return mix((2 * round_index + which + 1) * GOLDEN & _MASK)
+
+
+def finish(first: int, second: int, length: int) -> int:
+    """The fingerprint, 128 bits, from the two sums over all lanes and the length in bytes."""
+    high = mix(first + length * GOLDEN & _MASK)
+    low = mix(second + high * CHAIN & _MASK)
+    return high << 64 | low
