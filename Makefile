@@ -18,8 +18,9 @@ $(STAMP): pyproject.toml
 demo: $(STAMP)
 	$(BIN)/lowtide run --report build/demo
 
+# One thread each: the two processes' threads would mostly wait for each other.
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --leakcheck
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --leakcheck
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
