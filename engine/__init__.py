@@ -7,6 +7,7 @@ from lowtide.engine.errors import (
     DriverError,
     EngineError,
     EngineStateError,
+    KVTransferError,
     OutOfMemoryError,
     RequestError,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "EngineError",
     "EngineState",
     "EngineStateError",
+    "KVTransferError",
     "LLMEngine",
     "OutOfMemoryError",
     "RequestError",

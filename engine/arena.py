@@ -87,6 +87,11 @@ class Arena:
         stages.announce(self._record)
 
     @property
+    def device(self) -> torch.device:
+        """Where its memory is."""
+        return self._backend.device
+
+    @property
     def mapped(self) -> int:
         """Bytes with pages behind them, from the start of the range."""
         return self._record.mapped

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from lowtide.engine.block_table import BlockTable
 from lowtide.engine.config import ModelConfig
 
 MAX_GATHERED_TOKENS = 65_536
@@ -83,6 +84,30 @@ class AttentionMetadata:
     prefills: tuple[PrefillChunk, ...]
 
 
+@dataclass(frozen=True)
+class PagedDecodes:
+    """Sequences with one new token each, told by tensors on a card alone: nothing of it is a shape.
+
+    So a CUDA graph can be captured over it; what the tensors hold when the graph runs is what is computed.
+
+    Attributes:
+        block_table: on the device.
+        rows: int64 [B], of the block table.
+        seq_lens: int64 [B], tokens of each sequence after this step; 0 is padding, whose attention is 0.
+        slot_mapping: int64 [B], where each key and value goes; -1 is padding, which is written nowhere: every slot of
+            the cache may belong to somebody, free blocks too, whose contents are found by their hash.
+    """
+
+    block_table: BlockTable
+    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+
+
+StepMetadata: TypeAlias = "AttentionMetadata | PagedDecodes"
+"""What the attention of every layer must know, in one of its two forms."""
+
+
 def build_attention_metadata(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
@@ -146,7 +171,7 @@ def paged_attention(
     value: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    metadata: AttentionMetadata,
+    metadata: StepMetadata,
     workspace: Workspace,
 ) -> torch.Tensor:
     """Causal attention of new tokens over their sequences; writes their keys and values into the cache first.
@@ -161,11 +186,13 @@ def paged_attention(
         key_cache: [num_blocks, block_size, num_kv_heads, head_dim], as `value_cache`.
         value_cache: see `key_cache`.
         metadata: of this micro-batch.
-        workspace: of this micro-batch; holds the gathered keys and values.
+        workspace: of this micro-batch; holds the gathered keys and values, which paged decodes do without.
 
     Returns:
         [T, num_heads, head_dim].
     """
+    if isinstance(metadata, PagedDecodes):
+        return _attend_paged(query, key, value, key_cache, value_cache, metadata)
     key_slots, value_slots = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     key_slots.index_copy_(0, metadata.slot_mapping, key)
     value_slots.index_copy_(0, metadata.slot_mapping, value)
@@ -197,6 +224,31 @@ def paged_attention(
         )
         output[new] = attended.permute(2, 1, 0, 3).reshape(-1, num_heads, head_dim)
     return output
+
+
+def _attend_paged(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    metadata: PagedDecodes,
+) -> torch.Tensor:
+    """As `paged_attention`, by kernels that read the KV blocks where they lie."""
+    from lowtide.engine.triton_kernels import decode_attention, write_slots
+
+    table = metadata.block_table
+    write_slots(key, value, key_cache, value_cache, metadata.slot_mapping)
+    return decode_attention(
+        query,
+        key_cache,
+        value_cache,
+        table.table_ptrs,
+        table.table_strides,
+        table.table_sizes,
+        metadata.rows,
+        metadata.seq_lens,
+    )
 
 
 def _gather(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from lowtide.engine.config import Allocator
+from lowtide.engine.errors import EngineError
 
 
 class BlockTable:
@@ -16,9 +18,19 @@ class BlockTable:
 
     Rows are changed on the host and come to the device with `commit`. Entries past a row's end mean nothing.
 
+    Kernels find the table through three small tensors on the device, as in vLLM's V2 model runner: what a captured
+    graph has baked in is then where those lie, and nothing about the table itself.
+
     Attributes:
         device_table: the tensor on the device; its address never changes.
+        table_ptrs: int64 [1], the table's address.
+        table_strides: int64 [1], elements from one row to the next.
+        table_sizes: int32 [1], blocks per row.
     """
+
+    table_ptrs: torch.Tensor
+    table_strides: torch.Tensor
+    table_sizes: torch.Tensor
 
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int, allocate: Allocator) -> None:
         self.block_size = block_size
@@ -27,6 +39,53 @@ class BlockTable:
         self._host = np.zeros((max_num_seqs, max_blocks_per_seq), dtype=np.int32)
         self._num_blocks = [0] * max_num_seqs
         self._changed: set[int] = set()
+        self._has_kernels = self.device_table.is_cuda and find_spec("triton") is not None
+        self.create_pointers(allocate)
+
+    def create_pointers(self, allocate: Allocator) -> None:
+        """Makes the pointer, stride and size tensors and fills them; nobody ever writes them again.
+
+        So their contents must outlive every sleep, and graphs captured before must be captured anew
+        (vllm#40648 is both going wrong).
+
+        Args:
+            allocate: of memory that no sleep drops.
+        """
+        self.table_ptrs = allocate((1,), torch.int64)
+        self.table_strides = allocate((1,), torch.int64)
+        self.table_sizes = allocate((1,), torch.int32)
+        for tensor, value in zip(self.pointer_tensors().values(), self._where(), strict=True):
+            tensor.fill_(value)
+
+    def pointer_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors that lead to the table, by name."""
+        return {
+            "table_ptrs": self.table_ptrs,
+            "table_strides": self.table_strides,
+            "table_sizes": self.table_sizes,
+        }
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Some rows of the table, found through the pointer tensors: int32 [B, max_blocks_per_seq] for rows int64 [B].
+
+        Raises:
+            EngineError: the pointer tensors do not lead to the table. Only where the host can look at them without
+                waiting: on a card with Triton, a kernel follows them wherever they lead.
+        """
+        if self._has_kernels:
+            from lowtide.engine.triton_kernels import gather_rows
+
+            return gather_rows(self.table_ptrs, self.table_strides, self.table_sizes, rows, self.device_table.shape[1])
+        found = tuple(int(tensor.item()) for tensor in self.pointer_tensors().values())
+        if found != self._where():
+            raise EngineError(
+                f"the block table's pointer tensors say {_told(found)}, and the table has {_told(self._where())}: "
+                "their contents were lost; keep them in memory that no sleep drops"
+            )
+        return self.device_table[rows]
+
+    def _where(self) -> tuple[int, int, int]:
+        return self.device_table.data_ptr(), self.device_table.stride(0), self.device_table.shape[1]
 
     def num_blocks(self, row: int) -> int:
         """Blocks in a row."""
@@ -58,3 +117,8 @@ class BlockTable:
         blocks = self._host[row, positions // self.block_size].astype(np.int64)
         slots: npt.NDArray[np.int64] = blocks * self.block_size + positions % self.block_size
         return slots
+
+
+def _told(where: tuple[int, ...]) -> str:
+    address, stride, size = where
+    return f"address {address % (1 << 64):#x}, stride {stride}, size {size}"

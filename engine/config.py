@@ -206,6 +206,16 @@ class EngineConfig:
         enable_prefix_caching: whether requests share the KV blocks of equal prefixes.
         keep_host_copy: whether the host memory of a level 1 sleep is kept, pinned, while the engine runs, so that the
             next sleep copies at the full rate of the bus. Costs host memory of the size of the weights.
+        kv_offload_bytes: host memory for copies of full KV blocks, from which prefixes that the device no longer has
+            come back; 0 is no offload.
+        freeze_heap: whether what lives as long as the engine is taken out of the garbage collector's way, from create
+            to shutdown.
+        process_group: whether the engine has a process group of its own (gloo, or NCCL on a card).
+        kv_transport_bytes: native host memory registered for sending KV blocks to a peer; 0 is none.
+        poison_pages: whether pages that are mapped at a wake are filled with 0xA5 first, so that contents that nobody
+            restores cannot pass for zeros.
+        cuda_graphs: whether steps that compute one token of each request run as CUDA graphs, captured at create for
+            batches of 1, 2, 4, 8, ... `max_num_seqs`. Needs a card, Triton, and one micro-batch.
 
     Raises:
         ConfigError: a value that cannot work; names the field and what is allowed.
@@ -224,6 +234,12 @@ class EngineConfig:
     num_micro_batches: int = 1
     enable_prefix_caching: bool = True
     keep_host_copy: bool = True
+    kv_offload_bytes: int = 0
+    freeze_heap: bool = False
+    process_group: bool = False
+    kv_transport_bytes: int = 0
+    poison_pages: bool = False
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -235,6 +251,7 @@ class EngineConfig:
         if self.dtype is not None:
             _one_of("dtype", self.dtype, DTYPES)
         _int_between("seed", self.seed, 0, 2**63 - 1)
+        _int_between("kv_transport_bytes", self.kv_transport_bytes, 0, 2**40)
         for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
             _positive_int(name, getattr(self, name))
         for name in ("num_blocks", "kv_cache_bytes", "max_model_len"):
@@ -243,6 +260,15 @@ class EngineConfig:
         _int_between("num_micro_batches", self.num_micro_batches, 1, 2)
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
             raise ConfigError("num_blocks and kv_cache_bytes both size the KV cache; give one of them")
+        _int_between("kv_offload_bytes", self.kv_offload_bytes, 0, 2**63 - 1)
+        if self.kv_offload_bytes and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_offload_bytes needs enable_prefix_caching: a block on the host is found by its prefix alone"
+            )
+        if self.cuda_graphs and self.num_micro_batches != 1:
+            raise ConfigError(
+                f"cuda_graphs takes a step as one batch, and num_micro_batches is {self.num_micro_batches}; set it to 1"
+            )
 
     @property
     def kv_cache_budget(self) -> int:

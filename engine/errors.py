@@ -40,3 +40,7 @@ class EngineStateError(EngineError):
 
 class DriverError(EngineError):
     """A driver call failed for another reason than a lack of memory; the message has the driver's own words."""
+
+
+class KVTransferError(EngineError):
+    """A copy of KV blocks to or from the host failed or does not end; the cause is the copy's own error."""

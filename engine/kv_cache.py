@@ -1,15 +1,15 @@
-"""The paged KV cache: its memory, and who holds which block of it (prefix sharing, reference counts, eviction)."""
+"""The paged KV cache: its memory, and which blocks of it each request has (prefix sharing, eviction, offload)."""
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
+from lowtide.engine.block_pool import BlockPool, KVCacheBlock, KVCacheUsage
 from lowtide.engine.config import Allocator, EngineConfig, ModelConfig
-from lowtide.engine.errors import ConfigError, EngineError
+from lowtide.engine.errors import ConfigError
+from lowtide.engine.kv_offload import OffloadingManager
 from lowtide.engine.request import Request
 
 
@@ -40,6 +40,21 @@ def num_kv_cache_blocks(config: EngineConfig, model: ModelConfig) -> int:
     return config.kv_cache_budget // per_block
 
 
+def num_host_kv_blocks(config: EngineConfig, model: ModelConfig) -> int:
+    """KV blocks that `kv_offload_bytes` of host memory hold; 0 without offload.
+
+    Raises:
+        ConfigError: the setting does not hold a single block.
+    """
+    per_block = kv_cache_bytes_per_block(model, config.block_size)
+    if 0 < config.kv_offload_bytes < per_block:
+        raise ConfigError(
+            f"kv_offload_bytes {config.kv_offload_bytes} does not hold one block; a block of {config.block_size} "
+            f"tokens takes {per_block} bytes, and 0 is no offload"
+        )
+    return config.kv_offload_bytes // per_block
+
+
 class KVCache:
     """Keys and values of all layers.
 
@@ -55,145 +70,40 @@ class KVCache:
         self.layers = tuple((allocate(shape, dtype), allocate(shape, dtype)) for _ in range(config.num_layers))
 
 
-@dataclass
-class KVCacheBlock:
-    """Who needs one block, and which tokens it holds.
-
-    Attributes:
-        block_id: index into the KV cache.
-        ref_count: requests that hold it; 0 is free.
-        block_hash: of the tokens up to the block's end, when other requests may find it; a free block keeps it until
-            the block is given to somebody else.
-    """
-
-    block_id: int
-    ref_count: int = 0
-    block_hash: bytes | None = None
-
-
-@dataclass(frozen=True)
-class KVCacheUsage:
-    """Where the blocks are: `available + evictable == total - held` (the invariant of sglang's leak check).
-
-    Attributes:
-        total: all blocks.
-        available: free, with no contents that anyone could find.
-        evictable: free, kept for requests with the same prefix until the block is needed.
-        held: blocks that requests hold, shared ones counted once.
-    """
-
-    total: int
-    available: int
-    evictable: int
-    held: int
-
-    @property
-    def free(self) -> int:
-        """Blocks that the next request can have."""
-        return self.available + self.evictable
-
-
-class BlockPool:
-    """All blocks: the free ones in the order in which they will be given out, and those that a hash finds.
-
-    As in vLLM V1, a free block stays findable until it is given out, and the one freed longest ago is given out first.
-    An ordered dict does what vLLM does with links between blocks: they would be reference cycles.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self.blocks = tuple(KVCacheBlock(block_id) for block_id in range(num_blocks))
-        self._free = OrderedDict((block.block_id, block) for block in self.blocks)
-        self._by_hash: dict[bytes, KVCacheBlock] = {}
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
-
-    def usage(self) -> KVCacheUsage:
-        """Counts the blocks afresh from their own state, so that the count can contradict the bookkeeping."""
-        held = sum(block.ref_count > 0 for block in self.blocks)
-        evictable = sum(block.block_hash is not None for block in self._free.values())
-        return KVCacheUsage(
-            total=len(self.blocks), available=len(self._free) - evictable, evictable=evictable, held=held
-        )
-
-    def find(self, block_hash: bytes) -> KVCacheBlock | None:
-        """The block, held or free, that holds the tokens of this hash."""
-        return self._by_hash.get(block_hash)
-
-    def is_free(self, block: KVCacheBlock) -> bool:
-        """Whether nobody holds the block."""
-        return block.block_id in self._free
-
-    def take(self, count: int) -> list[KVCacheBlock]:
-        """Gives out `count` free blocks, each with one reference; what they held cannot be found any more.
-
-        Raises:
-            EngineError: there are fewer; ask `num_free` first.
-        """
-        if count > len(self._free):
-            raise EngineError(f"{count} KV blocks were asked for and {len(self._free)} are free")
-        taken = []
-        for _ in range(count):
-            _, block = self._free.popitem(last=False)
-            if block.block_hash is not None:
-                del self._by_hash[block.block_hash]
-                block.block_hash = None
-            block.ref_count = 1
-            taken.append(block)
-        return taken
-
-    def share(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Adds a reference to blocks that hold a wanted prefix; free ones are free no more."""
-        for block in blocks:
-            if block.ref_count == 0:
-                del self._free[block.block_id]
-            block.ref_count += 1
-
-    def publish(self, block: KVCacheBlock, block_hash: bytes) -> None:
-        """Makes a full block findable; the first block with these tokens stays the one that is found."""
-        if block.block_hash is None and block_hash not in self._by_hash:
-            block.block_hash = block_hash
-            self._by_hash[block_hash] = block
-
-    def release(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Drops one reference to each block; those without any become free, in the order given.
-
-        Raises:
-            EngineError: a block is free already.
-        """
-        for block in blocks:
-            if block.ref_count == 0:
-                raise EngineError(f"KV block {block.block_id} is released twice: nobody holds it")
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                self._free[block.block_id] = block
-
-    def forget(self) -> None:
-        """Makes every block unfindable."""
-        for block in self._by_hash.values():
-            block.block_hash = None
-        self._by_hash.clear()
-
-
 class KVCacheManager:
     """Gives KV blocks to requests and takes them back; requests with equal prefixes share the full blocks of them.
 
     Pure bookkeeping: it knows block numbers, not memory.
+
+    Args:
+        num_blocks: KV blocks.
+        block_size: tokens per block.
+        enable_prefix_caching: whether equal prefixes are shared.
+        num_host_blocks: KV blocks that host memory holds besides; 0 is no offload, which needs prefix caching.
+
+    Attributes:
+        offload: plans the copies to and from the host; None without offload.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self._pool = BlockPool(num_blocks)
+        self.offload = OffloadingManager(self._pool, num_host_blocks) if num_host_blocks else None
         self._held: dict[str, list[int]] = {}
 
     @property
     def usage(self) -> KVCacheUsage:
         """Where the blocks are now."""
         return self._pool.usage()
+
+    @property
+    def blocks_are_coming(self) -> bool:
+        """Whether there are blocks that come free by themselves, as soon as transfers have ended."""
+        return self.offload is not None and self.offload.holds_blocks_alone
 
     def block_ids(self, request_id: str) -> Sequence[int]:
         """Blocks of a request, in the order of its tokens; a live view, empty when it holds none."""
@@ -214,6 +124,36 @@ class KVCacheManager:
                 break
             found.append(block)
         return found
+
+    def await_offloaded(self, request: Request, computed_blocks: Sequence[KVCacheBlock], budget: int) -> bool:
+        """Whether a request must wait before it can start: for its next blocks, which the host has, or for their room.
+
+        When there is room, the blocks are planned to be loaded; `get_computed_blocks` gives them once they are there.
+        The room asked for is that of the whole start, for a request that then had to wait might lose them again.
+
+        Args:
+            request: holds no blocks yet.
+            computed_blocks: what `get_computed_blocks` gave for it.
+            budget: tokens that the request may compute in its first step.
+        """
+        if self.offload is None:
+            return False
+        num_computed = len(computed_blocks)
+        wanted = request.block_hashes[num_computed : (request.num_tokens - 1) // self.block_size]
+        if not wanted:
+            return False
+        if self.offload.is_loading(wanted[0]):
+            return True
+        found = self.offload.find(wanted)
+        if not found:
+            return False
+        num_loaded = (num_computed + len(found)) * self.block_size
+        num_tokens = num_loaded + min(request.num_tokens - num_loaded, budget)
+        num_missing = -(-num_tokens // self.block_size) - num_computed
+        num_revived = sum(self._pool.is_free(block) for block in computed_blocks)
+        if num_missing + num_revived <= self._pool.num_free:
+            self.offload.plan_load(computed_blocks, found)
+        return True
 
     def allocate_slots(
         self, request: Request, num_new_tokens: int, computed_blocks: Sequence[KVCacheBlock] = ()
@@ -246,6 +186,9 @@ class KVCacheManager:
     def cache_blocks(self, request: Request, num_new_tokens: int) -> None:
         """Lets others find the blocks that the last `num_new_tokens` computed tokens of the request have filled.
 
+        They are offloaded at once, as vLLM does it, and not when the request ends: the copy runs while the request
+        still holds the block, and what a preempted or aborted request has computed is on the host too.
+
         Called after the step that computed them, never before: a step that fails must leave nothing to be found.
         """
         if not self.enable_prefix_caching:
@@ -253,8 +196,12 @@ class KVCacheManager:
         self._extend_hashes(request)
         held = self.block_ids(request.request_id)
         first = (request.num_computed_tokens - num_new_tokens) // self.block_size
-        for index in range(first, request.num_computed_tokens // self.block_size):
+        num_full = request.num_computed_tokens // self.block_size
+        for index in range(first, num_full):
             self._pool.publish(self._pool.blocks[held[index]], request.block_hashes[index])
+        if self.offload is not None and first < num_full:
+            blocks = [self._pool.blocks[block_id] for block_id in held[:num_full]]
+            self.offload.plan_save(blocks, request.block_hashes[:num_full])
 
     def free(self, request: Request) -> None:
         """Takes back the blocks of a request, if it holds any; the last tokens' block is given out again first."""
@@ -262,15 +209,24 @@ class KVCacheManager:
         self._pool.release(self._pool.blocks[block_id] for block_id in reversed(held))
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all contents, as must be done when the memory behind them goes.
+        """Forgets all contents, those on the host too.
+
+        Both describe the same prefixes: whoever resets because the weights are new, or to measure without a cache, is
+        served stale or warm blocks where the host's stay (vllm#57727).
 
         Returns:
-            False, with nothing changed, while requests hold blocks.
+            False, with nothing changed, while requests or transfers hold blocks.
         """
-        if self._held:
+        if self._pool.num_free < self.num_blocks:
             return False
-        self._pool.forget()
+        self.forget()
         return True
+
+    def forget(self) -> None:
+        """Forgets all contents whoever holds blocks, as must be done when the memory behind them goes."""
+        self._pool.forget()
+        if self.offload is not None:
+            self.offload.forget()
 
     def _extend_hashes(self, request: Request) -> None:
         """A block's hash covers its tokens and all before them, by the hash of the block before (as in vLLM V1)."""

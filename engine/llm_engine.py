@@ -9,11 +9,13 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from lowtide.engine.block_pool import KVCacheUsage
 from lowtide.engine.checkpoint import load_tokenizer
 from lowtide.engine.config import PRESETS, EngineConfig, ModelConfig, load_model_config, resolve_max_model_len
 from lowtide.engine.core import EngineCore
+from lowtide.engine.cuda_graphs import check_cuda_graphs
 from lowtide.engine.errors import ConfigError, EngineStateError, RequestError
-from lowtide.engine.kv_cache import KVCacheManager, KVCacheUsage, num_kv_cache_blocks
+from lowtide.engine.kv_cache import KVCacheManager, num_host_kv_blocks, num_kv_cache_blocks
 from lowtide.engine.pages import check_device, open_backend
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.scheduler import Scheduler
@@ -23,6 +25,7 @@ from lowtide.engine.worker import SLEEPING_TAGS, Worker
 from lowtide.probes.stages import stage
 
 if TYPE_CHECKING:
+    import torch
     from tokenizers import Tokenizer
 
 Prompt: TypeAlias = "str | Sequence[int]"
@@ -51,6 +54,7 @@ class _Plan:
 
     model_config: ModelConfig
     num_blocks: int
+    num_host_blocks: int
     max_model_len: int
     source: WeightSource
     tokenizer: Tokenizer | None
@@ -103,7 +107,9 @@ class LLMEngine:
         self._require("create", EngineState.NEW)
         with stage("create"), _rolled_back():
             plan = self._plan()
-            manager = KVCacheManager(plan.num_blocks, self.config.block_size, self.config.enable_prefix_caching)
+            manager = KVCacheManager(
+                plan.num_blocks, self.config.block_size, self.config.enable_prefix_caching, plan.num_host_blocks
+            )
             scheduler = Scheduler(
                 manager,
                 max_num_seqs=self.config.max_num_seqs,
@@ -131,14 +137,20 @@ class LLMEngine:
         check_device(self.config.device)
 
     def _plan(self) -> _Plan:
+        if self.config.cuda_graphs:
+            check_cuda_graphs(self.config.device)
         model_config = load_model_config(self.config)
         num_blocks = num_kv_cache_blocks(self.config, model_config)
-        max_model_len = resolve_max_model_len(self.config, model_config, num_blocks)
+        sizes = (
+            num_blocks,
+            num_host_kv_blocks(self.config, model_config),
+            resolve_max_model_len(self.config, model_config, num_blocks),
+        )
         if self.config.model in PRESETS:
-            return _Plan(model_config, num_blocks, max_model_len, RandomWeights(model_config, self.config.seed), None)
+            return _Plan(model_config, *sizes, RandomWeights(model_config, self.config.seed), None)
         source = CheckpointWeights(self.config.model, model_config)
         source.check()
-        return _Plan(model_config, num_blocks, max_model_len, source, load_tokenizer(self.config.model))
+        return _Plan(model_config, *sizes, source, load_tokenizer(self.config.model))
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -152,6 +164,7 @@ class LLMEngine:
         Raises:
             EngineStateError: the engine is not running, or has requests of the step API that would be stepped too.
             RequestError: a prompt can never be served; none was started.
+            KVTransferError: as `step`; the prompts were given up.
         """
         core = self._require("generate", EngineState.RUNNING)
         if core.has_unfinished_requests():
@@ -197,6 +210,8 @@ class LLMEngine:
 
         Raises:
             EngineStateError: the engine is not running.
+            KVTransferError: copies of KV blocks to or from the host failed since the last step, or do not end; no
+                request is lost, and the next step goes on.
         """
         core = self._require("step", EngineState.RUNNING)
         with stage("infer"), _rolled_back():
@@ -214,10 +229,12 @@ class LLMEngine:
         return core.abort([request_ids] if isinstance(request_ids, str) else request_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, with nothing changed, while requests hold blocks.
+        """Forget all cached prefixes, on the device and on the host; False, with nothing forgotten, while requests hold
+        blocks.  Waits for copies between the two, so no step is needed before.
 
         Raises:
             EngineStateError: the engine is not running.
+            KVTransferError: such a copy failed, and its blocks are free now, or does not end; nothing was forgotten.
         """
         return self._require("reset_prefix_cache", EngineState.RUNNING).reset_prefix_cache()
 
@@ -236,6 +253,7 @@ class LLMEngine:
             ConfigError: another level or mode.
             OutOfMemoryError: no host memory for the weights; the engine runs on, requests that had finished come out
                 of the next `step`.
+            KVTransferError: a copy of KV blocks failed or does not end; likewise.
         """
         core = self._require("sleep", EngineState.RUNNING)
         if level not in (1, 2):
@@ -245,10 +263,11 @@ class LLMEngine:
         with stage("sleep"), _rolled_back():
             while mode == "wait" and core.has_unfinished_requests():
                 self._pending_outputs += [output for output in core.step() if output.finished]
+            core.drain_transfers()
             core.worker.prepare_sleep(level)
             self._pending_outputs += core.abort_all()
-            # What the cache's blocks hold goes with their pages.
-            core.reset_prefix_cache()
+            # What the cache's blocks hold goes with their pages; on the host, it would be that of other weights.
+            core.scheduler.kv_cache_manager.forget()
             try:
                 core.worker.sleep(level)
             finally:
@@ -305,12 +324,31 @@ class LLMEngine:
             teardown = Teardown("shutting the engine down")
             teardown.run("the requests", self._core.abort_all)
             teardown.run("the worker", self._core.worker.shutdown)
+            teardown.run("the KV transfers", self._core.take_in_transfers)
             self._tokenizer = None
             self._pending_outputs = []
             self._awake_tags.clear()
             # Only now: after an interrupt on the way here, the next call does it all again.
             self._torn_down = True
             teardown.finish()
+
+    def preserved_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor on the device whose contents must survive a sleep, by name; to be looked at, not to be kept.
+
+        Raises:
+            EngineStateError: the engine has none, because it is new or closed.
+        """
+        core = self._require("preserved_tensors", EngineState.RUNNING, EngineState.ASLEEP)
+        return core.worker.preserved_tensors()
+
+    def graph_addresses(self) -> dict[str, tuple[int, int]]:
+        """Address and bytes of what captured CUDA graphs read and write, by name, as it was at capture.
+
+        Raises:
+            EngineStateError: the engine has none, because it is new or closed.
+        """
+        core = self._require("graph_addresses", EngineState.RUNNING, EngineState.ASLEEP)
+        return core.worker.graph_addresses()
 
     def kv_cache_usage(self) -> KVCacheUsage:
         """Who has the KV blocks.

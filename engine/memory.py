@@ -12,8 +12,13 @@ from lowtide.engine.teardown import Teardown
 from lowtide.engine.transfer import TransferRing
 from lowtide.engine.workspace import Workspace
 
+# Not zero, which is what fresh pages mostly hold and what many tables may hold too; as an index it is out of range.
+POISON = 0xA5
+
 # Addresses cost nothing; what the runtime arena really holds is mapped as it is asked for.
 RUNTIME_ADDRESSES = 1 << 30
+# Behind the KV cache itself, for what belongs to it and may go with it: small tables, scales.
+KV_CACHE_SPARE_ADDRESSES = 1 << 20
 
 
 class EngineMemory:
@@ -22,18 +27,27 @@ class EngineMemory:
     Args:
         backend: where pages come from.
         weights: bytes of the weights arena.
-        kv_cache: bytes of the KV cache arena.
+        kv_cache: bytes of the KV cache; its arena has some addresses more.
         workspace: bytes that one micro-batch's workspace may grow to.
         num_micro_batches: how many workspaces.
+        poison: whether what `restore` maps is filled with `POISON` before anything else.
 
     Raises:
         OutOfMemoryError: no room; nothing is held then.
     """
 
     def __init__(
-        self, backend: PageBackend, *, weights: int, kv_cache: int, workspace: int, num_micro_batches: int
+        self,
+        backend: PageBackend,
+        *,
+        weights: int,
+        kv_cache: int,
+        workspace: int,
+        num_micro_batches: int,
+        poison: bool = False,
     ) -> None:
         self._backend = backend
+        self._poison = poison
         self._image: HostBuffer | None = None
         self._ring: TransferRing | None = None
         self._arenas: dict[str, Arena] = {}
@@ -41,7 +55,7 @@ class EngineMemory:
         self._workspace_arenas: list[Arena] = []
         try:
             self._arenas["weights"] = Arena("weights", weights, backend)
-            self._arenas["kv_cache"] = Arena("kv_cache", kv_cache, backend)
+            self._arenas["kv_cache"] = Arena("kv_cache", kv_cache + KV_CACHE_SPARE_ADDRESSES, backend)
             self._arenas["runtime"] = Arena("runtime", RUNTIME_ADDRESSES, backend)
             for _ in range(num_micro_batches):
                 arena = Arena("workspace", workspace, backend)
@@ -109,6 +123,8 @@ class EngineMemory:
             self._ring.restore(self._image, arena, arena.used)
             return
         arena.map_to(arena.used)
+        if self._poison and arena.used:
+            arena.bytes_at(0, arena.used).fill_(POISON)
         if refill is not None:
             refill()
 

@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, silu
 
-from lowtide.engine.attention import AttentionMetadata, Workspace, paged_attention
+from lowtide.engine.attention import StepMetadata, Workspace, paged_attention
 from lowtide.engine.config import Allocator, ModelConfig
-from lowtide.engine.kv_cache import KVCache
 from lowtide.engine.rope import RotaryEmbedding, rotate
 
 
@@ -63,7 +62,11 @@ class RMSNorm(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Grouped-query attention (Ainslie et al., "GQA", 2023) with rotary positions over the layer's KV cache."""
+    """Grouped-query attention (Ainslie et al., "GQA", 2023) with rotary positions over the layer's KV cache.
+
+    Attributes:
+        kv_cache: keys and values, both of `kv_cache_shape`; bound by the `StaticForwardContext`.
+    """
 
     def __init__(self, config: ModelConfig, layer_index: int, allocate: Allocator) -> None:
         super().__init__()
@@ -75,16 +78,17 @@ class LlamaAttention(nn.Module):
         self.k_proj = Linear(hidden, kv, config.attention_bias, dtype, allocate)
         self.v_proj = Linear(hidden, kv, config.attention_bias, dtype, allocate)
         self.o_proj = Linear(query, hidden, config.attention_output_bias, dtype, allocate)
+        self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(
         self,
         x: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
-        attention_metadata: AttentionMetadata,
-        kv_cache: KVCache,
+        attention_metadata: StepMetadata,
         workspace: Workspace,
     ) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
+        assert self.kv_cache is not None
         query, key, value = (
             projected.view(x.shape[0], -1, self.head_dim)
             for projected in (self.q_proj(x), self.k_proj(x), self.v_proj(x))
@@ -93,7 +97,7 @@ class LlamaAttention(nn.Module):
             rotate(query, *rotation),
             rotate(key, *rotation),
             value,
-            *kv_cache.layers[self.layer_index],
+            *self.kv_cache,
             attention_metadata,
             workspace,
         )
@@ -131,12 +135,11 @@ class LlamaDecoderLayer(nn.Module):
         self,
         x: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
-        attention_metadata: AttentionMetadata,
-        kv_cache: KVCache,
+        attention_metadata: StepMetadata,
         workspace: Workspace,
     ) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, attention_metadata, kv_cache, workspace)
+        x = x + self.self_attn(self.input_layernorm(x), rotation, attention_metadata, workspace)
         output: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return output
 
@@ -154,14 +157,13 @@ class LlamaModel(nn.Module):
         self,
         input_ids: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor],
-        attention_metadata: AttentionMetadata,
-        kv_cache: KVCache,
+        attention_metadata: StepMetadata,
         workspace: Workspace,
     ) -> torch.Tensor:
         """[T] -> [T, hidden_size]."""
         x: torch.Tensor = self.embed_tokens(input_ids)
         for layer in self.layers:
-            x = layer(x, rotation, attention_metadata, kv_cache, workspace)
+            x = layer(x, rotation, attention_metadata, workspace)
         normed: torch.Tensor = self.norm(x)
         return normed
 
@@ -187,25 +189,29 @@ class LlamaForCausalLM(nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        attention_metadata: AttentionMetadata,
-        kv_cache: KVCache,
+        attention_metadata: StepMetadata,
         workspace: Workspace,
     ) -> torch.Tensor:
         """Computes new tokens of several sequences, flattened into one dimension, and caches their keys and values.
+
+        The layers must be bound to a KV cache by a `StaticForwardContext`; it is written at the new tokens' slots.
 
         Args:
             input_ids: int64 [T].
             positions: int64 [T], of each token in its sequence.
             attention_metadata: which sequences these are.
-            kv_cache: written at the new tokens' slots.
             workspace: scratch memory of this micro-batch.
 
         Returns:
             Hidden states [T, hidden_size].
         """
         rotation = self.rotary.lookup(positions)
-        hidden: torch.Tensor = self.model(input_ids, rotation, attention_metadata, kv_cache, workspace)
+        hidden: torch.Tensor = self.model(input_ids, rotation, attention_metadata, workspace)
         return hidden
+
+    def attention_layers(self) -> dict[str, LlamaAttention]:
+        """The attention of every layer, by its name in the model."""
+        return {name: module for name, module in self.named_modules() if isinstance(module, LlamaAttention)}
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden_size] -> [N, vocab_size], in the model's dtype."""

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from lowtide.engine.attention import Workspace, build_attention_metadata
+from lowtide.engine.attention import build_attention_metadata
 from lowtide.engine.block_table import BlockTable
 from lowtide.engine.capabilities import supports_kw
 from lowtide.engine.config import Allocator, EngineConfig
+from lowtide.engine.cuda_graphs import DecodeGraphs
+from lowtide.engine.forward_context import StaticForwardContext
 from lowtide.engine.kv_cache import KVCache
 from lowtide.engine.model import LlamaForCausalLM
+from lowtide.engine.process_group import ProcessGroup
 from lowtide.engine.request import Request
 from lowtide.engine.sampling import Sampler
 from lowtide.engine.scheduler import ScheduledRequest, SchedulerOutput
+from lowtide.engine.teardown import Teardown
+from lowtide.engine.workspace import Workspace, WorkspaceViews
 
 
 class ModelRunner:
@@ -33,6 +40,11 @@ class ModelRunner:
         sampler: for the requests whose last token was computed.
         workspaces: one per micro-batch; there are as many micro-batches.
         allocate: gives the input buffers, which keep their addresses.
+        group: agrees on the sampled tokens; None is one rank without a group.
+
+    Attributes:
+        block_table: one row per running request.
+        decode_graphs: what `capture_graphs` made; None is every step eager.
     """
 
     def __init__(
@@ -44,14 +56,18 @@ class ModelRunner:
         sampler: Sampler,
         workspaces: Sequence[Workspace],
         allocate: Allocator,
+        group: ProcessGroup | None = None,
     ) -> None:
         self.model = model
+        self._group = group
         # Models without scratch memory of their own leave it out.
         self._lends_workspace = supports_kw(model.forward, "workspace")
         self._kv_cache = kv_cache
-        self._block_table = block_table
+        self.forward_context = StaticForwardContext(model, kv_cache)
+        self.block_table = block_table
         self._sampler = sampler
-        self._workspaces = tuple(workspaces)
+        self._workspaces = tuple(map(WorkspaceViews, workspaces))
+        self.decode_graphs: DecodeGraphs | None = None
         self._input_ids = allocate((config.max_num_batched_tokens,), torch.int64)
         self._positions = allocate((config.max_num_batched_tokens,), torch.int64)
         self._slot_mapping = allocate((config.max_num_batched_tokens,), torch.int64)
@@ -59,12 +75,63 @@ class ModelRunner:
         self._row_of: dict[tuple[int, int], int] = {}
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
 
+    def capture_graphs(self, config: EngineConfig, allocate: Allocator) -> None:
+        """Captures the decode step as CUDA graphs, which `execute_model` uses from then on where it can.
+
+        Args:
+            config: of the engine.
+            allocate: gives the graphs' static buffers, which no sleep drops.
+
+        Raises:
+            OutOfMemoryError: no room on the card; nothing is held then but the static buffers.
+        """
+        graphs = DecodeGraphs(
+            partial(self.model.forward, **self._lent(self._workspaces[0])),
+            self.block_table,
+            max_batch_size=min(config.max_num_seqs, config.max_num_batched_tokens),
+            hidden_size=self.model.config.hidden_size,
+            dtype=self.model.config.torch_dtype,
+            allocate=allocate,
+        )
+        layers = self._kv_cache.layers
+        caches = {f"kv_cache.{index}.keys": keys for index, (keys, _) in enumerate(layers)}
+        caches |= {f"kv_cache.{index}.values": values for index, (_, values) in enumerate(layers)}
+        graphs.capture(
+            {**self.preserved_tensors(), "block_table.device_table": self.block_table.device_table, **caches}
+        )
+        self.decode_graphs = graphs
+
+    def preserved_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor whose contents must survive a sleep at level 1 and at level 2, by name.
+
+        Weights have their checkpoint's names. What is not here is written before it is read: KV cache, workspaces,
+        the block table's rows, the step's inputs.
+        """
+        pointers = self.block_table.pointer_tensors()
+        return {
+            **dict(self.model.named_parameters()),
+            "rotary.table": self.model.rotary.table,
+            **{f"block_table.{name}": tensor for name, tensor in pointers.items()},
+        }
+
     def shutdown(self) -> None:
-        """Lets go of all that is on the device; the runner computes nothing any more."""
+        """Lets go of all that is on the device; the runner computes nothing any more.
+
+        Raises:
+            ExceptionGroup: the graphs did not go as they should; all else was let go all the same.
+        """
+        teardown = Teardown("shutting the model runner down")
+        # First: a graph that could still run would use what goes after it.
+        if self.decode_graphs is not None:
+            teardown.run("the CUDA graphs", self.decode_graphs.close)
+            self.decode_graphs = None
         self._workspaces = ()
+        self._group = None
+        self.forward_context.clear()
         # By name, so that it can be called again after an interrupt.
-        for name in ("model", "_kv_cache", "_block_table", "_input_ids", "_positions", "_slot_mapping", "_rows"):
+        for name in ("model", "_kv_cache", "block_table", "_input_ids", "_positions", "_slot_mapping", "_rows"):
             self.__dict__.pop(name, None)
+        teardown.finish()
 
     # Not inference mode: tensors made in it can never be written outside it, and a workspace that grows during a step
     # makes tensors that live on.
@@ -97,11 +164,13 @@ class ModelRunner:
             return {}
         logits = self.model.compute_logits(torch.cat(hidden))
         requests = [item.request for item in sampled]
-        tokens = self._sampler.sample(logits, requests).tolist()
-        return {request.request_id: token for request, token in zip(requests, tokens, strict=True)}
+        tokens = self._sampler.sample(logits, requests)
+        if self._group is not None:
+            self._group.broadcast(tokens)
+        return {request.request_id: token for request, token in zip(requests, tokens.tolist(), strict=True)}
 
     def _compute(
-        self, micro_batch: Sequence[ScheduledRequest], first_token: int, first_seq: int, workspace: Workspace
+        self, micro_batch: Sequence[ScheduledRequest], first_token: int, first_seq: int, workspace: WorkspaceViews
     ) -> torch.Tensor:
         """Hidden states of a micro-batch; its inputs go into the buffers from `first_token` and `first_seq` on."""
         starts = [item.request.num_computed_tokens for item in micro_batch]
@@ -110,35 +179,39 @@ class ModelRunner:
         spans = list(zip(micro_batch, rows, starts, stops, strict=True))
         token_ids = [token for item, _, start, stop in spans for token in item.request.token_ids[start:stop]]
         positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, _, start, stop in spans])
-        slots = np.concatenate([self._block_table.slots(row, start, stop) for _, row, start, stop in spans])
+        slots = np.concatenate([self.block_table.slots(row, start, stop) for _, row, start, stop in spans])
+        if self.decode_graphs is not None and all(item.num_tokens == 1 for item in micro_batch):
+            return self.decode_graphs.run(token_ids, positions, slots, rows, stops)
         input_ids = _upload(self._input_ids, first_token, np.array(token_ids, dtype=np.int64))
         row_indices = _upload(self._rows, first_seq, np.array(rows, dtype=np.int64))
         metadata = build_attention_metadata(
             query_lens=[item.num_tokens for item in micro_batch],
             seq_lens=stops,
-            block_tables=self._block_table.device_table[row_indices],
+            block_tables=self.block_table.gather(row_indices),
             slot_mapping=_upload(self._slot_mapping, first_token, slots),
             block_size=self._kv_cache.block_size,
             dtype=self.model.config.torch_dtype,
         )
         positions_on_device = _upload(self._positions, first_token, positions)
-        lent = {"workspace": workspace} if self._lends_workspace else {}
-        return self.model.forward(input_ids, positions_on_device, metadata, self._kv_cache, **lent)
+        return self.model.forward(input_ids, positions_on_device, metadata, **self._lent(workspace))
+
+    def _lent(self, workspace: WorkspaceViews) -> dict[str, Any]:
+        return {"workspace": workspace} if self._lends_workspace else {}
 
     def _assign_rows(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Gives each scheduled request a row of the block table that lists its blocks."""
         present = {_life(item.request) for item in scheduled}
         for life in [life for life in self._row_of if life not in present]:
             row = self._row_of.pop(life)
-            self._block_table.clear(row)
+            self.block_table.clear(row)
             self._free_rows.append(row)
         for item in scheduled:
             life = _life(item.request)
             if life not in self._row_of:
                 self._row_of[life] = self._free_rows.pop()
             row = self._row_of[life]
-            self._block_table.append(row, item.block_ids[self._block_table.num_blocks(row) :])
-        self._block_table.commit()
+            self.block_table.append(row, item.block_ids[self.block_table.num_blocks(row) :])
+        self.block_table.commit()
 
 
 def _life(request: Request) -> tuple[int, int]:

@@ -133,15 +133,19 @@ class Scheduler:
         preempted: list[str] = []
         budget = self.max_num_batched_tokens
         index = 0
+        has_room = True
         while index < len(self.running) and budget > 0:
             request = self.running[index]
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             if self._make_room(request, num_tokens, preempted):
                 scheduled.append(self._planned(request, num_tokens))
                 budget -= num_tokens
+            else:
+                has_room = False
             index += 1
-        # Whoever just gave way would take blocks back at once, and lose them again.
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and not preempted:
+        # Whoever just gave way would take blocks back at once, and lose them again; and blocks that one who runs waits
+        # for are not for one who comes.
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs and has_room and not preempted:
             num_tokens = self._start(self.waiting[0], budget)
             if num_tokens == 0:
                 break
@@ -194,15 +198,21 @@ class Scheduler:
         return self.abort(list(self._requests))
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False, with nothing changed, while requests hold blocks."""
+        """Forgets all cached prefixes; False, with nothing changed, while requests or transfers hold blocks."""
         return self.kv_cache_manager.reset_prefix_cache()
 
     def _planned(self, request: Request, num_tokens: int) -> ScheduledRequest:
         return ScheduledRequest(request, num_tokens, self.kv_cache_manager.block_ids(request.request_id))
 
     def _make_room(self, request: Request, num_tokens: int, preempted: list[str]) -> bool:
-        """Takes blocks for a running request, from those that came last if need be; False when it had to go itself."""
+        """Takes blocks for a running request, from those that came last if need be.
+
+        Returns:
+            False when it had to go itself, or when nobody need give way, because blocks are about to come free.
+        """
         while self.kv_cache_manager.allocate_slots(request, num_tokens) is None:
+            if self.kv_cache_manager.blocks_are_coming:
+                return False
             victim = self.running.pop()
             self.kv_cache_manager.free(victim)
             victim.status = RequestStatus.PREEMPTED
@@ -215,9 +225,11 @@ class Scheduler:
         return True
 
     def _start(self, request: Request, budget: int) -> int:
-        """Lets the first waiting request run; the tokens to compute, 0 when there are too few blocks."""
+        """Lets the first waiting request run; the tokens to compute, 0 when its blocks are missing or on their way."""
         manager = self.kv_cache_manager
         computed_blocks = manager.get_computed_blocks(request)
+        if manager.await_offloaded(request, computed_blocks, budget):
+            return 0
         num_computed = len(computed_blocks) * manager.block_size
         num_tokens = min(request.num_tokens - num_computed, budget)
         if manager.allocate_slots(request, num_tokens, computed_blocks) is None:

@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from lowtide.engine.arena import ALIGNMENT, padded
 from lowtide.engine.attention import workspace_bytes
 from lowtide.engine.block_table import BlockTable
 from lowtide.engine.config import EngineConfig, ModelConfig
-from lowtide.engine.kv_cache import KVCache, kv_cache_shape
+from lowtide.engine.heap_freeze import HeapFreeze
+from lowtide.engine.kv_cache import KVCache, kv_cache_shape, num_host_kv_blocks
+from lowtide.engine.kv_transfer import KVConnector
+from lowtide.engine.kv_transport import KVTransport
 from lowtide.engine.memory import EngineMemory
 from lowtide.engine.model import LlamaForCausalLM
+from lowtide.engine.offloading_connector import OffloadingConnector
 from lowtide.engine.pages import PageBackend
+from lowtide.engine.process_group import ProcessGroup
 from lowtide.engine.rope import RotaryEmbedding
 from lowtide.engine.runner import ModelRunner
 from lowtide.engine.sampling import Sampler
@@ -36,6 +43,11 @@ class Worker:
         num_blocks: KV blocks.
         max_model_len: tokens that one request may span.
 
+    Attributes:
+        memory: all that the engine has on the device, and the host copy of the weights.
+        model_runner: computes the steps.
+        kv_connector: copies KV blocks to host memory and back; None without offload.
+
     Raises:
         OutOfMemoryError: the device or the host has no room; all memory is back where it was.
         CheckpointError: the weights cannot be read; likewise.
@@ -51,17 +63,27 @@ class Worker:
         max_model_len: int,
     ) -> None:
         self._source = source
+        self.kv_connector: KVConnector | None = None
+        self._heap = HeapFreeze()
+        self.group: ProcessGroup | None = None
+        self.transport: KVTransport | None = None
         dtype = model_config.torch_dtype
         cache_shape = kv_cache_shape(model_config, num_blocks, config.block_size)
+        kv_cache_bytes = 2 * model_config.num_layers * padded(cache_shape, dtype)
         self.memory = EngineMemory(
             backend,
             weights=sum(padded(shape, dtype) for shape in source.shapes().values()),
-            kv_cache=2 * model_config.num_layers * padded(cache_shape, dtype),
+            kv_cache=kv_cache_bytes,
             # Keys and values each start aligned.
             workspace=workspace_bytes(model_config, config.max_num_seqs, max_model_len) + 2 * ALIGNMENT,
             num_micro_batches=config.num_micro_batches,
+            poison=config.poison_pages,
         )
         try:
+            if config.process_group:
+                self.group = ProcessGroup(backend.device)
+            if config.kv_transport_bytes:
+                self.transport = KVTransport(backend, config.kv_transport_bytes)
             runtime = self.memory.arena("runtime").allocate
             with stage("load_weights"):
                 rotary = RotaryEmbedding(model_config, max_model_len, runtime)
@@ -70,23 +92,54 @@ class Worker:
                 model = LlamaForCausalLM(model_config, self.memory.arena("weights").allocate, rotary)
                 source.fill(dict(model.named_parameters()))
             with stage("allocate_kv_cache"):
-                self.memory.arena("kv_cache").map_to(self.memory.arena("kv_cache").capacity)
+                self.memory.arena("kv_cache").map_to(kv_cache_bytes)
                 kv_cache = KVCache(model_config, num_blocks, config.block_size, self.memory.arena("kv_cache").allocate)
-            blocks_per_seq = -(-max_model_len // config.block_size)
             self.model_runner = ModelRunner(
                 config,
                 model,
                 kv_cache,
-                BlockTable(config.max_num_seqs, blocks_per_seq, config.block_size, runtime),
+                self.create_block_table(config, max_model_len),
                 Sampler(config.seed),
                 self.memory.workspaces,
                 runtime,
+                self.group,
             )
+            num_host_blocks = num_host_kv_blocks(config, model_config)
+            if num_host_blocks:
+                self.kv_connector = OffloadingConnector(kv_cache, num_host_blocks, backend)
+            if config.cuda_graphs:
+                with stage("capture_graphs"):
+                    self.model_runner.capture_graphs(config, runtime)
+            if config.freeze_heap:
+                self._heap.freeze()
         except BaseException as error:
             undo = Teardown("creating the worker")
+            self.close_connector(undo)
+            if "model_runner" in self.__dict__:
+                undo.run("the model runner", self.model_runner.shutdown)
+            self._close_transport(undo)
+            self._destroy_group(undo)
             self.memory.close(undo, drop_pages=True)
             undo.finish_into(error)
             raise
+
+    def create_block_table(self, config: EngineConfig, max_model_len: int) -> BlockTable:
+        """The block table, which no sleep drops: neither its rows nor the tensors that lead to it."""
+        blocks_per_seq = -(-max_model_len // config.block_size)
+        runtime = self.memory.arena("runtime").allocate
+        return BlockTable(config.max_num_seqs, blocks_per_seq, config.block_size, runtime)
+
+    def preserved_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor whose contents must survive a sleep, by name; see `ModelRunner.preserved_tensors`."""
+        return self.model_runner.preserved_tensors()
+
+    def graph_addresses(self) -> dict[str, tuple[int, int]]:
+        """What the CUDA graphs read and write at fixed places: (address, bytes) by name, as it was at their capture.
+
+        Names are those of `preserved_tensors` where a tensor is in both; empty without graphs.
+        """
+        graphs = self.model_runner.decode_graphs
+        return {} if graphs is None else dict(graphs.addresses)
 
     @property
     def awake(self) -> bool:
@@ -99,8 +152,10 @@ class Worker:
 
     def prepare_sleep(self, level: int) -> None:
         """All of a sleep that can fail for want of something: level 1 saves the weights, level 2 makes sure that they
-        can be loaded again.  On an error nothing has changed.
+        can be loaded again, and no copy may still use pages that go.  On an error nothing has changed.
         """
+        if self.kv_connector is not None:
+            self.kv_connector.flush()
         if level == 1:
             self.memory.save_weights()
         else:
@@ -144,9 +199,27 @@ class Worker:
             ExceptionGroup: the errors of all steps that failed; the others were done all the same.
         """
         teardown = Teardown("shutting the worker down")
+        self.close_connector(teardown)
         teardown.run("the model runner", self.model_runner.shutdown)
+        self._close_transport(teardown)
+        self._destroy_group(teardown)
+        # After the last reference is gone, and before torch gives back what it caches: not sooner, not later.
+        teardown.run("the frozen heap", self._heap.thaw)
         self.memory.close(teardown)
         teardown.finish()
+
+    def close_connector(self, teardown: Teardown) -> None:
+        """End all copies of KV blocks, and give their host memory up."""
+        if self.kv_connector is not None:
+            teardown.run("the KV connector", self.kv_connector.close)
+
+    def _close_transport(self, teardown: Teardown) -> None:
+        if self.transport is not None:
+            teardown.run("the KV transport", self.transport.close)
+
+    def _destroy_group(self, teardown: Teardown) -> None:
+        if self.group is not None:
+            teardown.run("the process group", self.group.destroy)
 
     def _reload_weights(self) -> None:
         self._source.fill(dict(self.model_runner.model.named_parameters()))

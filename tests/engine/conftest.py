@@ -175,8 +175,16 @@ def golden(request: pytest.FixtureRequest, write_checkpoint: Callable[..., Path]
 class TorchWorkspace:
     """Scratch memory from torch, filled with NaN: whoever reads what was never written is found out."""
 
+    def __init__(self) -> None:
+        self._lent: list[torch.Tensor] = []
+
     def get(self, *specs: tuple[Sequence[int], torch.dtype]) -> list[torch.Tensor]:
-        return [poisoned(shape, dtype) for shape, dtype in specs]
+        self._lent = [poisoned(shape, dtype) for shape, dtype in specs]
+        return self._lent
+
+    def reserve(self, size: int) -> None:
+        for tensor in self._lent:
+            tensor.fill_(float("nan"))
 
 
 def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

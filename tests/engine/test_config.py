@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lowtide.engine import LLMEngine
 from lowtide.engine.config import (
     PRESETS,
     EngineConfig,
@@ -18,7 +19,7 @@ from lowtide.engine.config import (
     resolve_max_model_len,
 )
 from lowtide.engine.errors import CheckpointError, ConfigError
-from lowtide.engine.kv_cache import kv_cache_bytes_per_block, num_kv_cache_blocks
+from lowtide.engine.kv_cache import kv_cache_bytes_per_block, num_host_kv_blocks, num_kv_cache_blocks
 from lowtide.engine.weights import parameter_shapes
 
 LLAMA_32_1B: dict[str, Any] = {
@@ -184,6 +185,10 @@ def test_the_dtype_of_the_engine_wins() -> None:
         ({"max_model_len": 0}, "max_model_len 0"),
         ({"num_micro_batches": 3}, "num_micro_batches 3 must be a whole number from 1 to 2"),
         ({"num_blocks": 4, "kv_cache_bytes": 4096}, "num_blocks and kv_cache_bytes both"),
+        ({"kv_offload_bytes": -1}, "kv_offload_bytes -1 must be a whole number from 0"),
+        ({"kv_offload_bytes": True}, "kv_offload_bytes True must be a whole number from 0"),
+        ({"kv_offload_bytes": 1 << 20, "enable_prefix_caching": False}, "kv_offload_bytes needs enable_prefix_caching"),
+        ({"cuda_graphs": True, "num_micro_batches": 2}, "cuda_graphs takes a step as one batch.*set it to 1"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(setting: dict[str, Any], said: str) -> None:
@@ -206,6 +211,17 @@ def test_a_kv_cache_that_does_not_hold_one_block() -> None:
     config = EngineConfig(kv_cache_bytes=1000)
     with pytest.raises(ConfigError, match=r"kv_cache_bytes 1000 does not hold one block.*32768 bytes"):
         num_kv_cache_blocks(config, PRESETS["tiny"])
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(0, 0), (32768, 1), (3 * 32768 - 1, 2)])
+def test_host_memory_for_kv_holds_whole_blocks(size: int, blocks: int) -> None:
+    assert num_host_kv_blocks(EngineConfig(kv_offload_bytes=size), PRESETS["tiny"]) == blocks
+
+
+def test_host_memory_that_does_not_hold_one_block() -> None:
+    engine = LLMEngine(EngineConfig(kv_offload_bytes=1000))
+    with pytest.raises(ConfigError, match=r"kv_offload_bytes 1000 does not hold one block.*32768 bytes"):
+        engine.check()
 
 
 def test_the_longest_request_is_what_model_and_cache_allow() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 
 from lowtide.engine import EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
 from lowtide.engine.arena import Arena
+from lowtide.engine.config import PRESETS
+from lowtide.engine.kv_cache import kv_cache_bytes_per_block
+from lowtide.engine.kv_transfer import BlockTransfer
 from lowtide.engine.pages import open_backend
 from lowtide.engine.transfer import TransferRing
 from lowtide.probes.device.driver import find_driver
+from lowtide.probes.stages import announced_pools
 
 pytestmark = [
     pytest.mark.cuda,
@@ -182,3 +187,74 @@ def test_a_create_without_room_takes_nothing(used: Any) -> None:
     assert caught.value.__traceback__ is not None
     assert engine.state is EngineState.NEW
     assert used() == before
+
+
+def offloading(num_blocks: int) -> EngineConfig:
+    per_block = kv_cache_bytes_per_block(PRESETS["tiny"], 16)
+    return EngineConfig(device="cuda", num_blocks=num_blocks, kv_offload_bytes=64 * per_block)
+
+
+LONG = [[(7 * index + 101 * number) % 1000 for index in range(70)] for number in range(3)]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_prefixes_come_back_from_pinned_memory_and_it_is_returned(used: Any, level: int) -> None:
+    params = SamplingParams(max_tokens=6)
+    with LLMEngine(EngineConfig(device="cuda", num_blocks=64)) as without:
+        expected = [without.generate([prompt], params)[0].token_ids for prompt in LONG]
+    with LLMEngine(offloading(5)) as warm_up:
+        warm_up.generate(LONG, params)
+    before = used()
+    with LLMEngine(offloading(5)) as engine:
+        for cached in (0, 64):
+            outputs = [engine.generate([prompt], params)[0] for prompt in LONG]
+            assert [output.token_ids for output in outputs] == expected
+            assert [output.num_cached_tokens for output in outputs] == [cached] * 3
+        assert ("pinned", "offloaded kv cache") in {(pool.kind, pool.tag) for pool in announced_pools()}
+        engine.sleep(level)
+        assert used() - before == engine.memory_mapped()["runtime"]
+        engine.wake()
+        outputs = engine.generate(LONG, params)
+        assert [output.token_ids for output in outputs] == expected
+    assert used() == before
+    assert announced_pools() == ()
+    assert not any(thread.name == "lowtide-kv-offload" for thread in threading.enumerate())
+
+
+def test_a_copy_on_the_side_stream_waits_for_the_step_that_computes_its_block() -> None:
+    with LLMEngine(offloading(8)) as engine:
+        assert engine._core is not None
+        connector: Any = engine._core.worker.kv_connector
+        rows = connector._rows[0]
+        rows[3].fill_(1)
+        torch.cuda.synchronize()
+        # Some tenths of a second of nothing, then what the save must see.
+        torch.cuda._sleep(500_000_000)
+        rows[3].fill_(2)
+        connector.save(BlockTransfer(0, ((3, 0),)))
+        connector.flush()
+        # The host's bytes, read by a load into another block that a slow kernel before it still writes.
+        torch.cuda._sleep(500_000_000)
+        rows[5].fill_(3)
+        connector.load(BlockTransfer(1, ((5, 0),)))
+        connector.flush()
+        assert rows[5].eq(2).all()
+        assert [end.error for end in connector.take_completed()] == [None, None]
+
+
+def test_a_shutdown_while_the_card_is_busy_waits_for_the_copy(used: Any) -> None:
+    with LLMEngine(offloading(24)) as warm_up:
+        warm_up.generate(LONG, SamplingParams(max_tokens=6))
+    torch.cuda._sleep(1)
+    before = used()
+    engine = LLMEngine(offloading(24))
+    engine.create()
+    engine.generate(LONG, SamplingParams(max_tokens=1))
+    assert engine._core is not None
+    connector: Any = engine._core.worker.kv_connector
+    torch.cuda._sleep(500_000_000)
+    connector.save(BlockTransfer(1000, ((0, 0),)))
+    engine.shutdown()
+    del connector
+    assert used() == before
+    assert announced_pools() == ()

@@ -151,7 +151,7 @@ def test_everything_goes_by_reference_count_alone(make_loop: Callable[..., Any])
             loop.runner._kv_cache,
             loop.model.rotary,
         ]
-        tensors = [*loop.model.parameters(), loop.runner._block_table.device_table, loop.runner._input_ids]
+        tensors = [*loop.model.parameters(), loop.runner.block_table.device_table, loop.runner._input_ids]
         tensors += [tensor for layer in loop.runner._kv_cache.layers for tensor in layer]
         gone = [weakref.ref(item) for item in (*parts, *tensors)]
         del loop, parts, tensors

@@ -101,8 +101,8 @@ def test_a_request_whose_preemption_was_never_run_gets_its_new_blocks(make_loop:
     loop.step()
     row = loop.runner._row_of[1, 1]
     blocks = list(loop.kv_cache_manager.block_ids("b"))
-    assert loop.runner._block_table.device_table[row, : len(blocks)].tolist() == blocks
-    assert loop.runner._block_table.num_blocks(row) == len(blocks)
+    assert loop.runner.block_table.device_table[row, : len(blocks)].tolist() == blocks
+    assert loop.runner.block_table.num_blocks(row) == len(blocks)
 
 
 def test_micro_batches_have_their_own_part_of_the_input_buffers(make_loop: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ import torch
 from lowtide.engine.arena import Arena
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.engine.workspace import Workspace
+from lowtide.engine.workspace import Workspace, WorkspaceViews
 
 MIB = 1 << 20
 
@@ -64,4 +64,23 @@ def test_dropped_pages_come_back_with_the_next_get() -> None:
     assert arena.mapped == 0
     (again,) = workspace.get(((MIB,), torch.uint8))
     again.fill_(1)
+    assert arena.mapped == MIB
+
+
+def test_views_are_cut_once_for_the_same_tensors_and_anew_for_others() -> None:
+    _, workspace = make()
+    views = WorkspaceViews(workspace)
+    first = views.get(((100,), torch.float32))
+    assert views.get(((100,), torch.float32))[0] is first[0]
+    (other,) = views.get(((100,), torch.float16))
+    assert other.dtype is torch.float16
+
+
+def test_views_have_pages_again_after_a_sleep() -> None:
+    arena, workspace = make()
+    views = WorkspaceViews(workspace)
+    (kept,) = views.get(((MIB,), torch.uint8))
+    workspace.drop_pages()
+    (again,) = views.get(((MIB,), torch.uint8))
+    assert again is kept
     assert arena.mapped == MIB
