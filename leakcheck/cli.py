@@ -20,6 +20,7 @@ import lowtide
 
 if TYPE_CHECKING:
     from lowtide.engine import EngineConfig
+    from lowtide.engine.defects import Defect
     from lowtide.leakcheck.suppression_writing import Added
     from lowtide.leakcheck.suppressions import Suppressions
     from lowtide.probes.device.driver import Driver
@@ -97,6 +98,9 @@ def run(
     cycles: Annotated[int, typer.Option(help="Whole lives, one after the other; the first warms libraries up.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of random weights and prompts.")] = 0,
     defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
+    twin: Annotated[
+        bool, typer.Option("--twin", help="With --defect: the engine that the bug needs, without the bug.")
+    ] = False,
     report: Annotated[Path | None, typer.Option(help="Folder for the report (JSON, HTML, JUnit, Markdown).")] = None,
     suppressions: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Known leaks that may stay; an entry that none needs fails.")
@@ -111,13 +115,15 @@ def run(
         _refuse(f"--cycles {cycles} is not possible: use 1 or more")
     if preset is not None and model is not None:
         _refuse("--preset and --model exclude each other: give one of them")
+    if twin and defect is None:
+        _refuse("--twin needs --defect NAME: it is that engine without the bug")
     known = _load_suppressions(suppressions)
     if report is not None:
         _check_writable(report)
 
     try:
         name = str(model) if model else (preset or Preset.TINY).value
-        code = _run(device, name, cycles, seed, defect, report, known)
+        code = _run(device, name, cycles, seed, defect, twin, report, known)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
@@ -141,6 +147,7 @@ def _run(
     cycles: int,
     seed: int,
     defect: str | None,
+    twin: bool,
     report: Path | None,
     suppressions: Suppressions,
 ) -> int:
@@ -161,13 +168,13 @@ def _run(
     with ExitStack() as stack:
         try:
             active = find_defect(defect) if defect is not None else None
-            config, vocab_size = _configure(device, model, seed)
+            config, vocab_size = _configure(device, model, seed, active)
         except EngineError as error:
             _refuse(str(error))
         driver = find_driver()
         stack.callback(driver.close)
         if active is not None:
-            stack.enter_context(active.activate())
+            stack.enter_context(active.trigger() if twin else active.switched_on())
         progress = stack.enter_context(
             Progress(
                 SpinnerColumn(),
@@ -192,7 +199,7 @@ def _run(
 
         life = LifecycleRun(
             f"run[{config.model}]",
-            lambda: ReferenceLife(config, vocab_size),
+            lambda: ReferenceLife(config, vocab_size, active.prompt_scale if active is not None else 1),
             device=config.device,
             driver=driver,
             cycles=cycles,
@@ -262,19 +269,61 @@ def _told(added: Added, folder: Path, file: Path) -> Iterator[str]:
 
 
 @app.command()
-def defects() -> None:
-    """List the historical bugs that the reference engine can switch on."""
-    from rich.table import Table
+def defects(
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Run each, and its twin without it; print what was found as Markdown."),
+    ] = False,
+    device: Annotated[Device, typer.Option(help="With --verify: where; what cannot show there runs on the CPU.")] = (
+        Device.AUTO
+    ),
+    jobs: Annotated[int, typer.Option(help="With --verify: processes at the same time.")] = 2,
+) -> None:
+    """List the historical bugs that the reference engine can switch on.
+
+    Exit codes of --verify: 0 each was found as it must be and nothing without it, 1 not so, 2 could not be measured.
+    """
+    from rich.table import Column, Table
 
     from lowtide.engine.defects import DEFECTS
 
-    table = Table("name", "where it happened", "what went wrong", box=None)
+    if verify:
+        if jobs < 1:
+            _refuse(f"--jobs {jobs} is not possible: use 1 or more")
+        raise typer.Exit(_verify(device, jobs))
+    table = Table("name", "where it happened", Column("what went wrong", overflow="fold"), box=None)
     for known in DEFECTS.values():
         table.add_row(known.name, known.source, known.summary)
     Console().print(table)
 
 
-def _configure(device: Device, model: str, seed: int) -> tuple[EngineConfig, int]:
+def _verify(device: Device, jobs: int) -> int:
+    from lowtide.engine.defects import DEFECTS
+    from lowtide.engine.errors import ConfigError
+    from lowtide.leakcheck.verify import table, verify
+
+    done = []
+    try:
+        kind = _device_name(device).partition(":")[0]
+    except ConfigError as error:
+        _refuse(str(error))
+    for verified in verify(DEFECTS.values(), kind, jobs=jobs):
+        done.append(verified)
+        if sys.stderr.isatty():
+            typer.echo(
+                f"{len(done)}/{len(DEFECTS)} {verified.defect.name}: {verified.note or 'as it must be'}", err=True
+            )
+    typer.echo(table(done))
+    wrong = [item for item in done if item.note and item.bug is not None]
+    skipped = sum(item.bug is None for item in done)
+    right = len(done) - len(wrong) - skipped
+    typer.echo(f"\n{right} of {len(done)} found as they must be, {len(wrong)} not, {skipped} need a card")
+    if any(run is not None and run.subject is None for item in done for run in (item.bug, item.twin)):
+        return 2
+    return 1 if wrong else 0
+
+
+def _configure(device: Device, model: str, seed: int, defect: Defect | None) -> tuple[EngineConfig, int]:
     """The engine's settings and its vocabulary, checked as far as that goes without memory.
 
     Raises:
@@ -284,6 +333,8 @@ def _configure(device: Device, model: str, seed: int) -> tuple[EngineConfig, int
     from lowtide.engine.config import load_model_config
 
     config = EngineConfig(model=model, device=_device_name(device), seed=seed)
+    if defect is not None:
+        config = defect.configure(config)
     LLMEngine(config).check()
     return config, load_model_config(config).vocab_size
 

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CellType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
 
@@ -80,6 +80,23 @@ class Names:
     holder: str = ""
     are_free: bool = False
     sizes: Mapping[int, int] | None = None
+    _asked: dict[tuple[object, int, str], tuple[object, declarations.Binding]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def bound(
+        self, question: Callable[[Any, str], declarations.Binding], where: object, name: str
+    ) -> declarations.Binding:
+        """What the program's source says of a name in a class or module; a file is read once for each question."""
+        key = (question, id(where), name)
+        if key not in self._asked:
+            # With what it is about, so that the identity stays its own.
+            self._asked[key] = where, question(where, name)
+        return self._asked[key][1]
+
+    def is_bound_elsewhere(self, name: str) -> bool:
+        """Whether the modules at hand bind an attribute of that name outside their functions and classes."""
+        return any(self.bound(declarations.of_attribute, module, name) != "absent" for module in self.modules)
 
     def of(self, home: ModuleType | None, root: ModuleType | None, holder: str) -> Names:
         """The same, for what a module's code made."""
@@ -227,7 +244,7 @@ def _global(link: Link, code: str, names: Names) -> Cut | None:
     namespace, name = dict_of_module(link.owner), link.edge[1:]
     if id(namespace.get(name)) != link.held:
         return None
-    bound = declarations.of_global(link.owner, name)
+    bound = names.bound(declarations.of_global, link.owner, name)
     if names.is_new_global(namespace, name, bound):
         return Cut(f"del {code}.{name}", f"{code}.{name} is deleted", lambda: namespace.pop(name, None))
     if not names.are_free and bound != "none":
@@ -252,15 +269,15 @@ def _attribute(link: Link, code: str, names: Names) -> Cut | None:
         namespace = link.carrier if type(link.carrier) is dict else None
         setter, deleter = object.__setattr__, object.__delattr__
     if of_class:
-        bound = declarations.of_class_attribute(link.owner, name)
-        if bound == "absent" and any(declarations.of_attribute(module, name) != "absent" for module in names.modules):
+        bound = names.bound(declarations.of_class_attribute, link.owner, name)
+        if bound == "absent" and names.is_bound_elsewhere(name):
             bound = "other"
     elif type(link.owner) is FunctionType:
         home = sys.modules.get(str(link.owner.__module__))
-        bound = "unknown" if home is None else declarations.of_attribute(home, name)
+        bound = "unknown" if home is None else names.bound(declarations.of_attribute, home, name)
     else:
-        bound = declarations.of_instance_attribute(type(link.owner), name)
-        if bound == "absent" and any(declarations.of_attribute(module, name) != "absent" for module in names.modules):
+        bound = names.bound(declarations.of_instance_attribute, type(link.owner), name)
+        if bound == "absent" and names.is_bound_elsewhere(name):
             bound = "other"
     if bound == "absent" and namespace is not None and names.is_new(namespace, name):
         return Cut(f"del {code}.{name}", f"{code}.{name} is deleted", lambda: deleter(link.owner, name))
@@ -324,7 +341,7 @@ def _thread_local(link: Link, code: str, names: Names) -> Cut | None:
     values, name = link.carrier, link.edge[1:]
     if id(values.get(name)) != link.held:
         return None
-    bound = "unknown" if names.home is None else declarations.of_attribute(names.home, name)
+    bound = "unknown" if names.home is None else names.bound(declarations.of_attribute, names.home, name)
     if bound == "none" or (names.are_free and bound != "absent"):
         return Cut(
             f"{code}.{name} = None", f"{code}.{name} of this thread is None", lambda: values.__setitem__(name, None)

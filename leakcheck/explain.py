@@ -264,13 +264,26 @@ def _without_path(targets: Sequence[object], ignore: Collection[int]) -> list[Ex
     with collector_paused():
         unfrozen = set(map(id, gc.get_objects()))
         some_frozen = gc.get_freeze_count() > FROZEN_AT_STARTUP
+        holders = _types_of_holders(targets, ignore)
         return [
             _held_by_native_code(target)
             or _garbage(
-                target, frozen=some_frozen and gc.is_tracked(target) and id(target) not in unfrozen, ignore=ignore
+                frozen=some_frozen and gc.is_tracked(target) and id(target) not in unfrozen,
+                holders=holders.get(id(target), set()),
             )
             for target in targets
         ]
+
+
+def _types_of_holders(targets: Sequence[object], ignore: Collection[int]) -> dict[int, set[str]]:
+    """By the id of a target, the types of what refers to it; one walk over the heap for all of them."""
+    wanted = set(map(id, targets))
+    found: dict[int, set[str]] = {}
+    for holder in gc.get_referrers(*targets):
+        if id(holder) not in ignore and type(holder) is not FrameType:
+            for held in wanted.intersection(map(id, gc.get_referents(holder))):
+                found.setdefault(held, set()).add(type_name(type(holder)))
+    return found
 
 
 def _held_by_native_code(target: Any) -> Explanation | None:
@@ -289,14 +302,9 @@ def _held_by_native_code(target: Any) -> Explanation | None:
     return Explanation("native-held", "autograd", holder, (), (holder,))
 
 
-def _garbage(target: object, *, frozen: bool, ignore: Collection[int]) -> Explanation:
+def _garbage(*, frozen: bool, holders: Collection[str]) -> Explanation:
     if frozen:
         return Explanation("frozen-garbage", "frozen-garbage", "", (), ("frozen garbage",))
-    holders = [
-        type_name(type(holder))
-        for holder in gc.get_referrers(target)
-        if id(holder) not in ignore and type(holder) is not FrameType
-    ]
     if holders:
         name = min(holders)
         return Explanation("unexplained", "cycle", f"garbage: {name}", (), (f"garbage {name}",))

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import psutil
 
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.ladder import ACTIONS, Rung, release
+from lowtide.leakcheck.listing import FROZEN, listed
 from lowtide.leakcheck.remedies import error_text, unraisable_told
 from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
@@ -27,16 +27,12 @@ from lowtide.reports.sizes import format_bytes
 DESTROY_LIMIT = 10.0
 """Seconds to wait for a process group to be destroyed: a peer that is gone may never answer."""
 
-FROZEN = "gc-frozen"
-"""The key of the metric of frozen objects, which is a level and has no items."""
-
 UNFROZEN = "the heap is not frozen any more"
 """What is different after `gc.unfreeze()`."""
 
 HARMLESS = ("threads", "process-groups", "lru-cache", FROZEN)
 """The resources whose remedy takes nothing that a program that goes on could need: a cache fills itself again."""
 
-_SHOWN_NAMES = 3
 _POOL = re.compile(r"pool \((\d+), (\d+)\)")
 
 
@@ -85,15 +81,6 @@ class Action:
     name: str
     changed: str
     do: Callable[[], object]
-
-
-def listed(key: str, names: Iterable[str]) -> str | None:
-    """The first of some names, as a finding's holder."""
-    if key == FROZEN:
-        return None
-    shown = sorted(map(_with_command, names) if key == "processes" else names)
-    more = f" and {len(shown) - _SHOWN_NAMES} more" if len(shown) > _SHOWN_NAMES else ""
-    return ", ".join(shown[:_SHOWN_NAMES]) + more if shown else None
 
 
 def with_pool_holder(leak: ItemLeak, context: Context) -> ItemLeak:
@@ -315,11 +302,3 @@ def _within(limit: float, function: Callable[[], object]) -> None:
         raise TimeoutError(f"still running after {limit:.0f} s")
     if failures:
         raise failures[0]
-
-
-def _with_command(pid: str) -> str:
-    """`4711 (python)`."""
-    try:
-        return f"{pid} ({psutil.Process(int(pid)).name()})"
-    except psutil.Error:  # it ended meanwhile
-        return pid

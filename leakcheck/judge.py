@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.ladder import ACTIONS, Rung, Step
+from lowtide.leakcheck.listing import listed
 from lowtide.leakcheck.metrics import Metric
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Remedy, Return, Verdict
 from lowtide.reports.sizes import format_amount
@@ -125,12 +126,16 @@ def _finding(
     remedy = None
     if back is not None:
         rung = steps[back].rung
-        cause = cause if cause != "unknown" else CAUSE_OF_RUNG[rung]
+        # The driver is said to hold what nothing that was tried gives back.
+        cause = cause if cause not in ("unknown", "driver") else CAUSE_OF_RUNG[rung]
         # That native code holds it stays true, whatever made that let go.
         verdict = verdict if verdict == "native-held" else VERDICT_OF_RUNG.get(rung)
         if rung in actions:
             remedy = Remedy(action=actions[rung], returns_bytes=_bytes(metric, above[back - 1] - above[back]))
     new = sorted(metric.new_items(baseline, steps[due].reading))
+    holder = listed(metric.resource, new)
+    if cause == "library-workspace" and remedy is not None:
+        holder = "workspaces of BLAS libraries"
     amount = format_amount(left, metric.unit)
     message = f"{amount} of {_name(metric)}" if metric.unit == "bytes" else amount
     message += f" did not come back at {stage}"
@@ -151,7 +156,7 @@ def _finding(
             resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause)
         ),
         verdict=verdict,
-        holder="workspaces of BLAS libraries" if cause == "library-workspace" and remedy is not None else None,
+        holder=holder,
         remedy=remedy,
     )
 
@@ -165,11 +170,15 @@ def _name(metric: Metric[Any]) -> str:
     return f"{metric.what or metric.resource}{where}"
 
 
+def _weight(finding: Finding) -> tuple[bool, int, int]:
+    return finding.remedy is not None, finding.bytes, finding.count
+
+
 def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Findings with the same fingerprint as one, the largest of them, in order of first appearance."""
+    """Findings with the same fingerprint as one, the largest with a remedy, in order of first appearance."""
     groups: dict[str, Finding] = {}
     for finding in findings:
         known = groups.get(finding.fingerprint)
-        if known is None or (finding.bytes, finding.count) > (known.bytes, known.count):
+        if known is None or _weight(finding) > _weight(known):
             groups[finding.fingerprint] = finding
     return tuple(groups.values())

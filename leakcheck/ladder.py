@@ -81,6 +81,7 @@ def climb(
     moved: Callable[[T, T], bool],
     policy: SettlePolicy | None = None,
     rungs: Sequence[Rung] = tuple(Rung),
+    peek: Callable[[], object] | None = None,
 ) -> list[Step[T]]:
     """Climb until `is_back` says that nothing is missing, or to the top; the readings after each rung, `raw` first.
 
@@ -91,6 +92,7 @@ def climb(
         moved: whether two readings differ in what is waited for.
         policy: how long to wait at `settle`.
         rungs: which rungs to climb, in the ladder's order.
+        peek: a figure that costs little and moves with what is waited for: only when it has, is a reading taken.
     """
     steps = [Step(Rung.RAW, read(), 0.0)]
     for rung in rungs:
@@ -102,7 +104,7 @@ def climb(
         if rung is Rung.SETTLE:
             if not still_waiting(steps[-1].reading):
                 continue
-            reading = _settle(read, still_waiting, moved, steps[-1].reading, policy or SettlePolicy())
+            reading = settle(read, still_waiting, moved, steps[-1].reading, policy or SettlePolicy(), peek)
         elif release(rung):
             reading = read()
         else:
@@ -111,18 +113,28 @@ def climb(
     return steps
 
 
-def _settle(
+def settle(
     read: Callable[[], T],
     still_waiting: Callable[[T], bool],
     moved: Callable[[T, T], bool],
     last: T,
     policy: SettlePolicy,
+    peek: Callable[[], object] | None = None,
 ) -> T:
+    """Waits as the policy says; the last reading.  For the arguments see `climb`."""
+    glimpse: object = None
     started = stable_since = time.perf_counter()
     pause = policy.first_pause
     while True:
         time.sleep(pause)
         pause = min(pause * 2, policy.longest_pause)
+        now = time.perf_counter()
+        if peek is not None and (seen := peek()) == glimpse:
+            if now - stable_since >= policy.stability or now - started >= policy.limit:
+                return read()
+            continue
+        if peek is not None:
+            glimpse = seen
         reading = read()
         now = time.perf_counter()
         if not still_waiting(reading):

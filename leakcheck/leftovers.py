@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import gc
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from lowtide.leakcheck.tensor_findings import (
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.births import Births
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
+from lowtide.probes.stages import PoolReading
 from lowtide.probes.tensors import survey_storages
 from lowtide.reports.schema import Finding
 
@@ -100,6 +103,31 @@ class Leftovers:
         findings = [leak.finding for leak in leaks]
         self._earlier.update((finding.fingerprint, finding) for finding in findings)
         return findings
+
+    def explain_asleep(self, engine: object, cycle: int, device: str, pools: Sequence[PoolReading]) -> list[Finding]:
+        """Says of what an engine still has on its device from inferring, while it sleeps, who holds it.
+
+        Args:
+            engine: the one that sleeps.
+            cycle: which life this is.
+            device: where it keeps its memory.
+            pools: those that were announced before it slept or are now: what lies in them is judged by them.
+        """
+        pooled = sorted(part for pool in pools for part in pool.ranges)
+        starts = [start for start, _ in pooled]
+
+        def is_pooled(address: int) -> bool:
+            place = bisect.bisect_right(starts, address) - 1
+            return place >= 0 and address < sum(pooled[place])
+
+        self.read(Rung.RAW)
+        self._found.rows = [
+            tuple(held for held in row if held.stage == "infer" and not is_pooled(held.key[1]))
+            for row in self._found.rows
+        ]
+        leaks = self._leaks(dataclasses.replace(self._context(engine), living=True), {device}, only=cycle)
+        self._found = _Found()
+        return [leak.finding for leak in leaks]
 
     def conclude(self, engine: object, cycle: int, devices: Collection[str]) -> tuple[list[Finding], tuple[str, ...]]:
         """The findings of all lives, what gives each back tried; and the changes that this made, as actions.

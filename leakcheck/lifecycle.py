@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import operator
 import sys
+import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from lowtide.leakcheck import contract
+from lowtide.leakcheck.growth import GrowthWatch
 from lowtide.leakcheck.judge import excesses, grouped, judge
-from lowtide.leakcheck.ladder import ACTIONS, Rung, Step, climb, release
+from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy, Step, climb, release, settle
 from lowtide.leakcheck.leftovers import Leftovers
-from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric, shutdown_metrics
+from lowtide.leakcheck.metrics import MIB, NOT_OF_PYTHON, Metric, shutdown_metrics
+from lowtide.leakcheck.process_state import ProcessState
 from lowtide.leakcheck.readings import to_readings
+from lowtide.leakcheck.survival import Survival
 from lowtide.leakcheck.trend import trend_of
 from lowtide.leakcheck.type_growth import TypeCounts
+from lowtide.probes.counters import child_processes
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.ledger import LedgerBase, base_from
 from lowtide.probes.snapshot import Snapshot, take_snapshot
+from lowtide.probes.stages import announced_pools, listening
 from lowtide.reports.schema import Finding, NotMeasured, Outcome, Return, Stage, Subject, TypeGrowth
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
+
+DRIVER_PATIENCE = SettlePolicy(stability=4.0)
+"""A driver may be still for seconds before it gives anything back (vllm#43023); what never moves costs all of it."""
+
+_OF_GROUPS = ("driver", "file-descriptors", "threads")
+"""What a process group holds besides itself."""
+
+RELEASE_SLACK = 8 * MIB
+"""Bytes by which a driver's figure for a process may move by itself."""
 
 SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "infer", "shutdown")
 """One whole life."""
@@ -34,7 +50,10 @@ class Life(Protocol):
     """An engine that can be driven through `SCRIPT`; new ones are made for every life.
 
     It may have an attribute `engine`: what a caller of `shutdown` still has, and from which paths are told; without one
-    that is the life itself.
+    that is the life itself.  It may have `preserved()`, which gives by name the tensors whose contents must survive a
+    sleep, `graph_buffers()`, which gives by name address and bytes of what captured graphs read, and
+    `kv_blocks_held()`, which gives who holds how many KV blocks although no request does, with `step()` to try whether
+    one more step ends that.
     """
 
     def create(self) -> None:
@@ -108,6 +127,9 @@ class LifecycleRun:
         self._turns: dict[str, int] = {}
         self._types: TypeCounts | None = None
         self._type_growth: tuple[TypeGrowth, ...] = ()
+        self._process = ProcessState(self._driver_bytes)
+        self._survival = Survival(device)
+        self._growth = GrowthWatch(device)
         self._cycle = 0
         self._failure = ""
         self.interrupted = False
@@ -117,10 +139,11 @@ class LifecycleRun:
         try:
             self._open_device()
             self._leftovers.open()
-            for cycle in range(1, self._cycles + 1):
-                self._live(cycle)
-                if self._failure:
-                    break
+            with listening(self._growth):
+                for cycle in range(1, self._cycles + 1):
+                    self._live(cycle)
+                    if self._failure:
+                        break
         except KeyboardInterrupt:
             # Outside the engine's own stages: it is shut down already, or was never made.
             self._interrupt()
@@ -130,11 +153,16 @@ class LifecycleRun:
 
     def _open_device(self) -> None:
         """Make the card's context before the first reading, so that it is a line of its own in the ledger."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return
         if self._device != "cpu":
-            sys.modules["torch"].cuda.synchronize(self._device)
+            torch.cuda.synchronize(self._device)
+        self._survival.warm_up({"a few words": torch.zeros(8, dtype=torch.int64, device=self._device)})
 
     def _live(self, cycle: int) -> None:
         self._cycle = cycle
+        self._process.mark()
         # What an earlier life left to the collector would hide as much that this one keeps.
         release(Rung.COLLECT)
         release(Rung.EMPTY_CACHE)
@@ -164,18 +192,34 @@ class LifecycleRun:
         self._failure = self._failure or f"interrupted in cycle {self._cycle}"
 
     def _walk(self, life: Life, cycle: int, baseline: Snapshot) -> None:
-        before = baseline
-        before_sleep = baseline
+        before = at_work = before_sleep = baseline
         for turn, name in enumerate(SCRIPT[:-1]):
             self._announce(cycle, turn)
             self._leftovers.stage(name, cycle)
+            if name.startswith("sleep"):
+                self._survival.before_sleep(_asked(life, "preserved"))
             started = time.perf_counter()
             try:
-                tokens = _perform(life, name)
+                try:
+                    tokens = _perform(life, name)
+                except Exception as error:
+                    if name != "wake":
+                        raise
+                    after = self._snapshot(f"cycle {cycle}, after a {name} that failed")
+                    self._findings += contract.after_failed_wake(name, self._device, before, after)
+                    if not _is_out_of_memory(error):
+                        raise
+                    # That may end by itself: it may be made again, and until then nothing may have changed.
+                    why = f"in cycle {cycle} it raised {type(error).__name__}: {error}; made again, it worked"
+                    started = time.perf_counter()
+                    tokens = _perform(life, name)
+                    self._not_measured["the first try of wake"] = NotMeasured(what="the first try of wake", why=why)
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
                 self._failure = f"cycle {cycle}: {name} raised {type(error).__name__}: {error}"
                 return
             seconds = time.perf_counter() - started
+            if name.startswith("sleep"):
+                self._wait_for_driver(name, cycle, before)
             after = self._snapshot(f"cycle {cycle}, after {name}")
             # What a level 1 sleep, and the wake from it, have to move.
             moved = 0
@@ -185,17 +229,40 @@ class LifecycleRun:
                 moved = after.arena_mapped("weights", self._device)
             self._stages.append((name, cycle, seconds, before, after, sum(map(len, tokens)), moved))
             if name.startswith("sleep"):
+                # Before the first sleep: what a sleep does not give back is not to be excused at the next.
+                at_work = before if before_sleep is baseline else at_work
                 before_sleep = before
+                engine = getattr(life, "engine", life)
+                pools = (*before.pools, *after.pools)
+                self._findings += self._leftovers.explain_asleep(engine, cycle, self._device, pools)
                 self._findings += contract.after_sleep(name, self._device, baseline, after)
                 if name == "sleep(2)" and self._judges_first_use(cycle):
-                    self._findings += contract.after_deep_sleep(name, self._device, baseline, after)
+                    self._findings += contract.after_deep_sleep(name, self._device, baseline, at_work, after)
             elif name == "wake":
                 self._findings += contract.after_wake(name, self._device, before_sleep, after)
+                lost = self._survival.after_wake(name, _asked(life, "preserved"), _asked(life, "graph_buffers"))
+                self._findings += lost
+                if lost:
+                    # What it would compute with is not there: it could read anywhere.
+                    return
             elif name == "infer":
                 if self._expected is None:
                     self._expected = tokens
                 self._findings += contract.after_infer(name, self._expected, tokens)
+                self._findings += self._idle(life, name)
+                grown = self._growth.finding(name)
+                self._findings += [] if grown is None else [grown]
             before = after
+
+    def _idle(self, life: Life, stage: str) -> list[Finding]:
+        """Who holds KV blocks now that no request runs, where the engine tells."""
+        held = _asked(life, "kv_blocks_held")
+        after = None
+        step = getattr(life, "step", None)
+        if held and step is not None:
+            step()
+            after = _asked(life, "kv_blocks_held")
+        return contract.after_idle(stage, self._device, held, after)
 
     def _end(self, life: Life, cycle: int, baseline: Snapshot) -> None:
         """Shut down and judge; the engine object is held meanwhile, as whoever called shutdown holds it."""
@@ -233,7 +300,12 @@ class LifecycleRun:
         for start in baselines:
             judged = self._metrics_since(start, metrics)
             judgement = judge(judged, start, steps, stage="shutdown", cycle=cycle, actions=actions)
-            self._findings += [finding for finding in judgement.findings if not _is_told(finding, explained)]
+            found = [finding for finding in judgement.findings if not _is_told(finding, explained)]
+            # Whether a tensor that nobody sees keeps an arena is known when the heap is thawed, after the last life.
+            hidden = is_last and any(finding.verdict == "frozen-garbage" for finding in of_tensors)
+            if hidden or (not is_last and any(finding.resource == "gc-frozen" for finding in found)):
+                found = [finding for finding in found if finding.resource != "arena"]
+            self._findings += found
             if start is baseline:
                 self._returns += [item for item in judgement.returns if not _is_told(item, explained)]
                 offset = 1 if self._cycles > 1 else 0
@@ -247,6 +319,20 @@ class LifecycleRun:
             self._not_measured.update({item.what: item for item in judgement.not_measured})
         if is_last:
             self._findings += of_tensors
+        changed = self._process.findings("shutdown", remedies=is_last)
+        self._findings += changed
+        if is_last and any(finding.remedy is not None for finding in changed):
+            self._drop_what_went_too(metrics, baselines)
+
+    def _drop_what_went_too(self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]) -> None:
+        """What is back now that a process group is destroyed was the group's, and is told with it."""
+        now = self._snapshot("after shutdown")
+        missing = {(metric.resource, metric.device) for metric, _ in self._missing(metrics, baselines, now)}
+        self._findings = [
+            finding
+            for finding in self._findings
+            if finding.resource not in _OF_GROUPS or (finding.resource, finding.device) in missing
+        ]
 
     def _conclude(
         self,
@@ -318,6 +404,8 @@ class LifecycleRun:
             still_waiting=lambda now: bool(waiting(now)),
             moved=lambda then, now: waiting(then) != waiting(now),
             rungs=rungs,
+            policy=DRIVER_PATIENCE if self._indices else SettlePolicy(),
+            peek=lambda: (self._driver_bytes(), threading.active_count(), len(child_processes())),
         )
 
     def _metrics(self, cycle: int) -> tuple[Metric[Snapshot], ...]:
@@ -338,6 +426,35 @@ class LifecycleRun:
     def _announce(self, cycle: int, turn: int) -> None:
         total = self._cycles * len(SCRIPT)
         self._listener(Event(cycle, self._cycles, SCRIPT[turn], (cycle - 1) * len(SCRIPT) + turn, total))
+
+    def _wait_for_driver(self, stage: str, cycle: int, before: Snapshot) -> None:
+        """Until the driver counts as much less as the arenas have dropped since `before`, or does not move any more."""
+        held = before.driver_bytes(self._device) if self._indices else None
+        if held is None:
+            return
+        arenas = [pool for pool in announced_pools() if pool.kind == "arena" and pool.device == self._device]
+        dropped = before.arena_mapped(device=self._device) - sum(pool.mapped for pool in arenas)
+        target = held - dropped + RELEASE_SLACK
+        started, first = time.perf_counter(), self._driver_bytes()
+        if first <= target:
+            return
+        left = settle(self._driver_bytes, lambda now: now > target, operator.ne, first, DRIVER_PATIENCE)
+        if left <= target:
+            self._returns.append(
+                Return(
+                    resource="driver",
+                    device=self._device,
+                    stage=stage,
+                    cycle=cycle,
+                    bytes=first - left,
+                    rung=Rung.SETTLE.value,
+                    seconds=time.perf_counter() - started,
+                )
+            )
+
+    def _driver_bytes(self) -> int:
+        """What the driver counts for this process; 0 where it is not asked or does not tell."""
+        return sum(self._driver.read(index).process_bytes or 0 for index in self._indices)
 
     def _snapshot(self, label: str) -> Snapshot:
         return take_snapshot(label, driver=self._driver, devices=self._indices)
@@ -410,6 +527,17 @@ def _perform(life: Life, name: str) -> Sequence[Sequence[int]]:
     else:
         life.sleep(1 if name == "sleep(1)" else 2)
     return ()
+
+
+def _asked(life: Life, name: str) -> Mapping[str, Any]:
+    """What a life tells of itself, if it does."""
+    method = getattr(life, name, None)
+    return {} if method is None else method()
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Python's, torch's, or an engine's own, by its name."""
+    return isinstance(error, MemoryError) or any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
 
 
 def _failures(error: BaseException) -> list[BaseException]:

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 from lowtide.leakcheck.ladder import Rung
 from lowtide.probes.ranges import common
 from lowtide.probes.snapshot import Snapshot
+from lowtide.probes.stages import PoolKind
 from lowtide.reports.schema import Cause, Resource, Verdict
 
 MIB = 1 << 20
@@ -86,7 +87,8 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
     metrics: list[Metric[Snapshot]] = [
         Metric("tensors", "cpu", lambda s: s.tensors.bytes_on("cpu")),
         Metric("arena", device, lambda s: arena_without_tensors(s, device)),
-        Metric("pinned", "", lambda s: s.pinned_bytes),
+        Metric("pinned", "", lambda s: s.pinned.torch_reserved),
+        Metric("pinned", "", lambda s: sum(pinned_pools(s).values()), items=pinned_pools, cause="native"),
         Metric("gc-frozen", "", lambda s: s.gc.frozen, unit="frozen objects", cause="not-restored"),
         Metric(
             "tensors",
@@ -95,11 +97,11 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
             unit="tensors of a kind whose memory cannot be read",
             what="tensors of a kind whose memory cannot be read",
         ),
-        _counted("threads", lambda s: s.host.threads),
-        _counted("processes", lambda s: s.host.children),
+        _counted("threads", lambda s: s.host.threads, settles=True),
+        _counted("processes", lambda s: s.host.children, settles=True),
         _counted("file-descriptors", lambda s: s.host.descriptors, first_use=True),
         Metric("shared-memory", "", lambda s: sum(own_shared_memory(s).values()), items=own_shared_memory),
-        Metric("host-memory", "", lambda s: sum(pool.mapped for pool in s.pools if pool.kind == "host")),
+        Metric("host-memory", "", lambda s: sum(host_pools(s).values()), items=host_pools, cause="native"),
         Metric("host-memory", "cpu", unaccounted_host_memory, tolerance=32 * MIB, first_use=True),
     ]
     if device != "cpu":
@@ -131,6 +133,7 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
                 tolerance=8 * MIB,
                 first_use=True,
                 settles=True,
+                cause="driver",
                 verdict="unexplained",
             ),
         ]
@@ -138,7 +141,11 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
 
 
 def _counted(
-    resource: Resource, names: Callable[[Snapshot], Sequence[str]], *, first_use: bool = False
+    resource: Resource,
+    names: Callable[[Snapshot], Sequence[str]],
+    *,
+    first_use: bool = False,
+    settles: bool = False,
 ) -> Metric[Snapshot]:
     """A metric of things that are counted and have names."""
     return Metric(
@@ -147,6 +154,7 @@ def _counted(
         lambda s: len(names(s)),
         unit=resource,
         first_use=first_use,
+        settles=settles,
         items=lambda s: dict.fromkeys(names(s), 1),
     )
 
@@ -161,6 +169,25 @@ def own_shared_memory(snapshot: Snapshot) -> dict[str, int]:
         entry.name: entry.bytes
         for entry in snapshot.host.shared_memory
         if entry.mapped_here or pid in re.findall(r"\d+", entry.name)
+    }
+
+
+def host_pools(snapshot: Snapshot) -> dict[str, int]:
+    """Bytes of announced host memory that is not page-locked, by name."""
+    return _pools(snapshot, "host")
+
+
+def pinned_pools(snapshot: Snapshot) -> dict[str, int]:
+    """Bytes of announced host memory that is page-locked, by name."""
+    return _pools(snapshot, "pinned")
+
+
+def _pools(snapshot: Snapshot, kind: PoolKind) -> dict[str, int]:
+    return {
+        f"{pool.tag} at {address:#x}": length
+        for pool in snapshot.pools
+        if pool.kind == kind
+        for address, length in pool.ranges
     }
 
 

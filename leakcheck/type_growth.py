@@ -45,12 +45,21 @@ class TypeCounts:
 def _counts() -> dict[str, int]:
     """Without what the checker itself makes and keeps for its report."""
     objects = all_objects()
-    # objgraph asks the classes for their names, and a metaclass may answer anything.
-    strange = {id(cls) for cls in {id(type(item)): type(item) for item in objects}.values() if _answers_itself(cls)}
-    plain = [item for item in objects if id(type(item)) not in strange]
-    counts: dict[str, int] = objgraph.typestats(plain, shortnames=False)
-    counts.update(Counter(type_name(type(item)) for item in objects if id(type(item)) in strange))
+    # Counted by type first: objgraph makes a name for every object it is shown, so it is shown one of each type.
+    kinds = list(map(id, map(type, objects)))
+    of_type = Counter(kinds)
+    counts: Counter[str] = Counter()
+    for kind, item in dict(zip(kinds, objects, strict=True)).items():
+        counts[_name(item)] += of_type[kind]
     return {name: count for name, count in counts.items() if not name.startswith(_OWN)}
+
+
+def _name(item: object) -> str:
+    """As objgraph has it; it asks the class for its name, and a metaclass may answer anything."""
+    if _answers_itself(type(item)):
+        return type_name(type(item))
+    (name,) = objgraph.typestats([item], shortnames=False)
+    return str(name)
 
 
 def _answers_itself(cls: type) -> bool:

@@ -25,19 +25,18 @@ from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.first_use import FirstUse, excused_by_libraries
 from lowtide.leakcheck.item_findings import (
-    FROZEN,
     HARMLESS,
     UNFROZEN,
     ItemLeak,
     actions_for,
     confirmed_workspaces,
     frozen_items,
-    listed,
     try_actions,
     with_pool_holder,
 )
 from lowtide.leakcheck.judge import excesses, judge
 from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, release
+from lowtide.leakcheck.listing import FROZEN, listed
 from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, Reading, host_memory_tolerance, plain_metrics

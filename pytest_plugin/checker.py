@@ -122,7 +122,7 @@ class Checker:
             return
         self._tell_proven(proven)
         if self.subjects:
-            self._problems = (*self._problems, *self._suppression_problems())
+            self._problems = self._suppression_problems()
         if self._problems and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         if self.settings.action == "fail" and session.exitstatus == pytest.ExitCode.OK and self._open_leaks():
@@ -156,7 +156,8 @@ class Checker:
         with self._guarded():
             found = self.watch.prove([later for _, later in unproven])
         if self._failure:
-            self._problems = (*self._problems, f"lowtide could not try the remedies: {self._failure}")
+            reason = f"lowtide could not try what gives the leaks back: {self._failure}"
+            self._record([Subject(id="the end of the session", outcome="error", reason=reason)])
         return [Proven(name, findings) for (name, _), findings in zip(unproven, found, strict=False)]
 
     def _tell_proven(self, proven: Sequence[Proven]) -> None:

@@ -1,23 +1,50 @@
-"""Every defect that shows on a CPU: found with its cause, its holder and its remedy, and nothing else is found."""
+"""Every defect that shows on a CPU is found with cause, holder and remedy; nothing else is, and nothing without it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 
+import msgspec
 import pytest
 
-from lowtide.engine import EngineConfig
+from lowtide.engine import ConfigError, EngineConfig
 from lowtide.engine.defects import DEFECTS, find_defect
+from lowtide.leakcheck import verify as module
 from lowtide.leakcheck.lifecycle import LifecycleRun
 from lowtide.leakcheck.reference import ReferenceLife
+from lowtide.leakcheck.verify import Run, Verified, table, verify
 from lowtide.probes.device.driver.none import NoDriver
-from lowtide.reports.schema import Finding, Subject
+from lowtide.reports.schema import Finding, Remedy, Return, Subject
+
+ON_CPU = [name for name, defect in DEFECTS.items() if "cpu" in defect.devices]
 
 
-def live(cycles: int = 2) -> Subject:
-    config = EngineConfig(device="cpu")
+@pytest.fixture(scope="module")
+def verified() -> Iterator[dict[str, Verified]]:
+    """Two lives with each bug, in processes of their own as a user's are; the twins are one engine with everything."""
+    # Before the others are there, which are child processes of this one.
+    real, twin = module._run, clean_twin()
+
+    def run_one(name: str, device: str, options: Sequence[str]) -> Run:
+        return twin if options else real(name, device, options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "_run", run_one)
+        yield {item.defect.name: item for item in verify([DEFECTS[name] for name in ON_CPU], "cpu")}
+
+
+def clean_twin() -> Run:
+    """Two lives of an engine with all that any of the bugs needs, and with what makes them show."""
+    defects = [DEFECTS[name] for name in ON_CPU]
+    config = EngineConfig(**{key: value for defect in defects for key, value in defect.settings.items()})
     make = lambda: ReferenceLife(config, 1024)  # noqa: E731
-    return LifecycleRun("tiny", make, device="cpu", driver=NoDriver("a test"), cycles=cycles).run()
+    with ExitStack() as stack:
+        for defect in defects:
+            stack.enter_context(defect.trigger())
+        run = LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=2)
+        return Run(run.run(), 1.0, "")
 
 
 def is_a_bound_method_in_a_cache(findings: tuple[Finding, ...]) -> None:
@@ -52,29 +79,213 @@ def is_everything_that_the_engine_holds(findings: tuple[Finding, ...]) -> None:
     assert all(found.remedy is not None and found.remedy.returns_bytes == found.bytes for found in findings)
 
 
+def is_a_frozen_heap(findings: tuple[Finding, ...]) -> None:
+    frozen, tensors = findings
+    assert frozen.resource == "gc-frozen"
+    assert frozen.remedy is not None
+    assert frozen.remedy.action == "gc.unfreeze(); gc.collect()"
+    assert (tensors.resource, tensors.verdict, tensors.stage) == ("tensors", "frozen-garbage", "create")
+    assert tensors.path == ()
+    assert tensors.remedy is not None
+    assert (tensors.remedy.action, tensors.remedy.returns_bytes) == ("gc.unfreeze(); gc.collect()", tensors.bytes)
+
+
+def is_memory_of_a_transport(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    # That of both lives.
+    assert (found.resource, found.cause, found.bytes) == ("host-memory", "native", 128 << 20)
+    assert (found.holder or "").startswith("kv transport at 0x")
+
+
+def is_patched_functions(findings: tuple[Finding, ...]) -> None:
+    names = {"torch.accelerator.synchronize", "torch.accelerator.empty_cache"}
+    assert {found.holder for found in findings} == names
+    assert {(found.resource, found.cause) for found in findings} == {("globals", "not-restored")}
+    assert {found.remedy.action for found in findings if found.remedy} == {f"putting {name} back" for name in names}
+
+
+def is_a_process_group(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.count) == ("process-groups", "not-restored", 1)
+    assert found.remedy is not None
+    assert found.remedy.action == f"torch.distributed.destroy_process_group() of group {found.holder}"
+
+
+def is_a_view_of_an_old_workspace(findings: tuple[Finding, ...]) -> None:
+    assert findings
+    for found in findings:
+        assert (found.resource, found.cause, found.stage) == ("tensors", "instance-attribute", "infer")
+        assert (found.holder or "").startswith("engine._core.worker.model_runner._workspaces[")
+        assert "._views" in (found.holder or "")
+
+
+def is_a_lost_block_table(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.stage) == ("contents", "not-restored", "wake")
+    assert found.holder == "block_table.table_ptrs, block_table.table_sizes, block_table.table_strides"
+    assert (found.count, found.bytes) == (3, 20)
+
+
+def is_blocks_of_an_offload(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.stage) == ("kv-blocks", "pending-transfer", "infer")
+    assert (found.holder, found.count >= 1) == ("pending transfers", True)
+    assert found.remedy is not None
+    assert found.remedy.action == "engine.step()"
+
+
+def is_an_arena_half_mapped(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.stage) == ("arena", "not-restored", "wake")
+    assert found.holder == "arena 'weights'"
+    assert found.bytes > 4 << 20
+
+
 EXPECTED: dict[str, Callable[[tuple[Finding, ...]], None]] = {
     "bound-method-cache": is_a_bound_method_in_a_cache,
+    "frozen-heap": is_a_frozen_heap,
     "accelerator-on-cpu": is_a_shutdown_that_ends_early,
+    "accelerator-patched": is_patched_functions,
     "shutdown-noop": is_everything_that_the_engine_holds,
+    "process-group": is_a_process_group,
+    "workspace-views": is_a_view_of_an_old_workspace,
+    "block-table-contents": is_a_lost_block_table,
+    "wake-oom": is_an_arena_half_mapped,
     "worker-keeps-everything": is_everything_that_the_engine_holds,
+    "undrained-offload": is_blocks_of_an_offload,
+    "transport-registration": is_memory_of_a_transport,
 }
 
 
-def test_every_defect_is_expected_here() -> None:
-    assert EXPECTED.keys() == DEFECTS.keys()
+def test_every_defect_of_a_cpu_is_expected_here() -> None:
+    assert list(EXPECTED) == ON_CPU
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_defect_is_found_and_named(name: str) -> None:
-    with find_defect(name).activate():
-        subject = live()
-    assert subject.outcome == "leak"
-    EXPECTED[name](subject.findings)
+def test_a_defect_is_found_and_named(name: str, verified: dict[str, Verified]) -> None:
+    item = verified[name]
+    assert item.note == ""
+    assert item.bug is not None
+    assert item.bug.subject is not None
+    assert item.bug.subject.outcome == "leak"
+    EXPECTED[name](item.bug.subject.findings)
 
 
-def test_without_a_defect_nothing_is_found_after_all_of_them() -> None:
-    for name in DEFECTS:
-        with find_defect(name).activate():
-            pass
-    subject = live()
-    assert (subject.outcome, subject.findings) == ("clean", ())
+def test_without_any_of_the_defects_nothing_is_found(verified: dict[str, Verified]) -> None:
+    twin = verified["frozen-heap"].twin
+    assert twin is not None
+    assert twin.subject is not None
+    assert (twin.subject.outcome, twin.subject.reason, twin.subject.findings) == ("clean", "", ())
+
+
+def test_a_defect_of_another_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'never-release' cannot show on cpu: use --device cuda"):
+        find_defect("never-release").configure(EngineConfig(device="cpu"))
+
+
+# --- what verifying says ------------------------------------------------------------------------------------------
+
+BUG = DEFECTS["bound-method-cache"]
+
+
+def finding(resource: str = "tensors", cause: str = "lru-cache") -> Finding:
+    return Finding(
+        resource=resource,  # type: ignore[arg-type]
+        cause=cause,  # type: ignore[arg-type]
+        bytes=1 << 20,
+        count=1,
+        device="cpu",
+        stage="create",
+        message="m",
+        fingerprint="0" * 16,
+        holder="cache|d",
+    )
+
+
+def run(*findings: Finding, returns: tuple[Return, ...] = ()) -> Run:
+    outcome = "leak" if findings else "clean"
+    return Run(Subject(id="run", outcome=outcome, findings=findings, returns=returns), 1.0, "")  # type: ignore[arg-type]
+
+
+def verified_with(monkeypatch: pytest.MonkeyPatch, bug: Run, twin: Run, defect: str = "bound-method-cache") -> Verified:
+    monkeypatch.setattr(module, "_run", lambda name, device, options: twin if options else bug)
+    (item,) = verify([DEFECTS[defect]], "cuda" if defect == "late-release" else "cpu")
+    return item
+
+
+@pytest.mark.parametrize(
+    ("bug", "twin", "note"),
+    [
+        (run(finding()), run(), ""),
+        (run(finding(), finding()), run(), ""),
+        (run(), run(), "WRONG: expected tensors/lru-cache"),
+        (run(finding(cause="closure")), run(), "WRONG: expected tensors/lru-cache"),
+        (run(finding(), finding("threads", "thread")), run(), "WRONG: expected tensors/lru-cache"),
+        (run(finding()), run(finding()), "WRONG: without it there is leak"),
+        (Run(None, 1.0, "x\nno report"), run(), "could not be measured: no report"),
+        (run(finding()), Run(None, 1.0, ""), "could not be measured: no output"),
+    ],
+)
+def test_a_run_is_compared_with_what_must_be(monkeypatch: pytest.MonkeyPatch, bug: Run, twin: Run, note: str) -> None:
+    assert verified_with(monkeypatch, bug, twin).note == note
+
+
+def test_the_table_names_holder_and_remedy_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = table([verified_with(monkeypatch, run(finding()), run())]).splitlines()
+    assert lines[2] == "| `bound-method-cache` | vllm#38503 | `tensors`/`lru-cache` | `cache\\|d` |  | cpu, 1 s |"
+    wrong = table([verified_with(monkeypatch, run(), run())]).splitlines()[2]
+    assert wrong.endswith("| clean |  |  | WRONG: expected tensors/lru-cache |")
+
+
+def test_of_many_actions_the_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for action, told in [("a(); b()", "`a(); b()`: 1.0 MiB"), ("a(); b(); c()", "`a()` and 2 more: 1.0 MiB")]:
+        remedied = msgspec.structs.replace(finding(), remedy=Remedy(action=action, returns_bytes=1 << 20))
+        assert f"| {told} |" in table([verified_with(monkeypatch, run(remedied), run())])
+
+
+def test_a_late_release_is_clean_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = Return(resource="driver", device="cuda:0", stage="shutdown", cycle=1, bytes=1, rung="settle", seconds=2.04)
+    item = verified_with(monkeypatch, run(returns=(late,)), run(), "late-release")
+    assert item.note == ""
+    assert "| clean: back after 2.0 s |" in table([item])
+
+
+def test_what_needs_a_card_is_not_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("it was run"))
+    (item,) = verify([DEFECTS["never-release"]], "cpu")
+    assert (item.device, item.bug, item.note) == ("", None, "needs a card")
+
+
+def test_bugs_that_need_the_same_engine_share_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    def run_one(name: str, device: str, options: tuple[str, ...]) -> Run:
+        asked.append((name, options))
+        return run()
+
+    monkeypatch.setattr(module, "_run", run_one)
+    list(verify([DEFECTS[name] for name in ("shutdown-noop", "worker-keeps-everything", "frozen-heap")], "cpu"))
+    assert sorted(name for name, options in asked if options) == ["frozen-heap", "shutdown-noop"]
+
+
+def test_a_defect_is_gone_when_its_context_ends() -> None:
+    for defect in DEFECTS.values():
+        replaced = {key: vars(key[0])[key[1]] for key in _watched()}
+        with defect.switched_on():
+            during = {key: vars(key[0])[key[1]] for key in _watched()}
+        assert {key: vars(key[0])[key[1]] for key in _watched()} == replaced
+        assert during != replaced or defect.name == "accelerator-patched"
+
+
+def _watched() -> list[tuple[type, str]]:
+    """Everything in the engine's modules and classes that a defect could replace."""
+    names = [name for name in sys.modules if name.startswith("lowtide.engine.") and name != "lowtide.engine.defects"]
+    modules = [sys.modules[name] for name in sorted(names)]
+    return [(item, name) for item in modules for name in vars(item) if not name.startswith("__")] + [  # type: ignore[misc]
+        (cls, name)
+        for item in modules
+        for cls in vars(item).values()
+        if isinstance(cls, type) and cls.__module__ == item.__name__
+        for name in vars(cls)
+        if callable(vars(cls)[name])
+    ]

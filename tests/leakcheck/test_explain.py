@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextvars
 import dataclasses
 import functools
@@ -207,6 +208,18 @@ def helper() -> Iterator[Any]:
     sys.modules["helper"] = module
     yield module
     del sys.modules["helper"]
+
+
+def test_what_an_unfinished_operation_holds_is_in_flight_and_what_a_finished_one_holds_is_reachable(
+    helper: Any,
+) -> None:
+    waiting: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    tensors = [torch.zeros(2), torch.zeros(2)]
+    waiting.block, done.block = tensors  # type: ignore[attr-defined]
+    done.set_result(None)
+    helper.FUTURES = [waiting, done]
+    assert [told.verdict for told in explain(tensors)] == ["in-flight", "reachable"]
 
 
 def test_the_path_starts_at_the_root_and_marks_the_suspects(explained: dict[str, Explanation]) -> None:

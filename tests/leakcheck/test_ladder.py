@@ -72,6 +72,36 @@ def test_settling_ends_as_soon_as_it_is_back() -> None:
     assert readings.taken == 4
 
 
+def test_while_a_cheap_figure_stands_still_no_reading_is_taken() -> None:
+    readings, peeks = Readings(5, 5, 0), Readings(7, 7, 7, 7, 6)
+    steps = climb(
+        readings,
+        lambda value: value == 0,
+        still_waiting=lambda value: value > 0,
+        moved=lambda then, now: then != now,
+        policy=QUICK,
+        rungs=(Rung.RAW, Rung.SETTLE),
+        peek=peeks,
+    )
+    assert steps[1].reading == 0
+    # At once, after the first look at the figure, and when it had moved.
+    assert (readings.taken, peeks.taken) == (3, 5)
+
+
+def test_where_the_cheap_figure_never_moves_the_last_word_is_a_reading() -> None:
+    readings = Readings(5, 5, 3)
+    (_, settled) = climb(
+        readings,
+        lambda value: value == 0,
+        still_waiting=lambda value: value > 0,
+        moved=lambda then, now: then != now,
+        policy=QUICK,
+        rungs=(Rung.RAW, Rung.SETTLE),
+        peek=lambda: 7,
+    )
+    assert (settled.reading, readings.taken) == (3, 3)
+
+
 def test_settling_ends_when_nothing_moves() -> None:
     (_, settled) = go(Readings(5), waits=True, rungs=(Rung.RAW, Rung.SETTLE))
     assert settled.reading == 5

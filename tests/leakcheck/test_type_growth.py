@@ -51,6 +51,16 @@ def test_a_type_of_which_there_are_no_more_is_not_in_the_table() -> None:
     assert all(row.after > row.before for row in rows)
 
 
+def test_types_of_the_same_name_are_one_row() -> None:
+    namesakes = [type("Namesake", (), {"__module__": __name__}) for _ in range(2)]
+    counts = TypeCounts("before")
+    kept = [cls() for cls in namesakes for _ in range(300)]
+    assert row_of(counts.growth("after"), namesakes[0]) == TypeGrowth(
+        type=f"{__name__}.Namesake", since="before", until="after", before=0, after=600
+    )
+    del kept
+
+
 def test_what_came_and_went_is_not_in_the_table() -> None:
     counts = TypeCounts("before")
     come_and_gone = [Planted() for _ in range(500)]

@@ -150,7 +150,7 @@ def test_no_cycles_are_refused(cycles: str) -> None:
 
 def test_an_unknown_defect_is_refused_with_those_there_are() -> None:
     refused(
-        "use one of bound-method-cache, accelerator-on-cpu, shutdown-noop, worker-keeps-everything",
+        "use one of bound-method-cache, frozen-heap",
         "run",
         "--device",
         "cpu",
@@ -232,7 +232,15 @@ def write_checkpoint_anywhere(tmp_path_factory: pytest.TempPathFactory) -> Calla
 @pytest.mark.parametrize("delay", [0.0, 0.4, 1.0], ids=["at-once", "early", "later"])
 def test_ctrl_c_shuts_down_writes_what_there_is_and_exits_130(delay: float, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lowtide", "run", "--device", "cpu", "--cycles", "500", "--report", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        # A shell starts its background jobs, and with them all their children, deaf to it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     try:
         # The first arena in the process's memory says that the run is under way.
         wait_until(lambda: "torch" in Path(f"/proc/{process.pid}/maps").read_text() and _grown(process.pid))

@@ -826,6 +826,34 @@ def test_what_came_back_before_the_end_has_no_remedy(not_tried: InnerRun) -> Non
     assert (found.bytes, found.remedy, found.tried) == (40, None, ())
 
 
+BREAKS = """
+from lowtide.leakcheck.watch import Watch
+
+
+def prove(self, each):
+    raise OSError("no luck")
+
+
+Watch.prove = prove
+"""
+
+
+@pytest.mark.parametrize("where", ["here", "in a worker"])
+def test_that_nothing_could_be_tried_is_told_and_the_leaks_are_too(run_inner: RunInner, where: str) -> None:
+    files = {
+        "test_kept.py": "import kept\n\ndef test_leak():\n    kept.cached(50)\n",
+        "kept.py": KEPT,
+        "conftest.py": BREAKS,
+    }
+    args, using = ([], []) if where == "here" else (["-n", "1"], ["xdist"])
+    run = run_inner(files, *args, using=using)
+    assert finding_of(run, "test_kept.py::test_leak").bytes == 50
+    said = run.subject("the end of the session")
+    assert (said.outcome, "OSError: no luck" in said.reason) == ("error", True)
+    assert "could not try what gives the leaks back: OSError: no luck" in run.out
+    assert run.code == 1
+
+
 def test_what_was_tried_is_in_the_report_and_in_what_pytest_shows(not_tried: InnerRun) -> None:
     remedy = Remedy(action="kept.cached.cache_clear()", returns_bytes=50)
     assert finding_of(not_tried, "test_not_tried.py::test_tried").remedy == remedy

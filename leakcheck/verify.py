@@ -1,0 +1,173 @@
+"""Runs every historical bug in a process of its own and compares what is found with what must be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowtide.reports import schema
+from lowtide.reports.schema import Finding, Subject
+from lowtide.reports.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from lowtide.engine.defects import Defect
+
+LIMIT = 300.0
+"""Seconds that one run may take."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came of one run.
+
+    Attributes:
+        subject: what was found; None where there is no report.
+        seconds: how long it took.
+        output: what it printed, for a run without a report.
+    """
+
+    subject: Subject | None
+    seconds: float
+    output: str
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One bug, and what was said of it.
+
+    Attributes:
+        defect: which.
+        device: `cpu` or `cuda`; empty where it was not run.
+        bug: the run with it; None where it was not run.
+        twin: the run of the same engine without it.
+        note: why it was not run, or what is wrong; empty if all is as it must be.
+    """
+
+    defect: Defect
+    device: str
+    bug: Run | None
+    twin: Run | None
+    note: str
+
+
+def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2) -> Iterator[Verified]:
+    """Each bug, and the same engine without it, in the order given; as soon as they are known.
+
+    Args:
+        defects: which to run.
+        device: `cpu`, or `cuda` for those that can show there.
+        jobs: processes at the same time.
+    """
+    twins: dict[tuple[object, ...], Callable[[], Run]] = {}
+    with ThreadPoolExecutor(jobs) as pool:
+
+        def start(defect: Defect, where: str, *options: str) -> Callable[[], Run]:
+            return pool.submit(_run, defect.name, where, options).result
+
+        waiting: list[tuple[Defect, str, Callable[[], Run] | None, Callable[[], Run] | None]] = []
+        for defect in defects:
+            where = device if device in defect.devices else "cpu"
+            if where not in defect.devices:
+                waiting.append((defect, "", None, None))
+                continue
+            # Bugs that need the same engine have the same twin.
+            kind = (where, tuple(sorted(defect.settings.items())), defect.trigger)
+            bug = start(defect, where)
+            if kind not in twins:
+                twins[kind] = start(defect, where, "--twin")
+            waiting.append((defect, where, bug, twins[kind]))
+        for defect, where, with_it, without_it in waiting:
+            if with_it is None or without_it is None:
+                yield Verified(defect, "", None, None, "needs a card")
+            else:
+                with_bug, without = with_it(), without_it()
+                yield Verified(defect, where, with_bug, without, _problem(defect, where, with_bug, without))
+
+
+def table(verified: Sequence[Verified]) -> str:
+    """What was verified, as Markdown."""
+    rows = ["| bug | where it happened | found | held by | what gives it back | |", "| --- " * 6 + "|"]
+    for item in verified:
+        findings = () if item.bug is None or item.bug.subject is None else item.bug.subject.findings
+        largest = max(findings, key=lambda finding: (finding.remedy is not None, finding.bytes), default=None)
+        cells = (
+            f"`{item.defect.name}`",
+            item.defect.source,
+            _found(item, findings),
+            f"`{largest.holder}`" if largest is not None and largest.holder else "",
+            _remedy(largest),
+            item.note or f"{item.device}, {item.bug.seconds if item.bug else 0:.0f} s",
+        )
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def _found(item: Verified, findings: Sequence[Finding]) -> str:
+    if item.bug is None:
+        return ""
+    if findings:
+        pairs = dict.fromkeys(f"`{finding.resource}`/`{finding.cause}`" for finding in findings)
+        return ", ".join(pairs)
+    late = [back for back in (item.bug.subject.returns if item.bug.subject else ()) if back.rung == "settle"]
+    if late:
+        return f"clean: back after {max(back.seconds for back in late):.1f} s"
+    return "clean"
+
+
+def _remedy(finding: Finding | None) -> str:
+    if finding is None or finding.remedy is None:
+        return ""
+    gives = f": {format_bytes(finding.remedy.returns_bytes)}" if finding.remedy.returns_bytes else ""
+    first, *others = finding.remedy.action.split("; ")
+    if len(others) < 2:
+        return f"`{finding.remedy.action}`{gives}"
+    return f"`{first}` and {len(others)} more{gives}"
+
+
+def _problem(defect: Defect, device: str, bug: Run, twin: Run) -> str:
+    for run in (bug, twin):
+        if run.subject is None:
+            return f"could not be measured: {(run.output.strip().splitlines() or ['no output'])[-1]}"
+    assert bug.subject is not None
+    assert twin.subject is not None
+    found = sorted({(finding.resource, finding.cause) for finding in bug.subject.findings})
+    expected = sorted(defect.expected_on(device))
+    if found != expected:
+        return f"WRONG: expected {_pairs(expected)}"
+    if twin.subject.outcome != "clean":
+        return f"WRONG: without it there is {twin.subject.outcome}"
+    return ""
+
+
+def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
+    return ", ".join("/".join(pair) for pair in pairs) or "nothing"
+
+
+def _run(name: str, device: str, options: Sequence[str]) -> Run:
+    env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    if device == "cpu":
+        # What asks for an accelerator there finds none, whatever this machine has.
+        env["CUDA_VISIBLE_DEVICES"] = env["HIP_VISIBLE_DEVICES"] = ""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
+        command = [sys.executable, "-m", "lowtide", "run", "--device", device, "--defect", name, *options]
+        try:
+            done = subprocess.run(
+                [*command, "--report", folder], capture_output=True, text=True, check=False, timeout=LIMIT, env=env
+            )
+            output = done.stderr or done.stdout
+        except subprocess.TimeoutExpired:
+            return Run(None, time.perf_counter() - started, f"not done after {LIMIT:.0f} s")
+        try:
+            (subject,) = schema.read(Path(folder)).subjects
+        except (schema.ReportError, ValueError):
+            return Run(None, time.perf_counter() - started, output)
+        return Run(subject, time.perf_counter() - started, output)

@@ -1,0 +1,117 @@
+"""What must survive a sleep: lost contents, moved buffers and stale pointers are named, and what is right is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lowtide.engine.arena import Arena
+from lowtide.engine.pages.cpu import CpuPages
+from lowtide.leakcheck.survival import Survival
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena("kv_cache", MIB, CpuPages())
+    yield arena
+    arena.close()
+
+
+def survival(tensors: dict[str, torch.Tensor]) -> Survival:
+    known = Survival("cpu")
+    known.before_sleep(tensors)
+    return known
+
+
+def test_tensors_that_are_the_same_are_no_finding() -> None:
+    tensors = {"weight": torch.arange(1000.0), "table": torch.arange(10)}
+    assert survival(tensors).after_wake("wake", tensors, {}) == []
+
+
+def test_a_tensor_that_changed_is_named_with_its_bytes() -> None:
+    tensors = {"weight": torch.arange(1000.0), "table": torch.arange(10)}
+    known = survival(tensors)
+    tensors["table"][3] = 0
+    (found,) = known.after_wake("wake", tensors, {})
+    assert (found.resource, found.cause, found.stage, found.holder) == ("contents", "not-restored", "wake", "table")
+    assert (found.bytes, found.count) == (80, 1)
+    assert found.message == "table changed its contents between sleep and wake"
+
+
+def test_many_are_counted_and_the_first_are_named() -> None:
+    tensors = {f"t{place}": torch.zeros(2) for place in range(5)}
+    known = survival(tensors)
+    for tensor in tensors.values():
+        tensor.fill_(1)
+    (found,) = known.after_wake("wake", tensors, {})
+    assert (found.count, found.holder) == (5, "t0, t1, t2 and 2 more")
+    assert found.message == "5 tensors (t0, t1, t2 and 2 more) changed their contents between sleep and wake"
+
+
+def test_a_tensor_that_is_missing_is_lost() -> None:
+    known = survival({"weight": torch.ones(3)})
+    (found,) = known.after_wake("wake", {}, {})
+    assert (found.resource, found.holder) == ("contents", "weight")
+
+
+def test_a_buffer_that_a_graph_reads_elsewhere_is_named() -> None:
+    old, new = torch.arange(4), torch.arange(4)
+    known = survival({"pointers": old})
+    recorded = {"pointers": (old.data_ptr(), old.nbytes)}
+    assert known.after_wake("wake", {"pointers": old}, recorded) == []
+    known.before_sleep({"pointers": old})
+    (found,) = known.after_wake("wake", {"pointers": new}, recorded)
+    assert (found.resource, found.cause, found.holder) == ("pointers", "cuda-graph", "pointers")
+    assert found.message == "pointers is not where a captured graph reads it"
+
+
+def test_a_buffer_without_a_name_here_must_have_memory_behind_it(arena: Arena) -> None:
+    arena.map_to(64 << 10)
+    known = survival({})
+    recorded = {"keys": (arena.bytes_at(0, 1).data_ptr(), 4096)}
+    assert known.after_wake("wake", {}, recorded) == []
+    known.before_sleep({})
+    arena.unmap_to(0)
+    (found,) = known.after_wake("wake", {}, recorded)
+    assert (found.resource, found.cause, found.holder) == ("pointers", "cuda-graph", "keys")
+
+
+def test_a_pointer_to_pages_that_are_gone_is_found_and_one_to_pages_that_are_back_is_not(arena: Arena) -> None:
+    arena.map_to(64 << 10)
+    inside = arena.bytes_at(0, 1).data_ptr() + 4096
+    tensors = {"table": torch.tensor([0, inside, 0, 0]), "numbers": torch.arange(100)}
+    known = survival(tensors)
+    arena.unmap_to(0)
+    (found,) = known.after_wake("wake", tensors, {})
+    assert (found.resource, found.cause, found.holder) == ("pointers", "not-restored", "table")
+    assert "memory that is not mapped any more" in found.message
+    arena.map_to(64 << 10)
+    known.before_sleep(tensors)
+    arena.unmap_to(0)
+    arena.map_to(64 << 10)
+    assert known.after_wake("wake", tensors, {}) == []
+
+
+def test_an_engine_that_tells_nothing_is_not_judged() -> None:
+    known = Survival("cpu")
+    assert known.after_wake("wake", {"weight": torch.ones(1)}, {}) == []
+    known.before_sleep({})
+    assert known.after_wake("wake", {}, {}) == []
+
+
+def test_fingerprints_tell_which_tensors_it_was() -> None:
+    marks = []
+    for name in ("a", "b", "a"):
+        tensors = {name: torch.zeros(4)}
+        known = survival(tensors)
+        tensors[name].fill_(2)
+        marks += [found.fingerprint for found in known.after_wake("wake", tensors, {})]
+    assert marks[0] == marks[2] != marks[1]
+
+
+def test_warming_up_keeps_nothing() -> None:
+    Survival("cpu").warm_up({"words": torch.zeros(8, dtype=torch.int64)})
