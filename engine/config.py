@@ -19,7 +19,7 @@ Allocator: TypeAlias = Callable[[Sequence[int], torch.dtype], torch.Tensor]
 """Gives an uninitialised, contiguous tensor of a shape and dtype: how memory's owner lends it to those who use it."""
 
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 )
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3")

@@ -42,7 +42,16 @@ class EngineState(enum.Enum):
 
 _ALLOWED = {
     EngineState.NEW: ("create", "shutdown"),
-    EngineState.RUNNING: ("generate", "add_request", "step", "abort", "reset_prefix_cache", "sleep", "shutdown"),
+    EngineState.RUNNING: (
+        "generate",
+        "add_request",
+        "step",
+        "abort",
+        "reset_prefix_cache",
+        "reload_weights",
+        "sleep",
+        "shutdown",
+    ),
     EngineState.ASLEEP: ("wake", "shutdown"),
     EngineState.CLOSED: ("shutdown",),
 }
@@ -310,6 +319,28 @@ class LLMEngine:
             if self._awake_tags == set(SLEEPING_TAGS):
                 self._state = EngineState.RUNNING
 
+    def reload_weights(self) -> None:
+        """Fill the weights in place from where they came, as a trainer's new checkpoint has to be.
+
+        Cached prefixes are forgotten, on the device and on the host: other weights computed them.
+
+        Raises:
+            EngineStateError: the weights are not there, or requests are unfinished, which would go on with others.
+            CheckpointError: the weights cannot be read; those there are stay.
+            OutOfMemoryError: no host memory to keep the present weights in until the new ones are there; likewise.
+            KVTransferError: a copy of KV blocks failed or does not end; likewise.
+        """
+        states = (EngineState.RUNNING, EngineState.ASLEEP)
+        core = self._require("reload_weights", *(states if "weights" in self._awake_tags else states[:1]))
+        if core.has_unfinished_requests():
+            raise EngineStateError(
+                "reload_weights", "running", ("step", "abort"), "requests are unfinished; finish them first"
+            )
+        with stage("reload_weights"), _rolled_back():
+            core.drain_transfers()
+            core.worker.reload_weights()
+            core.scheduler.kv_cache_manager.forget()
+
     def shutdown(self) -> None:
         """Give everything back; legal in every state, and again.
 
@@ -389,7 +420,8 @@ class LLMEngine:
             allowed: Sequence[str] = _ALLOWED[self._state]
             if self._state is EngineState.ASLEEP and self._awake_tags:
                 asleep = next(tag for tag in SLEEPING_TAGS if tag not in self._awake_tags)
-                allowed = (f"wake({asleep!r})", "shutdown")
+                reload = ("reload_weights",) if "weights" in self._awake_tags else ()
+                allowed = (f"wake({asleep!r})", *reload, "shutdown")
             raise EngineStateError(call, self._state.value, allowed)
         return self._core  # type: ignore[return-value]
 

@@ -46,7 +46,8 @@ class Embedding(nn.Module):
 class RMSNorm(nn.Module):
     """x / rms(x) * weight (Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019).
 
-    In float32, and rounded before the weight is multiplied in, as transformers does it: tokens are compared with its.
+    In float32 at least, and rounded before the weight is multiplied in, as transformers does it: tokens are compared
+    with its.
     """
 
     def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
@@ -56,7 +57,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
-        wide = x.float()
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
 

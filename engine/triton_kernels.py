@@ -94,7 +94,8 @@ def decode_attention(
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of one new token per sequence over all of its keys, straight from the KV blocks, in float32.
+    """Attention of one new token per sequence over all of its keys, straight from the KV blocks, in float32 at
+    least.
 
     The softmax is computed online (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018), each
     sequence is split into parts that run side by side, and the parts are joined in a second kernel (Dao et al.,
@@ -118,8 +119,9 @@ def decode_attention(
     splits = _num_splits(batch * num_heads)
     padded = triton.next_power_of_2(head_dim)
     output = torch.empty_like(query)
-    partial = torch.empty((batch, num_heads, splits, padded), dtype=torch.float32, device=query.device)
-    maxima, sums = torch.empty((2, batch, num_heads, splits), dtype=torch.float32, device=query.device)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    partial = torch.empty((batch, num_heads, splits, padded), dtype=wide, device=query.device)
+    maxima, sums = torch.empty((2, batch, num_heads, splits), dtype=wide, device=query.device)
     with torch.cuda.device_of(query):
         _attend[(batch, num_heads, splits)](
             query.contiguous(),
@@ -141,6 +143,7 @@ def decode_attention(
             BLOCK_SIZE=block_size,
             KEYS=_KEYS,
             SPLITS=splits,
+            WIDE=tl.float64 if wide is torch.float64 else tl.float32,
         )
         _join[(batch * num_heads,)](partial, maxima, sums, output, HEAD_DIM=head_dim, PADDED=padded, SPLITS=splits)
     return output
@@ -175,6 +178,7 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -189,10 +193,10 @@ def _attend(
     dims = tl.arange(0, PADDED)
     real = dims < HEAD_DIM
     at = sequence * NUM_HEADS + head
-    asked = tl.load(query + at * HEAD_DIM + dims, mask=real, other=0.0).to(tl.float32) * scale
-    largest = tl.full((), float("-inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    sum_of_values = tl.zeros((PADDED,), tl.float32)
+    asked = tl.load(query + at * HEAD_DIM + dims, mask=real, other=0.0).to(WIDE) * scale
+    largest = tl.full((), float("-inf"), WIDE)
+    total = tl.full((), 0.0, WIDE)
+    sum_of_values = tl.zeros((PADDED,), WIDE)
     first = start
     # Not `range`: Triton's interpreter cannot count by what it has loaded under numpy 2.4 and later.
     while first < stop:
@@ -203,12 +207,12 @@ def _attend(
         slots = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
         offsets = (slots * NUM_KV_HEADS + kv_head)[:, None] * HEAD_DIM + dims[None, :]
         mask = visible[:, None] & real[None, :]
-        keys = tl.load(key_cache + offsets, mask=mask, other=0.0).to(tl.float32)
+        keys = tl.load(key_cache + offsets, mask=mask, other=0.0).to(WIDE)
         scores = tl.where(visible, tl.sum(keys * asked[None, :], axis=1), float("-inf"))
         new_largest = tl.maximum(largest, tl.max(scores, axis=0))
         weights = tl.exp(scores - new_largest)
         shrink = tl.exp(largest - new_largest)
-        values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(value_cache + offsets, mask=mask, other=0.0).to(WIDE)
         sum_of_values = sum_of_values * shrink + tl.sum(values * weights[:, None], axis=0)
         total = total * shrink + tl.sum(weights, axis=0)
         largest = new_largest

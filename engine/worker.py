@@ -63,6 +63,7 @@ class Worker:
         max_model_len: int,
     ) -> None:
         self._source = source
+        self._keep_host_copy = config.keep_host_copy
         self.kv_connector: KVConnector | None = None
         self._heap = HeapFreeze()
         self.group: ProcessGroup | None = None
@@ -191,6 +192,26 @@ class Worker:
             undo.run("giving the pages back", partial(self.memory.drop, tags))
             undo.finish_into(error)
             raise
+
+    def reload_weights(self) -> None:
+        """Fill the weights from where they came.  The present ones are kept on the host until that has worked.
+
+        Raises:
+            OutOfMemoryError: the host has no room for them; nothing has changed.
+            CheckpointError: the weights cannot be read; the present ones are there as before.
+        """
+        self._source.check()
+        self.memory.save_weights()
+        try:
+            self._reload_weights()
+        except BaseException as error:
+            undo = Teardown("reloading the weights")
+            undo.run("putting the weights back", partial(self.memory.restore, "weights"))
+            undo.finish_into(error)
+            raise
+        finally:
+            if not self._keep_host_copy:
+                self.memory.forget_weights()
 
     def shutdown(self) -> None:
         """Give everything up.

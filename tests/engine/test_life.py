@@ -129,6 +129,7 @@ CALLS: dict[str, Callable[[LLMEngine], object]] = {
     "reset_prefix_cache": lambda engine: engine.reset_prefix_cache(),
     "sleep": lambda engine: engine.sleep(),
     "wake": lambda engine: engine.wake(),
+    "reload_weights": lambda engine: engine.reload_weights(),
 }
 REACH: dict[str, Sequence[str]] = {
     "new": (),
@@ -138,7 +139,7 @@ REACH: dict[str, Sequence[str]] = {
 }
 LEGAL = {
     "new": {"create"},
-    "running": {"generate", "add_request", "step", "abort", "reset_prefix_cache", "sleep"},
+    "running": {"generate", "add_request", "step", "abort", "reset_prefix_cache", "reload_weights", "sleep"},
     "asleep": {"wake"},
     "closed": set(),
 }
@@ -256,7 +257,9 @@ def test_partial_wakes_and_what_they_allow(engine: LLMEngine) -> None:
     assert mapped["kv_cache"] == 0
     with pytest.raises(EngineStateError, match=r"'weights' is awake already.*allowed now: wake\('kv_cache'\)"):
         engine.wake(["weights"])
-    with pytest.raises(EngineStateError, match=r"sleep is not allowed.*allowed now: wake\('kv_cache'\), shutdown"):
+    with pytest.raises(
+        EngineStateError, match=r"sleep is not allowed.*allowed now: wake\('kv_cache'\), reload_weights, shutdown"
+    ):
         engine.sleep()
     engine.wake()
     assert engine.state is EngineState.RUNNING

@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import triton
@@ -79,7 +80,7 @@ def check_attention(
     attended = decode_attention(
         query, *caches, table.table_ptrs, table.table_strides, table.table_sizes, rows, torch.tensor(lengths)
     )
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5}.get(dtype, 2e-2)
     torch.testing.assert_close(attended.double(), torch.stack(expected).double(), rtol=tolerance, atol=tolerance)
 
 
@@ -129,8 +130,15 @@ def check_compile() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    sizes = {"COLUMNS": 128, "WIDTH": 80, "HEAD_DIM": 20, "PADDED": 128, "NUM_HEADS": 8, "NUM_KV_HEADS": 4}
-    sizes |= {"BLOCK_SIZE": 5, "KEYS": 32, "SPLITS": 16}
+    sizes: dict[str, Any] = {
+        "COLUMNS": 128,
+        "WIDTH": 80,
+        "HEAD_DIM": 20,
+        "PADDED": 128,
+        "NUM_HEADS": 8,
+        "NUM_KV_HEADS": 4,
+    }
+    sizes |= {"BLOCK_SIZE": 5, "KEYS": 32, "SPLITS": 16, "WIDE": triton.language.float32}
     known = {"table_sizes": "*i32", "out": "*i32", "width": "i32", "scale": "fp32"}
     known |= dict.fromkeys(("table_ptrs", "table_strides", "rows", "slots", "seq_lens"), "*i64")
     known |= dict.fromkeys(("partial", "maxima", "sums"), "*fp32")
@@ -155,6 +163,7 @@ if __name__ == "__main__":
     check_attention([200, 7], 6, 2, 20, 5, torch.float32)
     check_attention([40, 0, 3], 3, 3, 8, 16, torch.bfloat16)
     check_attention([0], 8, 1, 64, 32, torch.float32)
+    check_attention([40, 0, 3], 4, 2, 16, 16, torch.float64)
     if interpreted:
         check_graphs()
     else:
