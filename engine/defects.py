@@ -59,6 +59,7 @@ class Defect:
         devices: the kinds of device on which it can show.
         expected_on_card: `expected` on a card, where that is something else.
         prompt_scale: how many times as long as usual the prompts must be.
+        lives: in how many lives it shows on a CPU: two where the first one's libraries would hide it.
     """
 
     name: str
@@ -71,10 +72,25 @@ class Defect:
     devices: tuple[str, ...] = ("cpu", "cuda")
     expected_on_card: tuple[tuple[str, str], ...] | None = None
     prompt_scale: int = 1
+    lives: int = 1
+
+    def lives_on(self, device: str) -> int:
+        """In how many lives it shows on `cpu` or `cuda`; a card's libraries always hide something in the first."""
+        return self.lives if device == "cpu" else 2
 
     def expected_on(self, device: str) -> tuple[tuple[str, str], ...]:
         """`expected`, on `cpu` or `cuda`."""
         return self.expected if device == "cpu" or self.expected_on_card is None else self.expected_on_card
+
+    def check(self, device: str) -> None:
+        """Refuse a device on which it cannot show.
+
+        Raises:
+            ConfigError: this is one.
+        """
+        kind = device.partition(":")[0]
+        if kind not in self.devices:
+            raise ConfigError(f"defect {self.name!r} cannot show on {kind}: use --device {self.devices[0]}")
 
     def configure(self, config: EngineConfig) -> EngineConfig:
         """The configuration with what the bug needs.
@@ -82,9 +98,7 @@ class Defect:
         Raises:
             ConfigError: it cannot show on this kind of device.
         """
-        kind = config.device.partition(":")[0]
-        if kind not in self.devices:
-            raise ConfigError(f"defect {self.name!r} cannot show on {kind}: use --device {self.devices[0]}")
+        self.check(config.device)
         return replace(config, **self.settings)
 
     @contextmanager
@@ -358,6 +372,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                     ("tensors", "pending-transfer"),
                 ),
                 devices=("cpu",),
+                lives=2,
             ),
             Defect(
                 "accelerator-patched",
@@ -473,6 +488,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 (("host-memory", "native"),),
                 settings={"kv_transport_bytes": 64 << 20},
                 expected_on_card=(("pinned", "native"),),
+                lives=2,
             ),
         )
     }

@@ -69,8 +69,8 @@ def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2) -> Iterator
     twins: dict[tuple[object, ...], Callable[[], Run]] = {}
     with ThreadPoolExecutor(jobs) as pool:
 
-        def start(defect: Defect, where: str, *options: str) -> Callable[[], Run]:
-            return pool.submit(_run, defect.name, where, options).result
+        def start(defect: Defect, where: str, *, twin: bool = False) -> Callable[[], Run]:
+            return pool.submit(_run, defect, where, twin).result
 
         waiting: list[tuple[Defect, str, Callable[[], Run] | None, Callable[[], Run] | None]] = []
         for defect in defects:
@@ -79,10 +79,10 @@ def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2) -> Iterator
                 waiting.append((defect, "", None, None))
                 continue
             # Bugs that need the same engine have the same twin.
-            kind = (where, tuple(sorted(defect.settings.items())), defect.trigger)
+            kind = (where, defect.lives_on(where), tuple(sorted(defect.settings.items())), defect.trigger)
             bug = start(defect, where)
             if kind not in twins:
-                twins[kind] = start(defect, where, "--twin")
+                twins[kind] = start(defect, where, twin=True)
             waiting.append((defect, where, bug, twins[kind]))
         for defect, where, with_it, without_it in waiting:
             if with_it is None or without_it is None:
@@ -151,14 +151,15 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     return ", ".join("/".join(pair) for pair in pairs) or "nothing"
 
 
-def _run(name: str, device: str, options: Sequence[str]) -> Run:
+def _run(defect: Defect, device: str, twin: bool) -> Run:
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if device == "cpu":
         # What asks for an accelerator there finds none, whatever this machine has.
         env["CUDA_VISIBLE_DEVICES"] = env["HIP_VISIBLE_DEVICES"] = ""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
-        command = [sys.executable, "-m", "lowtide", "run", "--device", device, "--defect", name, *options]
+        command = [sys.executable, "-m", "lowtide", "run", "--device", device, "--defect", defect.name]
+        command += ["--cycles", str(defect.lives_on(device)), *(["--twin"] if twin else [])]
         try:
             done = subprocess.run(
                 [*command, "--report", folder], capture_output=True, text=True, check=False, timeout=LIMIT, env=env

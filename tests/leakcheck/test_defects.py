@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import msgspec
 import pytest
 
 from lowtide.engine import ConfigError, EngineConfig
-from lowtide.engine.defects import DEFECTS, find_defect
+from lowtide.engine.defects import DEFECTS, Defect, find_defect
 from lowtide.leakcheck import verify as module
 from lowtide.leakcheck.lifecycle import LifecycleRun
 from lowtide.leakcheck.reference import ReferenceLife
@@ -27,8 +27,8 @@ def verified() -> Iterator[dict[str, Verified]]:
     # Before the others are there, which are child processes of this one.
     real, twin = module._run, clean_twin()
 
-    def run_one(name: str, device: str, options: Sequence[str]) -> Run:
-        return twin if options else real(name, device, options)
+    def run_one(defect: Defect, device: str, is_twin: bool) -> Run:
+        return twin if is_twin else real(defect, device, is_twin)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module, "_run", run_one)
@@ -208,7 +208,7 @@ def run(*findings: Finding, returns: tuple[Return, ...] = ()) -> Run:
 
 
 def verified_with(monkeypatch: pytest.MonkeyPatch, bug: Run, twin: Run, defect: str = "bound-method-cache") -> Verified:
-    monkeypatch.setattr(module, "_run", lambda name, device, options: twin if options else bug)
+    monkeypatch.setattr(module, "_run", lambda defect, device, is_twin: twin if is_twin else bug)
     (item,) = verify([DEFECTS[defect]], "cuda" if defect == "late-release" else "cpu")
     return item
 
@@ -257,15 +257,15 @@ def test_what_needs_a_card_is_not_run_without_one(monkeypatch: pytest.MonkeyPatc
 
 
 def test_bugs_that_need_the_same_engine_share_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, tuple[str, ...]]] = []
+    asked: list[tuple[str, bool]] = []
 
-    def run_one(name: str, device: str, options: tuple[str, ...]) -> Run:
-        asked.append((name, options))
+    def run_one(defect: Defect, device: str, is_twin: bool) -> Run:
+        asked.append((defect.name, is_twin))
         return run()
 
     monkeypatch.setattr(module, "_run", run_one)
     list(verify([DEFECTS[name] for name in ("shutdown-noop", "worker-keeps-everything", "frozen-heap")], "cpu"))
-    assert sorted(name for name, options in asked if options) == ["frozen-heap", "shutdown-noop"]
+    assert sorted(name for name, is_twin in asked if is_twin) == ["frozen-heap", "shutdown-noop"]
 
 
 def test_a_defect_is_gone_when_its_context_ends() -> None:
