@@ -93,6 +93,7 @@ class LifecycleRun:
         driver: whom to ask for the card's figures.
         cycles: how many lives; the first of several also loads the libraries, and is judged without what they move.
         listener: hears of each stage before it starts.
+        script: the stages of one life, from `create` to `shutdown`; without sleeps for an engine that does not sleep.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class LifecycleRun:
         driver: Driver,
         cycles: int,
         listener: Callable[[Event], None] = lambda event: None,
+        script: Sequence[str] = SCRIPT,
     ) -> None:
         self._name = name
         self._make = make
@@ -111,6 +113,7 @@ class LifecycleRun:
         self._driver = driver
         self._cycles = cycles
         self._listener = listener
+        self._script = tuple(script)
         self._indices = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
         self._stages: list[tuple[str, int, float, Snapshot, Snapshot, int, int]] = []
         self._findings: list[Finding] = []
@@ -193,7 +196,7 @@ class LifecycleRun:
 
     def _walk(self, life: Life, cycle: int, baseline: Snapshot) -> None:
         before = at_work = before_sleep = baseline
-        for turn, name in enumerate(SCRIPT[:-1]):
+        for turn, name in enumerate(self._script[:-1]):
             self._announce(cycle, turn)
             self._leftovers.stage(name, cycle)
             if name.startswith("sleep"):
@@ -225,7 +228,7 @@ class LifecycleRun:
             moved = 0
             if name == "sleep(1)":
                 moved = before.arena_mapped("weights", self._device)
-            elif name == "wake" and SCRIPT[turn - 1] == "sleep(1)":
+            elif name == "wake" and self._script[turn - 1] == "sleep(1)":
                 moved = after.arena_mapped("weights", self._device)
             self._stages.append((name, cycle, seconds, before, after, sum(map(len, tokens)), moved))
             if name.startswith("sleep"):
@@ -266,7 +269,7 @@ class LifecycleRun:
 
     def _end(self, life: Life, cycle: int, baseline: Snapshot) -> None:
         """Shut down and judge; the engine object is held meanwhile, as whoever called shutdown holds it."""
-        self._announce(cycle, len(SCRIPT) - 1)
+        self._announce(cycle, len(self._script) - 1)
         self._leftovers.stage("shutdown", cycle)
         before = self._stages[-1][4] if self._stages and self._stages[-1][1] == cycle else baseline
         started = time.perf_counter()
@@ -424,8 +427,9 @@ class LifecycleRun:
         return cycle > 1
 
     def _announce(self, cycle: int, turn: int) -> None:
-        total = self._cycles * len(SCRIPT)
-        self._listener(Event(cycle, self._cycles, SCRIPT[turn], (cycle - 1) * len(SCRIPT) + turn, total))
+        stages = len(self._script)
+        done = (cycle - 1) * stages + turn
+        self._listener(Event(cycle, self._cycles, self._script[turn], done, self._cycles * stages))
 
     def _wait_for_driver(self, stage: str, cycle: int, before: Snapshot) -> None:
         """Until the driver counts as much less as the arenas have dropped since `before`, or does not move any more."""

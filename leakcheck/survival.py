@@ -45,6 +45,10 @@ class Survival:
             tensors: by the names that a reader knows them by.
         """
         self._contents = take_fingerprints(tensors)
+        self.mark()
+
+    def mark(self) -> None:
+        """What is mapped now may be pointed to; once it is not mapped any more, `dangling` looks for pointers to it."""
         self._memory = tuple(self._arenas())
 
     def after_wake(self, stage: str, tensors: Tensors, recorded: Mapping[str, Range]) -> list[Finding]:
@@ -74,10 +78,24 @@ class Survival:
                     sum(sizes[name] for name in set(lost)),
                 )
             )
-        there = [item for item in after.tensors if item.bytes]
-        live = [LabelledRange(item.address, item.address + item.bytes, item.name) for item in there]
+        return findings + self.dangling(stage, tensors, recorded)
+
+    def dangling(self, stage: str, tensors: Tensors, recorded: Mapping[str, Range]) -> list[Finding]:
+        """What has moved away under captured graphs since then, and what points to what was unmapped since the mark.
+
+        Args:
+            stage: which one ends here.
+            tensors: that must be mapped now.
+            recorded: see `after_wake`.
+        """
+        findings = []
+        live = [
+            LabelledRange(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, name)
+            for name, tensor in tensors.items()
+            if tensor.nbytes
+        ]
         # What has a name must be where its name is; anything else must at least have memory behind it.
-        names = {item.name for item in there}
+        names = {item.label for item in live}
         memory = [LabelledRange(part.start, part.stop, "") for part in self._arenas()]
         stale = [
             *moved({name: place for name, place in recorded.items() if name in names}, live),
@@ -95,8 +113,8 @@ class Survival:
                     sum(item.bytes for item in stale),
                 )
             )
-        now = [(part.start, part.stop - part.start) for part in self._arenas()]
-        dangling = find_pointers(tensors, gone_since(self._memory, now), integers_only=True).pointers
+        gone = gone_since(self._memory, [(part.start, part.stop - part.start) for part in self._arenas()])
+        dangling = find_pointers(tensors, gone, integers_only=True).pointers if gone else ()
         if dangling:
             findings.append(
                 self._finding(

@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Union
@@ -66,6 +67,10 @@ from lowtide.reports.schema import Finding, Frame, NotMeasured
 
 LONGEST_WAIT = 60.0
 """Seconds after which waiting ends even if something still moves."""
+
+_FORGETTING = 1.0
+_FORGETTING_SHARE = 0.1
+"""Seconds, and of what a test takes the share, that finding the dead among what was born may cost."""
 
 _MOST_CLEARINGS = 5
 """How often a process's BLAS workspaces are cleared to tell them from other blocks: the next test takes them again."""
@@ -144,6 +149,7 @@ class Watch:
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
         self._turns: dict[str, int] = {}
+        self._begun = self._forgetting = 0.0
         self._namespaces: dict[int, int] = {}
         self._workspaces_cleared = 0
         self._read_deep = DeepReader(self._read, self._books, self._births, self._cards, self._caches)
@@ -180,6 +186,7 @@ class Watch:
         # Again before every test: torch may have come meanwhile, or a card's context.
         self._stacks.start()
         self._births.mark(stage)
+        self._begun, self._forgetting = time.perf_counter(), 0.0
         self._turns = {stage: 1}
         self._caches.mark()
         self._namespaces = namespace_sizes()
@@ -204,8 +211,18 @@ class Watch:
         if again:
             self._turns[label] = self._turns.get(label, 0) + 1
             if self._turns[label] > 1:
-                self._births.forget_dead()
+                self._forget_dead()
         self._births.label, self._births.turn = label, self._turns.setdefault(label, 1)
+
+    def _forget_dead(self) -> None:
+        """So that no new object passes for a dead one of an earlier turn; not for ever in a loop over a frozen heap,
+        where it takes half a second each time.
+        """
+        now = time.perf_counter()
+        if self._forgetting > _FORGETTING + _FORGETTING_SHARE * (now - self._begun):
+            return
+        self._births.forget_dead()
+        self._forgetting += time.perf_counter() - now
 
     def phase(self, label: str, *, again: bool = False) -> None:
         """As `stage`, and for all that is counted but the cards' levels."""

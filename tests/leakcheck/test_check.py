@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ import lowtide
 from lowtide import LeakCheck
 from lowtide.leakcheck.check import LeakCheckError
 from lowtide.leakcheck.watch import Verdict, Watch
+from lowtide.probes.births import Births
 from lowtide.probes.stages import stage
 from lowtide.reports.schema import Finding, NotMeasured, Subject
 
@@ -230,3 +232,21 @@ def test_an_interpreter_whose_collector_tells_nothing_is_refused(monkeypatch: py
     monkeypatch.setattr("lowtide.leakcheck.check.young_generations_tell", lambda: False)
     with pytest.raises(LeakCheckError, match=r"needs CPython 3\.10 to 3\.13"), LeakCheck():
         pass
+
+
+def test_a_stage_that_is_entered_in_a_loop_does_not_cost_a_look_for_the_dead_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[None] = []
+
+    def slowly(self: Births) -> None:
+        looks.append(None)
+        time.sleep(0.4)
+
+    monkeypatch.setattr(Births, "forget_dead", slowly)
+    with LeakCheck():
+        for _ in range(50):
+            with stage("step"):
+                pass
+    # In the first second, and in a tenth of the time; by the watch of these tests too.
+    assert 3 <= len(looks) <= 10

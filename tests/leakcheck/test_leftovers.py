@@ -110,7 +110,8 @@ def live(make: Callable[[], Any], cycles: int) -> Subject:
     gc.collect()
     make.number = 0  # type: ignore[attr-defined]
     try:
-        return LifecycleRun("life", make, device="cpu", driver=NoDriver("a test"), cycles=cycles).run()
+        driver, script = NoDriver("a test"), ("create", "infer", "sleep(1)", "wake", "shutdown")
+        return LifecycleRun("life", make, device="cpu", driver=driver, cycles=cycles, script=script).run()
     finally:
         gc.unfreeze()
 

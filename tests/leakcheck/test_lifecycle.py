@@ -60,12 +60,18 @@ class SmallLife:
         self.arenas = {}
 
 
-def live(make: Callable[[], Any], cycles: int) -> LifecycleRun:
-    return LifecycleRun("small", make, device="cpu", driver=NoDriver("a test"), cycles=cycles)
+SHORT = ("create", "infer", "shutdown")
+"""For what shows at the end: each stage costs two readings of the whole heap."""
 
 
-def found(make: Callable[[], Any], cycles: int = 1) -> tuple[Subject, tuple[Finding, ...]]:
-    subject = live(make, cycles).run()
+def live(make: Callable[[], Any], cycles: int, script: Sequence[str] = SCRIPT) -> LifecycleRun:
+    return LifecycleRun("small", make, device="cpu", driver=NoDriver("a test"), cycles=cycles, script=script)
+
+
+def found(
+    make: Callable[[], Any], cycles: int = 1, script: Sequence[str] = SHORT
+) -> tuple[Subject, tuple[Finding, ...]]:
+    subject = live(make, cycles, script).run()
     return subject, subject.findings
 
 
@@ -81,7 +87,7 @@ KEPT: list[Any] = []
 
 
 def test_a_clean_life_is_clean_and_has_every_stage() -> None:
-    subject, findings = found(SmallLife, cycles=2)
+    subject, findings = found(SmallLife, cycles=2, script=SCRIPT)
     assert (subject.outcome, subject.reason, findings, subject.returns) == ("clean", "", (), ())
     assert [(stage.cycle, stage.name) for stage in subject.stages] == [(c, name) for c in (1, 2) for name in SCRIPT]
     for stage in subject.stages:
@@ -237,7 +243,7 @@ class KeepsArena(SmallLife):
 
 def test_an_arena_without_tensors_is_found_as_an_arena() -> None:
     # Two lives: what the first one left must not be blamed on the second one's sleep.
-    _, (finding,) = found(KeepsArena, cycles=2)
+    _, (finding,) = found(KeepsArena, cycles=2, script=("create", "sleep(1)", "wake", "shutdown"))
     assert (finding.resource, finding.device) == ("arena", "cpu")
     assert finding.bytes == 2 * (MIB + 8192)
 
@@ -375,7 +381,7 @@ class SleepsWithCache(SmallLife):
 
 
 def test_an_arena_that_stays_mapped_asleep_is_found_with_the_stage() -> None:
-    _, (finding,) = found(SleepsWithCache)
+    _, (finding,) = found(SleepsWithCache, script=SCRIPT)
     assert (finding.resource, finding.stage, finding.bytes) == ("arena", "sleep(2)", MIB)
     assert "'kv_cache'" in finding.message
 
@@ -387,7 +393,7 @@ class WakesHalf(SmallLife):
 
 
 def test_an_arena_that_does_not_come_back_is_found() -> None:
-    _, (finding,) = found(WakesHalf)
+    _, (finding,) = found(WakesHalf, script=SCRIPT)
     assert (finding.resource, finding.cause, finding.stage) == ("arena", "not-restored", "wake")
 
 
@@ -398,7 +404,7 @@ class LosesContents(SmallLife):
 
 
 def test_contents_that_did_not_survive_are_found_by_the_tokens() -> None:
-    _, (finding,) = found(LosesContents)
+    _, (finding,) = found(LosesContents, script=SCRIPT)
     assert (finding.resource, finding.cause, finding.stage) == ("contents", "not-restored", "infer")
     assert finding.message.startswith("2 of 2 prompts")
 
@@ -425,7 +431,7 @@ class ForgetsAPrompt(SmallLife):
 
 
 def test_an_engine_that_answers_fewer_prompts_after_a_wake_does_not_pass() -> None:
-    _, (finding,) = found(ForgetsAPrompt)
+    _, (finding,) = found(ForgetsAPrompt, script=SCRIPT)
     assert (finding.resource, finding.stage) == ("contents", "infer")
     assert finding.message.startswith("1 of 2 prompts")
 
@@ -451,7 +457,7 @@ class FailsToWake(SmallLife):
 
 
 def test_an_error_ends_the_run_with_the_engine_shut_down() -> None:
-    subject, findings = found(FailsToWake)
+    subject, findings = found(FailsToWake, script=SCRIPT)
     assert (subject.outcome, subject.reason) == ("error", "cycle 1: wake raised MemoryError: no room")
     assert findings == ()
     assert [stage.name for stage in subject.stages] == ["create", "infer", "sleep(1)", "shutdown"]
@@ -539,7 +545,7 @@ class CannotBeRead(SmallLife):
 
 
 def test_an_error_of_the_checker_itself_is_said_to_be_one_and_the_engine_is_shut_down() -> None:
-    subject, _ = found(CannotBeRead)
+    subject, _ = found(CannotBeRead, script=SCRIPT)
     assert subject.outcome == "error"
     assert "lowtide itself failed: PoolSourceError" in subject.reason
     assert subject.stages[-1].name == "shutdown"
@@ -549,4 +555,4 @@ def test_an_error_of_the_checker_itself_is_said_to_be_one_and_the_engine_is_shut
 def test_the_same_leak_in_every_life_is_one_finding() -> None:
     subject, findings = found(KeepsTensor, cycles=2)
     assert len(findings) == 1
-    assert len(subject.stages) == 2 * len(SCRIPT)
+    assert len(subject.stages) == 2 * len(SHORT)

@@ -17,7 +17,7 @@ from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck import growth
 from lowtide.leakcheck.growth import GrowthWatch
-from lowtide.leakcheck.lifecycle import LifecycleRun
+from lowtide.leakcheck.lifecycle import SCRIPT, LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.stages import listening, stage
 from lowtide.reports.schema import Finding, Subject
@@ -66,14 +66,17 @@ class Sleeper:
             arena.close()
 
 
-def live(life: type[Sleeper]) -> tuple[Subject, Sleeper]:
+ONE_SLEEP = ("create", "infer", "sleep(1)", "wake", "infer", "shutdown")
+
+
+def live(life: type[Sleeper], script: Sequence[str] = ONE_SLEEP) -> tuple[Subject, Sleeper]:
     made: list[Sleeper] = []
 
     def make() -> Sleeper:
         made.append(life())
         return made[-1]
 
-    subject = LifecycleRun("small", make, device="cpu", driver=NoDriver("a test"), cycles=1).run()
+    subject = LifecycleRun("small", make, device="cpu", driver=NoDriver("a test"), cycles=1, script=script).run()
     return subject, made[0]
 
 
@@ -89,7 +92,7 @@ def is_clean(life: type[Sleeper]) -> bool:
 
 
 def test_the_clean_engine_is_clean_and_infers_to_the_end() -> None:
-    subject, engine = live(Sleeper)
+    subject, engine = live(Sleeper, SCRIPT)
     assert (subject.outcome, subject.findings) == ("clean", ())
     assert engine.told == ["infer"] * 3
 
