@@ -1,0 +1,206 @@
+"""What an engine offers so that the fuzzer, the fault sweep and `lowtide check` can drive it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TargetError(ValueError):
+    """A target that cannot be driven; the message says what it must be."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a target can do; what it cannot is never asked of it.
+
+    Attributes:
+        device: where it keeps its memory, "cpu" or "cuda:N".
+        configs: what `create` may be given: for each setting the values that it may take, the simplest first.
+        prompt_lengths: tokens of the prompts to infer from, the simplest first.
+        max_requests: prompts of one call at most.
+        max_tokens: new tokens of one request at most.
+        unfinished: whether requests can be left unfinished: `start`, `step` and `abort`.
+        sleep_levels: of `sleep`; none for an engine that does not sleep.
+        sleep_modes: of `sleep`: `wait` runs unfinished requests to their end, `abort` ends them.
+        preserving_levels: the levels from which the contents of `preserved()` come back with `wake`.
+        wake_tags: parts that `wake` can be asked for one by one.
+        prefix_cache: whether there is `reset_prefix_cache`.
+        reload: whether there is `reload`.
+        illegal_call: what an illegal call raises; None for an engine that does not promise anything.
+        failure: what the engine may raise on purpose for a lack of memory or a copy that failed, instead of the error
+            itself, which is then its cause.
+    """
+
+    device: str = "cpu"
+    configs: Mapping[str, Sequence[Any]] = field(default_factory=lambda: MappingProxyType({}))
+    prompt_lengths: Sequence[int] = (3, 17, 40)
+    max_requests: int = 3
+    max_tokens: int = 6
+    unfinished: bool = False
+    sleep_levels: Sequence[int] = ()
+    sleep_modes: Sequence[str] = ("wait",)
+    preserving_levels: Sequence[int] = ()
+    wake_tags: Sequence[str] = ()
+    prefix_cache: bool = False
+    reload: bool = False
+    illegal_call: type[Exception] | None = None
+    failure: tuple[type[Exception], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("max_requests", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise TargetError(f"capability {name} is {getattr(self, name)}: it must be at least 1")
+        if not self.prompt_lengths or min(self.prompt_lengths) < 1:
+            raise TargetError(f"capability prompt_lengths is {self.prompt_lengths!r}: give lengths of at least 1")
+        for name, values in self.configs.items():
+            if not values:
+                raise TargetError(f"capability configs has no value for {name!r}: give at least one")
+        if unknown := set(self.sleep_modes) - {"wait", "abort"}:
+            raise TargetError(f"capability sleep_modes has {sorted(unknown)}: 'wait' and 'abort' are known")
+        if self.sleep_levels and not self.sleep_modes:
+            raise TargetError("capability sleep_modes is empty: an engine that sleeps has at least 'wait'")
+        if extra := set(self.preserving_levels) - set(self.sleep_levels):
+            raise TargetError(f"capability preserving_levels has {sorted(extra)}, which are not in sleep_levels")
+
+
+class LifecycleTarget(Protocol):
+    """One engine after the other in one process; each life makes a new target.
+
+    Only what the capabilities declare is called. Prompts are the target's own to make: equal lengths must give equal
+    prompts, in every life, and decoding must not be random, or tokens cannot be compared.
+
+    It may besides have `engine`, what a user of the engine holds, from which paths are told; `state()`, which names
+    the engine's own idea of its state (`new`, `running`, `asleep` or `closed`); `preserved()` and `graph_buffers()` as
+    a `Life` has them; and `kv_usage()`, an object with `total`, `available`, `evictable`, `held` and
+    `pending_transfer` blocks.
+    """
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do; the same for every target of a factory."""
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        """Make the engine, with one value of each setting in `Capabilities.configs`; again after `shutdown`."""
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        """Generate for one prompt of each length to the end; the new tokens of each, `max_tokens` or fewer."""
+
+    def shutdown(self) -> None:
+        """Give everything back; legal in every state, and again."""
+
+
+@runtime_checkable
+class Stepwise(Protocol):
+    """A target whose requests can be left unfinished (`unfinished`)."""
+
+    def start(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[str]:
+        """Queue one request per length; an id of each."""
+
+    def step(self) -> Mapping[str, Sequence[int]]:
+        """One step of the engine; the tokens of the requests that it finished, by id."""
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests now."""
+
+
+@runtime_checkable
+class Sleeping(Protocol):
+    """A target that sleeps (`sleep_levels`)."""
+
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        """Give device memory back until `wake`; the tokens of the requests that this ran to their end, by id."""
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        """Take all of it again, or only the parts named."""
+
+
+@runtime_checkable
+class PrefixCaching(Protocol):
+    """A target that forgets prefixes (`prefix_cache`)."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; whether that was possible."""
+
+
+@runtime_checkable
+class Reloading(Protocol):
+    """A target that loads its weights anew in place (`reload`)."""
+
+    def reload(self) -> None:
+        """Load them."""
+
+
+@runtime_checkable
+class Preserving(Protocol):
+    """A target that tells what must survive a sleep."""
+
+    def preserved(self) -> Mapping[str, torch.Tensor]:
+        """The tensors, by name."""
+
+
+TargetFactory = Callable[[], LifecycleTarget]
+
+_NEEDED: tuple[tuple[str, type], ...] = (
+    ("unfinished", Stepwise),
+    ("sleep_levels", Sleeping),
+    ("prefix_cache", PrefixCaching),
+    ("reload", Reloading),
+)
+
+
+def make_target(factory: TargetFactory) -> LifecycleTarget:
+    """A new target, checked for having what it declares.
+
+    Raises:
+        TargetError: it lacks a method.
+    """
+    target = factory()
+    capabilities = getattr(target, "capabilities", None)
+    if not isinstance(capabilities, Capabilities):
+        raise TargetError(f"{factory!r} made a {type(target).__name__} without `capabilities`: give it Capabilities(…)")
+    missing = [name for name in ("create", "infer", "shutdown") if not callable(getattr(target, name, None))]
+    for capability, protocol in _NEEDED:
+        if getattr(capabilities, capability) and not isinstance(target, protocol):
+            names = [name for name in vars(protocol) if not name.startswith("_")]
+            missing += [name for name in names if not callable(getattr(target, name, None))]
+    if missing:
+        raise TargetError(
+            f"{type(target).__name__} declares what it does not have: add the methods {', '.join(missing)}, or do not "
+            "declare them in its capabilities"
+        )
+    return target
+
+
+def load_factory(name: str) -> TargetFactory:
+    """The factory that `MODULE:FACTORY` names; the current directory is looked in too.
+
+    Raises:
+        TargetError: there is none, or its import fails.
+    """
+    module_name, colon, attribute = name.partition(":")
+    if not colon or not module_name or not attribute:
+        raise TargetError(f"{name!r} names no target: write MODULE:FACTORY, such as my_engine.target:make")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        raise TargetError(f"{name!r}: {error}; it is looked for from {Path.cwd()}") from error
+    except AttributeError as error:
+        raise TargetError(f"{name!r}: {error}") from error
+    except Exception as error:  # any module may raise anything
+        raise TargetError(f"{name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise TargetError(f"{name!r} is a {type(found).__name__}: it must be a callable that makes a target")
+    return found  # type: ignore[no-any-return]

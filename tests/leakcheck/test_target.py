@@ -1,0 +1,109 @@
+"""What a target must have, and what is said of one that lacks it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.leakcheck.target import Capabilities, TargetError, load_factory, make_target
+
+
+class Bare:
+    """No more than a target must have."""
+
+    capabilities = Capabilities()
+
+    def create(self, config: Mapping[str, Any]) -> None: ...
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        return []
+
+    def shutdown(self) -> None: ...
+
+
+def test_a_target_with_what_it_declares_is_taken() -> None:
+    target = make_target(Bare)
+    assert isinstance(target, Bare)
+
+
+@pytest.mark.parametrize(
+    ("declared", "missing"),
+    [
+        ({"unfinished": True}, "start, step, abort"),
+        ({"sleep_levels": (1,)}, "sleep, wake"),
+        ({"prefix_cache": True}, "reset_prefix_cache"),
+        ({"reload": True}, "reload"),
+    ],
+)
+def test_what_is_declared_must_be_there(declared: dict[str, Any], missing: str) -> None:
+    class Target(Bare):
+        capabilities = Capabilities(**declared)
+
+    with pytest.raises(TargetError, match=f"Target declares what it does not have: add the methods {missing}, or"):
+        make_target(Target)
+
+
+def test_a_target_without_capabilities_or_a_life_is_refused() -> None:
+    with pytest.raises(TargetError, match="made a object without `capabilities`"):
+        make_target(object)  # type: ignore[arg-type]
+
+    class Empty:
+        capabilities = Capabilities()
+
+    with pytest.raises(TargetError, match="add the methods create, infer, shutdown"):
+        make_target(Empty)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0: it must be at least 1"),
+        ({"max_requests": 0}, "max_requests is 0"),
+        ({"prompt_lengths": ()}, r"prompt_lengths is \(\): give lengths of at least 1"),
+        ({"prompt_lengths": (3, 0)}, "give lengths of at least 1"),
+        ({"configs": {"size": ()}}, "configs has no value for 'size'"),
+        ({"sleep_modes": ("doze",)}, "'doze'"),
+        ({"sleep_levels": (1,), "sleep_modes": ()}, "sleep_modes is empty"),
+        ({"sleep_levels": (1,), "preserving_levels": (2,)}, "not in sleep_levels"),
+    ],
+)
+def test_capabilities_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(TargetError, match=message):
+        Capabilities(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "'nowhere' names no target: write MODULE:FACTORY"),
+        (":make", "names no target"),
+        ("no_such_module:make", "No module named 'no_such_module'; it is looked for from"),
+        ("a_target:absent", "has no attribute 'absent'"),
+        ("a_target:NUMBER", "is a int: it must be a callable that makes a target"),
+        ("a_broken_target:make", "importing a_broken_target raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_name_that_leads_nowhere_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    with pytest.raises(TargetError, match=message):
+        load_here(tmp_path, monkeypatch, name)
+
+
+def test_a_factory_is_found_in_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_here(tmp_path, monkeypatch, "a_target:Nested.make")() == "made"  # type: ignore[comparison-overlap]
+
+
+def load_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    (tmp_path / "a_target.py").write_text(
+        "NUMBER = 1\nclass Nested:\n    @staticmethod\n    def make():\n        return 'made'\n"
+    )
+    (tmp_path / "a_broken_target.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    return load_factory(name)
