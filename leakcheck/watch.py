@@ -89,6 +89,7 @@ class Policy:
             process's own too, which takes a dispatch mode around every operation; `off`: none.
         remedies: whether to try what would give a leak back, which changes the program: `now`, with the verdict;
             `later`, when `prove` is called and nothing of the program runs any more; `never`.
+        explain: whether it is told who holds a tensor that stays, which takes walks through the whole heap.
         card: whether cards are judged.
         driver: whether the driver's figures are (not where several workers share a card).
     """
@@ -97,6 +98,7 @@ class Policy:
     settle: float = 0.5
     stacks: Literal["auto", "all", "off"] = "auto"
     remedies: Literal["now", "later", "never"] = "later"
+    explain: bool = True
     card: bool = True
     driver: bool = True
 
@@ -302,12 +304,13 @@ class Watch:
         subjects: tuple[Subject, ...] = (None, *ended)
         nothing = Reading()
 
-        def is_back(deep: Deep) -> bool:
-            return all(
-                item.is_back or item.above is None
+        def above(deep: Deep) -> list[Metric[Reading]]:
+            return [
+                item.metric
                 for reading in deep.readings
                 for item in excesses(metrics, nothing, reading)
-            )
+                if not item.is_back and item.above is not None
+            ]
 
         context = Context(
             born=born,
@@ -318,11 +321,11 @@ class Watch:
             namespaces=self._namespaces,
             patience=self.policy.settle,
         )
-        steps, frozen = self._climb(subjects, ended, is_back, context)
+        steps, frozen = self._climb(subjects, ended, above, context)
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)
-        explained = explain_storages({held.key for held in steps[-1].reading.heap.held}, context)
-        explained = told_as_frozen(explained, frozen)
+        left = {held.key for held in steps[-1].reading.heap.held}
+        explained = told_as_frozen(explain_storages(left if self.policy.explain else (), context), frozen)
         drafts = [
             self._findings(
                 subject, turn, metrics=metrics, steps=steps, stage=stage, explained=explained, context=context
@@ -432,7 +435,11 @@ class Watch:
         return sum(amount or 0 for key, amount in amounts.items() if key.startswith("driver "))
 
     def _climb(
-        self, subjects: Sequence[Subject], ended: Sequence[Owner], is_back: Callable[[Deep], bool], context: Context
+        self,
+        subjects: Sequence[Subject],
+        ended: Sequence[Owner],
+        above: Callable[[Deep], Sequence[Metric[Reading]]],
+        context: Context,
     ) -> tuple[list[Step[Deep]], frozenset[Key]]:
         """The readings after each rung that a plain test may have to climb; everything has been collected by now.
 
@@ -442,7 +449,7 @@ class Watch:
         frozen_before = self._books.baseline.amounts.get("gc-frozen") or 0
         steps: list[Step[Deep]] = []
         frozen: frozenset[Key] = frozenset()
-        if not is_back(first) and frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
+        if above(first) and frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
             # Undoes what this test froze; a freeze that was there before is not to be undone.
             frozen = behind_frozen_holders({held.key for held in first.heap.held}, context)
             hidden = thaw(self._births.froze_in, self._seen)
@@ -450,7 +457,10 @@ class Watch:
             steps.append(Step(Rung.UNFREEZE, self._read_deep(subjects, ended, self._seen), 0.0))
         steps = steps or [Step(Rung.RAW, first, 0.0)]
         for rung in (Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE):
-            if not is_back(steps[-1].reading) and release(rung):
+            left = above(steps[-1].reading)
+            # At which rung it comes back is a diagnosis; whether it is a leak may be known before.
+            climbs = self.policy.explain or any(metric.rung.order > Rung.COLLECT.order for metric in left)
+            if left and climbs and release(rung):
                 steps.append(Step(rung, self._read_deep(subjects, ended, self._seen), 0.0))
         return steps, frozen
 

@@ -29,6 +29,7 @@ Resource = Literal[
     "process-groups",
     "globals",
     "teardown",
+    "state",
 ]
 Cause = Literal[
     "lru-cache",

@@ -1,0 +1,501 @@
+"""One life in which every call is checked: each way to go wrong is told, and an engine that is right passes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.engine.arena import Arena
+from lowtide.engine.pages.cpu import CpuPages
+from lowtide.leakcheck.checked_life import Call, CheckedLife, Fault, LifeError, Lives
+from lowtide.leakcheck.target import Capabilities
+from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
+
+Play = Callable[[CheckedLife], object]
+
+
+@pytest.fixture(autouse=True)
+def tidy() -> Iterator[None]:
+    yield
+    KEPT.clear()
+    gc.collect()
+
+
+def live(target: type[SmallTarget], play: Play) -> CheckedLife:
+    with Lives(target) as lives:
+        life = CheckedLife(lives)
+        try:
+            play(life)
+            life.close()
+        except BaseException:
+            life.abandon()
+            raise
+        return life
+
+
+def fails(target: type[SmallTarget], play: Play, resource: str, message: str, cause: str | None = None) -> LifeError:
+    with pytest.raises(LifeError, match=message) as caught:
+        live(target, play)
+    (finding, *_) = caught.value.findings
+    assert finding.resource == resource
+    assert cause is None or finding.cause == cause
+    # And it is not the play that is wrong.
+    live(SmallTarget, play)
+    return caught.value
+
+
+def sleeps(life: CheckedLife) -> None:
+    life.create()
+    life.sleep(1)
+    life.wake()
+
+
+def test_an_engine_that_is_right_passes_through_every_call() -> None:
+    def play(life: CheckedLife) -> None:
+        life.illegal("infer")
+        life.create({"size": 16})
+        life.illegal("create")
+        life.illegal("wake")
+        life.infer([3, 17], 6)
+        life.start([3], 6)
+        life.illegal("infer")
+        life.illegal("reload")
+        life.step()
+        life.start([17, 40], 4)
+        life.abort(2)
+        life.sleep(1, "wait")
+        life.illegal("reload")
+        life.wake(["weights"])
+        life.reload()
+        life.illegal("infer")
+        life.wake()
+        assert life.reset_prefix_cache()
+        life.start([3], 4)
+        life.sleep(1, "abort")
+        life.shutdown()
+        life.illegal("step")
+        life.create()
+        life.infer([40], 1)
+
+    life = live(SmallTarget, play)
+    assert str(life.calls[1]) == "create(config={'size': 16})"
+    assert str(life.calls[2]) == "illegal('create')"
+    assert life.model.phase == "closed"
+
+
+def test_calls_are_written_as_they_are_made_again() -> None:
+    assert (
+        str(Call("wake", {"tags": ["weights"]}, Fault("map", 2)))
+        == "wake(tags=['weights'], fault=Fault(kind='map', at=2))"
+    )
+
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+class ForgetsAtWake(SmallTarget):
+    def fill(self) -> None:
+        self.weights.zero_()
+
+
+def test_contents_that_a_sleep_lost_are_named() -> None:
+    error = fails(ForgetsAtWake, sleeps, "contents", "weights changed its contents", "not-restored")
+    assert error.findings[0].holder == "weights"
+
+
+class SaysOtherThings(SmallTarget):
+    slept = False
+
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        done = super().sleep(level, mode)
+        self.slept = True
+        return done
+
+    def say(self, length: int, count: int) -> list[int]:
+        return [token + self.slept for token in super().say(length, count)]
+
+
+def test_tokens_are_those_of_a_fresh_engine() -> None:
+    def play(life: CheckedLife) -> None:
+        sleeps(life)
+        life.infer([3], 2)
+
+    fails(SaysOtherThings, play, "contents", r"a prompt of 3 tokens gives \[4, 5\]; a fresh engine gives \[3, 4\]")
+
+
+def test_tokens_that_come_out_of_a_step_are_compared_too() -> None:
+    def play(life: CheckedLife) -> None:
+        sleeps(life)
+        life.start([17], 1)
+        life.step()
+
+    fails(SaysOtherThings, play, "contents", "a prompt of 17 tokens")
+
+
+class LosesOutputs(SmallTarget):
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        super().sleep(level, mode)
+        return {}
+
+
+def test_a_sleep_that_waits_gives_the_outputs_of_what_it_waited_for() -> None:
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.start([3], 4)
+        life.sleep(1, "wait")
+
+    fails(LosesOutputs, play, "state", "lost the outputs of unfinished requests")
+
+
+class AnswersLess(SmallTarget):
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        return super().infer(prompt_lengths, max_tokens)[:1]
+
+
+def test_every_prompt_has_an_answer() -> None:
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.infer([3, 17], 1)
+
+    class OnlyThen(AnswersLess):
+        def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+            return (
+                super().infer(prompt_lengths, max_tokens)
+                if len(prompt_lengths) == 2
+                else super(AnswersLess, self).infer(prompt_lengths, max_tokens)
+            )
+
+    fails(OnlyThen, play, "contents", "infer gave 1 outputs for 2 prompts")
+
+
+# --- state ----------------------------------------------------------------------------------------------------------
+
+
+class SaysItRuns(SmallTarget):
+    def state(self) -> str:
+        return "running" if self.phase == "asleep" else self.phase
+
+
+def test_the_engine_s_state_is_that_of_its_history() -> None:
+    fails(SaysItRuns, sleeps, "state", "says that it is running after sleep; it must be asleep")
+
+
+class TakesAnything(SmallTarget):
+    def require(self, *phases: str) -> None:
+        pass
+
+
+class RaisesAnything(SmallTarget):
+    def require(self, *phases: str) -> None:
+        if self.phase not in phases:
+            raise ValueError("no")
+
+
+class ChangesThough(SmallTarget):
+    def require(self, *phases: str) -> None:
+        if self.phase == "running" and "new" in phases:
+            self.drop(("kv_cache",))
+        super().require(*phases)
+
+
+@pytest.mark.parametrize(
+    ("target", "resource", "message"),
+    [
+        (TakesAnything, "state", "create while running did not raise RefusedError"),
+        (RaisesAnything, "state", "create while running raised ValueError: no, not RefusedError"),
+        (ChangesThough, "arena", "'kv_cache' has 0 B mapped after create, which was refused, 128.0 KiB before"),
+    ],
+)
+def test_an_illegal_call_is_refused_with_the_declared_error_and_changes_nothing(
+    target: type[SmallTarget], resource: str, message: str
+) -> None:
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.illegal("create")
+
+    fails(target, play, resource, message)
+
+
+class RaisesOnce(SmallTarget):
+    def reset_prefix_cache(self) -> bool:
+        if self.requests:
+            raise OSError("what?")
+        return super().reset_prefix_cache()
+
+
+def test_a_legal_call_does_not_raise() -> None:
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.start([3], 2)
+        life.reset_prefix_cache()
+
+    fails(RaisesOnce, play, "state", "reset_prefix_cache raised OSError: what")
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+class SleepsWithItsCache(SmallTarget):
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        done = super().sleep(level, mode)
+        self.map("kv_cache")
+        return done
+
+
+class WakesHalf(SmallTarget):
+    def wake(self, tags: Sequence[str] | None) -> None:
+        super().wake(tags)
+        self.drop(("kv_cache",))
+
+
+@pytest.mark.parametrize(
+    ("target", "message", "amount"),
+    [
+        (SleepsWithItsCache, "'kv_cache' has 128.0 KiB mapped after sleep, not 0 B", 128 * KIB),
+        (WakesHalf, "'kv_cache' has 0 B mapped after wake, not 128.0 KiB", 128 * KIB),
+    ],
+)
+def test_what_sleeps_has_no_pages_and_what_is_awake_has_all(
+    target: type[SmallTarget], message: str, amount: int
+) -> None:
+    assert fails(target, sleeps, "arena", message).findings[0].bytes == amount
+
+
+class KeepsATensor(SmallTarget):
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        if self.awake and len(prompt_lengths) == 2:
+            KEPT.append(torch.ones(1000))
+        return super().infer(prompt_lengths, max_tokens)
+
+
+def test_what_a_life_leaves_is_found_with_its_holder_and_its_stage() -> None:
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.infer([3, 3], 1)
+        life.shutdown()
+
+    (finding,) = fails(KeepsATensor, play, "tensors", "4000 B|3.9 KiB").findings
+    assert (finding.stage, finding.bytes) == ("infer", 4000)
+    assert "KEPT[0]" in str(finding.holder)
+
+
+def test_it_is_found_when_the_life_is_closed_too() -> None:
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.infer([3, 3], 1)
+
+    fails(KeepsATensor, play, "tensors", "KEPT")
+
+
+class HoldsABlock(SmallTarget):
+    def kv_usage(self) -> Any:
+        return SimpleNamespace(total=10, available=9, evictable=0, held=1, pending_transfer=0)
+
+
+class LosesABlock(SmallTarget):
+    def kv_usage(self) -> Any:
+        return SimpleNamespace(total=10, available=8, evictable=1, held=0, pending_transfer=0)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (HoldsABlock, "1 KV blocks are held by no request after create"),
+        (LosesABlock, "do not add up after create: 8 available and 1 evictable are not 10 less 0 held"),
+    ],
+)
+def test_kv_blocks_add_up_and_nobody_holds_one_for_good(target: type[SmallTarget], message: str) -> None:
+    fails(target, lambda life: life.create(), "kv-blocks", message)
+
+
+class NeverResets(SmallTarget):
+    def reset_prefix_cache(self) -> bool:
+        super().reset_prefix_cache()
+        return False
+
+    def kv_usage(self) -> Any:
+        return SimpleNamespace(total=10, available=9, evictable=0, held=1, pending_transfer=1)
+
+
+def test_a_prefix_cache_can_be_reset_while_no_request_runs() -> None:
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.reset_prefix_cache()
+
+    error = fails(NeverResets, play, "kv-blocks", "1 KV blocks are held by pending transfers", "pending-transfer")
+    assert error.findings[0].holder == "pending transfers"
+
+
+class PointsAway(SmallTarget):
+    """The table has the address of memory that a later call unmaps."""
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        if self.awake and len(prompt_lengths) == 2:
+            self.table[3] = self.arenas["spare"].bytes_at(0, 8).data_ptr()
+            self.drop(("spare",))
+        return super().infer(prompt_lengths, max_tokens)
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
+        self.arenas["spare"] = Arena("workspace", 4 * KIB, CpuPages())
+        self.arenas["spare"].map_to(4 * KIB)
+
+
+def test_a_pointer_to_what_is_not_mapped_any_more_is_found() -> None:
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.infer([3, 3], 1)
+
+    error = fails(PointsAway, play, "pointers", "table holds pointers to memory that is not mapped any more")
+    assert error.findings[0].holder == "table"
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+
+class DoesNotRollBack(SmallTarget):
+    def drop(self, tags: Sequence[str]) -> None:
+        if self.phase != "asleep":
+            super().drop(tags)
+
+
+class RaisesSomethingElse(SmallTarget):
+    def wake(self, tags: Sequence[str] | None) -> None:
+        try:
+            super().wake(tags)
+        except MemoryError:
+            raise KeyError("weights") from None
+
+
+class Swallows(SmallTarget):
+    def wake(self, tags: Sequence[str] | None) -> None:
+        try:
+            super().wake(tags)
+        except KeyboardInterrupt:
+            super().wake(tags)
+
+
+def failing_wake(fault: Fault) -> Play:
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.sleep(1)
+        assert not life.wake(fault=fault)
+        life.wake()
+
+    return play
+
+
+def test_a_fault_that_is_undone_passes_and_so_does_one_that_is_not_reached() -> None:
+    live(SmallTarget, failing_wake(Fault("map", 0)))
+    live(SmallTarget, failing_wake(Fault("map", 1)))
+    live(SmallTarget, failing_wake(Fault("interrupt", 1)))
+
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.sleep(1)
+        assert life.wake(fault=Fault("map", 2))
+        assert life.points == 2
+
+    live(SmallTarget, play)
+
+
+def test_counting_makes_nothing_fail() -> None:
+    def play(life: CheckedLife) -> None:
+        assert life.create(fault=Fault("map", None))
+        assert life.points == 3
+
+    live(SmallTarget, play)
+
+
+def test_an_error_of_the_engine_s_own_may_have_it_as_its_cause() -> None:
+    class Wraps(SmallTarget):
+        def wake(self, tags: Sequence[str] | None) -> None:
+            try:
+                super().wake(tags)
+            except MemoryError as error:
+                raise NoRoomError from error
+
+    live(Wraps, failing_wake(Fault("map", 1)))
+
+
+@pytest.mark.parametrize(
+    ("target", "fault", "resource", "message"),
+    [
+        (
+            DoesNotRollBack,
+            Fault("map", 1),
+            "arena",
+            "'weights' has 64.0 KiB mapped after wake, which failed, 0 B before",
+        ),
+        (
+            RaisesSomethingElse,
+            Fault("map", 0),
+            "state",
+            "wake raised KeyError: 'weights' although what failed in it was M",
+        ),
+        (Swallows, Fault("interrupt", 0), "state", "Ctrl-C in wake was swallowed"),
+    ],
+)
+def test_what_is_left_of_a_fault_is_told(target: type[SmallTarget], fault: Fault, resource: str, message: str) -> None:
+    fails(target, failing_wake(fault), resource, message)
+
+
+def test_a_ctrl_c_of_the_user_s_own_ends_the_life() -> None:
+    class Interrupted(SmallTarget):
+        def reset_prefix_cache(self) -> bool:
+            if self.requests:
+                raise KeyboardInterrupt
+            return super().reset_prefix_cache()
+
+    def play(life: CheckedLife) -> None:
+        life.create()
+        life.start([3], 2)
+        life.reset_prefix_cache(fault=Fault("map", 5))
+
+    with pytest.raises(KeyboardInterrupt):
+        live(Interrupted, play)
+
+
+# --- what lives share -----------------------------------------------------------------------------------------------
+
+
+def test_coverage_counts_lives_calls_states_and_edges() -> None:
+    with Lives(SmallTarget) as lives:
+        for _ in range(2):
+            life = CheckedLife(lives)
+            life.create()
+            life.sleep(1)
+            life.close()
+        coverage = lives.coverage
+    assert (coverage.lives, coverage.calls) == (2, 6)
+    assert coverage.states == {"new", "running", "asleep at level 1", "closed"}
+    assert coverage.edges == {
+        ("new", "create", "running"),
+        ("running", "sleep", "asleep at level 1"),
+        ("asleep at level 1", "shutdown", "closed"),
+    }
+
+
+def test_an_engine_that_can_little_is_asked_little() -> None:
+    class Bare:
+        capabilities = Capabilities()
+
+        def create(self, config: Mapping[str, Any]) -> None:
+            self.weights = torch.arange(100)
+
+        def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+            return [self.weights[length : length + max_tokens].tolist() for length in prompt_lengths]
+
+        def shutdown(self) -> None:
+            self.__dict__.pop("weights", None)
+
+    with Lives(Bare) as lives:
+        life = CheckedLife(lives)
+        life.create()
+        life.infer([3, 17], 2)
+        life.close()
