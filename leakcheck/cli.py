@@ -19,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 import lowtide
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from lowtide.engine import EngineConfig
     from lowtide.engine.defects import Defect
     from lowtide.leakcheck.suppression_writing import Added
@@ -295,6 +297,103 @@ def defects(
     for known in DEFECTS.values():
         table.add_row(known.name, known.source, known.summary)
     Console().print(table)
+
+
+@app.command()
+def fuzz(
+    target: Annotated[
+        str | None, typer.Option(metavar="MODULE:FACTORY", help="What makes your engine's target [default: lowtide's].")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where lowtide's own engine runs.")] = Device.AUTO,
+    examples: Annotated[int, typer.Option(help="Lives to try.")] = 100,
+    steps: Annotated[int, typer.Option(help="Calls of one life at most.")] = 10,
+    seed: Annotated[
+        int | None, typer.Option(help="The same finds the same; without one, what failed last is tried first.")
+    ] = None,
+    defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
+    faults: Annotated[
+        bool, typer.Option("--faults", help="Instead of random lives: fail every fault point of every stage in turn.")
+    ] = False,
+    report: Annotated[Path | None, typer.Option(help="Folder for the report, and for the life that fails.")] = None,
+) -> None:
+    """Drive an engine through random lives, check every call, and shrink what fails to the shortest life.
+
+    Exit codes: 0 nothing was found, 1 a life fails, 2 bad input or could not be measured, 130 interrupted.
+    """
+    for name, value in (("--examples", examples), ("--steps", steps)):
+        if value < 1:
+            _refuse(f"{name} {value} is not possible: use 1 or more")
+    if target is not None and defect is not None:
+        _refuse("--target and --defect exclude each other: the bugs are in lowtide's own engine")
+    if report is not None:
+        _check_writable(report)
+    try:
+        code = _fuzz(target, device, examples, steps, seed, defect, faults, report)
+    except KeyboardInterrupt:
+        typer.echo("lowtide: interrupted", err=True)
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+def _fuzz(
+    target: str | None,
+    device: Device,
+    examples: int,
+    steps: int,
+    seed: int | None,
+    defect: str | None,
+    faults: bool,
+    report: Path | None,
+) -> int:
+    from lowtide.engine import EngineError
+    from lowtide.engine.defects import find_defect
+    from lowtide.leakcheck.fuzz_command import (
+        fail_all,
+        named_target,
+        reference_target,
+        search,
+        verdict,
+        write_program,
+    )
+    from lowtide.leakcheck.target import TargetError
+    from lowtide.probes.device.driver import find_driver
+    from lowtide.reports import schema
+    from lowtide.reports.folder import write_folder
+
+    console = Console(width=None if sys.stdout.isatty() else 180, soft_wrap=not sys.stdout.isatty())
+    try:
+        if target is not None:
+            subjected = named_target(target)
+        else:
+            subjected = reference_target(_device_name(device), find_defect(defect) if defect is not None else None)
+        told: str | Table
+        if faults:
+            subject, program, told = fail_all(subjected, console=console)
+        else:
+            subject, program, told = search(subjected, examples=examples, seed=seed, steps=steps, console=console)
+    except (EngineError, TargetError) as error:
+        _refuse(str(error))
+    driver = find_driver()
+    try:
+        written = _report(subject, driver)
+    finally:
+        driver.close()
+    where = None
+    if report is not None:
+        try:
+            where = write_folder(written, report)
+            if program:
+                write_program(report, program)
+        except schema.ReportError as error:
+            _refuse(str(error))
+    for line in verdict(subject, told):
+        console.print(line)
+    if program:
+        typer.echo("\nThe life that fails, as a program:\n")
+        typer.echo(program)
+    if where is not None:
+        console.print(f"report: {where}", highlight=False)
+    return schema.exit_code(written)
 
 
 def _verify(device: Device, jobs: int) -> int:

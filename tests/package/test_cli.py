@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -492,3 +493,46 @@ def test_a_real_leak_is_suppressed_from_its_report(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CLEAN: 1 cycle(s)" in done.stdout
     assert "SUPPRESSION" not in done.stdout
+
+
+# --- fuzz -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--examples", "0"), "--examples 0 is not possible: use 1 or more"),
+        (("--steps", "0"), "--steps 0 is not possible"),
+        (("--target", "nowhere"), "'nowhere' names no target: write MODULE:FACTORY"),
+        (("--target", "json:nothing"), "module 'json' has no attribute 'nothing'"),
+        (("--target", "json:loads", "--defect", "wake-oom"), "--target and --defect exclude each other"),
+        (("--defect", "nothing"), "there is no defect 'nothing'"),
+        (("--device", "cpu", "--defect", "never-release"), "'never-release' cannot show on cpu: use --device cuda"),
+    ],
+)
+def test_a_search_that_cannot_be_made_is_refused_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    done = invoke("fuzz", *arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_search_prints_the_life_that_fails_and_keeps_it(tmp_path: Path) -> None:
+    # In a process of its own: the example database is kept in the current directory.
+    target = "tests.leakcheck.test_checked_life:ForgetsAtWake"
+    done = lowtide("fuzz", "--target", target, "--seed", "1", "--report", tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "weights changed its contents between sleep and wake" in done.stdout
+    assert "LEAK: 1 finding(s); " in done.stdout
+    program = (tmp_path / "life.py").read_text()
+    assert program in done.stdout
+    assert "from tests.leakcheck.test_checked_life import ForgetsAtWake" in program
+    assert "    life.create()\n    life.sleep(" in program
+    assert json.loads((tmp_path / "leakcheck.json").read_text())["subjects"][0]["outcome"] == "leak"
+
+
+def test_failing_every_point_prints_how_many_there_are() -> None:
+    done = lowtide("fuzz", "--target", "tests.leakcheck.small_target:SmallTarget", "--faults")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "CLEAN: every fault point was failed once" in done.stdout
+    assert re.search(r"wake from 1 +map +2 +2 +survived", done.stdout)

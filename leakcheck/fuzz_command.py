@@ -1,0 +1,187 @@
+"""What `lowtide fuzz` does: searches, shows how far it is, prints and writes what it found."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from lowtide.engine.defects import Defect
+from lowtide.leakcheck.checked_life import Coverage
+from lowtide.leakcheck.fault_sweep import Swept, sweep
+from lowtide.leakcheck.fuzz import Found, Source, as_program, fuzz
+from lowtide.leakcheck.reference_target import THOROUGH, ReferenceTarget
+from lowtide.leakcheck.target import TargetFactory, load_factory
+from lowtide.reports.schema import Subject
+from lowtide.reports.terminal import finding_text
+
+PROGRAM = "life.py"
+"""The file of a report's folder that has the life that fails."""
+
+
+@dataclass(frozen=True)
+class Subjected:
+    """What is fuzzed.
+
+    Attributes:
+        name: of the subject in the report.
+        factory: makes a target.
+        source: how a program gets at the same.
+        context: what is switched on meanwhile.
+        thorough: the configuration whose faults are swept: with everything that can fail.
+    """
+
+    name: str
+    factory: TargetFactory
+    source: Source
+    context: AbstractContextManager[None]
+    thorough: Mapping[str, Any] = field(default_factory=dict)
+
+
+def named_target(name: str) -> Subjected:
+    """The user's own, as MODULE:FACTORY.
+
+    Raises:
+        TargetError: there is none of that name.
+    """
+    module, _, attribute = name.partition(":")
+    factory = load_factory(name)
+    imported = f"from {module} import {attribute.partition('.')[0]}"
+    return Subjected(name, factory, Source([imported], attribute), nullcontext())
+
+
+def reference_target(device: str, defect: Defect | None) -> Subjected:
+    """The reference engine, with a historical bug or without.
+
+    Raises:
+        ConfigError: the bug cannot show on this device.
+    """
+    imports = ["from lowtide.leakcheck.reference_target import ReferenceTarget"]
+    if defect is None:
+        make = f"lambda: ReferenceTarget({device!r})"
+        factory = lambda: ReferenceTarget(device)  # noqa: E731
+        return Subjected("reference", factory, Source(imports, make), nullcontext(), THOROUGH)
+    defect.check(device)
+    imports.append("from lowtide.engine.defects import DEFECTS")
+    known = f"DEFECTS[{defect.name!r}]"
+    make = f"lambda: ReferenceTarget({device!r}, {known}.settings, {known}.prompt_scale)"
+    return Subjected(
+        f"reference with {defect.name}",
+        lambda: ReferenceTarget(device, defect.settings, defect.prompt_scale),
+        Source(imports, make, f"{known}.activate()"),
+        # Not with what makes it show from outside: that is for the search to find.
+        defect.activate(),
+        {name: value for name, value in THOROUGH.items() if name not in defect.settings},
+    )
+
+
+def search(
+    subjected: Subjected, *, examples: int, seed: int | None, steps: int, console: Console
+) -> tuple[Subject, str, str]:
+    """Random lives, with a progress line.
+
+    Returns:
+        What was found, for a report; the life that fails as a program, empty where none does; how much was tried.
+
+    Raises:
+        TargetError: the target cannot be driven.
+    """
+    with _progress(console) as progress, subjected.context:
+        task = progress.add_task("loading", total=examples)
+
+        def show(coverage: Coverage) -> None:
+            what = "lives" if coverage.lives <= examples else "shrinking"
+            said = f"{what}: {len(coverage.states)} states, {len(coverage.edges)} edges"
+            progress.update(task, description=said, completed=min(coverage.lives, examples))
+
+        found = fuzz(subjected.factory, examples=examples, seed=seed, steps=steps, listener=show)
+    program = as_program(found.life, subjected.source) if found.life else ""
+    subject = Subject(
+        id=f"fuzz[{subjected.name}]",
+        outcome="error" if found.reason else "leak" if found.findings else "clean",
+        reason=found.reason,
+        findings=found.findings,
+        not_measured=found.not_measured,
+    )
+    return subject, program, _summary(found)
+
+
+def fail_all(subjected: Subjected, *, console: Console) -> tuple[Subject, str, Table]:
+    """Every fault point of every stage, with a progress line.
+
+    Returns:
+        What was found, for a report; the first life that fails as a program, empty where none does; the points.
+
+    Raises:
+        TargetError: the target cannot be driven.
+    """
+    swept: list[Swept] = []
+    table = Table("stage", "fails", Column("points", justify="right"), Column("raised", justify="right"), "", box=None)
+    with _progress(console) as progress, subjected.context:
+        task = progress.add_task("loading", total=None)
+
+        def show(stage: str, kind: str, at: int, points: int) -> None:
+            progress.update(task, description=f"{stage}: {kind}", completed=at, total=points)
+
+        for item in sweep(subjected.factory, config=subjected.thorough, listener=show):
+            swept.append(item)
+            if item.points:
+                verdict = "; ".join(finding.message for finding in item.findings) or "survived"
+                table.add_row(item.stage, item.kind, str(item.points), str(item.raised), verdict)
+    findings = tuple(finding for item in swept for finding in item.findings)
+    table.add_row("all", "", str(sum(item.points for item in swept)), str(sum(item.raised for item in swept)), "")
+    subject = Subject(id=f"faults[{subjected.name}]", outcome="leak" if findings else "clean", findings=findings)
+    life = next((item.life for item in swept if item.findings), ())
+    return subject, as_program(life, subjected.source) if life else "", table
+
+
+def verdict(subject: Subject, told: str | Table) -> Iterator[RenderableType]:
+    """What is shown in the end."""
+    if isinstance(told, Table):
+        yield told
+    for missing in subject.not_measured:
+        yield Text(f"not judged: {missing.what} ({missing.why})", style="yellow")
+    for finding in subject.findings:
+        yield finding_text(finding)
+    tried = told if isinstance(told, str) else "every fault point was failed once"
+    if subject.outcome == "clean":
+        yield Text(f"CLEAN: {tried}", style="bold green")
+    elif subject.reason:
+        yield Text(f"NOT MEASURED: {subject.reason}; {tried}", style="bold yellow")
+    else:
+        yield Text(f"LEAK: {len(subject.findings)} finding(s); {tried}", style="bold red")
+
+
+def write_program(folder: Path, program: str) -> None:
+    """Puts the life beside the report."""
+    (folder / PROGRAM).write_text(program)
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not sys.stdout.isatty(),
+        transient=True,
+    )
+
+
+def _summary(found: Found) -> str:
+    seen = found.coverage
+    rate = seen.lives / found.seconds if found.seconds else 0.0
+    return (
+        f"{seen.lives} lives, {seen.calls} calls, {len(seen.states)} states, {len(seen.edges)} edges in "
+        f"{found.seconds:.1f} s ({rate:.1f} lives/s)"
+    )

@@ -1,0 +1,255 @@
+"""The search: it finds what a target does wrong, makes the life that shows it as short as can be, and prints it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import Phase, settings
+
+from lowtide.engine.defects import DEFECTS
+from lowtide.leakcheck.checked_life import Call, Coverage, Fault, LifeError
+from lowtide.leakcheck.fault_sweep import stages, sweep
+from lowtide.leakcheck.fuzz import Found, Source, as_program, fuzz, lifecycle_machine
+from lowtide.leakcheck.fuzz_command import reference_target
+from lowtide.leakcheck.reference_target import THOROUGH, reference
+from lowtide.leakcheck.transformers_target import transformers_model
+from tests.leakcheck.small_target import KEPT, SmallTarget
+from tests.leakcheck.test_checked_life import DoesNotRollBack, ForgetsAtWake, SaysOtherThings
+
+
+@pytest.fixture(autouse=True)
+def tidy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # The example database is kept in the current directory.
+    monkeypatch.chdir(tmp_path)
+    yield
+    KEPT.clear()
+
+
+def names(found: Found) -> list[str]:
+    return [f"illegal {call.name}" if call.illegal else call.name for call in found.life]
+
+
+def test_an_engine_that_is_right_goes_through_everything_without_a_finding() -> None:
+    heard: list[int] = []
+
+    def listen(coverage: Coverage) -> None:
+        heard.append(coverage.lives)
+
+    found = fuzz(SmallTarget, examples=60, seed=1, listener=listen)
+    assert (found.findings, found.life, found.reason) == ((), (), "")
+    assert found.coverage.lives == len(heard) >= 60
+    assert heard == sorted(heard)
+    assert {"new", "running", "running, requests unfinished", "asleep at level 1", "closed"} <= found.coverage.states
+    assert len(found.coverage.edges) > 30
+
+
+class LeaksAtASecondSleep(SmallTarget):
+    """What only shows in an order."""
+
+    sleeps = 0
+
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        self.sleeps += 1
+        if self.sleeps == 2:
+            KEPT.append(torch.ones(100))
+        return super().sleep(level, mode)
+
+
+@pytest.mark.parametrize(
+    ("target", "life", "resource"),
+    [
+        (ForgetsAtWake, ["create", "sleep", "wake"], "contents"),
+        (SaysOtherThings, ["create", "sleep", "wake", "infer"], "contents"),
+        (LeaksAtASecondSleep, ["create", "sleep", "wake", "sleep", "shutdown"], "tensors"),
+        (DoesNotRollBack, ["create", "sleep", "wake"], "arena"),
+    ],
+)
+def test_what_is_wrong_is_found_and_shortened_as_far_as_can_be(
+    target: type[SmallTarget], life: list[str], resource: str
+) -> None:
+    found = fuzz(target, examples=200, seed=0)
+    assert found.findings[0].resource == resource
+    assert found.reason == ""
+    assert names(found) == life
+    assert (found.life[-1].fault is not None) is (target is DoesNotRollBack)
+
+
+def test_a_seed_finds_the_same_again() -> None:
+    first, again = (fuzz(SaysOtherThings, examples=100, seed=7).life for _ in range(2))
+    assert first == again
+
+
+def test_without_a_seed_what_failed_last_is_tried_first() -> None:
+    first = fuzz(ForgetsAtWake, examples=100, seed=3)
+    assert first.findings
+    again = fuzz(ForgetsAtWake, examples=100)
+    assert again.life == first.life
+    assert again.coverage.lives < first.coverage.lives
+
+
+def test_what_fails_only_once_is_said_not_to_have_been_measured() -> None:
+    class Once(SmallTarget):
+        failed: list[None] = []  # noqa: RUF012 - of the process
+
+        def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+            answer = super().infer(prompt_lengths, max_tokens)
+            if max_tokens == 2 and not self.failed:
+                self.failed.append(None)
+                return []
+            return answer
+
+    found = fuzz(Once, examples=200, seed=0)
+    assert "a life that failed did not fail again" in found.reason
+    assert found.findings[0].resource == "contents"
+
+
+def test_a_life_is_printed_as_a_program_that_fails_by_itself(tmp_path: Path) -> None:
+    found = fuzz(ForgetsAtWake, examples=100, seed=0)
+    source = Source(["from tests.leakcheck.test_checked_life import ForgetsAtWake"], "ForgetsAtWake")
+    program = as_program(found.life, source)
+    file = tmp_path / "life.py"
+    file.write_text(program)
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, str(file)], capture_output=True, text=True, check=False, env={"PYTHONPATH": str(root)}
+    )
+    assert done.returncode == 1
+    assert "LifeError: weights changed its contents between sleep and wake" in done.stderr
+
+
+def test_a_program_has_what_it_needs_and_no_more() -> None:
+    source = Source(["from a import make"], "make", "DEFECTS['x'].activate()")
+    text = as_program([Call("create"), Call("wake", {}, Fault("map", 1)), Call("sleep", illegal=True)], source)
+    assert text.splitlines() == [
+        "from a import make",
+        "from lowtide.leakcheck.checked_life import CheckedLife, Fault, Lives",
+        "",
+        "with DEFECTS['x'].activate(), Lives(make) as lives:",
+        "    life = CheckedLife(lives)",
+        "    life.create()",
+        "    life.wake(fault=Fault(kind='map', at=1))",
+        "    life.illegal('sleep')",
+        "    life.close()",
+    ]
+    assert "Fault" not in as_program([Call("create")], source)
+
+
+def run_case(machine: Any) -> None:
+    case = machine.TestCase
+    case.settings = settings(case.settings, max_examples=100, derandomize=True, database=None, phases=[Phase.generate])
+    case("runTest").runTest()
+
+
+def test_a_machine_is_a_test_case_and_can_be_subclassed() -> None:
+    run_case(lifecycle_machine(SmallTarget))
+    with pytest.raises(LifeError, match="weights changed its contents"):
+        run_case(lifecycle_machine(ForgetsAtWake))
+
+    class Stricter(lifecycle_machine(SmallTarget)):  # type: ignore[misc]
+        @hypothesis.stateful.invariant()
+        def never_sleeps(self) -> None:
+            assert self._life.model.phase != "asleep", "it sleeps"
+
+    with pytest.raises(AssertionError, match="it sleeps"):
+        run_case(Stricter)
+
+
+# --- every fault point ----------------------------------------------------------------------------------------------
+
+
+def test_every_point_of_an_engine_that_is_right_is_survived() -> None:
+    swept = list(sweep(SmallTarget, config={}, kinds=("map", "allocation", "copy", "interrupt")))
+    assert [item for item in swept if item.findings] == []
+    points = {(item.stage, item.kind): (item.points, item.raised) for item in swept}
+    assert points["create", "map"] == (3, 3)
+    assert points["wake from 1", "map"] == (2, 2)
+    assert points["infer", "map"] == (0, 0)
+    assert points["sleep(1)", "allocation"][0] >= 1
+    # All that was counted failed, each in a life of its own.
+    assert all(raised == count for count, raised in points.values())
+
+
+def test_a_point_that_is_not_survived_is_told_with_its_life() -> None:
+    swept = list(sweep(DoesNotRollBack, config={}, kinds=("map",)))
+    (bad,) = [item for item in swept if item.findings]
+    assert (bad.stage, bad.points) == ("wake from 1", 2)
+    assert bad.findings[0].resource == "arena"
+    assert bad.life[-1] == Call("wake", {}, Fault("map", 1))
+
+
+def test_some_of_the_points_can_be_left_out() -> None:
+    lives: list[tuple[str, int, int]] = []
+
+    def listen(stage: str, kind: str, at: int, points: int) -> None:
+        lives.append((stage, at, points))
+
+    list(sweep(SmallTarget, config={}, kinds=("map",), every=2, listener=listen))
+    assert [(at, points) for stage, at, points in lives if stage == "create"] == [(0, 3), (2, 3)]
+
+
+def test_the_stages_are_those_that_a_target_has() -> None:
+    able = SmallTarget.capabilities
+    assert [stage.name for stage in stages(able, {})] == [
+        "create",
+        "infer",
+        "step",
+        "reset_prefix_cache",
+        "reload",
+        "sleep(1)",
+        "wake from 1",
+        "sleep(1) again",
+    ]
+    from lowtide.leakcheck.target import Capabilities
+
+    assert [stage.name for stage in stages(Capabilities(), {"size": 1})] == ["create", "infer"]
+    first: Mapping[str, Any] = stages(Capabilities(), {"size": 1})[0].call.arguments
+    assert first == {"config": {"size": 1}}
+
+
+# --- lowtide's own engine -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "seed", "life", "resource"),
+    [
+        ("wake-oom", 3, ["create", "sleep", "wake"], "arena"),
+        ("undrained-offload", 4, ["create", "infer", "reset_prefix_cache"], "kv-blocks"),
+    ],
+)
+def test_a_historical_bug_is_found_by_the_order_of_the_calls(
+    name: str, seed: int, life: list[str], resource: str
+) -> None:
+    subjected = reference_target("cpu", DEFECTS[name])
+    with subjected.context:
+        found = fuzz(subjected.factory, examples=200, seed=seed)
+    assert names(found) == life
+    assert {finding.resource for finding in found.findings} == {resource}
+
+
+def test_the_reference_engine_goes_through_random_lives_without_a_finding() -> None:
+    found = fuzz(reference, examples=12, seed=5)
+    assert (found.findings, found.reason) == ((), "")
+    assert found.coverage.lives >= 12
+
+
+def test_the_reference_engine_survives_what_fails_in_it() -> None:
+    swept = list(sweep(reference, config=THOROUGH, kinds=("map", "reserve", "copy"), every=5))
+    assert [item for item in swept if item.findings] == []
+    points = {(item.stage, item.kind): item.points for item in swept}
+    # Five arenas, two of them workspaces, a ring, and a buffer of the offload.
+    assert points["create", "reserve"] == 7
+    assert points["wake from 1", "map"] == 2
+    assert points["reload", "copy"] >= 1
+
+
+def test_a_transformers_model_lives_without_a_finding() -> None:
+    found = fuzz(transformers_model, examples=6, seed=0)
+    assert (found.findings, found.reason) == ((), "")
+    assert {"running", "asleep at level 1"} <= found.coverage.states
