@@ -103,6 +103,8 @@ class Lives:
         self.coverage = Coverage()
         self.watch = Watch(Policy(remedies="never", explain=explain))
         self._driver: Driver | None = None
+        # What libraries take from the driver for an engine at work, such as a communicator of NCCL: at most, in bytes.
+        self.of_libraries = 0
         self.counters = CounterReader(self._ask_driver)
         # By prompt length: how many tokens were asked for, and what came.
         self._tokens: dict[int, tuple[int, tuple[int, ...]]] = {}
@@ -329,6 +331,8 @@ class CheckedLife:
         try:
             if self.model.phase in ("running", "asleep"):
                 self.shutdown()
+            # What a create left that failed, too.
+            self._raise(self._left())
         finally:
             self._lives.coverage.lives += 1
             self._lives.coverage.calls += len(self.calls)
@@ -361,6 +365,7 @@ class CheckedLife:
 
     def _warm_up(self, config: Mapping[str, Any]) -> None:
         target, able = self._target, self._capabilities
+        before = self._unaccounted()
         target.create(config)
         self._survival.before_sleep(self._preserved())
         target.infer(list(able.prompt_lengths), able.max_tokens)
@@ -374,9 +379,14 @@ class CheckedLife:
             target.reset_prefix_cache()
         for level in able.sleep_levels:
             target.sleep(level, able.sleep_modes[0])
+            self._lives.of_libraries = max(self._lives.of_libraries, self._unaccounted() - before)
             target.wake(None)
             self._survival.after_wake("wake", self._preserved(), self._graph_buffers())
         target.shutdown()
+
+    def _unaccounted(self) -> int:
+        """Bytes that the driver counts for this process beyond arenas and torch's segments; 0 without a card."""
+        return self._lives.counters.read().amounts.get(f"driver {self._device}") or 0
 
     def _any_arguments(self) -> dict[str, tuple[Any, ...]]:
         """What would be right in another state."""
@@ -524,7 +534,8 @@ class CheckedLife:
         for device in devices:
             now = self._lives.counters.read()
             then, held = (each.amounts.get(f"driver {device}") for each in (self._baseline, now))
-            if then is not None and held is not None and held - then > DRIVER_TOLERANCE:
+            allowed = self._lives.of_libraries + DRIVER_TOLERANCE
+            if then is not None and held is not None and held - then > allowed:
                 said = (
                     f"the driver counts {format_bytes(held - then)} more on {device} after {name}, which are nobody's"
                 )

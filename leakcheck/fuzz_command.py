@@ -7,14 +7,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from lowtide.engine.defects import Defect
 from lowtide.leakcheck.checked_life import Coverage
 from lowtide.leakcheck.fault_sweep import Swept, sweep
 from lowtide.leakcheck.fuzz import Found, Source, as_program, fuzz
@@ -22,6 +21,9 @@ from lowtide.leakcheck.reference_target import THOROUGH, ReferenceTarget
 from lowtide.leakcheck.target import TargetFactory, load_factory
 from lowtide.reports.schema import Subject
 from lowtide.reports.terminal import finding_text
+
+if TYPE_CHECKING:
+    from lowtide.engine.defects import Defect
 
 PROGRAM = "life.py"
 """The file of a report's folder that has the life that fails."""

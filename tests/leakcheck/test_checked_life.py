@@ -292,6 +292,20 @@ def test_it_is_found_when_the_life_is_closed_too() -> None:
     fails(KeepsATensor, play, "tensors", "KEPT")
 
 
+class KeepsOnAFailure(SmallTarget):
+    def create(self, config: Mapping[str, Any]) -> None:
+        try:
+            super().create(config)
+        except MemoryError:
+            KEPT.append(torch.ones(1000))
+            raise
+
+
+def test_what_a_create_left_that_failed_is_found() -> None:
+    (finding,) = fails(KeepsOnAFailure, lambda life: life.create(fault=Fault("map", 1)), "tensors", "KEPT").findings
+    assert finding.stage == "create"
+
+
 class HoldsABlock(SmallTarget):
     def kv_usage(self) -> Any:
         return SimpleNamespace(total=10, available=9, evictable=0, held=1, pending_transfer=0)

@@ -461,7 +461,7 @@ def test_a_predicate_that_is_none_even_behind_one_that_does_not_hold(tmp_path: P
 @pytest.mark.parametrize(
     ("line", "start", "end"),
     [
-        ('resource = "tensor"', "unknown resource 'tensor'; allowed: tensors, reserved, driver, ", ", teardown"),
+        ('resource = "tensor"', "unknown resource 'tensor'; allowed: tensors, reserved, driver, ", ", teardown, state"),
         ('cause = "cache"', "unknown cause 'cache'; allowed: lru-cache, module-global, ", ", unknown"),
     ],
 )
