@@ -56,10 +56,11 @@ class LeaksAtASecondSleep(SmallTarget):
     sleeps = 0
 
     def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        done = super().sleep(level, mode)
         self.sleeps += 1
         if self.sleeps == 2:
             KEPT.append(torch.ones(100))
-        return super().sleep(level, mode)
+        return done
 
 
 @pytest.mark.parametrize(
