@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import lowtide
+from lowtide.leakcheck.progress import progress_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -177,18 +177,7 @@ def _run(
         stack.callback(driver.close)
         if active is not None:
             stack.enter_context(active.trigger() if twin else active.switched_on())
-        progress = stack.enter_context(
-            Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                console=console,
-                disable=not sys.stdout.isatty(),
-                transient=True,
-            )
-        )
+        progress = stack.enter_context(progress_line(console))
         task = progress.add_task("starting")
 
         def show(event: Event) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -10,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 from rich.text import Text
 
 from lowtide.leakcheck.checked_life import Coverage
 from lowtide.leakcheck.fault_sweep import Swept, sweep
 from lowtide.leakcheck.fuzz import Found, Source, as_program, fuzz
+from lowtide.leakcheck.progress import progress_line
 from lowtide.leakcheck.reference_target import THOROUGH, ReferenceTarget
 from lowtide.leakcheck.target import TargetFactory, load_factory
 from lowtide.reports.schema import Subject
@@ -96,7 +95,7 @@ def search(
     Raises:
         TargetError: the target cannot be driven.
     """
-    with _progress(console) as progress, subjected.context:
+    with progress_line(console) as progress, subjected.context:
         task = progress.add_task("loading", total=examples)
 
         def show(coverage: Coverage) -> None:
@@ -127,7 +126,7 @@ def fail_all(subjected: Subjected, *, console: Console) -> tuple[Subject, str, T
     """
     swept: list[Swept] = []
     table = Table("stage", "fails", Column("points", justify="right"), Column("raised", justify="right"), "", box=None)
-    with _progress(console) as progress, subjected.context:
+    with progress_line(console) as progress, subjected.context:
         task = progress.add_task("loading", total=None)
 
         def show(stage: str, kind: str, at: int, points: int) -> None:
@@ -165,19 +164,6 @@ def verdict(subject: Subject, told: str | Table) -> Iterator[RenderableType]:
 def write_program(folder: Path, program: str) -> None:
     """Puts the life beside the report."""
     (folder / PROGRAM).write_text(program)
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not sys.stdout.isatty(),
-        transient=True,
-    )
 
 
 def _summary(found: Found) -> str:
