@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 
-Kind: TypeAlias = Literal["allocation", "reserve", "map", "pin", "copy", "transfer", "collective", "file", "interrupt"]
+Kind: TypeAlias = Literal["allocation", "reserve", "map", "pin", "copy", "transfer", "collective", "interrupt"]
 
 KINDS: Sequence[Kind] = (
     "allocation",
@@ -31,11 +31,10 @@ KINDS: Sequence[Kind] = (
     "copy",
     "transfer",
     "collective",
-    "file",
     "interrupt",
 )
 """What can fail: an operator of torch that allocates; an arena's address range, pages, or page-locking; a copy between
-tensors; a copy in a thread of the engine's own; a collective; reading a checkpoint. `interrupt` is Ctrl-C at any of
+tensors; a copy in a thread of the engine's own; a collective. `interrupt` is Ctrl-C at any of
 these places."""
 
 
