@@ -20,7 +20,11 @@ def read_allocations(device_index: int) -> tuple[Range, ...] | None:
     allocation. So this tells memory that somebody asked for from memory that the driver needs, which NVML's figure
     cannot. On Linux the driver reserves the host's addresses for what it hands out on a card (one address space for
     both), as private mappings without access; each 2 MiB step in those is asked about (`cuMemGetAddressRange`), about
-    0.5 µs each. Of several small allocations in one step only those that begin where the previous one ends are seen.
+    0.5 µs each. Of several small allocations in one step only those that begin where the previous one ends are seen,
+    and managed memory is not: it is the host's until a kernel touches it.
+
+    The tables that belong to kernels (their `__device__` variables: torch's random numbers bring 100 KiB with them)
+    have addresses too, but nobody asked for them: they come and go with the code, and are left out.
     """
     torch = initialized_torch()
     if torch is None or torch.version.hip is not None:
@@ -33,8 +37,24 @@ def read_allocations(device_index: int) -> tuple[Range, ...] | None:
         return None
     ask.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint64)
     attribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+
+    def tell(which: int, address: int) -> int:
+        value = ctypes.c_uint64()
+        return value.value if attribute(ctypes.byref(value), which, address) == 0 else -1
+
+    def belongs_to_code(address: int) -> bool:
+        # Whatever is asked for can be shared with a process, or is managed, or a pool's, or mapped without a context.
+        return (
+            tell(_CONTEXT, address) > 0
+            and tell(_SHAREABLE, address) == 0
+            and tell(_MANAGED, address) == 0
+            and tell(_POOL, address) == 0
+        )
+
     found: dict[int, int] = {}
-    start, length, ordinal = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
+    start, length = ctypes.c_uint64(), ctypes.c_size_t()
+    # A chip that shares its memory with the host has nothing that can be shared: there it tells nothing.
+    shares = not torch.cuda.get_device_properties(device_index).is_integrated
     with torch.cuda.device(device_index):
         for low, high in _reserved():
             position = low
@@ -42,13 +62,14 @@ def read_allocations(device_index: int) -> tuple[Range, ...] | None:
                 if ask(ctypes.byref(start), ctypes.byref(length), position) != 0:
                     position += _STEP - position % _STEP
                     continue
-                if attribute(ctypes.byref(ordinal), _DEVICE_ORDINAL, position) == 0 and ordinal.value == device_index:
+                if tell(_DEVICE_ORDINAL, position) == device_index and not (shares and belongs_to_code(position)):
                     found[start.value] = length.value
                 position = max(start.value + length.value, position + 1)
     return tuple(sorted(found.items()))
 
 
-_DEVICE_ORDINAL = 9  # CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+# CU_POINTER_ATTRIBUTE_…: CONTEXT, IS_MANAGED, DEVICE_ORDINAL, IS_LEGACY_CUDA_IPC_CAPABLE, MEMPOOL_HANDLE
+_CONTEXT, _MANAGED, _DEVICE_ORDINAL, _SHAREABLE, _POOL = 1, 8, 9, 10, 17
 
 
 def _reserved() -> list[Range]:

@@ -105,6 +105,15 @@ def test_first_sort_and_random():
     torch.randn(1 << 20, device="cuda").sort().values.cumsum(0)[-1].item()
 def test_first_solver():
     a = torch.rand(64, 64, device="cuda"); torch.linalg.inv(a + 64 * torch.eye(64, device="cuda")).sum().item()
+def test_first_random_numbers_bring_a_table():
+    torch.randint(0, 256, (1,), dtype=torch.uint8, device="cuda"); torch.randn(1, device="cuda").exponential_().item()
+def test_a_kernel_brings_a_table_of_4_mib():
+    torch.cuda._compile_kernel(
+        '__device__ float table[1 << 20];'
+        'extern "C" __global__ void fill(float* out) { table[threadIdx.x] = 1; *out = table[0]; }',
+        "fill",
+    )((1, 1, 1), (32, 1, 1), (torch.zeros(1, device="cuda"),))
+    torch.cuda.synchronize()
 def test_first_fft():
     torch.fft.fft(torch.rand(1 << 16, device="cuda")).abs().sum().item()
 def test_allocator_grows():
