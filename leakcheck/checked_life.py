@@ -281,7 +281,7 @@ class CheckedLife:
             if result or self.model.unfinished:
                 return
             usage = _asked(self._target, "kv_usage")
-            held = {} if usage is None else _holders(usage)
+            held = {} if usage is None else contract.holders(usage)
             found = contract.after_idle("reset_prefix_cache", self._device, held or {"nobody that tells": 0}, None)
             self._raise(found)
 
@@ -647,11 +647,6 @@ def _asked(target: Any, name: str) -> Any:
     """What a target says, where it has something to say."""
     method = getattr(target, name, None)
     return None if method is None else method()
-
-
-def _holders(usage: Any) -> dict[str, int]:
-    held = {contract.PENDING: usage.pending_transfer, "no request": usage.held - usage.pending_transfer}
-    return {who: blocks for who, blocks in held.items() if blocks}
 
 
 def _said(error: BaseException) -> str:

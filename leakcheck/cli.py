@@ -6,7 +6,7 @@ import datetime
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from enum import Enum
 from pathlib import Path
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from lowtide.engine import EngineConfig
     from lowtide.engine.defects import Defect
+    from lowtide.leakcheck.lifecycle import Event, LifecycleRun
     from lowtide.leakcheck.suppression_writing import Added
     from lowtide.leakcheck.suppressions import Suppressions
     from lowtide.probes.device.driver import Driver
@@ -154,12 +155,39 @@ def _run(
     suppressions: Suppressions,
 ) -> int:
     # Only now: importing torch takes seconds, and refusing bad input should not.
-    from rich.text import Text
-
     from lowtide.engine import EngineError
     from lowtide.engine.defects import find_defect
-    from lowtide.leakcheck.lifecycle import Event, LifecycleRun
+    from lowtide.leakcheck.lifecycle import LifecycleRun
     from lowtide.leakcheck.reference import ReferenceLife
+
+    try:
+        active = find_defect(defect) if defect is not None else None
+        config, vocab_size = _configure(device, model, seed, active)
+    except EngineError as error:
+        _refuse(str(error))
+
+    def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
+        return LifecycleRun(
+            f"run[{config.model}]",
+            lambda: ReferenceLife(config, vocab_size, active.prompt_scale if active is not None else 1),
+            device=config.device,
+            driver=driver,
+            cycles=cycles,
+            listener=show,
+        )
+
+    with ExitStack() as stack:
+        if active is not None:
+            stack.enter_context(active.trigger() if twin else active.switched_on())
+        return _live(make_run, report, suppressions)
+
+
+def _live(
+    make_run: Callable[[Driver, Callable[[Event], None]], LifecycleRun], report: Path | None, suppressions: Suppressions
+) -> int:
+    """Lives all lives with a progress line, and shows and writes the verdict; the exit code."""
+    from rich.text import Text
+
     from lowtide.leakcheck.suppressions import problems
     from lowtide.probes.device.driver import find_driver
     from lowtide.reports import schema
@@ -168,15 +196,8 @@ def _run(
 
     console = Console(width=None if sys.stdout.isatty() else 180, soft_wrap=not sys.stdout.isatty())
     with ExitStack() as stack:
-        try:
-            active = find_defect(defect) if defect is not None else None
-            config, vocab_size = _configure(device, model, seed, active)
-        except EngineError as error:
-            _refuse(str(error))
         driver = find_driver()
         stack.callback(driver.close)
-        if active is not None:
-            stack.enter_context(active.trigger() if twin else active.switched_on())
         progress = stack.enter_context(progress_line(console))
         task = progress.add_task("starting")
 
@@ -188,14 +209,7 @@ def _run(
                 total=event.total,
             )
 
-        life = LifecycleRun(
-            f"run[{config.model}]",
-            lambda: ReferenceLife(config, vocab_size, active.prompt_scale if active is not None else 1),
-            device=config.device,
-            driver=driver,
-            cycles=cycles,
-            listener=show,
-        )
+        life = make_run(driver, show)
         today = datetime.date.today()
         subject, used = suppressions.judge(life.run(), today)
         written = _report(subject, driver)
@@ -218,6 +232,47 @@ def _run(
     if life.interrupted:
         return INTERRUPTED
     return schema.exit_code(written) or (1 if wrong else 0)
+
+
+@app.command()
+def check(
+    target: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="What makes your engine's target.")],
+    cycles: Annotated[int, typer.Option(help="Whole lives, one after the other; the first warms libraries up.")] = 2,
+    report: Annotated[Path | None, typer.Option(help="Folder for the report (JSON, HTML, JUnit, Markdown).")] = None,
+    suppressions: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Known leaks that may stay; an entry that none needs fails.")
+    ] = None,
+) -> None:
+    """Drive your engine through one fixed life (create, infer, every sleep, wake, shutdown) again and again, and judge.
+
+    Exit codes: as those of `run`.
+    """
+    if cycles < 1:
+        _refuse(f"--cycles {cycles} is not possible: use 1 or more")
+    known = _load_suppressions(suppressions)
+    if report is not None:
+        _check_writable(report)
+    try:
+        code = _check(target, cycles, report, known)
+    except KeyboardInterrupt:
+        typer.echo("lowtide: interrupted before there was anything to report", err=True)
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+def _check(target: str, cycles: int, report: Path | None, suppressions: Suppressions) -> int:
+    from lowtide.leakcheck.target import TargetError, load_factory
+    from lowtide.leakcheck.target_life import check_run
+
+    try:
+        factory = load_factory(target)
+
+        def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
+            return check_run(f"check[{target}]", factory, driver=driver, cycles=cycles, listener=show)
+
+        return _live(make_run, report, suppressions)
+    except TargetError as error:
+        _refuse(str(error))
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import msgspec
 
@@ -25,6 +26,12 @@ SLEEPING_ARENAS = ("weights", "kv_cache", "workspace")
 
 ASLEEP_DRIVER_TOLERANCE = 64 * MIB
 """Bytes that the driver may count for a process whose engine sleeps at level 2, above what it counted before create."""
+
+
+def holders(usage: Any) -> dict[str, int]:
+    """Who holds KV blocks, with how many, of a `kv_usage()`: no request does."""
+    held = {PENDING: usage.pending_transfer, "no request": usage.held - usage.pending_transfer}
+    return {who: blocks for who, blocks in held.items() if blocks}
 
 
 def after_sleep(stage: str, device: str, baseline: Snapshot, after: Snapshot) -> list[Finding]:

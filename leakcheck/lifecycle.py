@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from lowtide.leakcheck.metrics import MIB, NOT_OF_PYTHON, Metric, shutdown_metri
 from lowtide.leakcheck.process_state import ProcessState
 from lowtide.leakcheck.readings import to_readings
 from lowtide.leakcheck.survival import Survival
+from lowtide.leakcheck.target import TargetError
 from lowtide.leakcheck.trend import trend_of
 from lowtide.leakcheck.type_growth import TypeCounts
 from lowtide.probes.counters import child_processes
@@ -47,13 +49,13 @@ SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "i
 
 
 class Life(Protocol):
-    """An engine that can be driven through `SCRIPT`; new ones are made for every life.
+    """An engine that can be driven through a script; new ones are made for every life.
 
     It may have an attribute `engine`: what a caller of `shutdown` still has, and from which paths are told; without one
     that is the life itself.  It may have `preserved()`, which gives by name the tensors whose contents must survive a
     sleep, `graph_buffers()`, which gives by name address and bytes of what captured graphs read, and
     `kv_blocks_held()`, which gives who holds how many KV blocks although no request does, with `step()` to try whether
-    one more step ends that.
+    one more step ends that.  A script that has the stage `reload` needs a `reload()`.
     """
 
     def create(self) -> None:
@@ -94,6 +96,8 @@ class LifecycleRun:
         cycles: how many lives; the first of several also loads the libraries, and is judged without what they move.
         listener: hears of each stage before it starts.
         script: the stages of one life, from `create` to `shutdown`; without sleeps for an engine that does not sleep.
+        preserving: the sleeps in it from which the contents of `preserved()` come back with the wake; None for all.
+        emptying: the sleeps in it in which the driver must count no more for the process than before create.
     """
 
     def __init__(
@@ -106,6 +110,8 @@ class LifecycleRun:
         cycles: int,
         listener: Callable[[Event], None] = lambda event: None,
         script: Sequence[str] = SCRIPT,
+        preserving: Collection[str] | None = None,
+        emptying: Collection[str] = ("sleep(2)",),
     ) -> None:
         self._name = name
         self._make = make
@@ -114,6 +120,8 @@ class LifecycleRun:
         self._cycles = cycles
         self._listener = listener
         self._script = tuple(script)
+        self._preserving = self._script if preserving is None else preserving
+        self._emptying = emptying
         self._indices = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
         self._stages: list[tuple[str, int, float, Snapshot, Snapshot, int, int]] = []
         self._findings: list[Finding] = []
@@ -185,6 +193,8 @@ class LifecycleRun:
             self._walk(life, cycle, baseline)
         except KeyboardInterrupt:
             self._interrupt()
+        except TargetError as error:
+            self._failure = f"cycle {cycle}: {error}"
         except Exception as error:  # noqa: BLE001 - the engine must be shut down whatever went wrong here
             self._failure = f"cycle {cycle}: lowtide itself failed: {type(error).__name__}: {error}"
         if life is not None:
@@ -199,7 +209,7 @@ class LifecycleRun:
         for turn, name in enumerate(self._script[:-1]):
             self._announce(cycle, turn)
             self._leftovers.stage(name, cycle)
-            if name.startswith("sleep"):
+            if name in self._preserving and name.startswith("sleep"):
                 self._survival.before_sleep(_asked(life, "preserved"))
             started = time.perf_counter()
             try:
@@ -239,7 +249,7 @@ class LifecycleRun:
                 pools = (*before.pools, *after.pools)
                 self._findings += self._leftovers.explain_asleep(engine, cycle, self._device, pools)
                 self._findings += contract.after_sleep(name, self._device, baseline, after)
-                if name == "sleep(2)" and self._judges_first_use(cycle):
+                if name in self._emptying and self._judges_first_use(cycle):
                     self._findings += contract.after_deep_sleep(name, self._device, baseline, at_work, after)
             elif name == "wake":
                 self._findings += contract.after_wake(name, self._device, before_sleep, after)
@@ -524,12 +534,11 @@ def _perform(life: Life, name: str) -> Sequence[Sequence[int]]:
     """One stage of the script; the tokens of an infer, nothing for the others."""
     if name == "infer":
         return life.infer()
-    if name == "create":
-        life.create()
-    elif name == "wake":
-        life.wake()
+    level = re.fullmatch(r"sleep\((\d+)\)", name)
+    if level is not None:
+        life.sleep(int(level[1]))
     else:
-        life.sleep(1 if name == "sleep(1)" else 2)
+        getattr(life, name)()
     return ()
 
 

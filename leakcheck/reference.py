@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
-from lowtide.leakcheck.contract import PENDING
+from lowtide.leakcheck.contract import holders
 
 if TYPE_CHECKING:
     import torch
@@ -58,9 +58,7 @@ class ReferenceLife:
         """Who holds KV blocks although no request does, with how many; the engine is asked to forget its prefixes."""
         if self._engine.reset_prefix_cache():
             return {}
-        usage = self._engine.kv_cache_usage()
-        held = {PENDING: usage.pending_transfer, "no request": usage.held - usage.pending_transfer}
-        return {who: blocks for who, blocks in held.items() if blocks}
+        return holders(self._engine.kv_cache_usage())
 
     def step(self) -> None:
         """One step of the engine."""

@@ -79,6 +79,7 @@ class ReferenceTarget:
             sleep_levels=(1, 2),
             sleep_modes=("wait", "abort"),
             preserving_levels=(1, 2),
+            emptying_levels=(2,),
             wake_tags=("weights", "kv_cache"),
             prefix_cache=True,
             reload=True,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class Capabilities:
         sleep_levels: of `sleep`; none for an engine that does not sleep.
         sleep_modes: of `sleep`: `wait` runs unfinished requests to their end, `abort` ends them.
         preserving_levels: the levels from which the contents of `preserved()` come back with `wake`.
+        emptying_levels: the levels at which the driver counts no more for the process than before `create`.
         wake_tags: parts that `wake` can be asked for one by one.
         prefix_cache: whether there is `reset_prefix_cache`.
         reload: whether there is `reload`.
@@ -49,6 +51,7 @@ class Capabilities:
     sleep_levels: Sequence[int] = ()
     sleep_modes: Sequence[str] = ("wait",)
     preserving_levels: Sequence[int] = ()
+    emptying_levels: Sequence[int] = ()
     wake_tags: Sequence[str] = ()
     prefix_cache: bool = False
     reload: bool = False
@@ -56,6 +59,8 @@ class Capabilities:
     failure: tuple[type[Exception], ...] = ()
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"cpu|cuda:\d+", self.device):
+            raise TargetError(f"capability device is {self.device!r}: write 'cpu', or a card with its number: 'cuda:0'")
         for name in ("max_requests", "max_tokens"):
             if getattr(self, name) < 1:
                 raise TargetError(f"capability {name} is {getattr(self, name)}: it must be at least 1")
@@ -68,8 +73,9 @@ class Capabilities:
             raise TargetError(f"capability sleep_modes has {sorted(unknown)}: 'wait' and 'abort' are known")
         if self.sleep_levels and not self.sleep_modes:
             raise TargetError("capability sleep_modes is empty: an engine that sleeps has at least 'wait'")
-        if extra := set(self.preserving_levels) - set(self.sleep_levels):
-            raise TargetError(f"capability preserving_levels has {sorted(extra)}, which are not in sleep_levels")
+        for name in ("preserving_levels", "emptying_levels"):
+            if extra := set(getattr(self, name)) - set(self.sleep_levels):
+                raise TargetError(f"capability {name} has {sorted(extra)}, which are not in sleep_levels")
 
 
 class LifecycleTarget(Protocol):
@@ -161,9 +167,14 @@ def make_target(factory: TargetFactory) -> LifecycleTarget:
     """A new target, checked for having what it declares.
 
     Raises:
-        TargetError: it lacks a method.
+        TargetError: it cannot be made, or lacks a method.
     """
-    target = factory()
+    try:
+        target = factory()
+    except TargetError:
+        raise
+    except Exception as error:  # any factory may raise anything
+        raise TargetError(f"{factory!r} made no target: it raised {type(error).__name__}: {error}") from error
     capabilities = getattr(target, "capabilities", None)
     if not isinstance(capabilities, Capabilities):
         raise TargetError(f"{factory!r} made a {type(target).__name__} without `capabilities`: give it Capabilities(…)")

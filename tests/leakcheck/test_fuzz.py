@@ -19,7 +19,6 @@ from lowtide.leakcheck.fault_sweep import stages, sweep
 from lowtide.leakcheck.fuzz import Found, Source, as_program, fuzz, lifecycle_machine
 from lowtide.leakcheck.fuzz_command import reference_target
 from lowtide.leakcheck.reference_target import THOROUGH, reference
-from lowtide.leakcheck.transformers_target import transformers_model
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_checked_life import DoesNotRollBack, ForgetsAtWake, SaysOtherThings
 
@@ -247,9 +246,3 @@ def test_the_reference_engine_survives_what_fails_in_it() -> None:
     assert points["create", "reserve"] == 7
     assert points["wake from 1", "map"] == 2
     assert points["reload", "copy"] >= 1
-
-
-def test_a_transformers_model_lives_without_a_finding() -> None:
-    found = fuzz(transformers_model, examples=6, seed=0)
-    assert (found.findings, found.reason) == ((), "")
-    assert {"running", "asleep at level 1"} <= found.coverage.states

@@ -58,6 +58,11 @@ def test_a_target_without_capabilities_or_a_life_is_refused() -> None:
         make_target(Empty)  # type: ignore[arg-type]
 
 
+def test_a_factory_that_raises_is_said_to() -> None:
+    with pytest.raises(TargetError, match="made no target: it raised ZeroDivisionError: "):
+        make_target(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -68,7 +73,10 @@ def test_a_target_without_capabilities_or_a_life_is_refused() -> None:
         ({"configs": {"size": ()}}, "configs has no value for 'size'"),
         ({"sleep_modes": ("doze",)}, "'doze'"),
         ({"sleep_levels": (1,), "sleep_modes": ()}, "sleep_modes is empty"),
-        ({"sleep_levels": (1,), "preserving_levels": (2,)}, "not in sleep_levels"),
+        ({"sleep_levels": (1,), "preserving_levels": (2,)}, "preserving_levels has .2., which are not in sleep_levels"),
+        ({"sleep_levels": (1,), "emptying_levels": (2,)}, "emptying_levels has .2., which are not in sleep_levels"),
+        ({"device": "cuda"}, "device is 'cuda': write 'cpu', or a card with its number: 'cuda:0'"),
+        ({"device": "cpu:1"}, "device is 'cpu:1'"),
     ],
 )
 def test_capabilities_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:

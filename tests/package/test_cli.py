@@ -495,6 +495,42 @@ def test_a_real_leak_is_suppressed_from_its_report(tmp_path: Path) -> None:
     assert "SUPPRESSION" not in done.stdout
 
 
+# --- check ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("json:nothing",), "module 'json' has no attribute 'nothing'"),
+        (("json",), "'json' names no target: write MODULE:FACTORY"),
+        (("builtins:dict",), "made a dict without `capabilities`"),
+        (("json:loads",), "made no target: it raised TypeError"),
+        (("json:loads", "--cycles", "0"), "--cycles 0 is not possible: use 1 or more"),
+        (("json:loads", "--suppressions", "nowhere.toml"), "--suppressions nowhere.toml"),
+    ],
+)
+def test_a_check_that_cannot_be_made_is_refused_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    done = invoke("check", *arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_users_engine_goes_through_the_fixed_life(tmp_path: Path) -> None:
+    done = lowtide("check", "tests.leakcheck.small_target:SmallTarget", "--report", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "CLEAN: 2 cycle(s), everything came back" in done.stdout
+    (subject,) = report_of(tmp_path).subjects
+    assert subject.id == "check[tests.leakcheck.small_target:SmallTarget]"
+    assert len(subject.stages) == 2 * 8
+
+
+def test_what_a_users_engine_leaves_fails_its_check(tmp_path: Path) -> None:
+    done = lowtide("check", "tests.leakcheck.test_target_life:Keeps", "--cycles", "1")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "tests.leakcheck.test_target_life.KEPT" in done.stdout
+
+
 # --- fuzz -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,216 @@
+"""A user's target goes through the fixed life: what `lowtide check` finds in it, and what it leaves alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.leakcheck.lifecycle import LifecycleRun
+from lowtide.leakcheck.target import Capabilities, LifecycleTarget
+from lowtide.leakcheck.target_life import TargetLife, check_run, script_of
+from lowtide.probes.device.driver.none import NoDriver
+from lowtide.reports.schema import Finding, Subject
+from tests.leakcheck.small_target import SmallTarget
+
+KEPT: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def tidy() -> Iterator[None]:
+    yield
+    KEPT.clear()
+
+
+def lived(target: type[LifecycleTarget], cycles: int = 1) -> Subject:
+    run: LifecycleRun = check_run("check", target, driver=NoDriver("a test"), cycles=cycles)
+    return run.run()
+
+
+def only(target: type[LifecycleTarget]) -> Finding:
+    (finding,) = lived(target).findings
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("able", "stages"),
+    [
+        (Capabilities(), "create infer shutdown"),
+        (Capabilities(sleep_levels=(1,)), "create infer sleep(1) wake infer shutdown"),
+        (
+            Capabilities(sleep_levels=(3, 12), reload=True),
+            "create infer sleep(3) wake infer sleep(12) wake infer reload infer shutdown",
+        ),
+    ],
+)
+def test_a_life_has_the_stages_that_the_target_is_able_to(able: Capabilities, stages: str) -> None:
+    assert " ".join(script_of(able)) == stages
+
+
+class Counts(SmallTarget):
+    capabilities = replace(SmallTarget.capabilities, sleep_levels=(3,), preserving_levels=(3,), max_requests=2)
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        KEPT.append(config)
+        super().create(config)
+
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        KEPT.append((level, mode))
+        return super().sleep(level, mode)
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        KEPT.append(tags)
+        super().wake(tags)
+
+    def reload(self) -> None:
+        KEPT.append("reload")
+        super().reload()
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        assert len(prompt_lengths) <= 2
+        KEPT.append(tuple(prompt_lengths))
+        return super().infer(prompt_lengths, max_tokens)
+
+
+def test_an_engine_that_is_right_is_clean_in_every_life() -> None:
+    subject = lived(Counts, cycles=2)
+    assert (subject.outcome, subject.reason, subject.findings) == ("clean", "", ())
+    stages = ["create", "infer", "sleep(3)", "wake", "infer", "reload", "infer", "shutdown"]
+    assert [stage.name for stage in subject.stages] == stages * 2
+    inferred = [(3, 17), (40,)]
+    assert [{"size": 8}, *inferred, (3, "wait"), None, *inferred, "reload", *inferred] * 2 == KEPT
+
+
+class Keeps(SmallTarget):
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        if not KEPT:
+            KEPT.append(torch.ones(1000))
+        return super().infer(prompt_lengths, max_tokens)
+
+
+def test_what_it_leaves_is_found_with_holder_stage_and_remedy() -> None:
+    finding = only(Keeps)
+    assert (finding.resource, finding.stage, finding.bytes) == ("tensors", "infer", 4000)
+    assert finding.holder == f"{__name__}.KEPT[0]"
+    assert finding.remedy is not None
+    assert finding.remedy.returns_bytes == 4000
+
+
+class Forgets(SmallTarget):
+    def fill(self) -> None:
+        self.weights.copy_(torch.arange(1000))
+
+    def drop(self, tags: Sequence[str]) -> None:
+        super().drop(tags)
+        self.table.zero_()
+
+
+def test_what_a_sleep_must_preserve_is_compared() -> None:
+    finding = only(Forgets)
+    assert (finding.resource, finding.cause, finding.holder) == ("contents", "not-restored", "table")
+
+
+class MayForget(Forgets):
+    capabilities = replace(SmallTarget.capabilities, preserving_levels=())
+
+
+def test_what_it_does_not_promise_to_preserve_is_not() -> None:
+    assert lived(MayForget).outcome == "clean"
+
+
+class SaysOtherThings(MayForget):
+    def fill(self) -> None:
+        self.weights.copy_(torch.arange(1000) + 1)
+
+
+def test_the_tokens_are_those_from_before_in_any_case() -> None:
+    finding = only(SaysOtherThings)
+    assert (finding.resource, finding.stage) == ("contents", "infer")
+
+
+class HoldsABlock(SmallTarget):
+    def reset_prefix_cache(self) -> bool:
+        return not self.held
+
+    @property
+    def held(self) -> int:
+        return 1
+
+    def kv_usage(self) -> Any:
+        return SimpleNamespace(total=10, available=9, evictable=0, held=1, pending_transfer=1)
+
+
+def test_blocks_that_no_request_holds_are_found() -> None:
+    finding = only(HoldsABlock)
+    assert (finding.resource, finding.holder, finding.count) == ("kv-blocks", "pending transfers", 1)
+    assert finding.remedy is None
+
+
+class TakesThemInAtAStep(HoldsABlock):
+    stepped = False
+
+    @property
+    def held(self) -> int:
+        return not self.stepped
+
+    def step(self) -> Mapping[str, Sequence[int]]:
+        self.stepped = True
+        return super().step()
+
+
+def test_that_a_step_gives_them_back_is_told() -> None:
+    finding = only(TakesThemInAtAStep)
+    assert finding.remedy is not None
+    assert finding.remedy.action == "engine.step()"
+
+
+class TellsNothing:
+    """The least that a target can be."""
+
+    capabilities = Capabilities(prefix_cache=True)
+    resets = True
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        assert config == {}
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        return [[1] * max_tokens for _ in prompt_lengths]
+
+    def reset_prefix_cache(self) -> bool:
+        return self.resets
+
+    def shutdown(self) -> None: ...
+
+
+class NeverResets(TellsNothing):
+    resets = False
+
+
+def test_a_target_that_tells_nothing_of_itself_is_driven_too() -> None:
+    assert lived(TellsNothing).outcome == "clean"
+    assert only(NeverResets).holder == "nobody that tells"
+
+
+def test_paths_are_told_from_the_engine_that_the_target_has() -> None:
+    life = TargetLife(TellsNothing)
+    assert type(life.engine) is TellsNothing
+    life.engine.engine = "the engine"  # type: ignore[attr-defined]
+    assert life.engine == "the engine"
+
+
+class Refuses(TellsNothing):
+    def __init__(self) -> None:
+        if KEPT:
+            raise OSError("no licence")
+        KEPT.append("one is enough")
+
+
+def test_a_target_that_cannot_be_made_again_is_said_to_be_the_reason() -> None:
+    subject = lived(Refuses)
+    assert subject.outcome == "error"
+    assert "made no target: it raised OSError: no licence" in subject.reason
+    assert "lowtide itself" not in subject.reason
