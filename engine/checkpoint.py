@@ -94,12 +94,17 @@ def copy_tensors(files: Mapping[Path, list[str]], parameters: Mapping[str, torch
     Files are opened one after the other and closed again; no more than one tensor is held besides the parameters.
 
     Raises:
-        CheckpointError: a file cannot be read.
+        CheckpointError: a file cannot be read, or a tensor in it has another shape than its parameter: it was another
+            file when it was checked, and `copy_` would broadcast it without a word.
     """
     for path, names in files.items():
         with open_safetensors(path) as file:
             for name in names:
-                parameters[name].copy_(file.get_tensor(name))
+                tensor, parameter = file.get_tensor(name), parameters[name]
+                if tensor.shape != parameter.shape:
+                    found, wanted = _said(tuple(tensor.shape)), _said(tuple(parameter.shape))
+                    raise CheckpointError(f"{path}: tensor {name} has shape {found}; the model has {wanted}")
+                parameter.copy_(tensor)
 
 
 @contextmanager

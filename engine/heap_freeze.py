@@ -33,8 +33,9 @@ class HeapFreeze:
         """Undoes `freeze` and collects what was hidden by it; does nothing where nothing was frozen."""
         if self not in _FROZEN_BY:
             return
-        _FROZEN_BY.discard(self)
         gc.unfreeze()
         gc.collect()
+        # Not sooner: interrupted before that, another call does it again.
+        _FROZEN_BY.discard(self)
         if _FROZEN_BY:
             gc.freeze()

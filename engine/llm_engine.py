@@ -346,7 +346,7 @@ class LLMEngine:
 
         Raises:
             ExceptionGroup: the errors of the steps that failed; the others were done all the same, and the engine is
-                closed.
+                closed.  Called again, it tries again what has failed.
         """
         self._state = EngineState.CLOSED
         if self._core is None or self._torn_down:
@@ -359,8 +359,8 @@ class LLMEngine:
             self._tokenizer = None
             self._pending_outputs = []
             self._awake_tags.clear()
-            # Only now: after an interrupt on the way here, the next call does it all again.
-            self._torn_down = True
+            # Only now, and only then: after an interrupt on the way here, the next call does it all again.
+            self._torn_down = teardown.complete
             teardown.finish()
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:

@@ -130,16 +130,15 @@ class EngineMemory:
 
     def close_host_buffers(self, teardown: Teardown) -> None:
         """Give up the transfer ring and the host copy of the weights."""
-        ring, image = self._ring, self._image
-        self._ring = self._image = None
-        if image is not None:
-            teardown.run("the host copy of the weights", image.close)
-        if ring is not None:
-            teardown.run("the transfer ring", ring.close)
+        if self._image is not None and teardown.run("the host copy of the weights", self._image.close):
+            self._image = None
+        if self._ring is not None and teardown.run("the transfer ring", self._ring.close):
+            self._ring = None
 
     def close(self, teardown: Teardown, *, drop_pages: bool = False) -> None:
         """Give everything up, step by step; memory that a tensor still holds goes with that tensor.
 
+        What could not be given up is kept, for another call to try again.
         With `drop_pages` even that is given back: for an engine that never came to life, whose tensors nobody but a
         traceback can hold.
         """
@@ -147,13 +146,14 @@ class EngineMemory:
         for arena in [*self._arenas.values(), *self._workspace_arenas]:
             if drop_pages:
                 teardown.run(f"pages of arena {arena.tag!r}", partial(arena.unmap_to, 0))
-        for workspace in self.workspaces:
-            teardown.run("a workspace", workspace.close)
-        for arena in self._arenas.values():
-            teardown.run(f"arena {arena.tag!r}", arena.close)
-        self.workspaces = []
-        self._workspace_arenas = []
-        self._arenas = {}
+        self.workspaces = [
+            workspace for workspace in self.workspaces if not teardown.run("a workspace", workspace.close)
+        ]
+        self._arenas = {
+            tag: arena for tag, arena in self._arenas.items() if not teardown.run(f"arena {tag!r}", arena.close)
+        }
+        if not self.workspaces:
+            self._workspace_arenas = []
         self.empty_cache(teardown)
 
     def empty_cache(self, teardown: Teardown) -> None:

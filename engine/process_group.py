@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 from torch import distributed
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs leave it out
@@ -46,6 +48,9 @@ class ProcessGroup:
 
         Not only the reference: torch lists its groups, and a group that is set to None lives on (Megatron-LM#6897).
         """
-        group, self._group = self._group, None
-        if group is not None:
-            distributed.destroy_process_group(group)
+        if self._group is None:
+            return
+        # The reference goes last: interrupted before that, it is still known what there is to destroy.
+        with suppress(ValueError):  # torch's word for a group that is destroyed already
+            distributed.destroy_process_group(self._group)
+        self._group = None

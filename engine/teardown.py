@@ -22,13 +22,20 @@ class Teardown:
         self._errors: list[BaseException] = []
         self._failed: list[str] = []
 
-    def run(self, name: str, step: Callable[[], object]) -> None:
-        """Run one step; `name` says in the error what was being taken down."""
+    def run(self, name: str, step: Callable[[], object]) -> bool:
+        """Run one step; `name` says in the error what was being taken down.  Returns whether it did not raise."""
         try:
             step()
         except BaseException as error:  # noqa: BLE001 - collected, raised by `finish`
             self._errors.append(error)
             self._failed.append(name)
+            return False
+        return True
+
+    @property
+    def complete(self) -> bool:
+        """Whether no step has raised so far."""
+        return not self._failed
 
     def finish(self) -> None:
         """Raise what was collected.

@@ -10,7 +10,7 @@ from datetime import date
 from typing import Any
 
 from lowtide.leakcheck import contract
-from lowtide.leakcheck.faults import Injection, Kind, Seam, injecting
+from lowtide.leakcheck.faults import Injection, Kind, Seam, ShardSeam, injecting
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.life_model import LifeModel
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, host_memory_tolerance
@@ -297,15 +297,26 @@ class CheckedLife:
         """Load the weights anew."""
         return self._call("reload", {}, lambda: self._target.reload(), void, fault)
 
-    def shutdown(self) -> None:
-        """Shut it down, and judge what it left."""
+    def shutdown(self, fault: Fault | None = None) -> bool:
+        """Shut it down, and judge what it left; where something failed in it, another shutdown must do the rest."""
         try:
-            self._call("shutdown", {}, self._target.shutdown, lambda result: self.model.shut_down(), None)
+            done = self._call("shutdown", {}, self._target.shutdown, lambda result: self.model.shut_down(), fault)
+            if not done:
+                self._shut_down_again()
         except LifeError:
             self.model.shut_down()
             raise
         self._raise(self._left())
         self._open()
+        return done
+
+    def _shut_down_again(self) -> None:
+        try:
+            self._target.shutdown()
+        except Exception as error:  # noqa: BLE001 - any engine may raise anything
+            self._raise([contract.failed_teardown("shutdown", error)])
+        self.model.shut_down()
+        self._check("shutdown")
 
     def illegal(self, name: str) -> None:
         """Make a call that must be refused now, and change nothing."""
@@ -437,6 +448,10 @@ class CheckedLife:
             if injection.kind == "interrupt":
                 self._fail("state", f"Ctrl-C in {name} was swallowed", "swallowed")
             self._late = injection if injection.kind == "transfer" else None
+        if failed and name == "shutdown":
+            # It has given back what it could; what state that is, is for the next one to end.
+            self._cover(situation, f"{name} with a fault")
+            return False
         if failed:
             # No exception of the engine's is alive any more: what it kept would show.
             self._unchanged(f"{name}, which failed,", before)
@@ -578,7 +593,7 @@ class CheckedLife:
     def _graph_buffers(self) -> Mapping[str, Any]:
         return _asked(self._target, "graph_buffers") or {}
 
-    def _seams(self) -> Sequence[Seam]:
+    def _seams(self) -> Sequence[Seam | ShardSeam]:
         return _asked(self._target, "fault_seams") or ()
 
     def _cover(self, before: str, call: str) -> None:

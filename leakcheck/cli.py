@@ -392,6 +392,7 @@ def _fuzz(
     from lowtide.engine import EngineError
     from lowtide.engine.defects import find_defect
     from lowtide.leakcheck.fuzz_command import (
+        checkpoint_target,
         fail_all,
         named_target,
         reference_target,
@@ -408,6 +409,8 @@ def _fuzz(
     try:
         if target is not None:
             subjected = named_target(target)
+        elif faults and defect is None:
+            subjected = checkpoint_target(_device_name(device))
         else:
             subjected = reference_target(_device_name(device), find_defect(defect) if defect is not None else None)
         told: str | Table

@@ -69,6 +69,9 @@ def stages(capabilities: Capabilities, config: Mapping[str, Any]) -> list[Stage]
         # The second time there is a host copy already.
         again = (create, infer, sleep, Call("wake"))
         found.append(Stage(f"sleep({level}) again", again, sleep))
+    found.append(Stage("shutdown", (create, infer), Call("shutdown")))
+    if able.sleep_levels:
+        found.append(Stage("shutdown asleep", (create, infer, sleep), Call("shutdown")))
     return found
 
 
@@ -129,6 +132,8 @@ def _live(life: CheckedLife, stage: Stage, fault: Fault) -> bool:
     succeeded = _make(life, stage.call, fault)
     if not succeeded:
         _make(life, stage.call)
+    if life.model.phase == "closed":
+        _make(life, stage.before[0])
     _to_the_end(life)
     return succeeded
 

@@ -3,25 +3,30 @@
 SQLite's tests fail every malloc in turn (sqlite.org/testing.html, "Anomaly Testing"); this is that for an engine's
 life. A fault point is a place that is passed and may fail. Those of torch are found by a dispatch mode: whatever
 operator returns memory that is not one of its arguments' allocates, by its own schema. Those of an engine's own
-(driver calls, threads, collectives) are its `Seam`s.
+(driver calls, threads, collectives) are its `Seam`s; where it opens a shard of a checkpoint, a `ShardSeam`, it is given
+a damaged copy instead.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.leakcheck.damage import DAMAGES, Damage
+
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 
-Kind: TypeAlias = Literal["allocation", "reserve", "map", "pin", "copy", "transfer", "collective", "interrupt"]
+Kind: TypeAlias = Literal["allocation", "reserve", "map", "pin", "copy", "transfer", "collective", "interrupt"] | Damage
 
 KINDS: Sequence[Kind] = (
     "allocation",
@@ -31,11 +36,13 @@ KINDS: Sequence[Kind] = (
     "copy",
     "transfer",
     "collective",
+    "shard-cut",
+    "shard-shape",
     "interrupt",
 )
 """What can fail: an operator of torch that allocates; an arena's address range, pages, or page-locking; a copy between
-tensors; a copy in a thread of the engine's own; a collective. `interrupt` is Ctrl-C at any of
-these places."""
+tensors; a copy in a thread of the engine's own; a collective, or what makes a group for it; a checkpoint's shard that
+ends early, or whose tensor has the wrong shape. `interrupt` is Ctrl-C at any of these places."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,27 @@ class Seam:
     covers: bool = False
 
 
+@dataclass(frozen=True)
+class ShardSeam:
+    """A function of an engine that opens the shard at the path that is its first argument, each time it needs it.
+
+    Attributes:
+        owner: the class or module that has it.
+        name: of the attribute.
+    """
+
+    owner: Any
+    name: str
+
+
+class DamagedShardError(Exception):
+    """Stands for what an engine raises over a damaged shard, which is its own to choose; never raised."""
+
+    def __init__(self, shard: str) -> None:
+        super().__init__(f"a damaged {shard}")
+        self.shard = shard
+
+
 @dataclass
 class Passed:
     """A fault point that was passed: its kind, and what was asked for."""
@@ -73,7 +101,7 @@ class Injection:
         kind: the kind that is counted; `interrupt` counts all but those in threads.
         at: which one fails, from 0 on; None only counts.
         passed: the points of that kind that were passed so far.
-        raised: what was raised; None before.
+        raised: what was raised, or stands for it; None before.
     """
 
     kind: Kind
@@ -108,8 +136,26 @@ class Injection:
             self.raised = error(what)
             raise self.raised
 
+    def open(self, shard: Path, folder: Path) -> Path:
+        """The shard, or the damaged copy of it in `folder` that is to be opened instead."""
+        if self.kind not in DAMAGES:
+            self.reach("interrupt", f"open {shard.name}", _interrupt)
+            return shard
+        self.passed.append(Passed(self.kind, shard.name))
+        if self.raised is not None or self.at != len(self.passed) - 1:
+            return shard
+        copy = folder / shard.name
+        DAMAGES[self.kind](shard, copy)
+        self.raised = DamagedShardError(shard.name)
+        return copy
+
     def caused(self, error: BaseException, wrappers: tuple[type[BaseException], ...] = ()) -> bool:
-        """Whether `error` is what was raised, or one of `wrappers` that has it as its cause, at whatever depth."""
+        """Whether `error` is what was raised, or one of `wrappers` that has it as its cause, at whatever depth.
+
+        Over a damaged shard: whether it is one of `wrappers`, and names the file.
+        """
+        if isinstance(self.raised, DamagedShardError):
+            return isinstance(error, wrappers) and self.raised.shard in str(error)
         current: BaseException | None = error
         while current is not None and current is not self.raised:
             if isinstance(current, BaseExceptionGroup):
@@ -142,7 +188,9 @@ class _TorchFaults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def injecting(injection: Injection, seams: Sequence[Seam] = (), *, device: str = "cpu") -> Iterator[Injection]:
+def injecting(
+    injection: Injection, seams: Sequence[Seam | ShardSeam] = (), *, device: str = "cpu"
+) -> Iterator[Injection]:
     """While it lasts, fault points of this thread's torch operators and of the seams reach `injection`.
 
     Args:
@@ -152,7 +200,11 @@ def injecting(injection: Injection, seams: Sequence[Seam] = (), *, device: str =
     """
     with ExitStack() as stack:
         for seam in seams:
-            stack.enter_context(_patched(seam, injection))
+            if isinstance(seam, Seam):
+                stack.enter_context(_patched(seam, injection))
+            else:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowtide-")))
+                stack.enter_context(_opening(seam, injection, folder))
         stack.enter_context(_TorchFaults(injection, device))
         yield injection
 
@@ -169,6 +221,20 @@ def _patched(seam: Seam, injection: Injection) -> Iterator[None]:
             return function(*args, **kwargs)
 
     setattr(seam.owner, seam.name, staticmethod(call) if isinstance(original, staticmethod) else call)
+    try:
+        yield
+    finally:
+        setattr(seam.owner, seam.name, original)
+
+
+@contextmanager
+def _opening(seam: ShardSeam, injection: Injection, folder: Path) -> Iterator[None]:
+    original = vars(seam.owner)[seam.name]
+
+    def call(shard: str | Path, *args: Any, **kwargs: Any) -> Any:
+        return original(injection.open(Path(shard), folder), *args, **kwargs)
+
+    setattr(seam.owner, seam.name, call)
     try:
         yield
     finally:

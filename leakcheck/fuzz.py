@@ -75,8 +75,6 @@ class LifecycleMachine(RuleBasedStateMachine):
         elif name == "abort":
             count = data.draw(st.integers(1, len(model.unfinished)), label="count")
             self._checked(lambda: self._life.abort(count))
-        elif name == "shutdown":
-            self._checked(self._life.shutdown)
         else:
             self._make(name, data, *self._arguments(name, data))
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from lowtide.leakcheck.fault_sweep import Swept, sweep
 from lowtide.leakcheck.fuzz import Found, Source, as_program, fuzz
 from lowtide.leakcheck.progress import progress_line
 from lowtide.leakcheck.reference_target import THOROUGH, ReferenceTarget
+from lowtide.leakcheck.small_checkpoint import SmallCheckpoint
 from lowtide.leakcheck.target import TargetFactory, load_factory
-from lowtide.reports.schema import Subject
+from lowtide.reports.schema import NotMeasured, Subject
 from lowtide.reports.terminal import finding_text
 
 if TYPE_CHECKING:
@@ -38,13 +40,15 @@ class Subjected:
         source: how a program gets at the same.
         context: what is switched on meanwhile.
         thorough: the configuration whose faults are swept: with everything that can fail.
+        not_measured: what cannot fail here, and why.
     """
 
     name: str
     factory: TargetFactory
     source: Source
-    context: AbstractContextManager[None]
+    context: AbstractContextManager[object]
     thorough: Mapping[str, Any] = field(default_factory=dict)
+    not_measured: tuple[NotMeasured, ...] = ()
 
 
 def named_target(name: str) -> Subjected:
@@ -81,6 +85,26 @@ def reference_target(device: str, defect: Defect | None) -> Subjected:
         # Not with what makes it show from outside: that is for the search to find.
         defect.activate(),
         {name: value for name, value in THOROUGH.items() if name not in defect.settings},
+    )
+
+
+def checkpoint_target(device: str) -> Subjected:
+    """The reference engine with its weights in the shards of a checkpoint, which can be damaged."""
+    if find_spec("safetensors") is None:
+        why = 'the package safetensors is not installed: pip install "lowtide[models]"'
+        return replace(reference_target(device, None), not_measured=(NotMeasured(what="damaged shards", why=why),))
+    written = SmallCheckpoint()
+    imports = [
+        "from lowtide.leakcheck.reference_target import ReferenceTarget",
+        "from lowtide.leakcheck.small_checkpoint import SmallCheckpoint",
+    ]
+    make = f"lambda: ReferenceTarget({device!r}, {{'model': written.folder}})"
+    return Subjected(
+        "reference",
+        lambda: ReferenceTarget(device, {"model": written.folder}),
+        Source(imports, make, "SmallCheckpoint() as written"),
+        written,
+        THOROUGH,
     )
 
 
@@ -139,7 +163,12 @@ def fail_all(subjected: Subjected, *, console: Console) -> tuple[Subject, str, T
                 table.add_row(item.stage, item.kind, str(item.points), str(item.raised), verdict)
     findings = tuple(finding for item in swept for finding in item.findings)
     table.add_row("all", "", str(sum(item.points for item in swept)), str(sum(item.raised for item in swept)), "")
-    subject = Subject(id=f"faults[{subjected.name}]", outcome="leak" if findings else "clean", findings=findings)
+    subject = Subject(
+        id=f"faults[{subjected.name}]",
+        outcome="leak" if findings else "clean",
+        findings=findings,
+        not_measured=subjected.not_measured,
+    )
     life = next((item.life for item in swept if item.findings), ())
     return subject, as_program(life, subjected.source) if life else "", table
 

@@ -7,8 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed
 
-from lowtide.engine import EngineConfig, EngineError, EngineState, EngineStateError, LLMEngine, SamplingParams
+from lowtide.engine import (
+    EngineConfig,
+    EngineError,
+    EngineState,
+    EngineStateError,
+    LLMEngine,
+    SamplingParams,
+    checkpoint,
+)
 from lowtide.engine.config import load_model_config
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.host_memory import HostBuffer
@@ -16,7 +25,7 @@ from lowtide.engine.offloading_connector import OffloadingConnector
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.pages.vmm import VmmPages
 from lowtide.engine.transfer import TransferRing
-from lowtide.leakcheck.faults import Seam
+from lowtide.leakcheck.faults import Seam, ShardSeam
 from lowtide.leakcheck.target import Capabilities
 
 if TYPE_CHECKING:
@@ -163,9 +172,17 @@ class ReferenceTarget:
         """Address and bytes of what captured graphs read, by name."""
         return self.engine.graph_addresses()
 
-    def fault_seams(self) -> Sequence[Seam]:
+    def fault_seams(self) -> Sequence[Seam | ShardSeam]:
         """The places outside torch's operators at which the engine can fail."""
         pages = CpuPages if self._settings["device"] == "cpu" else VmmPages
+        # None of these may fail, but Ctrl-C comes when it comes.
+        gives_back = (
+            (pages, "unmap"),
+            (pages, "unpin"),
+            (HostBuffer, "close"),
+            (TransferRing, "close"),
+            (distributed, "destroy_process_group"),
+        )
         return (
             Seam("reserve", pages, "reserve", lambda what: OutOfMemoryError(f"no address range ({what} injected)")),
             Seam("reserve", HostBuffer, "__init__", lambda what: OutOfMemoryError(f"no host memory ({what} injected)")),
@@ -174,12 +191,20 @@ class ReferenceTarget:
             Seam("transfer", OffloadingConnector, "_copy", lambda what: RuntimeError(f"copy failed ({what} injected)")),
             Seam("transfer", TransferRing, "_drain", lambda what: RuntimeError(f"copy failed ({what} injected)")),
             Seam("transfer", TransferRing, "_fill", lambda what: RuntimeError(f"copy failed ({what} injected)")),
+            Seam("collective", distributed, "init_process_group", _timeout),
+            Seam("collective", distributed, "new_group", _timeout),
+            ShardSeam(checkpoint, "open_safetensors"),
+            *(Seam("interrupt", owner, name, KeyboardInterrupt) for owner, name in gives_back),
         )
 
     def _prompt(self, length: int) -> list[int]:
         # Prompts of lengths that are both odd, or both even, begin alike: prefixes are shared.
         source = random.Random(length % 2)
         return [source.randrange(self._vocab_size) for _ in range(length)]
+
+
+def _timeout(what: str) -> BaseException:
+    return distributed.DistBackendError(f"{what}: the other ranks did not come ({what} injected)")
 
 
 def _greedy(max_tokens: int) -> SamplingParams:
