@@ -38,6 +38,7 @@ from lowtide.probes.foreign import (
     namespace_of_class,
     type_name,
 )
+from lowtide.probes.identities import identities, object_at, types_of
 from lowtide.probes.objects import FROZEN_AT_STARTUP, collector_paused, frame_locals
 
 RootKind = Literal["module", "frame", "thread", "class", "context", "object"]
@@ -320,11 +321,7 @@ class _Heap:
         self.roots = [*own, *(root for root in _roots() if id(root.held) not in known_roots)]
         self.objects = [root.held for root in self.roots]
         known = set(map(id, self.objects))
-        self.objects.extend(
-            item
-            for item in gc.get_objects()
-            if id(item) not in known and (type(item) is not FrameType or not _is_checkers(item))
-        )
+        _extend(self.objects, gc.get_objects(), known)
         # The walk passes over untracked objects, unless they are asked for.
         untracked = {id(target): target for target in targets if not gc.is_tracked(target)}
         self.objects.extend(target for key, target in untracked.items() if key not in known)
@@ -333,7 +330,7 @@ class _Heap:
         self._unfrozen = len(self.objects) if gc.get_freeze_count() > FROZEN_AT_STARTUP else sys.maxsize
         table = self._walk()
         self._scratch = np.zeros(len(self.objects), np.int32)
-        self.targets = table.find(_addresses(targets))
+        self.targets = table.find(identities(list(targets)))
         ignored = table.find(np.fromiter(ignore, np.int64, len(ignore)))
         self._blocked = np.concatenate([ignored[ignored >= 0], self._checkers_generators()])
         self._turns = self._find_turns(table)
@@ -468,7 +465,7 @@ class _Heap:
 
     def _walk(self) -> AddressTable:
         """Reads the references of all objects, adding those that it meets; returns the table of their addresses."""
-        table = AddressTable(_addresses(self.objects))
+        table = AddressTable(identities(self.objects))
         self._types: dict[int, type] = {}
         # Asked of every object that the walk meets: of all of a frozen heap.
         is_worth = self._may_lead_to_untracked if self._is_any_untracked else gc.is_tracked
@@ -478,9 +475,8 @@ class _Heap:
         done = 0
         while done < len(self.objects):
             chunk = self.objects[done : done + _CHUNK]
-            types = list(map(type, chunk))
-            kinds.append(_addresses(types))
-            self._types.update(zip(kinds[-1].tolist(), types, strict=True))
+            kinds.append(types_of(identities(chunk)))
+            self._types.update((kind, object_at(kind)) for kind in np.unique(kinds[-1]).tolist())
             held = list(map(gc.get_referents, chunk))
             if sys.version_info >= (3, 13):
                 # A dict that shares an instance's values shows none of them, and takes them over when that dies.
@@ -490,20 +486,16 @@ class _Heap:
             for place in range(done, min(done + len(chunk), len(self.roots))):
                 held[place - done].extend(self.roots[place].also)
             flat = list(chain.from_iterable(held))
-            ids = _addresses(flat)
+            ids = identities(flat)
             nodes = table.find(ids)
             unknown = np.flatnonzero(nodes < 0)
             _, first = np.unique(ids[unknown], return_index=True)
             met = list(map(flat.__getitem__, unknown[np.sort(first)].tolist()))
             # What is not tracked (numbers, strings, tuples of them) refers to nothing that is.
-            new = [
-                item
-                for item in compress(met, map(is_worth, met))
-                if type(item) is not FrameType or not _is_checkers(item)
-            ]
-            if new:
-                self.objects.extend(new)
-                table.add(_addresses(new))
+            before = len(self.objects)
+            _extend(self.objects, list(compress(met, map(is_worth, met))))
+            if len(self.objects) > before:
+                table.add(identities(self.objects[before:]))
                 nodes[unknown] = table.find(ids[unknown])
             known = nodes >= 0
             holders = np.repeat(np.arange(len(chunk)), np.fromiter(map(len, held), np.int64, len(held)))
@@ -535,7 +527,7 @@ class _Heap:
         modules = [
             place for place, root in enumerate(self.roots) if root.turn == _LATER and is_a(root.held, ModuleType)
         ]
-        namespaces = table.find(_addresses([dict_of_module(self.objects[place]) for place in modules]))
+        namespaces = table.find(identities([dict_of_module(self.objects[place]) for place in modules]))
         self._namespaces = namespaces[namespaces >= 0]
         self._modules = np.array(modules, np.int32)[namespaces >= 0]
         turns[self._namespaces] = _LATER
@@ -616,8 +608,15 @@ def _comes_later(cls: type) -> bool:
     return name.partition(".")[0] in _REGISTRIES or any(base is threading.local for base in mro_of(cls))
 
 
-def _addresses(objects: Collection[object]) -> Ints:
-    return np.fromiter(map(id, objects), np.int64, len(objects))
+def _extend(objects: list[object], more: list[object], known: Collection[int] = ()) -> None:
+    """Adds those of `more` whose identity is not known and that are no frames of the checker's; empties `more`."""
+    ids = identities(more)
+    wanted = ~np.isin(ids, np.fromiter(known, np.int64, len(known)))
+    for place in np.flatnonzero(types_of(ids) == id(FrameType)).tolist():
+        wanted[place] &= not _is_checkers(more[place])
+    objects.extend(compress(more, wanted.tolist()))
+    # The frame of this very call may be among them, and would keep them.
+    more.clear()
 
 
 def _thread_name(thread: object) -> str:

@@ -66,16 +66,15 @@ class Census:
     """
 
     def __init__(self, objects: Iterable[object]) -> None:
-        # Not at the top: a program without tensors shall not load it for being watched.
+        # Not at the top: a program without tensors shall not load numpy for being watched.
         import numpy as np
+
+        from lowtide.probes.identities import identities, object_at, types_of
 
         self._objects = objects if type(objects) is list else list(objects)
         # By identity, and so never by the `__hash__` or `__eq__` of a metaclass.
-        self._kinds = np.fromiter(map(id, map(type, self._objects)), np.uint64, len(self._objects))
-        kinds, places = np.unique(self._kinds, return_index=True)
-        self._types = {
-            kind: type(self._objects[place]) for kind, place in zip(kinds.tolist(), places.tolist(), strict=True)
-        }
+        self._kinds = types_of(identities(self._objects))
+        self._types: dict[int, type] = {kind: object_at(kind) for kind in np.unique(self._kinds).tolist()}
 
     def instances_of(self, cls: type) -> list[Any]:
         """The objects whose type derives from `cls`.
@@ -99,7 +98,7 @@ class Census:
             return []
         import numpy as np
 
-        places = np.flatnonzero(np.isin(self._kinds, np.fromiter(kinds, np.uint64, len(kinds))))
+        places = np.flatnonzero(np.isin(self._kinds, np.fromiter(kinds, np.int64, len(kinds))))
         return [self._objects[place] for place in places.tolist()]
 
 

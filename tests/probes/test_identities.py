@@ -1,0 +1,131 @@
+"""Identities and types that are read from memory are those that Python gives, and where they cannot be, it is asked."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lowtide.probes import identities as module
+from lowtide.probes.identities import identities, object_at, types_of
+
+
+class Meta(type):
+    """A metaclass that answers wrongly."""
+
+    def __hash__(cls) -> int:
+        raise AssertionError
+
+    def __eq__(cls, other: object) -> bool:
+        raise AssertionError
+
+
+class Odd(metaclass=Meta):
+    """Says that it is something else."""
+
+    __class__ = dict  # type: ignore[assignment]
+
+
+class Slotted:
+    __slots__ = ("value",)
+
+
+SAMPLE: list[Any] = [Odd(), Odd, Slotted(), 1, 10**30, 1.5, "ä", b"", (), [], {}, None, len, type, object(), sys, Meta]
+
+
+@pytest.fixture(params=[True, False], ids=["from memory", "one by one"])
+def laid_out(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(module, "_LAID_OUT", request.param)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("laid_out")
+@pytest.mark.parametrize("count", [0, 1, 2, len(SAMPLE)])
+def test_they_are_those_that_python_gives(count: int) -> None:
+    items = SAMPLE[:count]
+    ids = identities(items)
+    assert (ids.dtype, ids.tolist()) == (np.int64, [id(item) for item in items])
+    kinds = types_of(ids)
+    assert (kinds.dtype, kinds.tolist()) == (np.int64, [id(type(item)) for item in items])
+
+
+def test_this_interpreter_s_memory_is_read() -> None:
+    # Else the rest of this proves nothing, and everything takes ten times as long.
+    assert module._LAID_OUT
+
+
+def test_of_a_whole_heap_too() -> None:
+    gc.collect()
+    items = gc.get_objects()
+    ids = identities(items)
+    assert ids.tolist() == list(map(id, items))
+    assert types_of(ids).tolist() == list(map(id, map(type, items)))
+
+
+@pytest.mark.usefixtures("laid_out")
+def test_a_list_that_grew_and_shrank_is_read_as_it_is() -> None:
+    items: list[Any] = []
+    for step in range(100):
+        items.append(object())
+        if step % 3 == 0:
+            items.pop(0)
+        assert identities(items).tolist() == list(map(id, items))
+
+
+def test_what_is_read_stays_when_the_list_changes() -> None:
+    items: list[Any] = [object(), object()]
+    kept = list(items)
+    ids = identities(items)
+    items.clear()
+    items.extend(range(1000))
+    assert ids.tolist() == list(map(id, kept))
+
+
+def test_an_object_is_had_by_its_identity() -> None:
+    item = object()
+    before = sys.getrefcount(item)
+    assert object_at(id(item)) is item
+    assert sys.getrefcount(item) == before
+
+
+def test_nothing_is_left_to_the_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for count in range(1, 50):
+            types_of(identities(SAMPLE[:1] * count))
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
+
+
+def test_addresses_that_are_too_high_to_be_read_at_once_are_asked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ADDRESS_BITS", 8)
+    items = [1, "two"]
+    assert types_of(identities(items)).tolist() == [id(int), id(str)]
+
+
+@pytest.mark.parametrize("layout", [(16, 16, 24), (8, 24, 24), (8, 0, 24), (8, 16, 8)])
+def test_another_layout_is_noticed(layout: tuple[int, int, int]) -> None:
+    assert module._is_laid_out(8, 16, 24)
+    assert not module._is_laid_out(*layout)
+
+
+def test_another_interpreter_is_asked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.implementation, "name", "pypy")
+    assert not module._is_laid_out(8, 16, 24)
+
+
+def test_nothing_of_it_stays_that_could_be_come_across() -> None:
+    code = (
+        "import gc, numpy; from lowtide.probes import identities as m;"
+        "m.types_of(m.identities([1, 'two']));"
+        "big = [v for v in vars(m).values() if isinstance(v, numpy.ndarray)]; assert not big, big;"
+        "print(max((o.nbytes for o in gc.get_objects() if isinstance(o, numpy.ndarray)), default=0))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 1 << 20
