@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from lowtide.leakcheck import contract
 from lowtide.leakcheck.faults import Injection, Kind, Seam, ShardSeam, injecting
 from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.growth import GrowthWatch
 from lowtide.leakcheck.life_model import LifeModel
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.suppressions import shipped
@@ -20,7 +21,7 @@ from lowtide.leakcheck.target import Capabilities, LifecycleTarget, TargetFactor
 from lowtide.leakcheck.watch import Policy, Watch
 from lowtide.probes.counters import CounterReader, Counters, anonymous_bytes
 from lowtide.probes.device.driver import Driver, find_driver
-from lowtide.probes.stages import announced_pools
+from lowtide.probes.stages import announced_pools, listening
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Resource
 from lowtide.reports.sizes import format_bytes
 
@@ -102,6 +103,8 @@ class Lives:
         self.capabilities: Capabilities = make_target(factory).capabilities
         self.coverage = Coverage()
         self.watch = Watch(Policy(remedies="never", explain=explain))
+        self.growth = GrowthWatch(self.capabilities.device)
+        self._listening = ExitStack()
         self._driver: Driver | None = None
         # What libraries take from the driver for an engine at work, such as a communicator of NCCL: at most, in bytes.
         self.of_libraries = 0
@@ -114,10 +117,12 @@ class Lives:
         self._warm_up()
         gc.collect()
         self.watch.open()
+        self._listening.enter_context(listening(self.growth))
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         """Ends the watch."""
+        self._listening.close()
         self.watch.close()
         if self._driver is not None:
             self._driver.close()
@@ -448,6 +453,8 @@ class CheckedLife:
             if injection.kind == "interrupt":
                 self._fail("state", f"Ctrl-C in {name} was swallowed", "swallowed")
             self._late = injection if injection.kind == "transfer" else None
+        grown = self._lives.growth.finding(name)
+        self._raise([] if grown is None else [grown])
         if failed and name == "shutdown":
             # It has given back what it could; what state that is, is for the next one to end.
             self._cover(situation, f"{name} with a fault")

@@ -19,7 +19,9 @@ from lowtide.leakcheck.fuzz import Found, Source, as_program, fuzz
 from lowtide.leakcheck.progress import progress_line
 from lowtide.leakcheck.reference_target import THOROUGH, ReferenceTarget
 from lowtide.leakcheck.small_checkpoint import SmallCheckpoint
-from lowtide.leakcheck.target import TargetFactory, load_factory
+from lowtide.leakcheck.target import TargetFactory, load_factory, make_target
+from lowtide.leakcheck.witness import kill_in_each_stage
+from lowtide.probes.device.driver import find_driver
 from lowtide.reports.schema import NotMeasured, Subject
 from lowtide.reports.terminal import finding_text
 
@@ -39,6 +41,7 @@ class Subjected:
         factory: makes a target.
         source: how a program gets at the same.
         context: what is switched on meanwhile.
+        from_outside: the same for a program that will be killed, and must leave no files; None if `source` leaves none.
         thorough: the configuration whose faults are swept: with everything that can fail.
         not_measured: what cannot fail here, and why.
     """
@@ -47,6 +50,7 @@ class Subjected:
     factory: TargetFactory
     source: Source
     context: AbstractContextManager[object]
+    from_outside: Source | None = None
     thorough: Mapping[str, Any] = field(default_factory=dict)
     not_measured: tuple[NotMeasured, ...] = ()
 
@@ -73,7 +77,7 @@ def reference_target(device: str, defect: Defect | None) -> Subjected:
     if defect is None:
         make = f"lambda: ReferenceTarget({device!r})"
         factory = lambda: ReferenceTarget(device)  # noqa: E731
-        return Subjected("reference", factory, Source(imports, make), nullcontext(), THOROUGH)
+        return Subjected("reference", factory, Source(imports, make), nullcontext(), thorough=THOROUGH)
     defect.check(device)
     imports.append("from lowtide.engine.defects import DEFECTS")
     known = f"DEFECTS[{defect.name!r}]"
@@ -84,15 +88,16 @@ def reference_target(device: str, defect: Defect | None) -> Subjected:
         Source(imports, make, f"{known}.activate()"),
         # Not with what makes it show from outside: that is for the search to find.
         defect.activate(),
-        {name: value for name, value in THOROUGH.items() if name not in defect.settings},
+        thorough={name: value for name, value in THOROUGH.items() if name not in defect.settings},
     )
 
 
 def checkpoint_target(device: str) -> Subjected:
     """The reference engine with its weights in the shards of a checkpoint, which can be damaged."""
+    plain = reference_target(device, None)
     if find_spec("safetensors") is None:
         why = 'the package safetensors is not installed: pip install "lowtide[models]"'
-        return replace(reference_target(device, None), not_measured=(NotMeasured(what="damaged shards", why=why),))
+        return replace(plain, not_measured=(NotMeasured(what="damaged shards", why=why),))
     written = SmallCheckpoint()
     imports = [
         "from lowtide.leakcheck.reference_target import ReferenceTarget",
@@ -104,6 +109,7 @@ def checkpoint_target(device: str) -> Subjected:
         lambda: ReferenceTarget(device, {"model": written.folder}),
         Source(imports, make, "SmallCheckpoint() as written"),
         written,
+        plain.source,
         THOROUGH,
     )
 
@@ -140,7 +146,7 @@ def search(
 
 
 def fail_all(subjected: Subjected, *, console: Console) -> tuple[Subject, str, Table]:
-    """Every fault point of every stage, with a progress line.
+    """Every fault point of every stage, and a kill in each, with a progress line.
 
     Returns:
         What was found, for a report; the first life that fails as a program, empty where none does; the points.
@@ -161,7 +167,23 @@ def fail_all(subjected: Subjected, *, console: Console) -> tuple[Subject, str, T
             if item.points:
                 verdict = "; ".join(finding.message for finding in item.findings) or "survived"
                 table.add_row(item.stage, item.kind, str(item.points), str(item.raised), verdict)
-    findings = tuple(finding for item in swept for finding in item.findings)
+        killed = []
+        driver = find_driver()
+        try:
+            able = make_target(subjected.factory).capabilities
+            for dead in kill_in_each_stage(
+                subjected.from_outside or subjected.source,
+                able,
+                config=subjected.thorough,
+                driver=driver,
+                listener=lambda stage: progress.update(task, description=f"{stage}: kill", total=None),
+            ):
+                killed.append(dead)
+                verdict = "; ".join(finding.message for finding in dead.findings) or "nothing stayed"
+                table.add_row(dead.stage, "kill", "1", "1", verdict)
+        finally:
+            driver.close()
+    findings = (*(found for item in swept for found in item.findings), *(f for dead in killed for f in dead.findings))
     table.add_row("all", "", str(sum(item.points for item in swept)), str(sum(item.raised for item in swept)), "")
     subject = Subject(
         id=f"faults[{subjected.name}]",

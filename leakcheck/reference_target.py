@@ -76,7 +76,8 @@ class ReferenceTarget:
         choices = {**CHOICES, **({} if device == "cpu" else ON_CARD)}
         if prompt_scale > 1:
             # Then the sizes are those that the settings give.
-            choices = {name: values for name, values in choices.items() if name not in ("num_blocks", "block_size")}
+            sizes = ("num_blocks", "block_size", "kv_offload_bytes")
+            choices = {name: values for name, values in choices.items() if name not in sizes}
             for name in ("max_model_len", "max_num_batched_tokens"):
                 self._settings.pop(name, None)
                 choices.pop(name, None)

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import Context
 from inspect import CO_OPTIMIZED
 from types import (
@@ -157,14 +157,20 @@ class EdgeNamer:
         names are tried that the code of the instance's class, and then all code in the heap, mentions.
         """
         holder, held = way[0], way[1]
-        # What was found on one instance is tried first on the next: a whole search takes about 10 ms.
+        # What was found on one instance is tried first on the next; all code there is, which takes 0.2 s to go through,
+        # only where nothing else has it.
         known = self._known_names.setdefault(id(type(holder)), set())
-        for names in (known, _names_in_class(type(holder)), self._all_names):
+        for names in self._candidates(type(holder), known):
             for name in sorted(names):
                 if attribute(holder, name) is held:
                     known.add(name)
                     return Edge(_attribute_text(name), "instance-attribute")
         return Edge(UNNAMED, "other")
+
+    def _candidates(self, cls: type, known: set[str]) -> Iterator[set[str]]:
+        yield known
+        yield _names_in_class(cls)
+        yield self._all_names
 
     @functools.cached_property
     def _all_names(self) -> set[str]:

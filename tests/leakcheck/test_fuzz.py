@@ -205,10 +205,12 @@ def test_the_stages_are_those_that_a_target_has() -> None:
         "sleep(1)",
         "wake from 1",
         "sleep(1) again",
+        "shutdown",
+        "shutdown asleep",
     ]
     from lowtide.leakcheck.target import Capabilities
 
-    assert [stage.name for stage in stages(Capabilities(), {"size": 1})] == ["create", "infer"]
+    assert [stage.name for stage in stages(Capabilities(), {"size": 1})] == ["create", "infer", "shutdown"]
     first: Mapping[str, Any] = stages(Capabilities(), {"size": 1})[0].call.arguments
     assert first == {"config": {"size": 1}}
 
@@ -219,7 +221,7 @@ def test_the_stages_are_those_that_a_target_has() -> None:
 @pytest.mark.parametrize(
     ("name", "seed", "life", "resource"),
     [
-        ("undrained-offload", 4, ["create", "infer", "reset_prefix_cache"], "kv-blocks"),
+        ("undrained-offload", 7, ["create", "infer", "reset_prefix_cache"], "kv-blocks"),
     ],
 )
 def test_a_historical_bug_is_found_by_the_order_of_the_calls(
@@ -239,10 +241,12 @@ def test_the_reference_engine_goes_through_random_lives_without_a_finding() -> N
 
 
 def test_the_reference_engine_survives_what_fails_in_it() -> None:
-    swept = list(sweep(reference, config=THOROUGH, kinds=("map", "reserve", "copy"), every=10))
+    swept = list(sweep(reference, config=THOROUGH, kinds=("map", "reserve", "copy", "collective"), every=15))
     assert [item for item in swept if item.findings] == []
     points = {(item.stage, item.kind): item.points for item in swept}
     # Five arenas, two of them workspaces, a ring, and a buffer of the offload.
     assert points["create", "reserve"] == 7
     assert points["wake from 1", "map"] == 2
     assert points["reload", "copy"] >= 1
+    # The group that is made, and the tokens that are agreed on.
+    assert (points["create", "collective"], points["infer", "collective"]) == (1, 2)

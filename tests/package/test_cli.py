@@ -108,12 +108,20 @@ def test_after_the_second_life_everything_is_at_the_baseline_exactly(
         assert getattr(after, name) == getattr(before, name), name
 
 
-@pytest.mark.parametrize("defect", ["worker-keeps-everything"])
-def test_a_defect_is_found_and_exits_1(defect: str, tmp_path: Path) -> None:
-    done = lowtide("run", "--device", "cpu", "--cycles", "2", "--defect", defect, "--report", tmp_path)
+LEAKING = ("run", "--device", "cpu", "--cycles", "1", "--defect", "shutdown-noop")
+
+
+@pytest.fixture(scope="module")
+def leaking_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    folder = tmp_path_factory.mktemp("leaking")
+    return lowtide(*LEAKING, "--report", folder), folder
+
+
+def test_a_defect_is_found_and_exits_1(leaking_run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
+    done, folder = leaking_run
     assert done.returncode == 1, done.stdout + done.stderr
     # One per holder, or one for all where no holder is known.
-    findings = report_of(tmp_path).subjects[0].findings
+    findings = report_of(folder).subjects[0].findings
     assert {(finding.resource, finding.device) for finding in findings} == {("tensors", "cpu")}
     assert sum(finding.bytes for finding in findings) > 64 << 20
     assert all(f"{finding.resource}/{finding.cause} {finding.message}" in done.stdout for finding in findings)
@@ -482,14 +490,14 @@ def test_without_a_file_the_shipped_entries_count(lived: Callable[..., None], tm
     assert "suppressed by shipped_suppressions.toml:" in done.stdout
 
 
-def test_a_real_leak_is_suppressed_from_its_report(tmp_path: Path) -> None:
+def test_a_real_leak_is_suppressed_from_its_report(
+    leaking_run: tuple[subprocess.CompletedProcess[str], Path], tmp_path: Path
+) -> None:
     # Also what the other tests of this part take for granted: a run's findings have fingerprints that stay the same.
-    life = ("run", "--device", "cpu", "--cycles", "1", "--defect", "shutdown-noop")
-    assert lowtide(*life, "--report", tmp_path).returncode == 1
     file = tmp_path / "lowtide.toml"
-    assert invoke("suppress", tmp_path, "--file", file).exit_code == 0
+    assert invoke("suppress", leaking_run[1], "--file", file).exit_code == 0
     file.write_text(file.read_text().replace("TODO", "known"))
-    done = lowtide(*life, "--suppressions", file)
+    done = lowtide(*LEAKING, "--suppressions", file)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CLEAN: 1 cycle(s)" in done.stdout
     assert "SUPPRESSION" not in done.stdout

@@ -1,0 +1,151 @@
+"""Engines that are killed: what stays is found, with who it is, and removed; of one that is right nothing stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lowtide.leakcheck import witness as module
+from lowtide.leakcheck.faults import Seam
+from lowtide.leakcheck.fuzz import Source
+from lowtide.leakcheck.target import Capabilities, TargetError
+from lowtide.leakcheck.witness import Killed, kill_in_each_stage
+from lowtide.probes.device.driver import DriverReading
+from lowtide.probes.device.driver.none import NoDriver
+from tests.leakcheck.small_target import SmallTarget
+
+NO_DRIVER = NoDriver("a test")
+
+
+class Bare:
+    """The least that a target can be, with a place where it can fail."""
+
+    capabilities = Capabilities()
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        self.take()
+        self.take()
+
+    def take(self) -> None: ...
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        return [[1] for _ in prompt_lengths]
+
+    def shutdown(self) -> None: ...
+
+    def fault_seams(self) -> Sequence[Seam]:
+        return (Seam("map", Bare, "take", MemoryError),)
+
+
+class Untidy(Bare):
+    """A child that ends when its own time is over, and a segment that nobody but the shutdown removes."""
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+        self.segment = Path(f"/dev/shm/lowtide-{os.getpid()}-test")
+        self.segment.write_bytes(b"x" * 4096)
+        super().create(config)
+
+    def shutdown(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        self.segment.unlink()
+
+
+class Tidy(Bare):
+    """A child that ends with the pipe that it reads from, and a segment that multiprocessing's tracker removes."""
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        self.child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+        self.segment = shared_memory.SharedMemory(create=True, size=4096)
+        super().create(config)
+
+    def shutdown(self) -> None:
+        self.child.communicate()
+        self.segment.close()
+        self.segment.unlink()
+
+
+class EndsByItself(Bare):
+    def create(self, config: Mapping[str, Any]) -> None:
+        sys.exit("no licence")
+
+
+def killed(target: type[Bare], stages: int = 1) -> list[Killed]:
+    """What stays in the first stages: create, infer and shutdown are all there are."""
+    source = Source([f"from {__name__} import {target.__name__}"], target.__name__)
+    return list(islice(kill_in_each_stage(source, target.capabilities, config={}, driver=NO_DRIVER), stages))
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE_S", 1.0)
+
+
+def test_what_ends_with_its_maker_is_nobody_s_leak() -> None:
+    assert killed(Tidy) == [Killed("create", 2, 2, ())]
+
+
+def test_it_is_killed_in_the_middle_of_each_stage_and_at_its_end_where_nothing_can_fail() -> None:
+    assert killed(Bare, 3) == [Killed("create", 2, 2, ()), Killed("infer", 0, 0, ()), Killed("shutdown", 0, 0, ())]
+
+
+def test_a_child_that_runs_on_and_a_segment_that_stays_are_named_and_ended() -> None:
+    child, segment = killed(Untidy)[0].findings
+    assert (child.resource, child.cause, child.count, child.stage) == ("processes", "not-restored", 1, "create")
+    assert child.holder is not None
+    assert child.holder.startswith("python")
+    pid = int(child.message.rpartition(": ")[2].split()[0])
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert (segment.resource, segment.bytes, segment.stage) == ("shared-memory", 4096, "create")
+    assert segment.holder is not None
+    assert segment.holder.startswith("lowtide-")
+    assert not Path("/dev/shm", segment.holder).exists()
+
+
+class GivesBackLate:
+    """A card that counts more for a while."""
+
+    name = "a test"
+
+    def __init__(self, *used: int) -> None:
+        self._used = list(used)
+
+    def read(self, device_index: int) -> DriverReading:
+        used = self._used.pop(0) if len(self._used) > 1 else self._used[0]
+        return DriverReading(f"cuda:{device_index}", "a test", None, used, None, "")
+
+    def close(self) -> None: ...
+
+
+def test_memory_that_a_card_still_counts_is_found_and_what_comes_back_late_is_not() -> None:
+    late = GivesBackLate(1 << 30, 1 << 30, 1000)
+    assert module._what_stays("wake", [], set(), "cuda:0", 1000, late) == []
+    (finding,) = module._what_stays("wake", [], set(), "cuda:0", 1000, GivesBackLate(1 << 30))
+    assert (finding.resource, finding.device, finding.bytes) == ("driver", "cuda:0", (1 << 30) - 1000)
+    # On a CPU no card is asked.
+    assert module._what_stays("wake", [], set(), "cpu", 0, GivesBackLate(1 << 30)) == []
+
+
+def test_a_process_that_does_not_come_there_is_told_with_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TargetError, match="to be killed in create ended by itself: no licence"):
+        killed(EndsByItself)
+    monkeypatch.setattr(module, "START_S", 0.05)
+    with pytest.raises(TargetError, match=r"was not there after 0\.05 s"):
+        killed(Bare)
+
+
+def test_an_engine_with_everything_in_it_leaves_nothing() -> None:
+    source = Source(["from tests.leakcheck.small_target import SmallTarget"], "SmallTarget")
+    found = next(kill_in_each_stage(source, SmallTarget.capabilities, config={}, driver=NO_DRIVER))
+    assert found.findings == ()
+    assert 0 < found.at <= found.points
