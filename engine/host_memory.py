@@ -36,6 +36,8 @@ class HostBuffer:
         # Whole pages, because whole pages are what is pinned.
         self.size = round_up(size, mmap.PAGESIZE)
         self.block = block
+        # From when on its contents are not to be relied on.
+        self.closed = False
         self._backend = backend
         self._pinned: set[int] = set()
         self._touched: set[int] = set()
@@ -83,6 +85,7 @@ class HostBuffer:
         Raises:
             ExceptionGroup: blocks that could not be unpinned; the others were.
         """
+        self.closed = True
         teardown = Teardown(f"giving host memory ({self.tag}) back")
         for index in sorted(self._pinned):
             teardown.run(f"unpinning block {index}", partial(self._backend.unpin, self.address + index * self.block))

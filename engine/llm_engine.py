@@ -314,8 +314,6 @@ class LLMEngine:
         with stage("wake"), _rolled_back():
             core.worker.wake(wanted)
             self._awake_tags.update(wanted)
-            if "weights" in wanted and not self.config.keep_host_copy:
-                core.worker.memory.forget_weights()
             if self._awake_tags == set(SLEEPING_TAGS):
                 self._state = EngineState.RUNNING
 

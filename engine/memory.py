@@ -98,10 +98,15 @@ class EngineMemory:
         self._image = image
 
     def forget_weights(self) -> None:
-        """Give up the host copy of the weights."""
-        image, self._image = self._image, None
-        if image is not None:
+        """Give up the host copy of the weights; interrupted before it has begun, it keeps the copy."""
+        image = self._image
+        if image is None:
+            return
+        try:
             image.close()
+        finally:
+            if image.closed:
+                self._image = None
 
     def drop(self, tags: Sequence[str]) -> None:
         """Give the pages of these arenas and of all workspaces back; contents are gone, addresses stay."""

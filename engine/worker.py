@@ -187,6 +187,8 @@ class Worker:
         try:
             for tag in tags:
                 self.memory.restore(tag, self._reload_weights if tag == "weights" else None)
+            if "weights" in tags and not self._keep_host_copy:
+                self.memory.forget_weights()
         except BaseException as error:
             undo = Teardown("waking the worker")
             undo.run("giving the pages back", partial(self.memory.drop, tags))

@@ -23,6 +23,7 @@ from lowtide.engine import (
     RequestError,
     SamplingParams,
 )
+from lowtide.engine.host_memory import HostBuffer
 from lowtide.engine.memory import EngineMemory
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
@@ -232,6 +233,31 @@ def test_the_host_copy_is_kept_for_the_next_sleep_if_wanted(pages: FaultyPages, 
         engine.sleep(1)
         engine.wake()
         assert tokens(engine) == before
+
+
+def test_a_wake_that_is_interrupted_when_it_gives_the_host_copy_back_is_undone(
+    pages: FaultyPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = HostBuffer.close
+
+    def close(self: HostBuffer) -> None:
+        if self.tag == "sleeping weights":
+            monkeypatch.setattr(HostBuffer, "close", real)
+            raise KeyboardInterrupt
+        real(self)
+
+    with LLMEngine(EngineConfig(kv_cache_bytes=4 * MIB, keep_host_copy=False)) as engine:
+        before = tokens(engine)
+        engine.sleep(1)
+        asleep = engine.memory_mapped()
+        monkeypatch.setattr(HostBuffer, "close", close)
+        with pytest.raises(KeyboardInterrupt):
+            engine.wake()
+        assert engine.state is EngineState.ASLEEP
+        assert engine.memory_mapped() == asleep
+        engine.wake()
+        assert tokens(engine) == before
+        assert not any(pool.tag == "sleeping weights" for pool in announced_pools())
 
 
 def test_new_weights_written_while_awake_survive_the_next_sleep(engine: LLMEngine) -> None:
