@@ -182,7 +182,7 @@ class _TorchFaults(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._injection.reach("collective", name, _timeout)
         elif _is_copy(name):
             self._injection.reach("copy", name, lambda what: _copy_failed(what, self._device))
-        elif _allocates(function):
+        elif _allocates(function) and not _is_of_nothing(function, args):
             self._injection.reach("allocation", name, lambda what: _out_of_memory(what, self._device))
         return function(*args, **(kwargs or {}))
 
@@ -245,6 +245,12 @@ def _allocates(function: Any) -> bool:
     """Whether an operator returns memory that is not one of its arguments', as its schema tells."""
     schema = function._schema
     return any(value.alias_info is None and "Tensor" in str(value.type) for value in schema.returns)
+
+
+def _is_of_nothing(function: Any, args: Sequence[Any]) -> bool:
+    """Whether what is made is of a size with a 0 in it: that takes no memory, and cannot fail for a lack of it."""
+    arguments = function._schema.arguments
+    return bool(args and arguments and arguments[0].name == "size" and 0 in args[0])
 
 
 def _is_copy(name: str) -> bool:

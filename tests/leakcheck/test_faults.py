@@ -50,7 +50,11 @@ def count(kind: Kind, call: Callable[[], object], *seams: Seam) -> int:
         (lambda x: torch.ones(3), 1),
         (lambda x: x + 1, 1),
         (lambda x: x @ x, 1),
-        (lambda x: torch.empty(0), 1),
+        (lambda x: torch.empty(1), 1),
+        (lambda x: torch.empty(0), 0),
+        (lambda x: torch.zeros(3, 0), 0),
+        # As a library reads a shard: a view of a file's bytes.
+        (lambda x: torch.asarray(torch.UntypedStorage(8), dtype=torch.float32), 0),
         (lambda x: x.view(9), 0),
         (lambda x: x[0], 0),
         (lambda x: x.add_(1), 0),
@@ -58,7 +62,7 @@ def count(kind: Kind, call: Callable[[], object], *seams: Seam) -> int:
         (lambda x: torch.add(x, 1, out=x), 0),
         (lambda x: x.copy_(x), 0),
     ],
-    ids=["ones", "add", "matmul", "empty", "view", "row", "in place", "zero", "out", "copy"],
+    ids=["ones", "add", "matmul", "one", "empty", "none", "storage", "view", "row", "in place", "zero", "out", "copy"],
 )
 def test_what_returns_memory_of_its_own_allocates(call: Callable[[torch.Tensor], object], points: int) -> None:
     x = torch.zeros(3, 3)
