@@ -15,6 +15,7 @@ from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.growth import GrowthWatch
 from lowtide.leakcheck.life_model import LifeModel
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, host_memory_tolerance
+from lowtide.leakcheck.process_state import ProcessState
 from lowtide.leakcheck.suppressions import shipped
 from lowtide.leakcheck.survival import Survival
 from lowtide.leakcheck.target import Capabilities, LifecycleTarget, TargetFactory, make_target
@@ -104,6 +105,8 @@ class Lives:
         self.coverage = Coverage()
         self.watch = Watch(Policy(remedies="never", explain=explain))
         self.growth = GrowthWatch(self.capabilities.device)
+        self._process = ProcessState(lambda: 0)
+        self._frozen = 0
         self._listening = ExitStack()
         self._driver: Driver | None = None
         # What libraries take from the driver for an engine at work, such as a communicator of NCCL: at most, in bytes.
@@ -114,8 +117,11 @@ class Lives:
 
     def __enter__(self) -> Lives:
         """Loads what a first life loads, so that it is no life's."""
+        self._process.mark()
+        self._frozen = gc.get_freeze_count()
         self._warm_up()
         gc.collect()
+        self.put_back()
         self.watch.open()
         self._listening.enter_context(listening(self.growth))
         return self
@@ -127,6 +133,16 @@ class Lives:
         if self._driver is not None:
             self._driver.close()
             self._driver = None
+
+    def put_back(self) -> None:
+        """Undo what lives have changed in the process, so that the next one can be seen to change it again.
+
+        A heap that stays frozen, a setting that stays replaced: what the first life leaves of these, the others find.
+        """
+        self._process.findings("shutdown", remedies=True)
+        if gc.get_freeze_count() > self._frozen:
+            gc.unfreeze()
+            gc.collect()
 
     def expected(self, prompt_length: int, max_tokens: int) -> Sequence[int]:
         """What a fresh engine with the simplest settings says to this request alone."""
@@ -358,8 +374,9 @@ class CheckedLife:
         # It has failed already, with something that says more.
         with suppress(Exception):
             self._target.shutdown()
-        # What it left is there when the next one begins, and so is none of that one's.
+        # What it left in memory is there when the next one begins, and so is none of that one's.
         self._target = None
+        self._lives.put_back()
 
     def make(self, call: Call) -> None:
         """Make a call as it was written down."""

@@ -429,8 +429,7 @@ def _fuzz(
     if report is not None:
         try:
             where = write_folder(written, report)
-            if program:
-                write_program(report, program)
+            write_program(report, program)
         except schema.ReportError as error:
             _refuse(str(error))
     for line in verdict(subject, told):

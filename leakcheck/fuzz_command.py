@@ -213,8 +213,11 @@ def verdict(subject: Subject, told: str | Table) -> Iterator[RenderableType]:
 
 
 def write_program(folder: Path, program: str) -> None:
-    """Puts the life beside the report."""
-    (folder / PROGRAM).write_text(program)
+    """Puts the life that fails beside the report; where none does, one of an earlier report goes."""
+    if program:
+        (folder / PROGRAM).write_text(program)
+    else:
+        (folder / PROGRAM).unlink(missing_ok=True)
 
 
 def _summary(found: Found) -> str:

@@ -187,9 +187,7 @@ def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
             process.kill()
         process.wait()
         findings = _what_stays(stage.name, children, segments, device, used, driver)
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+        _end(children)
         for name in segments:
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
     return Killed(stage.name, told["at"], told["points"], tuple(findings))
@@ -244,6 +242,16 @@ def _what_stays(
         said = f"{device} counts {format_bytes(grown)} more {PATIENCE_S:g} s {where}"
         found.append(_finding("driver", stage, device, said, [], 1, grown))
     return found
+
+
+def _end(children: Sequence[psutil.Process]) -> None:
+    """Kill them, and see them end."""
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    while any(map(_is_alive, children)) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _finding(

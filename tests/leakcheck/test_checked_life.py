@@ -292,6 +292,29 @@ def test_it_is_found_when_the_life_is_closed_too() -> None:
     fails(KeepsATensor, play, "tensors", "KEPT")
 
 
+class Freezes(SmallTarget):
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
+        gc.freeze()
+        torch.accelerator.synchronize = torch.accelerator.current_stream
+
+
+def test_what_the_warm_up_has_left_changed_already_is_found_in_every_life() -> None:
+    before = torch.accelerator.synchronize
+    with Lives(Freezes, explain=False) as lives:
+        assert gc.get_freeze_count() < 2000
+        assert torch.accelerator.synchronize is before
+        for _ in range(2):
+            life = CheckedLife(lives)
+            life.create()
+            with pytest.raises(LifeError) as caught:
+                life.close()
+            assert {finding.resource for finding in caught.value.findings} >= {"gc-frozen", "globals"}
+            life.abandon()
+            assert torch.accelerator.synchronize is before
+    assert gc.get_freeze_count() < 2000
+
+
 class KeepsOnAFailure(SmallTarget):
     def create(self, config: Mapping[str, Any]) -> None:
         try:

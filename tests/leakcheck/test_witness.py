@@ -13,7 +13,9 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
+from lowtide.leakcheck import fuzz_command
 from lowtide.leakcheck import witness as module
 from lowtide.leakcheck.faults import Seam
 from lowtide.leakcheck.fuzz import Source
@@ -58,7 +60,7 @@ class Untidy(Bare):
     def shutdown(self) -> None:
         self.child.kill()
         self.child.wait()
-        self.segment.unlink()
+        self.segment.unlink(missing_ok=True)
 
 
 class Tidy(Bare):
@@ -125,6 +127,15 @@ class GivesBackLate:
         return DriverReading(f"cuda:{device_index}", "a test", None, used, None, "")
 
     def close(self) -> None: ...
+
+
+def test_what_stays_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    stayed = Killed("wake", 1, 2, (module._finding("processes", "wake", "cpu", "a child ran on", ["python"], 1),))
+    monkeypatch.setattr(fuzz_command, "kill_in_each_stage", lambda *args, **settings: iter([stayed]))
+    monkeypatch.setattr(fuzz_command, "sweep", lambda *args, **settings: iter([]))
+    subjected = fuzz_command.named_target(f"{__name__}:Bare")
+    subject, program, _ = fuzz_command.fail_all(subjected, console=Console(quiet=True))
+    assert (subject.outcome, subject.findings, program) == ("leak", stayed.findings, "")
 
 
 def test_memory_that_a_card_still_counts_is_found_and_what_comes_back_late_is_not() -> None:

@@ -575,8 +575,13 @@ def test_a_search_prints_the_life_that_fails_and_keeps_it(tmp_path: Path) -> Non
     assert json.loads((tmp_path / "leakcheck.json").read_text())["subjects"][0]["outcome"] == "leak"
 
 
-def test_failing_every_point_prints_how_many_there_are() -> None:
-    done = lowtide("fuzz", "--target", "tests.leakcheck.small_target:SmallTarget", "--faults")
+def test_failing_every_point_prints_how_many_there_are(tmp_path: Path) -> None:
+    # Of an earlier run into the same folder.
+    (tmp_path / "life.py").write_text("it failed")
+    done = lowtide("fuzz", "--target", "tests.leakcheck.test_witness:Bare", "--faults", "--report", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CLEAN: every fault point was failed once" in done.stdout
-    assert re.search(r"wake from 1 +map +2 +2 +survived", done.stdout)
+    assert re.search(r"create +map +2 +2 +survived", done.stdout)
+    for stage in ("create", "infer", "shutdown"):
+        assert re.search(rf"{stage} +kill +1 +1 +nothing stayed", done.stdout)
+    assert not (tmp_path / "life.py").exists()
