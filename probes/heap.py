@@ -412,9 +412,10 @@ class _Heap:
             seen[frontier] = True
 
     def _each_once(self, nodes: Indices) -> Indices:
-        """The same nodes without repetition, in no order; without a sort, whose cost grows faster than the heap."""
+        """The same nodes without repetition, in their order; without a sort, whose cost grows faster than the heap."""
         places = np.arange(len(nodes), dtype=np.int32)
-        self._scratch[nodes] = places
+        # Written backwards, so that the first place of several stays.
+        self._scratch[nodes[::-1]] = places[::-1]
         once: Indices = nodes[self._scratch[nodes] == places]
         return once
 
@@ -449,11 +450,11 @@ class _Heap:
         reached = self._edges[places]
         fresh = parents[reached] == _UNSEEN
         reached = reached[fresh]
-        # Written backwards, so that of several holders at the same distance the first one stays.
+        # Written backwards, so that of several holders at the same distance the first one stays: of the module that was
+        # imported first, of the attribute that was set first. (Not by the places in the heap: when a collection runs
+        # changes those, and of two paths of one length another one would be given, with another fingerprint.)
         parents[reached[::-1]] = np.repeat(frontier, counts)[fresh][::-1]
-        # In the order of their addresses' places, so that of paths of one length it is always the same that is given.
-        level: Indices = np.sort(self._each_once(reached))
-        return level
+        return self._each_once(reached)
 
     def _places(self, nodes: Indices) -> tuple[Ints, Ints]:
         """How many edges each node has, and the places of all of them in the list of edges, node by node."""

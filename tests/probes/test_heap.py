@@ -1184,6 +1184,18 @@ assert find_paths(things) == [None], "frozen garbage"
 """
 
 
+@pytest.mark.parametrize("older", ["first", "second"])
+def test_of_two_paths_of_one_length_it_is_that_of_what_was_set_first_whatever_is_older(helper: Any, older: str) -> None:
+    things = [Thing()]
+    helper.holders = {"first": [], "second": {}}
+    # An object that is made later has another place in the heap.
+    gc.collect()
+    helper.holders[older] = type(helper.holders[older])()
+    helper.holders["second"]["key"] = things[0]
+    helper.holders["first"].append(things[0])
+    assert str(find_paths(things)[0]) == "module 'helper' .holders ['first'] [0]"
+
+
 def test_a_frozen_heap_has_the_same_paths() -> None:
     root = str(File(__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", FROZEN, root], capture_output=True, text=True, check=False, timeout=60)
