@@ -435,7 +435,8 @@ class _Heap:
         waiting: list[Indices] = []
         wanted = self.targets[self.targets >= 0]
         for turn in (_FIRST, _LATER, _LAST):
-            frontier = np.concatenate([*waiting, frontier])
+            # What the program's own modules led to, before what libraries hold themselves.
+            frontier = np.concatenate([*waiting[1:], *waiting[:1], frontier])
             waiting = []
             while len(frontier) and (parents[wanted] == _UNSEEN).any():
                 later = self._turns[frontier] > turn
@@ -612,7 +613,8 @@ def _comes_later(cls: type) -> bool:
 def _extend(objects: list[object], more: list[object], known: Collection[int] = ()) -> None:
     """Adds those of `more` whose identity is not known and that are no frames of the checker's; empties `more`."""
     ids = identities(more)
-    wanted = ~np.isin(ids, np.fromiter(known, np.int64, len(known)))
+    # A table that is empty finds nothing; `np.isin` would sort the whole heap.
+    wanted = AddressTable(np.fromiter(known, np.int64, len(known))).find(ids) < 0
     for place in np.flatnonzero(types_of(ids) == id(FrameType)).tolist():
         wanted[place] &= not _is_checkers(more[place])
     objects.extend(compress(more, wanted.tolist()))

@@ -241,7 +241,7 @@ def test_the_reference_engine_goes_through_random_lives_without_a_finding() -> N
 
 
 def test_the_reference_engine_survives_what_fails_in_it() -> None:
-    swept = list(sweep(reference, config=THOROUGH, kinds=("map", "reserve", "copy", "collective"), every=15))
+    swept = list(sweep(reference, config=THOROUGH, kinds=("map", "reserve", "copy", "collective"), every=30))
     assert [item for item in swept if item.findings] == []
     points = {(item.stage, item.kind): item.points for item in swept}
     # Five arenas, two of them workspaces, a ring, and a buffer of the offload.
