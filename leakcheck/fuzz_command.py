@@ -19,7 +19,7 @@ from lowtide.leakcheck.fuzz import Found, Source, as_program, fuzz
 from lowtide.leakcheck.progress import progress_line
 from lowtide.leakcheck.reference_target import THOROUGH, ReferenceTarget
 from lowtide.leakcheck.small_checkpoint import SmallCheckpoint
-from lowtide.leakcheck.target import TargetFactory, load_factory, make_target
+from lowtide.leakcheck.target import TargetError, TargetFactory, load_factory, make_target
 from lowtide.leakcheck.witness import kill_in_each_stage
 from lowtide.probes.device.driver import find_driver
 from lowtide.reports.schema import NotMeasured, Subject
@@ -168,6 +168,7 @@ def fail_all(subjected: Subjected, *, console: Console) -> tuple[Subject, str, T
                 verdict = "; ".join(finding.message for finding in item.findings) or "survived"
                 table.add_row(item.stage, item.kind, str(item.points), str(item.raised), verdict)
         killed = []
+        unknown = ""
         driver = find_driver()
         try:
             able = make_target(subjected.factory).capabilities
@@ -181,13 +182,17 @@ def fail_all(subjected: Subjected, *, console: Console) -> tuple[Subject, str, T
                 killed.append(dead)
                 verdict = "; ".join(finding.message for finding in dead.findings) or "nothing stayed"
                 table.add_row(dead.stage, "kill", "1", "1", verdict)
+        except TargetError as error:
+            # What the sweep has found is not lost for it.
+            unknown = str(error)
         finally:
             driver.close()
     findings = (*(found for item in swept for found in item.findings), *(f for dead in killed for f in dead.findings))
     table.add_row("all", "", str(sum(item.points for item in swept)), str(sum(item.raised for item in swept)), "")
     subject = Subject(
         id=f"faults[{subjected.name}]",
-        outcome="leak" if findings else "clean",
+        outcome="leak" if findings else "error" if unknown else "clean",
+        reason=unknown,
         findings=findings,
         not_measured=subjected.not_measured,
     )

@@ -13,12 +13,13 @@ import selectors
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -112,7 +113,6 @@ def stand_still(factory: TargetFactory, config: Mapping[str, Any], index: int) -
     again.stand()
 
 
-@dataclass
 class _Pause(Injection):
     """Stops where another injection would make something fail."""
 
@@ -168,16 +168,18 @@ def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
     before = _segments()
     used = _card_used(device, driver)
     paths = os.pathsep.join(entry for entry in sys.path if entry)
+    # Engines say a lot: what nobody reads must not stop them, and what is read must not wait in a buffer.
+    errors = tempfile.TemporaryFile("w+", errors="replace")
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        stderr=errors,
+        bufsize=0,
         env={**os.environ, "PYTHONPATH": paths},
     )
-    with process:
+    with errors, process:
         try:
-            told = _wait_until_it_stands(process, stage.name)
+            told = _wait_until_it_stands(process, errors, stage.name)
             children = psutil.Process(process.pid).children(recursive=True)
             pids = [process.pid, *(child.pid for child in children)]
             segments = (_segments() - before) & (
@@ -193,22 +195,22 @@ def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
     return Killed(stage.name, told["at"], told["points"], tuple(findings))
 
 
-def _wait_until_it_stands(process: subprocess.Popen[str], stage: str) -> dict[str, Any]:
+def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], stage: str) -> dict[str, Any]:
     assert process.stdout is not None
-    assert process.stderr is not None
     deadline = time.monotonic() + START_S
     said = ""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
         while selector.select(max(0.0, deadline - time.monotonic())):
-            line = process.stdout.readline()
+            line = process.stdout.readline().decode(errors="replace")
             if line.startswith(_STANDING):
                 told: dict[str, Any] = json.loads(line.removeprefix(_STANDING))
                 return told
             said += line
             if not line:
                 process.wait()
-                said += process.stderr.read()
+                errors.seek(0)
+                said += errors.read()
                 last = said.strip().rpartition("\n")[2]
                 raise TargetError(f"the process that was to be killed in {stage} ended by itself: {last}")
     raise TargetError(f"the process that was to be killed in {stage} was not there after {START_S:g} s")

@@ -77,6 +77,15 @@ class Tidy(Bare):
         self.segment.unlink()
 
 
+class Chatty(Bare):
+    """Says more than a pipe holds, and several lines at a time."""
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        print("x" * 200_000, file=sys.stderr)
+        os.write(1, b"loading\n" * 20)
+        super().create(config)
+
+
 class EndsByItself(Bare):
     def create(self, config: Mapping[str, Any]) -> None:
         sys.exit("no licence")
@@ -95,6 +104,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_ends_with_its_maker_is_nobody_s_leak() -> None:
     assert killed(Tidy) == [Killed("create", 2, 2, ())]
+
+
+def test_an_engine_that_says_a_lot_is_heard() -> None:
+    (found,) = killed(Chatty)
+    assert (found.stage, found.findings) == ("create", ())
 
 
 def test_it_is_killed_in_the_middle_of_each_stage_and_at_its_end_where_nothing_can_fail() -> None:
@@ -136,6 +150,18 @@ def test_what_stays_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     subjected = fuzz_command.named_target(f"{__name__}:Bare")
     subject, program, _ = fuzz_command.fail_all(subjected, console=Console(quiet=True))
     assert (subject.outcome, subject.findings, program) == ("leak", stayed.findings, "")
+
+
+def test_a_process_that_does_not_come_there_loses_nothing_of_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(*args: Any, **settings: Any) -> Any:
+        raise TargetError("it ended by itself")
+
+    monkeypatch.setattr(fuzz_command, "kill_in_each_stage", raises)
+    subject, _, table = fuzz_command.fail_all(
+        fuzz_command.named_target(f"{__name__}:Bare"), console=Console(quiet=True)
+    )
+    assert (subject.outcome, subject.reason) == ("error", "it ended by itself")
+    assert table.row_count >= 2
 
 
 def test_memory_that_a_card_still_counts_is_found_and_what_comes_back_late_is_not() -> None:
