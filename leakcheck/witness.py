@@ -169,7 +169,7 @@ def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
     used = _card_used(device, driver)
     paths = os.pathsep.join(entry for entry in sys.path if entry)
     # Engines say a lot: what nobody reads must not stop them, and what is read must not wait in a buffer.
-    errors = tempfile.TemporaryFile("w+", errors="replace")
+    errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process below
     process = subprocess.Popen(
         [sys.executable, "-c", program],
         stdout=subprocess.PIPE,

@@ -81,7 +81,7 @@ class Chatty(Bare):
     """Says more than a pipe holds, and several lines at a time."""
 
     def create(self, config: Mapping[str, Any]) -> None:
-        print("x" * 200_000, file=sys.stderr)
+        sys.stderr.write("x" * 200_000)
         os.write(1, b"loading\n" * 20)
         super().create(config)
 
