@@ -8,7 +8,41 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int32]
 
+_ROUNDS = 8
 _SCATTER = np.int64(-7046029254386353131)  # 2**64 over the golden ratio: neighbouring addresses land far apart
+
+
+def first_places(ids: Ints) -> Ints:
+    """For each address the place at which it comes for the first time; without a sort, which takes four times as long.
+
+    In each round every address goes to a slot, of several in a slot the first stays, and those that meet another one
+    there go on to the next round.
+    """
+    found = np.arange(len(ids))
+    waiting, left = found, ids
+    bits = max(1, (2 * len(ids)).bit_length())
+    slots = np.zeros(1 << bits, np.int64)
+    for turn in range(_ROUNDS):
+        if not len(waiting):
+            return found
+        # Other slots in each round, so that those who met do not meet again.
+        at = _hash(left + 16 * turn * (left >> bits), bits)
+        # Written backwards, so that the first of several stays.
+        slots[at[::-1]] = waiting[::-1]
+        stayed = slots[at]
+        same = ids[stayed] == left
+        found[waiting[same]] = stayed[same]
+        waiting, left = waiting[~same], left[~same]
+    # Whoever still met another one: so few that they can be sorted.
+    _, first, which = np.unique(left, return_index=True, return_inverse=True)
+    found[waiting] = waiting[first][which]
+    return found
+
+
+def _hash(ids: Ints, bits: int) -> Ints:
+    # Addresses are multiples of 16; the upper bits of the product depend on all the others.
+    hashed: Ints = ((ids >> 4) * _SCATTER >> (64 - bits)) & ((1 << bits) - 1)
+    return hashed
 
 
 class AddressTable:
@@ -35,7 +69,7 @@ class AddressTable:
             self._slots = np.full(1 << self._bits, -1, np.int32)
             first = 0
         places = np.arange(first, self._count, dtype=np.int32)
-        slots = self._hash(self._ids[first : self._count])
+        slots = _hash(self._ids[first : self._count], self._bits)
         while len(places):
             free = self._slots[slots] < 0
             self._slots[slots[free]] = places[free]
@@ -48,7 +82,7 @@ class AddressTable:
             return np.full(len(ids), -1, np.int32)
         found = np.full(len(ids), -1, np.int32)
         asked = np.arange(len(ids))
-        slots = self._hash(ids)
+        slots = _hash(ids, self._bits)
         while len(asked):
             places = self._slots[slots]
             taken = places >= 0
@@ -57,11 +91,6 @@ class AddressTable:
             collided = taken & ~same
             asked, ids, slots = asked[collided], ids[collided], self._next(slots[collided])
         return found
-
-    def _hash(self, ids: Ints) -> Ints:
-        # Addresses are multiples of 16; the upper bits of the product depend on all the others.
-        hashed: Ints = ((ids >> 4) * _SCATTER >> (64 - self._bits)) & (len(self._slots) - 1)
-        return hashed
 
     def _next(self, slots: Ints) -> Ints:
         following: Ints = (slots + 1) & (len(self._slots) - 1)

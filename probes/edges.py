@@ -35,6 +35,7 @@ from lowtide.probes.foreign import (
     code_of,
     dict_of_module,
     is_a,
+    module_of_class,
     mro_of,
     namespace_of,
     namespace_of_class,
@@ -154,7 +155,7 @@ class EdgeNamer:
         """An attribute whose value lies in the instance (Python 3.11 and later), which has no `__dict__` yet.
 
         Reading `__dict__` would make the dict, which then stays; asking for one attribute by its name does not. So the
-        names are tried that the code of the instance's class, and then all code in the heap, mentions.
+        names are tried that the code of the instance's class mentions, then its module's, then all code in the heap.
         """
         holder, held = way[0], way[1]
         # What was found on one instance is tried first on the next; all code there is, which takes 0.2 s to go through,
@@ -170,6 +171,7 @@ class EdgeNamer:
     def _candidates(self, cls: type, known: set[str]) -> Iterator[set[str]]:
         yield known
         yield _names_in_class(cls)
+        yield _names_in_module(cls)
         yield self._all_names
 
     @functools.cached_property
@@ -431,6 +433,20 @@ def _names_in_class(cls: type) -> set[str]:
         for value in namespace_of(base).values():
             if type(value) is FunctionType:
                 _add_names(code_of(value), names)
+    return names
+
+
+def _names_in_module(cls: type) -> set[str]:
+    """What the functions and classes of the class's module mention: often it is they that set what an instance has."""
+    names: set[str] = set()
+    module = sys.modules.get(module_of_class(cls))
+    if module is None or not is_a(module, ModuleType):
+        return names
+    for value in list(dict_of_module(module).values()):
+        if type(value) is FunctionType:
+            _add_names(code_of(value), names)
+        elif is_a(value, type) and module_of_class(value) == module_of_class(cls):
+            names |= _names_in_class(value)
     return names
 
 

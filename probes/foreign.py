@@ -39,11 +39,17 @@ def namespace_of_class(cls: type) -> Any:
     return gc.get_referents(namespace_of(cls))[0]
 
 
+def module_of_class(cls: type) -> str:
+    """The name of the module that a class says it is from, without asking its metaclass; empty if it says none."""
+    module = _module_of(cls)
+    return module if type(module) is str else ""
+
+
 def type_name(cls: type) -> str:
     """Module and qualified name of a class, without asking its metaclass; `builtins.` is left out."""
-    module = _module_of(cls)
+    module = module_of_class(cls)
     name: str = _qualname_of(cls)
-    return name if type(module) is not str or module == "builtins" else f"{module}.{name}"
+    return name if module in ("", "builtins") else f"{module}.{name}"
 
 
 def attribute(holder: object, name: str) -> object:

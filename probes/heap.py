@@ -18,14 +18,14 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from itertools import chain, compress
+from itertools import compress
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.probes.address_table import AddressTable, Indices, Ints
+from lowtide.probes.address_table import AddressTable, Indices, Ints, first_places
 from lowtide.probes.edges import GENERATORS, Edge, EdgeNamer, Kind, is_dict_of_cache, variables_of
 from lowtide.probes.foreign import (
     LRU_CACHE,
@@ -38,7 +38,7 @@ from lowtide.probes.foreign import (
     namespace_of_class,
     type_name,
 )
-from lowtide.probes.identities import identities, object_at, types_of
+from lowtide.probes.identities import are_tracked, elements, identities, object_at, objects_at, types_of
 from lowtide.probes.objects import FROZEN_AT_STARTUP, collector_paused, frame_locals
 
 RootKind = Literal["module", "frame", "thread", "class", "context", "object"]
@@ -326,9 +326,12 @@ class _Heap:
         untracked = {id(target): target for target in targets if not gc.is_tracked(target)}
         self.objects.extend(target for key, target in untracked.items() if key not in known)
         self._is_any_untracked = bool(untracked)
-        # What the walk adds to these is frozen, if a program has frozen anything at all.
-        self._unfrozen = len(self.objects) if gc.get_freeze_count() > FROZEN_AT_STARTUP else sys.maxsize
+        listed = len(self.objects)
         table = self._walk()
+        # What is tracked, and was not listed but met by the walk, is frozen, if a program has frozen anything at all.
+        # (To ask the collector how many are frozen takes it a walk over all of them.)
+        met = np.count_nonzero(are_tracked(identities(self.objects[listed:])))
+        self._unfrozen = listed if met > FROZEN_AT_STARTUP else sys.maxsize
         self._scratch = np.zeros(len(self.objects), np.int32)
         self.targets = table.find(identities(list(targets)))
         ignored = table.find(np.fromiter(ignore, np.int64, len(ignore)))
@@ -469,8 +472,6 @@ class _Heap:
         """Reads the references of all objects, adding those that it meets; returns the table of their addresses."""
         table = AddressTable(identities(self.objects))
         self._types: dict[int, type] = {}
-        # Asked of every object that the walk meets: of all of a frozen heap.
-        is_worth = self._may_lead_to_untracked if self._is_any_untracked else gc.is_tracked
         counts: list[Ints] = []
         edges: list[Indices] = []
         kinds: list[Ints] = []
@@ -487,20 +488,21 @@ class _Heap:
                         referents.extend(item.values())
             for place in range(done, min(done + len(chunk), len(self.roots))):
                 held[place - done].extend(self.roots[place].also)
-            flat = list(chain.from_iterable(held))
-            ids = identities(flat)
+            sizes, ids = elements(held)
             nodes = table.find(ids)
             unknown = np.flatnonzero(nodes < 0)
-            _, first = np.unique(ids[unknown], return_index=True)
-            met = list(map(flat.__getitem__, unknown[np.sort(first)].tolist()))
-            # What is not tracked (numbers, strings, tuples of them) refers to nothing that is.
-            before = len(self.objects)
-            _extend(self.objects, list(compress(met, map(is_worth, met))))
-            if len(self.objects) > before:
-                table.add(identities(self.objects[before:]))
-                nodes[unknown] = table.find(ids[unknown])
+            met = ids[unknown]
+            firsts = first_places(met)
+            first = np.flatnonzero(firsts == np.arange(len(met)))
+            added = first[self._are_worth(met[first])]
+            if len(added):
+                places = np.full(len(met), -1, np.int32)
+                places[added] = np.arange(len(self.objects), len(self.objects) + len(added), dtype=np.int32)
+                nodes[unknown] = places[firsts]
+                table.add(met[added])
+                self.objects += objects_at(met[added])
             known = nodes >= 0
-            holders = np.repeat(np.arange(len(chunk)), np.fromiter(map(len, held), np.int64, len(held)))
+            holders = np.repeat(np.arange(len(chunk)), sizes)
             counts.append(np.bincount(holders[known], minlength=len(chunk)))
             edges.append(nodes[known])
             done += len(chunk)
@@ -509,10 +511,14 @@ class _Heap:
         self._edges = np.concatenate(edges)
         return table
 
-    @staticmethod
-    def _may_lead_to_untracked(item: object) -> bool:
-        # Dicts and tuples of nothing that is tracked are not tracked either.
-        return gc.is_tracked(item) or type(item) is dict or type(item) is tuple
+    def _are_worth(self, ids: Ints) -> npt.NDArray[np.bool_]:
+        """Which objects, met by the walk, can lead further: what is not tracked refers to nothing that is."""
+        worth = are_tracked(ids)
+        if self._is_any_untracked:
+            # Dicts and tuples of nothing that is tracked are not tracked either.
+            worth |= np.isin(types_of(ids), [id(dict), id(tuple)])
+        worth[_checkers_frames(ids)] = False
+        return worth
 
     def _checkers_generators(self) -> Indices:
         """The checker's own suspended generators: like its frames, they hold what it looks at."""
@@ -610,13 +616,18 @@ def _comes_later(cls: type) -> bool:
     return name.partition(".")[0] in _REGISTRIES or any(base is threading.local for base in mro_of(cls))
 
 
-def _extend(objects: list[object], more: list[object], known: Collection[int] = ()) -> None:
+def _checkers_frames(ids: Ints) -> list[int]:
+    """The places of the objects that are frames of the checker's."""
+    places = np.flatnonzero(types_of(ids) == id(FrameType)).tolist()
+    return [place for place in places if _is_checkers(object_at(int(ids[place])))]
+
+
+def _extend(objects: list[object], more: list[object], known: Collection[int]) -> None:
     """Adds those of `more` whose identity is not known and that are no frames of the checker's; empties `more`."""
     ids = identities(more)
     # A table that is empty finds nothing; `np.isin` would sort the whole heap.
     wanted = AddressTable(np.fromiter(known, np.int64, len(known))).find(ids) < 0
-    for place in np.flatnonzero(types_of(ids) == id(FrameType)).tolist():
-        wanted[place] &= not _is_checkers(more[place])
+    wanted[_checkers_frames(ids)] = False
     objects.extend(compress(more, wanted.tolist()))
     # The frame of this very call may be among them, and would keep them.
     more.clear()

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.probes.address_table import AddressTable
+from lowtide.probes import address_table as module
+from lowtide.probes.address_table import AddressTable, first_places
 
 # The table scatters addresses by all but their last four bits: these are few slots for many addresses.
 COLLIDING = st.builds(lambda block, place: 16 * block + place, st.integers(0, 3), st.integers(0, 15))
@@ -117,3 +118,21 @@ def test_what_is_asked_stays_as_it_was() -> None:
     asked = array([16, 32, 48])
     AddressTable(array([48, 16])).find(asked)
     assert asked.tolist() == [16, 32, 48]
+
+
+@MANY
+@given(addresses=st.lists(ADDRESSES), rounds=st.integers(0, 3))
+def test_the_first_place_of_each_address_is_found(addresses: list[int], rounds: int) -> None:
+    expected = [addresses.index(address) for address in addresses]
+    assert first_places(array(addresses)).tolist() == expected
+    with pytest.MonkeyPatch.context() as patch:
+        # Few rounds leave some that met others in all of them.
+        patch.setattr(module, "_ROUNDS", rounds)
+        assert first_places(array(addresses)).tolist() == expected
+
+
+def test_the_first_places_of_very_many_addresses() -> None:
+    drawn = np.random.default_rng(0).integers(0, 50_000, 200_000) * 16
+    found = first_places(drawn)
+    _, expected, which = np.unique(drawn, return_index=True, return_inverse=True)
+    assert np.array_equal(found, expected[which])

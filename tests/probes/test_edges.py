@@ -9,12 +9,25 @@ from typing import Any
 
 import pytest
 
-from lowtide.probes.edges import UNNAMED
+from lowtide.probes.edges import UNNAMED, EdgeNamer
 from lowtide.probes.heap import Path, find_paths
 
 
 class Thing:
     """What leaks in these tests."""
+
+
+NAMES_ELSEWHERE = """
+class Holder:
+    pass
+
+def put(holder, item):
+    holder.put_by_a_function = item
+
+class Other:
+    def put(self, holder, item):
+        holder.put_by_another_class = item
+"""
 
 
 class Bare:
@@ -195,6 +208,32 @@ def test_an_attribute_that_a_loop_over_names_sets_is_found_by_its_name(helper: A
     helper.holder = Bare()
     fill(helper.holder, *things)
     assert list(map(edges, find_paths(things))) == [".by_a_loop", ".by_it_too"]
+
+
+def test_an_attribute_that_the_module_of_its_class_names_is_found_without_a_look_at_all_code(
+    helper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look_at_all_code(namer: EdgeNamer) -> set[str]:
+        raise AssertionError
+
+    monkeypatch.setattr(EdgeNamer, "_all_names", property(look_at_all_code))
+    exec(NAMES_ELSEWHERE, vars(helper))
+    helper.holder, thing = helper.Holder(), Thing()
+    helper.put(helper.holder, thing)
+    assert edges(find_paths([thing])[0]) == ".put_by_a_function"
+    helper.Other().put(helper.holder, thing)
+    assert edges(find_paths([thing])[0]) in (".put_by_a_function", ".put_by_another_class")
+    helper.holder = helper.Holder()
+    helper.Other().put(helper.holder, thing)
+    assert edges(find_paths([thing])[0]) == ".put_by_another_class"
+
+
+def test_a_class_whose_module_is_gone_or_is_no_name_has_its_attributes_named_all_the_same(helper: Any) -> None:
+    for module in ("a_module_that_is_gone", 5):
+        made = type("Made", (), {"__module__": module})
+        helper.holder, thing = made(), Thing()
+        helper.holder.found_in_all_code = thing
+        assert edges(find_paths([thing])[0]) == ".found_in_all_code"
 
 
 def test_an_attribute_that_no_code_names_is_told_as_unnamed_unless_its_dict_is_there(helper: Any) -> None:

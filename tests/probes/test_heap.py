@@ -581,6 +581,11 @@ def check(find_paths, make):
 def generate(make):
     thing = make()
     yield thing
+
+def fail(make, things):
+    thing = make()
+    things.append(thing)
+    raise ValueError
 """
 
 
@@ -595,6 +600,28 @@ def test_a_frame_of_the_program_is_a_holder() -> None:
     namespace: dict[str, Any] = {"__name__": "lowtide.engine.x"}
     exec(CHECKERS_CODE, namespace)
     assert namespace["check"](find_paths, Thing) != [None]
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+@pytest.mark.parametrize(("module", "is_holder"), [("lowtide.leakcheck.x", False), ("lowtide.engine.x", True)])
+def test_a_frame_of_the_checkers_that_an_error_holds_is_none_either(
+    helper: Any, module: str, is_holder: bool, freeze: bool
+) -> None:
+    namespace: dict[str, Any] = {"__name__": module}
+    exec(CHECKERS_CODE, namespace)
+    things: list[Thing] = []
+    try:
+        namespace["fail"](Thing, things)
+    except ValueError as error:
+        helper.error = error
+    frozen_before = gc.get_freeze_count()
+    if freeze:
+        gc.freeze()
+    try:
+        assert (find_paths(things) != [None]) is is_holder
+    finally:
+        if freeze and not frozen_before:
+            gc.unfreeze()
 
 
 @pytest.mark.parametrize(("package", "is_holder"), [("lowtide.leakcheck", False), ("lowtide.engine", True)])

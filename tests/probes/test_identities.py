@@ -1,4 +1,4 @@
-"""Identities and types that are read from memory are those that Python gives, and where they cannot be, it is asked."""
+"""What is read from memory of many objects is what Python says of each, which is asked where it cannot be read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lowtide.probes import identities as module
-from lowtide.probes.identities import identities, object_at, types_of
+from lowtide.probes.identities import are_tracked, elements, identities, object_at, objects_at, types_of
 
 
 class Meta(type):
@@ -92,12 +92,60 @@ def test_an_object_is_had_by_its_identity() -> None:
     assert sys.getrefcount(item) == before
 
 
+@pytest.mark.usefixtures("laid_out")
+def test_lists_are_read_side_by_side() -> None:
+    grown = [object() for _ in range(100)]
+    del grown[3:]
+    lists: list[list[Any]] = [[], SAMPLE, [], grown, [lists_in := []], [[]]]
+    counts, ids = elements(lists)
+    assert counts.tolist() == [0, len(SAMPLE), 0, 3, 1, 1]
+    assert ids.tolist() == [id(item) for each in lists for item in each]
+    assert ids.tolist()[-2] == id(lists_in)
+    assert [part.tolist() for part in elements([])] == [[], []]
+    assert [part.tolist() for part in elements([[], []])] == [[0, 0], []]
+
+
+@pytest.mark.usefixtures("laid_out")
+def test_what_is_tracked_is_told_as_the_collector_does() -> None:
+    no_longer_tracked = (1, "two", 3.0)
+    gc.collect()
+    items = [*SAMPLE, {1: 2}, {1: []}, no_longer_tracked, ([],), Meta("Made", (), {}), int, np.zeros(1), np.float64]
+    assert are_tracked(identities(items)).tolist() == list(map(gc.is_tracked, items))
+    assert {True, False} == {gc.is_tracked(item) for item in items if isinstance(item, type)}
+    assert are_tracked(identities([])).tolist() == []
+
+
+def test_what_is_tracked_of_a_whole_heap_and_of_what_it_holds() -> None:
+    heap = gc.get_objects()
+    items = gc.get_referents(*heap)
+    tracked = are_tracked(identities(items)).tolist()
+    assert tracked == list(map(gc.is_tracked, items))
+    assert 0 < sum(tracked) < len(tracked)
+
+
+def test_many_objects_are_had_by_their_identities() -> None:
+    items: list[Any] = [[place] for place in range(2 * module._AT_A_TIME + 3)]
+    last = items[-1]
+    before = sys.getrefcount(last)
+    ids = identities(items)
+    for part in (slice(0), slice(1), slice(module._AT_A_TIME), slice(None), slice(None, None, 2)):
+        assert list(map(id, objects_at(ids[part]))) == ids[part].tolist()
+    found = objects_at(ids)
+    assert sys.getrefcount(last) == before + 1
+    del found
+    assert sys.getrefcount(last) == before
+
+
 def test_nothing_is_left_to_the_collector() -> None:
     gc.collect()
     gc.disable()
     try:
         for count in range(1, 50):
-            types_of(identities(SAMPLE[:1] * count))
+            ids = identities(SAMPLE[:1] * count)
+            types_of(ids)
+            are_tracked(ids)
+            objects_at(ids)
+            elements([SAMPLE] * count)
         assert gc.collect() == 0
     finally:
         gc.enable()
@@ -109,21 +157,26 @@ def test_addresses_that_are_too_high_to_be_read_at_once_are_asked_one_by_one(mon
     assert types_of(identities(items)).tolist() == [id(int), id(str)]
 
 
-@pytest.mark.parametrize("layout", [(16, 16, 24), (8, 24, 24), (8, 0, 24), (8, 16, 8)])
-def test_another_layout_is_noticed(layout: tuple[int, int, int]) -> None:
-    assert module._is_laid_out(8, 16, 24)
+LAYOUT = (8, 16, 24, -16, 328)
+
+
+@pytest.mark.parametrize(("place", "other"), [(0, 16), (1, 24), (1, 0), (2, 8), (3, 0), (4, 8), (4, 320)])
+def test_another_layout_is_noticed(place: int, other: int) -> None:
+    assert module._is_laid_out(*LAYOUT)
+    layout = list(LAYOUT)
+    layout[place] = other
     assert not module._is_laid_out(*layout)
 
 
 def test_another_interpreter_is_asked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.implementation, "name", "pypy")
-    assert not module._is_laid_out(8, 16, 24)
+    assert not module._is_laid_out(*LAYOUT)
 
 
 def test_nothing_of_it_stays_that_could_be_come_across() -> None:
     code = (
         "import gc, numpy; from lowtide.probes import identities as m;"
-        "m.types_of(m.identities([1, 'two']));"
+        "m.types_of(m.identities([1, 'two'])); m.elements([[1]]); m.are_tracked(m.identities([1, []]));"
         "big = [v for v in vars(m).values() if isinstance(v, numpy.ndarray)]; assert not big, big;"
         "print(max((o.nbytes for o in gc.get_objects() if isinstance(o, numpy.ndarray)), default=0))"
     )
