@@ -528,8 +528,9 @@ class _Heap:
 
     def _find_turns(self, table: AddressTable) -> npt.NDArray[np.uint8]:
         """In which of the search's queues each node waits."""
-        later = [kind for kind, cls in self._types.items() if _comes_later(cls)]
-        turns = np.where(np.isin(self._kinds, later), _LATER, _FIRST).astype(np.uint8)
+        # (By a table, as `np.isin` would sort the whole heap for so many.)
+        later = AddressTable(np.array([kind for kind, cls in self._types.items() if _comes_later(cls)], np.int64))
+        turns = np.where(later.find(self._kinds) >= 0, _LATER, _FIRST).astype(np.uint8)
         turns[: len(self.roots)] = [root.turn for root in self.roots]
         # A module's namespace too: every function of the module holds it, without passing the module.
         modules = [
