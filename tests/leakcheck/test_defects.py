@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,18 +25,71 @@ from lowtide.reports.schema import Finding, Remedy, Return, Subject
 ON_CPU = [name for name, defect in DEFECTS.items() if "cpu" in defect.devices]
 
 
+# Loads what every run loads, once, and makes a process of its own for each.
+FORKING = """
+import os, sys, traceback
+import lowtide.leakcheck.cli, lowtide.leakcheck.lifecycle, lowtide.leakcheck.reference
+
+for line in sys.stdin:
+    said, *arguments = line.rstrip("\\n").split("\\t")
+    child = os.fork()
+    if not child:
+        said = os.open(said, os.O_WRONLY | os.O_CREAT)
+        for stream in (1, 2):
+            os.dup2(said, stream)
+        sys.argv[1:] = arguments
+        try:
+            lowtide.leakcheck.cli.main()
+        except SystemExit:
+            pass
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
+"""
+
+
+class Forking:
+    """Stands for `subprocess`: runs `python -m lowtide` in a copy of a process that has loaded it already."""
+
+    TimeoutExpired = subprocess.TimeoutExpired
+
+    def __init__(self, folder: Path) -> None:
+        self._said = folder / "said"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", FORKING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+
+    def run(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        assert command[:3] == [sys.executable, "-m", "lowtide"]
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._said.unlink(missing_ok=True)
+        print(self._said, *command[3:], sep="\t", file=self._server.stdin, flush=True)
+        assert self._server.stdout.readline() == "ended\n"
+        return subprocess.CompletedProcess(command, 0, self._said.read_text(), "")
+
+    def close(self) -> None:
+        self._server.communicate()
+
+
 @pytest.fixture(scope="module")
-def verified() -> Iterator[dict[str, Verified]]:
+def verified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verified]]:
     """Two lives with each bug, in processes of their own as a user's are; the twins are one engine with everything."""
     # Before the others are there, which are child processes of this one.
     real, twin = module._run, clean_twin()
+    forking = Forking(tmp_path_factory.mktemp("forking"))
 
     def run_one(defect: Defect, device: str, is_twin: bool) -> Run:
         return twin if is_twin else real(defect, device, is_twin)
 
-    with pytest.MonkeyPatch.context() as patched:
+    with pytest.MonkeyPatch.context() as patched, closing(forking):
         patched.setattr(module, "_run", run_one)
-        yield {item.defect.name: item for item in verify([DEFECTS[name] for name in ON_CPU], "cpu")}
+        patched.setattr(module, "subprocess", forking)
+        yield {item.defect.name: item for item in verify([DEFECTS[name] for name in ON_CPU], "cpu", jobs=1)}
 
 
 def clean_twin() -> Run:
