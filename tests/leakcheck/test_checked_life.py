@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ import torch
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.checked_life import Call, CheckedLife, Fault, LifeError, Lives
+from lowtide.leakcheck.faults import Seam
 from lowtide.leakcheck.target import Capabilities
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
 
@@ -480,6 +481,88 @@ def test_an_error_of_the_engine_s_own_may_have_it_as_its_cause() -> None:
 )
 def test_what_is_left_of_a_fault_is_told(target: type[SmallTarget], fault: Fault, resource: str, message: str) -> None:
     fails(target, failing_wake(fault), resource, message)
+
+
+class FailsInShutdown(SmallTarget):
+    """Its shutdown has a step that can fail before it lets go."""
+
+    def shutdown(self) -> None:
+        self.say_goodbye()
+        super().shutdown()
+
+    def say_goodbye(self) -> None:
+        pass
+
+    def fault_seams(self) -> Sequence[Seam]:
+        return (Seam("collective", FailsInShutdown, "say_goodbye", RuntimeError),)
+
+
+class FailsTwiceInShutdown(FailsInShutdown):
+    """And the second one fails too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_failed = False
+
+    def shutdown(self) -> None:
+        if self.has_failed:
+            self.has_failed = False
+            raise KeyError("gone")
+        try:
+            super().shutdown()
+        except RuntimeError:
+            self.has_failed = True
+            raise
+
+
+class ForgetsAfterAFailure(FailsInShutdown):
+    """The second one has forgotten the pages."""
+
+    kept: ClassVar[list[Any]] = []
+
+    def shutdown(self) -> None:
+        try:
+            super().shutdown()
+        except RuntimeError:
+            self.kept.append(self.arenas)
+            self.arenas = {}
+            raise
+
+
+def failing_shutdown(life: CheckedLife) -> None:
+    life.create()
+    assert not life.shutdown(fault=Fault("collective", 0))
+
+
+def test_a_shutdown_that_fails_is_made_again_and_does_the_rest() -> None:
+    life = live(FailsInShutdown, failing_shutdown)
+    assert life.model.phase == "closed"
+
+    def twice(life: CheckedLife) -> None:
+        failing_shutdown(life)
+        # The process can have another engine after it.
+        life.create()
+        assert life.shutdown(fault=Fault("collective", 1))
+
+    live(FailsInShutdown, twice)
+
+
+def test_a_second_shutdown_that_fails_too_is_told() -> None:
+    with pytest.raises(LifeError, match=r"shutdown raised: KeyError: 'gone'") as caught:
+        live(FailsTwiceInShutdown, failing_shutdown)
+    assert [finding.resource for finding in caught.value.findings] == ["teardown"]
+
+
+def test_what_a_second_shutdown_does_not_give_back_is_told() -> None:
+    try:
+        with pytest.raises(LifeError) as caught:
+            live(ForgetsAfterAFailure, failing_shutdown)
+        assert "arena" in [finding.resource for finding in caught.value.findings]
+    finally:
+        for arenas in ForgetsAfterAFailure.kept:
+            for arena in arenas.values():
+                arena.close()
+        ForgetsAfterAFailure.kept.clear()
 
 
 def test_a_ctrl_c_of_the_user_s_own_ends_the_life() -> None:

@@ -1,0 +1,120 @@
+"""What an engine's life left changed in its process is told, and put back where that is asked for."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.leakcheck.process_state import ProcessState
+
+
+def replaced(*args: object, **kwargs: object) -> None:
+    """What a test puts in the place of a function of torch's."""
+
+
+CHANGES: dict[str, tuple[Callable[[], Any], str, str]] = {
+    "collector off": (gc.disable, "gc.isenabled() was True, is False", "gc.enable()"),
+    "thresholds": (
+        lambda: gc.set_threshold(5000, 11, 12),
+        "gc.get_threshold() was (700, 10, 10), is (5000, 11, 12)",
+        "gc.set_threshold(700, 10, 10)",
+    ),
+    "dtype": (
+        lambda: torch.set_default_dtype(torch.float64),
+        "torch.get_default_dtype() was torch.float32, is torch.float64",
+        "torch.set_default_dtype(torch.float32)",
+    ),
+    "device": (
+        lambda: torch.set_default_device("meta"),
+        "torch.get_default_device() was cpu, is meta",
+        "torch.set_default_device('cpu')",
+    ),
+    "function": (
+        lambda: setattr(torch.accelerator, "synchronize", replaced),
+        "torch.accelerator.synchronize was replaced",
+        "putting torch.accelerator.synchronize back",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def put_back() -> Iterator[None]:
+    thresholds, synchronize = gc.get_threshold(), torch.accelerator.synchronize
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.enable()
+    gc.set_threshold(*thresholds)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.accelerator.synchronize = synchronize
+
+
+@pytest.fixture
+def state() -> ProcessState:
+    state = ProcessState(lambda: 0)
+    state.mark()
+    return state
+
+
+def test_where_nothing_changed_nothing_is_found(state: ProcessState) -> None:
+    assert state.findings("shutdown", remedies=True) == []
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_that_was_not_restored_is_told_and_left_alone(name: str, state: ProcessState) -> None:
+    change, message, _ = CHANGES[name]
+    change()
+    for _ in range(2):
+        (finding,) = state.findings("shutdown", remedies=False)
+        assert (finding.resource, finding.cause, finding.stage) == ("globals", "not-restored", "shutdown")
+        assert finding.message.startswith(message)
+        assert (finding.remedy, finding.tried) == (None, ())
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_that_was_not_restored_is_put_back(name: str, state: ProcessState) -> None:
+    change, _, action = CHANGES[name]
+    change()
+    (finding,) = state.findings("shutdown", remedies=True)
+    assert finding.remedy is not None
+    assert finding.remedy.action == action
+    assert state.findings("shutdown", remedies=True) == []
+
+
+def test_a_collector_that_was_off_and_is_on_is_put_back_too() -> None:
+    gc.disable()
+    state = ProcessState(lambda: 0)
+    state.mark()
+    gc.enable()
+    (finding,) = state.findings("shutdown", remedies=True)
+    assert finding.remedy is not None
+    assert finding.remedy.action == "gc.disable()"
+    assert not gc.isenabled()
+
+
+def test_several_changes_are_several_findings_with_fingerprints_of_their_own(state: ProcessState) -> None:
+    for change, *_ in CHANGES.values():
+        change()
+    findings = state.findings("shutdown", remedies=False)
+    assert len({finding.fingerprint for finding in findings}) == len(findings) == len(CHANGES)
+
+
+def test_what_cannot_be_put_back_is_told_with_what_was_tried(
+    state: ProcessState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_default_dtype(torch.float64)
+    monkeypatch.setattr(torch, "set_default_dtype", functools.partial(refuse, "not now"))
+    (finding,) = state.findings("shutdown", remedies=True)
+    assert finding.remedy is None
+    assert [tried.action for tried in finding.tried] == [
+        "torch.set_default_dtype(torch.float32) (raised RuntimeError: not now)"
+    ]
+
+
+def refuse(why: str, *args: object) -> None:
+    raise RuntimeError(why)
