@@ -80,15 +80,18 @@ class AddressTable:
         """The place of each address, -1 for one that was not added."""
         if not self._count:
             return np.full(len(ids), -1, np.int32)
-        found = np.full(len(ids), -1, np.int32)
-        asked = np.arange(len(ids))
         slots = _hash(ids, self._bits)
+        found = self._slots.take(slots)
+        # (Of an empty slot, which says -1, some other id is looked at.)
+        same = self._ids.take(found, mode="wrap") == ids
+        asked = np.flatnonzero(~same & (found >= 0))
+        found[~same] = -1
+        ids, slots = ids[asked], self._next(slots[asked])
         while len(asked):
             places = self._slots[slots]
-            taken = places >= 0
-            same = taken & (self._ids[places] == ids)
+            same = (self._ids[places] == ids) & (places >= 0)
             found[asked[same]] = places[same]
-            collided = taken & ~same
+            collided = ~same & (places >= 0)
             asked, ids, slots = asked[collided], ids[collided], self._next(slots[collided])
         return found
 

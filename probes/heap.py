@@ -472,6 +472,7 @@ class _Heap:
         """Reads the references of all objects, adding those that it meets; returns the table of their addresses."""
         table = AddressTable(identities(self.objects))
         self._types: dict[int, type] = {}
+        known_kinds = AddressTable(np.zeros(0, np.int64))
         counts: list[Ints] = []
         edges: list[Indices] = []
         kinds: list[Ints] = []
@@ -479,7 +480,9 @@ class _Heap:
         while done < len(self.objects):
             chunk = self.objects[done : done + _CHUNK]
             kinds.append(types_of(identities(chunk)))
-            self._types.update((kind, object_at(kind)) for kind in np.unique(kinds[-1]).tolist())
+            met_kinds = np.unique(kinds[-1][known_kinds.find(kinds[-1]) < 0])
+            known_kinds.add(met_kinds)
+            self._types.update((kind, object_at(kind)) for kind in met_kinds.tolist())
             held = list(map(gc.get_referents, chunk))
             if sys.version_info >= (3, 13):
                 # A dict that shares an instance's values shows none of them, and takes them over when that dies.
