@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lowtide.engine.arena import ALIGNMENT, Arena, padded
+from lowtide.engine.arena import ALIGNMENT, Arena, padded, tensor_over
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
@@ -169,6 +169,49 @@ def test_an_error_of_giving_back_comes_out_of_close_once() -> None:
     assert announced_pools() == ()
     arena.close()
     assert len(backend.disposed) == 2
+
+
+def test_a_tensor_over_memory_is_laid_out_row_by_row_from_its_offset() -> None:
+    raw = torch.arange(64, dtype=torch.uint8)
+    tensor = tensor_over(raw, 8, (2, 3, 4), torch.int16)
+    assert (tuple(tensor.shape), tensor.stride(), tensor.dtype) == ((2, 3, 4), (12, 4, 1), torch.int16)
+    assert tensor.is_contiguous()
+    assert tensor.data_ptr() == raw.data_ptr() + 8
+    assert tensor.untyped_storage().nbytes() == 64
+    assert torch.equal(tensor.view(-1), raw[8:56].view(torch.int16))
+
+
+def test_what_was_given_back_is_not_given_back_again(without_collector: None) -> None:
+    backend = Recorder()
+    arena = Arena("weights", PAGE, backend)
+    for _ in range(3):
+        arena.close()
+    assert len(backend.disposed) == 1
+
+
+def test_at_exit_the_process_gives_everything_back() -> None:
+    before = set(weakref.finalize._registry)  # type: ignore[attr-defined]
+    arena = Arena("weights", PAGE, Recorder())
+    (made,) = set(weakref.finalize._registry) - before  # type: ignore[attr-defined]
+    assert not made.atexit
+    arena.close()
+
+
+def test_pages_are_mapped_in_parts_of_a_quarter_of_a_gib() -> None:
+    backend = Recorder()
+    arena = Arena("weights", 600 << 20, backend)
+    arena.map_to(600 << 20)
+    assert [part.size for part in arena._record.parts] == [256 << 20, 256 << 20, 88 << 20]
+    arena.unmap_to(0)
+    arena.close()
+
+
+def test_tensors_begin_where_every_load_is_aligned() -> None:
+    arena = Arena("weights", PAGE, CpuPages())
+    tensors = [arena.allocate((size,), torch.uint8) for size in (1, 511, 512, 513, 3)]
+    starts = [tensor.data_ptr() - tensors[0].data_ptr() for tensor in tensors]
+    assert starts == [0, 512, 1024, 1536, 2560]
+    arena.close()
 
 
 def test_a_closed_arena_gives_no_memory() -> None:

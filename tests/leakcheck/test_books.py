@@ -154,6 +154,12 @@ def test_a_setting_is_changed_since_the_stage_in_which_it_was_seen(books: Books)
     assert books.since("globals", [f"{DTYPE} was float32, is float64"]) == "call"
 
 
+def test_a_setting_is_changed_whatever_its_text_was(books: Books) -> None:
+    books.begin("setup", counters(settings={DTYPE: "float64"}))
+    books.attribute("call", counters(settings={DTYPE: "float32"}))
+    assert books.since("globals", [f"{DTYPE} was float64, is float32"]) == "call"
+
+
 def test_a_level_is_up_since_the_stage_in_which_it_grew_most(books: Books) -> None:
     for stage, host in [("setup", 10), ("call", 40), ("teardown", 50)]:
         books.attribute(stage, counters(host=host))
@@ -178,6 +184,12 @@ def test_a_changed_setting_is_told_as_was_and_is(books: Books) -> None:
     books.begin("setup", counters(settings={DTYPE: "float32"}))
     assert new(books, counters(settings={DTYPE: "float64"}), key="globals") == {f"{DTYPE} was float32, is float64"}
     assert new(books, counters(settings={DTYPE: "float32"}), key="globals") == set()
+
+
+def test_each_changed_setting_counts_as_one(books: Books) -> None:
+    books.begin("setup", counters(settings={DTYPE: "float32", "gc.isenabled()": "True"}))
+    now = counters(settings={DTYPE: "float64", "gc.isenabled()": "False"})
+    assert list(books.new_items("globals", now, None, ()).values()) == [1, 1]
 
 
 def test_a_replaced_function_is_told_as_replaced(books: Books) -> None:
@@ -345,6 +357,29 @@ def test_the_outer_one_ends_and_the_inner_one_s_stays(books: Books) -> None:
     books.close([outer])
     assert shares(books, 50, outer) == [0, 0]
     assert shares(books, 80, outer) == [0, 30]
+
+
+def test_the_level_falls_to_where_the_outer_one_began_and_the_inner_one_s_stays_on_top(books: Books) -> None:
+    # The test had 5 of its own before it asked for the fixtures.
+    outer = owned(books, "outer", counters(host=5), counters(host=15))
+    owned(books, "inner", counters(host=15), counters(host=35))
+    books.close([outer])
+    assert shares(books, 25, outer) == [0, 0]
+    assert shares(books, 32, outer) == [0, 7]
+
+
+@pytest.mark.parametrize("before", [{}, {"pinned": 0}])
+@pytest.mark.parametrize("now", [{}, {"pinned": 0}])
+def test_a_level_that_no_reading_has_is_nothing(
+    segments: MadeSegments, before: Mapping[str, int], now: Mapping[str, int]
+) -> None:
+    books = Books(segments)
+    books.begin("setup", Counters({}, before, {}))
+    owner = owned(books, "fixture", Counters({}, before, {}), Counters({}, now, {}))
+    assert books.shares("pinned", Counters({}, now, {}), ()) == {id(None): 0}
+    books.close([owner])
+    assert books.shares("pinned", Counters({}, now, {}), (owner,)) == {id(None): 0, id(owner): 0}
+    assert books.shares("pinned", Counters({}, {"pinned": 9}, {}), (owner,)) == {id(None): 9, id(owner): 0}
 
 
 def test_an_owner_under_which_the_level_fell_has_no_share(books: Books) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
+from lowtide.leakcheck import survival as module
 from lowtide.leakcheck.survival import Survival
 
 MIB = 1 << 20
@@ -94,6 +95,36 @@ def test_a_pointer_to_pages_that_are_gone_is_found_and_one_to_pages_that_are_bac
     arena.unmap_to(0)
     arena.map_to(64 << 10)
     assert known.after_wake("wake", tensors, {}) == []
+
+
+def test_pointers_are_counted_with_their_bytes_and_only_in_whole_numbers(arena: Arena) -> None:
+    arena.map_to(64 << 10)
+    inside = arena.bytes_at(0, 1).data_ptr()
+    table = torch.tensor([inside, 0, inside + 16, inside + 4096])
+    tensors = {"table": table, "weights": table.view(torch.float64).clone()}
+    known = survival(tensors)
+    arena.unmap_to(0)
+    (found,) = known.after_wake("wake", tensors, {})
+    # What is no integer points to nothing, whatever its bytes look like.
+    assert (found.holder, found.count, found.bytes) == ("table", 1, 3 * 8)
+    assert found.message == "table holds pointers to memory that is not mapped any more"
+
+
+def test_a_buffer_may_lie_anywhere_in_the_tensor_of_its_name_and_not_beyond_it() -> None:
+    data = torch.arange(8)
+    known = survival({"pointers": data})
+    for start, length, is_there in ((0, 64, True), (8, 56, True), (0, 65, False), (64, 8, False)):
+        recorded = {"pointers": (data.data_ptr() + start, length)}
+        assert (known.dangling("wake", {"pointers": data}, recorded) == []) is is_there
+
+
+def test_reading_is_warmed_up_by_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"words": torch.zeros(8, dtype=torch.int64)}
+    read: list[object] = []
+    monkeypatch.setattr(module, "take_fingerprints", lambda asked: read.append(("contents", asked)))
+    monkeypatch.setattr(module, "find_pointers", lambda asked, ranges: read.append(("pointers", asked, len(ranges))))
+    Survival("cpu").warm_up(tensors)
+    assert read == [("contents", tensors), ("pointers", tensors, 1)]
 
 
 def test_an_engine_that_tells_nothing_is_not_judged() -> None:

@@ -1,0 +1,191 @@
+"""Judging a climb: what is back at its rung is clean, what is back later is told with what brought it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+
+from lowtide.leakcheck.judge import grouped, judge
+from lowtide.leakcheck.ladder import ACTIONS, Rung, Step
+from lowtide.leakcheck.metrics import Metric
+from lowtide.reports.schema import Finding, Remedy
+
+Reading = Mapping[str, int | None]
+
+
+def metric(resource: Any = "tensors", **options: Any) -> Metric[Reading]:
+    return Metric(resource, "cuda:0", lambda reading: reading.get(resource), **options)
+
+
+def climbed(*readings: int | None, resource: str = "tensors", seconds: float = 1.0) -> list[Step[Reading]]:
+    """One step of a second per reading, `raw` first."""
+    return [Step(rung, {resource: now}, seconds) for rung, now in zip(Rung, readings, strict=False)]
+
+
+def judged(known: Metric[Reading], *readings: int | None, baseline: int | None = 0) -> Any:
+    steps = climbed(*readings, resource=known.resource)
+    return judge([known], {known.resource: baseline}, steps, stage="shutdown", cycle=2)
+
+
+RAW, SETTLE, COLLECT, UNFREEZE, EMPTY_CACHE = 0, 1, 2, 3, 4
+
+
+def test_what_is_back_at_once_is_clean_and_nothing_is_told_of_it() -> None:
+    judgement = judged(metric(), 0, 0, 0)
+    assert (judgement.findings, judgement.returns, judgement.not_measured) == ((), (), ())
+
+
+def test_less_than_before_is_back() -> None:
+    assert judged(metric(), 5, baseline=10).findings == ()
+
+
+def test_what_the_machine_does_not_say_is_not_judged_and_told() -> None:
+    for baseline, now in ((None, 3), (3, None)):
+        judgement = judged(metric(), now, now, now, baseline=baseline)
+        (unknown,) = judgement.not_measured
+        assert (unknown.what, unknown.why) == ("tensors on cuda:0", "this machine does not say")
+        assert (judgement.findings, judgement.returns) == ((), ())
+
+
+def test_what_is_told_at_first_and_not_later_has_not_come_back() -> None:
+    (found,) = judged(metric(), 7, None, None).findings
+    assert found.remedy is None
+
+
+@pytest.mark.parametrize(("back", "seconds"), [(SETTLE, 2.0), (COLLECT, 3.0)])
+def test_what_is_back_at_its_rung_is_clean_with_the_time_that_it_took(back: int, seconds: float) -> None:
+    readings = [10] * back + [0] * (COLLECT + 1 - back)
+    judgement = judged(metric(), *readings)
+    assert judgement.findings == ()
+    (late,) = judgement.returns
+    assert (late.resource, late.device, late.stage, late.cycle) == ("tensors", "cuda:0", "shutdown", 2)
+    assert (late.bytes, late.rung, late.seconds) == (10, list(Rung)[back].value, seconds)
+
+
+def test_what_is_back_at_a_later_rung_is_a_finding_with_what_brought_it_back() -> None:
+    (found,) = judged(metric(), 10, 10, 10, 8, 2, 1).findings
+    assert found.remedy is None, "nothing is back as long as some of it stays"
+    judgement = judged(metric(tolerance=2), 10, 10, 9, 8, 2, 0)
+    (found,) = judgement.findings
+    # What counts is what was left when it had to be back.
+    assert (found.bytes, found.count) == (9, 1)
+    assert found.remedy == Remedy(action=ACTIONS[Rung.EMPTY_CACHE], returns_bytes=6)
+    assert (
+        found.message == "9 B of tensors on cuda:0 did not come back at shutdown; torch.cuda.empty_cache() returns 6 B"
+    )
+    (late,) = judgement.returns
+    assert (late.bytes, late.rung, late.seconds) == (10, "empty_cache", 5.0)
+
+
+def test_what_only_is_counted_has_no_bytes() -> None:
+    judgement = judged(metric("threads", unit="threads"), 3, 3, 2, 2)
+    (found,) = judgement.findings
+    assert (found.bytes, found.count) == (0, 2)
+    assert found.message == "2 threads did not come back at shutdown"
+    (late,) = judged(metric("threads", unit="threads"), 3, 0).returns
+    assert late.bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "is_back"),
+    [(9, False), (10, True), (11, True)],
+)
+def test_as_much_as_the_tolerance_may_stay(tolerance: int, is_back: bool) -> None:
+    assert (judged(metric(tolerance=tolerance), 110, baseline=100).findings == ()) is is_back
+
+
+def test_a_cause_that_says_something_stays_and_one_that_does_not_is_that_of_the_rung() -> None:
+    readings = [10] * EMPTY_CACHE + [0]
+    causes = {}
+    for cause in ("unknown", "driver", "native"):
+        (found,) = judged(metric(cause=cause), *readings).findings
+        causes[cause] = found.cause
+    assert causes == {"unknown": "allocator-cache", "driver": "allocator-cache", "native": "native"}
+
+
+def test_that_native_code_holds_it_stays_true_whatever_made_that_let_go() -> None:
+    readings = [10] * EMPTY_CACHE + [0]
+    verdicts = {}
+    for verdict in ("native-held", "unexplained"):
+        (found,) = judged(metric(verdict=verdict), *readings).findings
+        verdicts[verdict] = found.verdict
+    assert verdicts == {"native-held": "native-held", "unexplained": "cached"}
+    (found,) = judged(metric(verdict="unexplained"), 10, 10, 10).findings
+    assert found.verdict == "unexplained"
+
+
+def test_what_is_new_by_name_is_named_and_what_went_hides_nothing() -> None:
+    known = Metric[Any]("threads", "", lambda r: len(r), unit="threads", items=lambda r: dict.fromkeys(r, 1))
+    steps = [Step(rung, ("b", "a"), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
+    (found,) = judge([known], ("gone", "gone too"), steps, stage="call", cycle=1).findings
+    assert (found.count, found.holder) == (2, "a, b")
+    assert found.message == "2 threads did not come back at call: a, b"
+
+
+@pytest.mark.parametrize(
+    ("cause", "readings", "holder"),
+    [
+        ("library-workspace", [4, 4, 4, 4, 4, 4, 4, 0], "workspaces of BLAS libraries"),
+        ("library-workspace", [4, 4, 4, 4], "block at 0x10"),
+        ("native", [4, 4, 4, 4, 4, 4, 4, 0], "block at 0x10"),
+    ],
+)
+def test_blocks_are_workspaces_only_if_clearing_those_gives_them_back(
+    cause: Any, readings: list[int], holder: str
+) -> None:
+    known = Metric[Any](
+        "tensors", "cuda:0", lambda r: r, items=lambda r: {"block at 0x10": r} if r else {}, cause=cause
+    )
+    steps = [Step(rung, now, 0.0) for rung, now in zip(Rung, readings, strict=False)]
+    (found,) = judge([known], 0, steps, stage="call", cycle=1).findings
+    assert found.holder == holder
+
+
+def test_each_metric_is_judged_by_its_own_readings() -> None:
+    metrics = [metric("pinned"), metric("tensors"), metric("reserved", rung=Rung.EMPTY_CACHE)]
+    steps = [Step(rung, {"pinned": 0, "tensors": 5, "reserved": 7}, 1.0) for rung in list(Rung)[: COLLECT + 1]]
+    steps += [Step(rung, {"pinned": 0, "tensors": 5, "reserved": 0}, 1.0) for rung in (Rung.UNFREEZE, Rung.EMPTY_CACHE)]
+    judgement = judge(metrics, {"pinned": 0, "tensors": 0, "reserved": 0}, steps, stage="call", cycle=1)
+    assert [(found.resource, found.bytes) for found in judgement.findings] == [("tensors", 5)]
+    assert [(back.resource, back.bytes) for back in judgement.returns] == [("reserved", 7)]
+
+
+def test_the_fingerprint_tells_resource_device_stage_and_cause_and_not_how_much() -> None:
+    def mark(known: Metric[Reading], amount: int, stage: str = "call") -> str:
+        (found,) = judge(
+            [known], {known.resource: 0}, climbed(*[amount] * 3, resource=known.resource), stage=stage, cycle=1
+        ).findings
+        return found.fingerprint
+
+    same = mark(metric(), 10)
+    assert mark(metric(), 20) == same
+    others = [mark(metric("pinned"), 10), mark(metric(), 10, "wake"), mark(metric(cause="native"), 10)]
+    assert len({same, *others}) == 4
+
+
+# --- findings of one fingerprint -------------------------------------------------------------------------------------
+
+
+def finding(amount: int, *, count: int = 1, remedy: bool = False, mark: str = "a") -> Finding:
+    (found,) = judged(metric(), *[amount] * 3).findings
+    told = Remedy(action="x", returns_bytes=1) if remedy else None
+    return msgspec.structs.replace(found, count=count, remedy=told, fingerprint=mark)
+
+
+def test_of_one_fingerprint_the_largest_with_a_remedy_stands_for_all() -> None:
+    small, large, helped = finding(1), finding(9), finding(5, remedy=True)
+    for order in ([small, large, helped], [helped, large, small], [large, helped, small]):
+        assert grouped(order) == (helped,)
+    assert grouped([small, large]) == grouped([large, small]) == (large,)
+    assert grouped([finding(3, count=2), finding(3, count=4)])[0].count == 4
+
+
+def test_of_equal_ones_the_first_stays_and_the_order_is_that_of_first_appearance() -> None:
+    first, again = finding(3), msgspec.structs.replace(finding(3), message="again")
+    (kept,) = grouped([first, again])
+    assert kept is first
+    marks = [found.fingerprint for found in grouped([finding(1, mark="b"), finding(2, mark="a"), finding(3, mark="b")])]
+    assert marks == ["b", "a"]
