@@ -105,7 +105,11 @@ def judge(
             )
             if steps[back].rung.order <= metric.rung.order:
                 continue
-        findings.append(_finding(metric, baseline, steps, [item.above or 0 for item in excess], back, stage, actions))
+        above: list[int] = []
+        for item in excess:
+            # What could be told before, and cannot now, has not come back for that.
+            above.append(above[-1] if item.above is None else item.above)
+        findings.append(_finding(metric, baseline, steps, above, back, stage, actions))
     return Judgement(tuple(findings), tuple(returns), tuple(not_measured))
 
 

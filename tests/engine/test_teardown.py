@@ -125,6 +125,21 @@ def test_what_the_caller_was_handling_is_left_alone() -> None:
             assert [reference() is not None for reference in kept] == [True, False]
 
 
+def test_what_comes_beside_the_caller_s_error_is_forgotten_all_the_same() -> None:
+    kept: list[weakref.ref[Tensor]] = []
+    try:
+        hold_and_fail(kept, KeyError("the caller's"))
+    except KeyError as handled:
+        try:
+            caused(kept)
+        except ValueError as error:
+            # Looked at last of what it hangs on, as the context is, which here is the caller's.
+            cause, error.__context__ = error.__cause__, handled
+            assert cause is not None
+            release_frames(error, handled)
+    assert [reference() is not None for reference in kept] == [True, False, False]
+
+
 def test_errors_that_are_each_other_s_context_do_not_go_round_for_ever() -> None:
     first, second = ValueError(), KeyError()
     first.__context__, second.__context__ = second, first

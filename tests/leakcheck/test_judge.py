@@ -52,7 +52,7 @@ def test_what_the_machine_does_not_say_is_not_judged_and_told() -> None:
 
 def test_what_is_told_at_first_and_not_later_has_not_come_back() -> None:
     (found,) = judged(metric(), 7, None, None).findings
-    assert found.remedy is None
+    assert (found.bytes, found.remedy) == (7, None)
 
 
 @pytest.mark.parametrize(("back", "seconds"), [(SETTLE, 2.0), (COLLECT, 3.0)])
@@ -145,7 +145,8 @@ def test_blocks_are_workspaces_only_if_clearing_those_gives_them_back(
 
 
 def test_each_metric_is_judged_by_its_own_readings() -> None:
-    metrics = [metric("pinned"), metric("tensors"), metric("reserved", rung=Rung.EMPTY_CACHE)]
+    late, unknown = metric("reserved", rung=Rung.EMPTY_CACHE), metric("arena")
+    metrics = [unknown, late, metric("pinned"), metric("tensors")]
     steps = [Step(rung, {"pinned": 0, "tensors": 5, "reserved": 7}, 1.0) for rung in list(Rung)[: COLLECT + 1]]
     steps += [Step(rung, {"pinned": 0, "tensors": 5, "reserved": 0}, 1.0) for rung in (Rung.UNFREEZE, Rung.EMPTY_CACHE)]
     judgement = judge(metrics, {"pinned": 0, "tensors": 0, "reserved": 0}, steps, stage="call", cycle=1)

@@ -118,6 +118,30 @@ def test_a_buffer_may_lie_anywhere_in_the_tensor_of_its_name_and_not_beyond_it()
         assert (known.dangling("wake", {"pointers": data}, recorded) == []) is is_there
 
 
+def test_only_the_arenas_of_the_engine_s_device_count(arena: Arena) -> None:
+    arena.map_to(64 << 10)
+    inside = arena.bytes_at(0, 1).data_ptr()
+    tensors = {"table": torch.tensor([inside])}
+    elsewhere = Survival("cuda:0")
+    elsewhere.before_sleep(tensors)
+    arena.unmap_to(0)
+    assert elsewhere.after_wake("wake", tensors, {}) == []
+
+
+def test_what_another_arena_has_mapped_is_not_gone(arena: Arena) -> None:
+    other = Arena("weights", MIB, CpuPages())
+    try:
+        for each in (arena, other):
+            each.map_to(64 << 10)
+        tables = {name: torch.tensor([each.bytes_at(0, 1).data_ptr()]) for name, each in (("k", arena), ("w", other))}
+        known = survival(tables)
+        arena.unmap_to(0)
+        (found,) = known.after_wake("wake", tables, {})
+        assert (found.holder, found.bytes) == ("k", 8)
+    finally:
+        other.close()
+
+
 def test_reading_is_warmed_up_by_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {"words": torch.zeros(8, dtype=torch.int64)}
     read: list[object] = []
