@@ -94,7 +94,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--examples", type=int, default=None, help="clean lives [default: 500, 200 on a card]")
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=10, help="how many of them")
+    parser.add_argument("--first-seed", type=int, default=0, help="to have several processes share the seeds")
     parser.add_argument("--seed", type=int, default=1, help="of the clean lives")
     parser.add_argument("--bugs", default=None, help="comma-separated [default: all that can show]")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
@@ -102,12 +103,13 @@ def main() -> None:
     on_cpu = options.device == "cpu"
     examples = options.examples if options.examples is not None else 500 if on_cpu else 200
     bugs = (ON_CPU if on_cpu else ON_CARD) if options.bugs is None else tuple(filter(None, options.bugs.split(",")))
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     results = {
         "device": options.device,
         "clean": clean(options.device, examples, options.seed) if examples else None,
         "unchecked": unchecked(options.device, 50),
         "within": WITHIN,
-        "bugs": {name: bug(name, options.device, range(options.seeds)) for name in bugs},
+        "bugs": {name: bug(name, options.device, seeds) for name in bugs},
     }
     machine.write(f"fuzz-{options.device.partition(':')[0]}", results, options.out)
 
