@@ -9,13 +9,15 @@ from lowtide.leakcheck.checked_life import Call
 from lowtide.leakcheck.target import Capabilities
 
 Life = tuple[Call, ...]
+Attempt = Callable[[Life], "Life | None"]
 
 
 def shorten(life: Sequence[Call], fails: Callable[[Life], Life | None], able: Capabilities) -> Life:
     """A life that still fails, of which no call can be left out and no argument made simpler.
 
-    (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing input", 2002, with one call at a time: lives
-    are short.)
+    Calls first, in large parts and then one by one, because every life costs as much as it has calls; then arguments;
+    and again, until neither gets any further. (Zeller and Hildebrandt, "Simplifying and isolating failure-inducing
+    input", 2002.)
 
     Args:
         life: that fails.
@@ -23,33 +25,63 @@ def shorten(life: Sequence[Call], fails: Callable[[Life], Life | None], able: Ca
             that is out of place.
         able: what values are the simplest.
     """
-    best = tuple(life)
     tried: set[str] = set()
+
+    def attempt(candidate: Life) -> Life | None:
+        written = repr(candidate)
+        if written in tried:
+            return None
+        tried.add(written)
+        return fails(candidate)
+
+    best = tuple(life)
     while True:
-        for candidate in _simpler(best, able):
-            written = repr(candidate)
-            if written in tried:
-                continue
-            tried.add(written)
-            failed = fails(candidate)
-            if failed is not None:
-                best = failed
-                break
-        else:
+        before = best
+        best = _without_parts(best, attempt)
+        best = _without_pairs(best, attempt)
+        best = _with_plainer_calls(best, attempt, able)
+        if best == before:
             return best
 
 
-def _simpler(life: Life, able: Capabilities) -> Iterator[Life]:
-    """Lives that are one step simpler, those with fewer calls first."""
-    for at in reversed(range(len(life))):
-        yield life[:at] + life[at + 1 :]
-    # A sleep and its wake, a start and its steps.
-    for at in reversed(range(len(life) - 1)):
+def _without_parts(life: Life, attempt: Attempt) -> Life:
+    """Leaves out halves, quarters, and so on to single calls, from the end."""
+    size = len(life) // 2
+    while size:
+        at = len(life) - size
+        while at >= 0:
+            shorter = attempt(life[:at] + life[at + size :])
+            life = life if shorter is None else shorter
+            at = min(at, len(life)) - size
+        size //= 2
+    return life
+
+
+def _without_pairs(life: Life, attempt: Attempt) -> Life:
+    """Leaves out two calls at a time that need each other: a sleep and its wake, a start and its steps."""
+    at = len(life) - 2
+    while at >= 0:
         for end in range(at + 1, len(life)):
-            yield life[:at] + life[at + 1 : end] + life[end + 1 :]
-    for at, call in enumerate(life):
-        for plainer in _plainer(call, able):
-            yield (*life[:at], plainer, *life[at + 1 :])
+            shorter = attempt(life[:at] + life[at + 1 : end] + life[end + 1 :])
+            if shorter is not None:
+                life = shorter
+                break
+        at = min(at - 1, len(life) - 2)
+    return life
+
+
+def _with_plainer_calls(life: Life, attempt: Attempt, able: Capabilities) -> Life:
+    """Makes one argument after the other plainer."""
+    at = 0
+    while at < len(life):
+        for plainer in _plainer(life[at], able):
+            simpler = attempt((*life[:at], plainer, *life[at + 1 :]))
+            if simpler is not None:
+                life = simpler
+                break
+        else:
+            at += 1
+    return life
 
 
 def _plainer(call: Call, able: Capabilities) -> Iterator[Call]:

@@ -1,0 +1,155 @@
+"""A life that fails is made as short and as plain as it can be, in few lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide.leakcheck.checked_life import Call, Fault
+from lowtide.leakcheck.shorten import Life, shorten
+from lowtide.leakcheck.target import Capabilities
+
+ABLE = Capabilities(
+    configs={"graphs": (False, True), "blocks": (8, 16)},
+    prompt_lengths=(3, 17, 40),
+    max_tokens=6,
+    unfinished=True,
+    sleep_levels=(1, 2),
+    sleep_modes=("wait", "abort"),
+    wake_tags=("weights", "kv_cache"),
+)
+NAMES = ("create", "infer", "sleep", "wake", "reload", "shutdown")
+
+
+class Engine:
+    """Says which lives fail, and counts those that it was asked about."""
+
+    def __init__(self, is_wrong: Callable[[Sequence[Call]], bool]) -> None:
+        self.is_wrong = is_wrong
+        self.lives: list[Life] = []
+
+    def __call__(self, life: Life) -> Life | None:
+        self.lives.append(life)
+        # It fails in the first call after which something is wrong.
+        ends = range(1, len(life) + 1)
+        return next((life[:end] for end in ends if self.is_wrong(life[:end])), None)
+
+
+def shortened(life: Sequence[Call], is_wrong: Callable[[Sequence[Call]], bool]) -> tuple[Life, Engine]:
+    engine = Engine(is_wrong)
+    return shorten(life, engine, ABLE), engine
+
+
+def names(life: Sequence[Call]) -> list[str]:
+    return [call.name for call in life]
+
+
+def calls(*wanted: str) -> list[Call]:
+    return [Call(name) for name in wanted]
+
+
+def has_in_order(*wanted: str) -> Callable[[Sequence[Call]], bool]:
+    def is_wrong(life: Sequence[Call]) -> bool:
+        left = iter(names(life))
+        return all(name in left for name in wanted)
+
+    return is_wrong
+
+
+@pytest.mark.parametrize("wanted", [("wake",), ("create", "wake"), ("create", "sleep", "wake", "sleep", "wake")])
+def test_what_does_not_matter_is_left_out(wanted: tuple[str, ...]) -> None:
+    life = calls(*(["create", "infer", "reload", "sleep", "wake", "infer"] * 6))
+    found, engine = shortened(life, has_in_order(*wanted))
+    assert names(found) == list(wanted)
+    assert len(engine.lives) < 90
+
+
+def test_two_calls_that_need_each_other_go_together() -> None:
+    def is_wrong(life: Sequence[Call]) -> bool:
+        # As many wakes as sleeps, or the life is out of place.
+        said = names(life)
+        return "reload" in said and said.count("sleep") == said.count("wake")
+
+    found, _ = shortened(calls("create", "sleep", "infer", "wake", "sleep", "wake", "reload"), is_wrong)
+    assert names(found) == ["reload"]
+
+
+def test_a_life_that_cannot_be_shorter_stays() -> None:
+    life = tuple(calls("create", "sleep", "wake"))
+    found, engine = shortened(life, lambda asked: tuple(asked) == life)
+    assert found == life
+    assert len(set(map(repr, engine.lives))) == len(engine.lives), "no life is lived twice"
+
+
+FULL = Call("create", {"config": {"graphs": True, "blocks": 16}})
+
+
+@pytest.mark.parametrize(
+    ("call", "needed", "plainest"),
+    [
+        (FULL, lambda call: True, Call("create")),
+        (
+            FULL,
+            lambda call: call.arguments.get("config", {}).get("graphs"),
+            Call("create", {"config": {"graphs": True}}),
+        ),
+        (
+            Call("infer", {"prompt_lengths": [40, 17, 40], "max_tokens": 6}),
+            lambda call: True,
+            Call("infer", {"prompt_lengths": [3], "max_tokens": 1}),
+        ),
+        (
+            Call("infer", {"prompt_lengths": [40, 17, 40], "max_tokens": 6}),
+            lambda call: max(call.arguments["prompt_lengths"]) >= 17 and call.arguments["max_tokens"] >= 3,
+            Call("infer", {"prompt_lengths": [17], "max_tokens": 3}),
+        ),
+        (Call("sleep", {"level": 2, "mode": "abort"}), lambda call: True, Call("sleep", {"level": 1, "mode": "wait"})),
+        (
+            Call("sleep", {"level": 2, "mode": "abort"}),
+            lambda call: call.arguments["level"] == 2,
+            Call("sleep", {"level": 2, "mode": "wait"}),
+        ),
+        (Call("wake", {"tags": ["weights"]}), lambda call: True, Call("wake")),
+        (Call("abort", {"count": 3}), lambda call: True, Call("abort", {"count": 1})),
+        (Call("wake", fault=Fault("map", 7)), lambda call: True, Call("wake")),
+        (Call("wake", fault=Fault("map", 7)), lambda call: call.fault is not None, Call("wake", fault=Fault("map", 0))),
+        (
+            Call("wake", fault=Fault("map", 7)),
+            lambda call: call.fault is not None and call.fault.at and call.fault.at >= 3,
+            Call("wake", fault=Fault("map", 3)),
+        ),
+    ],
+)
+def test_arguments_are_as_plain_as_can_be(call: Call, needed: Callable[[Call], object], plainest: Call) -> None:
+    found, _ = shortened([call], lambda life: any(other.name == call.name and needed(other) for other in life))
+    assert found == (plainest,)
+
+
+def test_arguments_do_not_cost_a_search_for_shorter_lives_each() -> None:
+    life = [FULL, *calls(*["sleep", "wake"] * 8), Call("infer", {"prompt_lengths": [40, 40, 40], "max_tokens": 6})]
+    found, engine = shortened(life, lambda asked: len(asked) == len(life))
+    assert len(found) == len(life)
+    parts, pairs, plainer = 4 * len(life), len(life) ** 2 // 2, 30
+    # Once with the arguments as they were, once with those that are left.
+    assert len(engine.lives) < 2 * (parts + pairs) + plainer
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    life=st.lists(st.sampled_from(NAMES), min_size=1, max_size=14),
+    wanted=st.lists(st.sampled_from(NAMES), min_size=1, max_size=4),
+)
+def test_no_call_and_no_two_calls_can_be_left_out_of_what_comes_out(life: list[str], wanted: list[str]) -> None:
+    is_wrong = has_in_order(*wanted)
+    made = calls(*life)
+    if not is_wrong(made):
+        return
+    found, engine = shortened(made, is_wrong)
+    assert is_wrong(found)
+    for first in range(len(found)):
+        for second in range(first, len(found)):
+            left = [call for place, call in enumerate(found) if place not in (first, second)]
+            assert engine(tuple(left)) is None
