@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import textwrap
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import date
@@ -212,7 +213,8 @@ def _suppression(written: Written, allowed: Collection[str]) -> Suppression:
         raise written.error(f"an entry needs either fingerprint or path; it has {'both' if named else 'neither'}")
     reason = written.required("reason", "why this may stay")
     if re.match(r"todo\b", reason, re.IGNORECASE):
-        raise written.error(f"the reason is still to be filled in: {reason!r}; say why this may stay", "reason")
+        shown = textwrap.shorten(reason, 60, placeholder=" …")
+        raise written.error(f"the reason is still to be filled in: {shown!r}; say why this may stay", "reason")
     return Suppression(
         id=f"{Path(written.file).name}:{written.line}",
         fingerprint=_fingerprint(written),
