@@ -24,6 +24,7 @@ from lowtide.probes.foreign import (
     type_name,
 )
 from lowtide.probes.heap import Link
+from lowtide.probes.identities import namespaces_of
 
 
 class Place(NamedTuple):
@@ -132,7 +133,8 @@ def namespace_sizes() -> dict[int, int]:
     """How many names each module has, by the identity of its namespace; a fraction of a millisecond."""
     modules = list(sys.modules.values())
     plain = [module for module in modules if type(module) is ModuleType or is_a(module, ModuleType)]
-    return {id(namespace): len(namespace) for namespace in map(dict_of_module, plain)}
+    namespaces, sizes = namespaces_of(plain)
+    return dict(zip(namespaces.tolist(), sizes.tolist(), strict=True))
 
 
 class Refused(Exception):  # noqa: N818 - it is an answer, not a failure

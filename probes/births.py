@@ -184,5 +184,4 @@ def _watched(objects: list[object]) -> Iterator[Any]:
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "nn") or not hasattr(torch.nn, "Module"):
         return
-    for kind in (torch.Tensor, torch.UntypedStorage, torch.nn.Module):
-        yield from census.instances_of(kind)
+    yield from census.instances_of(torch.Tensor, torch.UntypedStorage, torch.nn.Module)

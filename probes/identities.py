@@ -12,13 +12,14 @@ import ctypes
 import gc
 import sys
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lowtide.probes.address_table import Ints, first_places
-from lowtide.probes.foreign import flags_of
+from lowtide.probes.foreign import dict_of_module, flags_of
 
 _WORD = 8
 _TYPE = 8
@@ -29,6 +30,9 @@ _SIZE, _ITEMS = 16, 24
 
 _NEXT = -16
 """Where an object that the collector may track has its link to the next one; zero while it is not tracked."""
+
+_NAMESPACE, _USED = 16, 16
+"""Where a module has the address of its namespace, and a dict how many entries it has."""
 
 _IS_GC = 328
 """Where a type has the function that says which of its instances the collector may track; zero: all, or none."""
@@ -97,6 +101,16 @@ def are_tracked(ids: Ints) -> npt.NDArray[np.bool_]:
     return tracked
 
 
+def namespaces_of(modules: list[ModuleType]) -> tuple[Ints, Ints]:
+    """The identity of each module's namespace, and how many names it has, both of shape [len(modules)]."""
+    ids = identities(modules)
+    if not _can_read(ids):
+        namespaces = list(map(dict_of_module, modules))
+        return identities(namespaces), np.fromiter(map(len, namespaces), np.int64, len(namespaces))
+    found = _words_at(ids + _NAMESPACE)
+    return found, _words_at(found + _USED)
+
+
 def object_at(identity: int) -> Any:
     """The object of an identity, which the caller keeps alive in some other way."""
     return ctypes.cast(identity, ctypes.py_object).value
@@ -135,7 +149,9 @@ class _Words:
         self.__array_interface__ = {"version": 3, "typestr": "<i8", "shape": (count,), "data": (address, True)}
 
 
-def _is_laid_out(type_at: int, size_at: int, items_at: int, next_at: int, is_gc_at: int) -> bool:
+def _is_laid_out(
+    type_at: int, size_at: int, items_at: int, next_at: int, is_gc_at: int, namespace_at: int, used_at: int
+) -> bool:
     """Whether this interpreter's lists and objects are as this module takes them to be."""
     if sys.implementation.name != "cpython" or sys.byteorder != "little" or ctypes.sizeof(ctypes.c_void_p) != _WORD:
         return False
@@ -149,6 +165,12 @@ def _is_laid_out(type_at: int, size_at: int, items_at: int, next_at: int, is_gc_
         for place, item in enumerate(sample)
     ):
         return False
+    if _word(id(sys) + namespace_at) != id(vars(sys)):
+        return False
+    entries = {place: place for place in range(5)}
+    del entries[2]
+    if _word(id(entries) + used_at) != len(entries):
+        return False
     # Of these only the type of types has such a function, as types in C are not tracked.
     if not _word(id(type) + is_gc_at) or any(_word(id(kind) + is_gc_at) for kind in (list, dict, tuple, object, int)):
         return False
@@ -159,4 +181,4 @@ def _word(address: int) -> int:
     return ctypes.c_int64.from_address(address).value
 
 
-_LAID_OUT = _is_laid_out(_TYPE, _SIZE, _ITEMS, _NEXT, _IS_GC)
+_LAID_OUT = _is_laid_out(_TYPE, _SIZE, _ITEMS, _NEXT, _IS_GC, _NAMESPACE, _USED)

@@ -14,6 +14,9 @@ from typing import Any
 # `gc.get_referents` takes the objects as arguments; more at once only makes the argument tuple larger.
 _CHUNK = 50_000
 
+# So few objects are asked for their types one by one in less time than numpy takes to begin.
+_FEW = 1000
+
 # CPython 3.12 freezes some hundred objects of its own while it starts. A program's `gc.freeze()` freezes everything
 # there is, and the barest interpreter has over 4,000 objects: so few frozen ones as this are never a program's.
 FROZEN_AT_STARTUP = 2000
@@ -72,19 +75,26 @@ class Census:
 
         self._objects = objects if type(objects) is list else list(objects)
         # By identity, and so never by the `__hash__` or `__eq__` of a metaclass.
-        self._kinds = types_of(identities(self._objects))
-        self._types: dict[int, type] = {kind: object_at(kind) for kind in np.unique(self._kinds).tolist()}
+        self._types: dict[int, type]
+        if len(self._objects) < _FEW:
+            kinds = list(map(type, self._objects))
+            self._kinds = np.fromiter(map(id, kinds), np.int64, len(kinds))
+            self._types = dict(zip(self._kinds.tolist(), kinds, strict=True))
+        else:
+            self._kinds = types_of(identities(self._objects))
+            self._types = {kind: object_at(kind) for kind in np.unique(self._kinds).tolist()}
 
-    def instances_of(self, cls: type) -> list[Any]:
-        """The objects whose type derives from `cls`.
+    def instances_of(self, *classes: type) -> list[Any]:
+        """The objects whose type derives from one of the classes.
 
         Not `isinstance`: it asks the object, and a weak proxy answers for its target, other objects warn or run code.
         """
         # Not `issubclass`, which a metaclass may answer.
+        wanted = set(map(id, classes))
         matching = {
             kind
             for kind, candidate in self._types.items()
-            if any(base is cls for base in type.__dict__["__mro__"].__get__(candidate))
+            if not wanted.isdisjoint(map(id, type.__dict__["__mro__"].__get__(candidate)))
         }
         return self._of(matching)
 

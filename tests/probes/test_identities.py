@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lowtide.probes import identities as module
-from lowtide.probes.identities import are_tracked, elements, identities, object_at, objects_at, types_of
+from lowtide.probes.identities import are_tracked, elements, identities, namespaces_of, object_at, objects_at, types_of
 
 
 class Meta(type):
@@ -115,6 +116,21 @@ def test_what_is_tracked_is_told_as_the_collector_does() -> None:
     assert are_tracked(identities([])).tolist() == []
 
 
+@pytest.mark.usefixtures("laid_out")
+def test_how_many_names_a_module_has() -> None:
+    class Lazy(ModuleType):
+        pass
+
+    modules = [sys, gc, Lazy("lazy"), ModuleType("shrunk")]
+    vars(modules[-1]).update(dict.fromkeys("abcdefghijklmnop"))
+    for name in "abcdefgh":
+        del vars(modules[-1])[name]
+    found, sizes = namespaces_of(modules)
+    assert found.tolist() == [id(vars(module)) for module in modules]
+    assert sizes.tolist() == [len(vars(module)) for module in modules]
+    assert [part.tolist() for part in namespaces_of([])] == [[], []]
+
+
 def test_what_is_tracked_of_a_whole_heap_and_of_what_it_holds() -> None:
     heap = gc.get_objects()
     items = gc.get_referents(*heap)
@@ -157,10 +173,12 @@ def test_addresses_that_are_too_high_to_be_read_at_once_are_asked_one_by_one(mon
     assert types_of(identities(items)).tolist() == [id(int), id(str)]
 
 
-LAYOUT = (8, 16, 24, -16, 328)
+LAYOUT = (8, 16, 24, -16, 328, 16, 16)
 
 
-@pytest.mark.parametrize(("place", "other"), [(0, 16), (1, 24), (1, 0), (2, 8), (3, 0), (4, 8), (4, 320)])
+@pytest.mark.parametrize(
+    ("place", "other"), [(0, 16), (1, 24), (1, 0), (2, 8), (3, 0), (4, 8), (4, 320), (5, 8), (6, 8), (6, 24)]
+)
 def test_another_layout_is_noticed(place: int, other: int) -> None:
     assert module._is_laid_out(*LAYOUT)
     layout = list(LAYOUT)
