@@ -175,10 +175,10 @@ def trace(
     frames, those of the checker excepted. Frames, thread locals, and what belongs to the interpreter's, the test
     runner's and torch's own modules are searched only for targets that nothing else holds.
 
-    The walk costs about 1 s and 120 MB per million tracked objects. It runs no foreign code and materialises no
-    instance's `__dict__`; naming a suspended generator's variable leaves its frame object behind (Python 3.11 and
-    later). Frozen objects that no root reaches are not seen, neither are references from C or C++. While the block
-    lasts the collector is paused, and every object is kept alive.
+    The walk costs about 0.6 s and 130 MB per million tracked objects, frozen or not. It runs no foreign code and
+    materialises no instance's `__dict__`; naming a suspended generator's variable leaves its frame object behind
+    (Python 3.11 and later). Frozen objects that no root reaches are not seen, neither are references from C or C++.
+    While the block lasts the collector is paused, and every object is kept alive.
     """
     with collector_paused():
         heap = _Heap(targets, {id(targets), *ignore}, roots) if targets else None
