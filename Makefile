@@ -21,7 +21,7 @@ demo: $(STAMP)
 # One thread each: the two processes' threads would mostly wait for each other.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --leakcheck
 # Apart, because what goes through the whole heap takes five times as long where torch is loaded.
-WITHOUT_TORCH := $(shell grep -LE 'torch|transformers|small_target' tests/probes/test_*.py tests/leakcheck/test_*.py tests/reports/test_*.py)
+WITHOUT_TORCH := $(shell grep -LE 'torch|transformers|small_target|checked_life' tests/probes/test_*.py tests/leakcheck/test_*.py tests/reports/test_*.py)
 
 test: $(STAMP)
 	$(PYTEST) $(WITHOUT_TORCH)
