@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import subprocess
 import sys
@@ -129,6 +130,17 @@ def test_how_many_names_a_module_has() -> None:
     assert found.tolist() == [id(vars(module)) for module in modules]
     assert sizes.tolist() == [len(vars(module)) for module in modules]
     assert [part.tolist() for part in namespaces_of([])] == [[], []]
+
+
+def test_a_module_that_was_cleared_has_no_names() -> None:
+    module_without = ModuleType("cleared")
+    place = ctypes.c_int64.from_address(id(module_without) + 16)
+    namespace, place.value = place.value, 0
+    try:
+        found, sizes = namespaces_of([sys, module_without])
+    finally:
+        place.value = namespace
+    assert (found.tolist(), sizes.tolist()) == ([id(vars(sys)), 0], [len(vars(sys)), 0])
 
 
 def test_what_is_tracked_of_a_whole_heap_and_of_what_it_holds() -> None:
