@@ -15,6 +15,7 @@ import msgspec
 
 from lowtide.leakcheck import contract
 from lowtide.leakcheck.growth import GrowthWatch
+from lowtide.leakcheck.interrupts import Interrupts
 from lowtide.leakcheck.judge import excesses, grouped, judge
 from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy, Step, climb, release, settle
 from lowtide.leakcheck.leftovers import Leftovers
@@ -150,9 +151,12 @@ class LifecycleRun:
         try:
             self._open_device()
             self._leftovers.open()
-            with listening(self._growth):
+            with listening(self._growth), Interrupts() as interrupts:
                 for cycle in range(1, self._cycles + 1):
                     self._live(cycle)
+                    if interrupts.heard:
+                        # If nobody has seen it since: it hit a finalizer, where Python drops it.
+                        self._interrupt()
                     if self._failure:
                         break
         except KeyboardInterrupt:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import mmap
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -103,6 +105,33 @@ def test_each_stage_is_announced_before_it_starts() -> None:
     assert [(event.cycle, event.stage) for event in heard] == [(c, name) for c in (1, 2) for name in SCRIPT]
     assert [event.done for event in heard] == list(range(18))
     assert {(event.cycles, event.total) for event in heard} == {(2, 18)}
+
+
+@pytest.fixture
+def plain_ctrl_c() -> Iterator[None]:
+    # A worker of pytest-xdist is deaf to it.
+    known = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, known)
+
+
+@pytest.mark.usefixtures("plain_ctrl_c")
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_ctrl_c_ends_the_run_after_its_life_even_if_it_was_lost(is_lost: bool) -> None:
+    class Interrupted(SmallLife):
+        def infer(self) -> Sequence[Sequence[int]]:
+            with contextlib.suppress(KeyboardInterrupt) if is_lost else contextlib.nullcontext():
+                signal.raise_signal(signal.SIGINT)
+            return super().infer()
+
+    run = live(Interrupted, 3, SHORT)
+    subject = run.run()
+    assert run.interrupted
+    assert subject.reason == "interrupted in cycle 1"
+    assert {stage.cycle for stage in subject.stages} == {1}
+    assert subject.stages[-1].name == "shutdown"
+    assert subject.findings == ()
 
 
 # --- after shutdown -------------------------------------------------------------------------------------------------
