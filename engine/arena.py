@@ -40,7 +40,6 @@ class _Record:
         self.size = size
         self.parts: list[Part] = []
         self.error: BaseException | None = None
-        self.disposed = False
 
     @property
     def mapped(self) -> int:
@@ -58,7 +57,6 @@ class _Record:
         except BaseException as error:  # noqa: BLE001 - a finalizer cannot raise; `Arena.close` hands the error on
             self.error = error
         else:
-            self.disposed = True
             stages.withdraw(self)
 
 
@@ -165,7 +163,7 @@ class Arena:
         """
         failed_before = self._lease is None and self._failed
         self._lease = None
-        if failed_before and not self._record.disposed:
+        if failed_before:
             self._record.dispose()
         self._failed = self._record.error is not None
         if self._record.error is not None:
