@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 
@@ -37,7 +38,7 @@ def test_every_step_runs_and_each_says_whether_it_did() -> None:
 def test_errors_come_out_together_in_order_and_once() -> None:
     teardown = Teardown("shutting down")
     for number in (1, 2):
-        teardown.run(f"step {number}", lambda number=number: fail(ValueError(number)))  # type: ignore[misc]
+        teardown.run(f"step {number}", functools.partial(fail, ValueError(number)))
     with pytest.raises(ExceptionGroup, match="step 1, step 2 failed") as caught:
         teardown.finish()
     assert [error.args for error in caught.value.exceptions] == [(1,), (2,)]

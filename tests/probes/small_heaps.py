@@ -132,7 +132,8 @@ def _closure(held: Any, edge: str) -> Callable[[], Any]:
     name = edge.split("'")[1]
     namespace: dict[str, Any] = {}
     exec(f"def outer({name}):\n    def inner():\n        return {name}\n    return inner", namespace)
-    return namespace["outer"](held)  # type: ignore[no-any-return]
+    closure: Callable[[], Any] = namespace["outer"](held)
+    return closure
 
 
 def _cache(held: Any, edge: str) -> Any:

@@ -63,7 +63,7 @@ def test_of_a_frozen_heap_each_object_is_given_once_and_only_if_it_is_tracked() 
     module = types.ModuleType("a_module_of_this_test")
     sys.modules[module.__name__] = module
     try:
-        module.held = [[shared, untracked], [shared]]  # type: ignore[attr-defined]
+        vars(module)["held"] = [[shared, untracked], [shared]]
         gc.freeze()
         objects = all_objects()
         assert holds(objects, shared)
