@@ -14,7 +14,6 @@ from lowtide.probes.kernels.access import (
     is_lazy_copy,
     working_memory,
 )
-from lowtide.probes.kernels.definition import finish
 from lowtide.probes.tensors import plain_tensors
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class TensorContents:
 
     Attributes:
         name: as the caller calls it.
-        fingerprint: 128 bits over the bytes of its elements in logical order (`kernels.definition`).
+        fingerprint: 128 bits over the bytes of its elements in logical order (`fingerprint`).
         shape: its sizes.
         dtype: `bfloat16`.
         device: `cpu`, `cuda:0`.
@@ -82,9 +81,11 @@ class Change:
 def fingerprint(tensor: torch.Tensor) -> int:
     """128 bits that tell the bytes of a tensor's elements, in logical order, from any others.
 
-    The same bytes have the same fingerprint whatever their dtype, shape, strides and device, and whether Triton or
-    torch computed it. A change within one aligned 32-bit word is always seen; any other is missed with a chance of
-    about 2^-64 (`kernels.definition` says why). No defence against contents that somebody built to collide.
+    The same bytes on the same kind of device have the same fingerprint whatever their dtype, shape and strides. On a
+    card (`kernels.definition` says why) a change within one aligned 32-bit word is always seen, and any other is missed
+    with a chance of about 2^-64, whether Triton or torch computed it. On a CPU it is XXH3's, another function: what
+    computes the card's at the speed of memory there is slow on a CPU (`kernels.host`). No defence against contents that
+    somebody built to collide.
 
     Raises:
         ContentsError: the tensor has no plain memory (meta, fake, sparse, quantized, wrapper subclasses).
@@ -139,11 +140,7 @@ def _read(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> dict[str
             check_readable(tensor)
         except UnreadableTensorError as error:
             raise ContentsError(f"the contents of {name} cannot be read: {error}") from error
-    sums = fingerprint_version(device)(list(tensors.values()), device)
-    return {
-        name: finish(first, second, tensor.nbytes)
-        for (name, tensor), (first, second) in zip(tensors.items(), sums, strict=True)
-    }
+    return dict(zip(tensors, fingerprint_version(device)(list(tensors.values()), device), strict=True))
 
 
 def changed(before: Contents, after: Contents, *, addresses: bool = False) -> tuple[Change, ...]:

@@ -13,7 +13,7 @@ from lowtide.probes.kernels.words import Hits, RangeTable
 if TYPE_CHECKING:
     import torch
 
-SumBytes = Callable[[Sequence["torch.Tensor"], "torch.device"], list[tuple[int, int]]]
+Fingerprints = Callable[[Sequence["torch.Tensor"], "torch.device"], list[int]]
 FindWords = Callable[[Sequence["torch.Tensor"], "torch.device", RangeTable, int], list[Hits]]
 
 
@@ -59,17 +59,21 @@ def is_lazy_copy(tensor: torch.Tensor) -> bool:
     return bool(internals._is_cow_tensor(tensor))
 
 
-def fingerprint_version(device: torch.device) -> SumBytes:
-    """What sums up the bytes of tensors on `device`: Triton's version on a card, the plain one elsewhere."""
-    return _version(device).fingerprint_sums  # type: ignore[no-any-return]
+def fingerprint_version(device: torch.device) -> Fingerprints:
+    """What takes the fingerprints of tensors on `device`: Triton's or the plain version on a card, the host's own."""
+    return _version(device).fingerprints  # type: ignore[no-any-return]
 
 
 def search_version(device: torch.device) -> FindWords:
-    """What looks for addresses in tensors on `device`: Triton's version on a card, the plain one elsewhere."""
+    """What looks for addresses in tensors on `device`: as `fingerprint_version`."""
     return _version(device).find_words  # type: ignore[no-any-return]
 
 
 def _version(device: torch.device) -> Any:
+    if device.type == "cpu":
+        from lowtide.probes.kernels import host
+
+        return host
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from lowtide.probes.kernels import compiled
 

@@ -21,7 +21,7 @@ import triton.language as tl  # type: ignore[import-not-found,import-untyped,unu
 
 from lowtide.probes.kernels import definition, plain
 from lowtide.probes.kernels.access import contiguous
-from lowtide.probes.kernels.definition import GEOMETRY, WORD, Geometry, key
+from lowtide.probes.kernels.definition import GEOMETRY, WORD, Geometry, finish_all, key
 from lowtide.probes.kernels.plain import as_bytes
 from lowtide.probes.kernels.words import Hits, RangeTable, aligned_part
 
@@ -152,6 +152,11 @@ def _search(  # type: ignore[no-untyped-def]
                     tl.store(found + row * 3, tl.zeros([LANES], tl.int64) + tensor, mask=kept)
                     tl.store(found + row * 3 + 1, place * 8 + skipped, mask=kept)
                     tl.store(found + row * 3 + 2, address.to(tl.int64), mask=kept)
+
+
+def fingerprints(tensors: Sequence[torch.Tensor], device: torch.device) -> list[int]:
+    """The fingerprint by `definition` of each of some readable tensors on one device; waits for it once."""
+    return finish_all(fingerprint_sums(tensors, device), (tensor.nbytes for tensor in tensors))
 
 
 def fingerprint_sums(

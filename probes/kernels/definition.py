@@ -1,4 +1,4 @@
-"""What the fingerprint of some bytes is: constants, geometry and the last step, shared by every implementation.
+"""What the fingerprint of a card's memory is: constants, geometry and the last step, of Triton's and the plain version.
 
 The bytes, padded with zeros, are little-endian 64-bit words `w`, cut into sections of `rounds` x `lanes` words; word
 `round * lanes + lane` of a section belongs to that lane. Each lane is hashed twice, with different keys, as in NH
@@ -19,6 +19,7 @@ moved has other lanes. This is no defence against somebody who builds a collisio
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 WORD = 8  # bytes
@@ -63,6 +64,11 @@ def mix(value: int) -> int:
 def key(which: int, round_index: int) -> int:
     """The 64 key bits of a round under the first (0) or the second (1) key."""
     return mix((2 * round_index + which + 1) * GOLDEN & _MASK)
+
+
+def finish_all(sums: Iterable[tuple[int, int]], lengths: Iterable[int]) -> list[int]:
+    """`finish` of each."""
+    return [finish(first, second, length) for (first, second), length in zip(sums, lengths, strict=True)]
 
 
 def finish(first: int, second: int, length: int) -> int:

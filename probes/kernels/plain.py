@@ -1,7 +1,6 @@
-"""The kernels in plain torch: for the CPU, and for a card without Triton; memory is read in pieces that fit a cache.
+"""The kernels in plain torch: what Triton's are held against, and what a card without Triton uses.
 
-One core of a two-core Xeon fingerprints 1.2 GB/s and searches 3.1 GB/s, where it reads 12: a dozen steps of torch per
-word, and three.
+It runs on a CPU too, where `host` reads ten times as fast; there memory is read in pieces that fit a cache.
 """
 
 from __future__ import annotations
@@ -12,11 +11,26 @@ from typing import Any
 import torch
 
 from lowtide.probes.kernels.access import contiguous
-from lowtide.probes.kernels.definition import CHAIN, GEOMETRY, GOLDEN, MIX_FIRST, MIX_SECOND, WORD, Geometry, key
+from lowtide.probes.kernels.definition import (
+    CHAIN,
+    GEOMETRY,
+    GOLDEN,
+    MIX_FIRST,
+    MIX_SECOND,
+    WORD,
+    Geometry,
+    finish_all,
+    key,
+)
 from lowtide.probes.kernels.words import Hits, RangeTable, aligned_part
 
 _LOW_HALF = (1 << 32) - 1
 _LEAST = -(1 << 63)
+
+
+def fingerprints(tensors: Sequence[torch.Tensor], device: torch.device) -> list[int]:
+    """The fingerprint by `definition` of each of some readable tensors on one device; waits for it once."""
+    return finish_all(fingerprint_sums(tensors, device), (tensor.nbytes for tensor in tensors))
 
 
 def fingerprint_sums(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.probes.contents import Contents, ContentsError, changed, fingerprint, take_fingerprints
+from lowtide.probes.kernels import plain
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
+
+
+Hash = Callable[[torch.Tensor], int]
+
+
+@pytest.fixture(params=["of the host", "of a card"])
+def of(request: pytest.FixtureRequest) -> Hash:
+    """What takes fingerprints here, and what takes them on a card."""
+    card: Hash = lambda tensor: plain.fingerprints([tensor], torch.device("cpu"))[0]  # noqa: E731
+    return fingerprint if request.param == "of the host" else card
 
 
 def weights(size: int = 200_000, seed: int = 0) -> torch.Tensor:
@@ -24,61 +36,61 @@ def aspects(before: Contents, after: Contents, *, addresses: bool = False) -> li
     return [(change.name, change.what) for change in changed(before, after, addresses=addresses)]
 
 
-def test_the_same_bytes_have_the_same_fingerprint() -> None:
-    assert fingerprint(weights()) == fingerprint(weights())
+def test_the_same_bytes_have_the_same_fingerprint(of: Hash) -> None:
+    assert of(weights()) == of(weights())
 
 
-def test_every_single_bit_counts() -> None:
+def test_every_single_bit_counts(of: Hash) -> None:
     data = torch.tensor(list(random.Random(1).randbytes(40)), dtype=torch.uint8)
-    seen = {fingerprint(data)}
+    seen = {of(data)}
     for bit in range(8 * 40):
         flipped = data.clone()
         flipped[bit // 8] ^= 1 << bit % 8
-        seen.add(fingerprint(flipped))
+        seen.add(of(flipped))
     assert len(seen) == 8 * 40 + 1
 
 
-def test_two_flipped_signs_do_not_cancel() -> None:
+def test_two_flipped_signs_do_not_cancel(of: Hash) -> None:
     data = weights(64)
-    seen = {fingerprint(data)}
+    seen = {of(data)}
     for first in range(64):
         for second in range(first):
             flipped = data.clone()
             flipped[[first, second]] *= -1
-            seen.add(fingerprint(flipped))
+            seen.add(of(flipped))
     assert len(seen) == 64 * 63 // 2 + 1
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 2), (1, 2), (0, 1024), (5, 16384 + 5), (7, 150_000)])
-def test_swapped_words_count(first: int, second: int) -> None:
+def test_swapped_words_count(of: Hash, first: int, second: int) -> None:
     """In one 64-bit word, in neighbouring ones, in one lane, in two sections, far apart."""
     data = weights()
     swapped = data.clone()
     swapped[[first, second]] = swapped[[second, first]]
-    assert fingerprint(swapped) != fingerprint(data)
+    assert of(swapped) != of(data)
 
 
 @pytest.mark.parametrize("words", [1, 1024, 16384, 50_000])
-def test_a_block_that_moved_counts(words: int) -> None:
+def test_a_block_that_moved_counts(of: Hash, words: int) -> None:
     """By one word, by a round of lanes, by a section, by something else."""
     data = torch.zeros(200_000)
     data[: 1 << 14] = weights(1 << 14)
-    assert fingerprint(data.roll(words)) != fingerprint(data)
+    assert of(data.roll(words)) != of(data)
 
 
-def test_zeros_are_not_nothing() -> None:
-    seen = {fingerprint(torch.zeros(size, dtype=torch.uint8)) for size in [*range(40), 65535, 65536, 65537, 131072]}
+def test_zeros_are_not_nothing(of: Hash) -> None:
+    seen = {of(torch.zeros(size, dtype=torch.uint8)) for size in [*range(40), 65535, 65536, 65537, 131072]}
     assert len(seen) == 44
 
 
-def test_a_page_that_came_back_as_zeros_counts() -> None:
+def test_a_page_that_came_back_as_zeros_counts(of: Hash) -> None:
     data = weights()
     lost = data.clone()
     lost[4096:5120] = 0
-    assert fingerprint(lost) != fingerprint(data)
+    assert of(lost) != of(data)
 
 
-def test_only_the_bytes_count() -> None:
+def test_only_the_bytes_count(of: Hash) -> None:
     data = weights(1 << 14)  # one whole section
     odd = torch.empty(data.nbytes + 1, dtype=torch.uint8)[1:]
     odd.copy_(data.view(torch.uint8))
@@ -92,29 +104,29 @@ def test_only_the_bytes_count() -> None:
         torch.nn.Parameter(data),
         data.view(torch.complex64).conj().resolve_conj().conj(),  # conjugated twice, once of it by a mark only
     ]
-    assert {fingerprint(tensor) for tensor in alike} == {fingerprint(data)}
+    assert {of(tensor) for tensor in alike} == {of(data)}
 
 
-def test_what_a_mark_alone_changes_counts() -> None:
+def test_what_a_mark_alone_changes_counts(of: Hash) -> None:
     data = weights(64).view(torch.complex64)
     assert data.conj().data_ptr() == data.data_ptr()
-    assert fingerprint(data.conj()) != fingerprint(data)
+    assert of(data.conj()) != of(data)
     negated = torch._neg_view(data.imag.contiguous())  # type: ignore[attr-defined]
-    assert fingerprint(negated) == fingerprint(-data.imag)
+    assert of(negated) == of(-data.imag)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float8_e4m3fn, torch.bfloat16, torch.complex128, torch.int64])
-def test_every_dtype_is_read(dtype: torch.dtype) -> None:
+def test_every_dtype_is_read(of: Hash, dtype: torch.dtype) -> None:
     data = torch.zeros(33, dtype=dtype)
     other = data.clone()
     other[32] = 1
-    assert fingerprint(data) == fingerprint(data.clone())
-    assert fingerprint(data) != fingerprint(other)
+    assert of(data) == of(data.clone())
+    assert of(data) != of(other)
 
 
-def test_a_scalar_and_an_empty_tensor_are_read() -> None:
-    assert fingerprint(torch.tensor(1.5)) == fingerprint(torch.tensor([1.5]))
-    assert fingerprint(torch.empty(0)) == fingerprint(torch.empty(3, 0))
+def test_a_scalar_and_an_empty_tensor_are_read(of: Hash) -> None:
+    assert of(torch.tensor(1.5)) == of(torch.tensor([1.5]))
+    assert of(torch.empty(0)) == of(torch.empty(3, 0))
 
 
 def test_a_tensor_is_described() -> None:

@@ -120,13 +120,13 @@ def test_triton_finds_the_words_that_the_plain_version_finds_for_every_size_and_
     assert in_interpreter("searches") == {"cases": 46, "wrong": []}
 
 
-def test_on_the_cpu_the_plain_version_is_used_and_triton_is_not_loaded() -> None:
+def test_on_the_cpu_the_version_of_host_memory_is_used_and_triton_is_not_loaded() -> None:
     code = (
-        "import sys, torch; from lowtide.probes.contents import fingerprint;"
-        "fingerprint(torch.ones(3)); print('lowtide.probes.kernels.plain' in sys.modules, 'triton' in sys.modules)"
+        "import sys, torch; from lowtide.probes.contents import fingerprint; fingerprint(torch.ones(3));"
+        "print(*(f'lowtide.probes.kernels.{name}' in sys.modules for name in ('host', 'plain', 'compiled')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "False"]
+    assert done.stdout.split() == ["True", "False", "False"]
 
 
 RANGES = RangeTable((0x7F00_0000_0000, 0x7F10_0000_0000), (0x7F00_0001_0000, 0x7F10_0000_0100), misalignment=15)
@@ -139,7 +139,7 @@ def test_on_a_card_triton_has_the_fingerprints_of_the_plain_version() -> None:
     data = random_bytes(3 * GEOMETRY.section).to(device)
     sizes = [0, 1, 7, 8, 9, 1000, 65535, 65536, 65537, 131072, 140001]
     tensors = [data[offset : offset + size] for offset in (0, 1, 2, 4, 8) for size in sizes]
-    assert fingerprint_version(device)(tensors, device) == plain.fingerprint_sums(tensors, device)
+    assert fingerprint_version(device)(tensors, device) == plain.fingerprints(tensors, device)
     assert plain.fingerprint_sums(tensors, device) == plain.fingerprint_sums([part.cpu() for part in tensors], CPU)
 
 

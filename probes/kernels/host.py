@@ -1,0 +1,145 @@
+"""Reads memory of the host at about the speed at which it can be read: XXH3 in native code, and two steps of numpy.
+
+Floor on two cores of an EPYC: torch's sum reads 26 to 29 GB/s, by one thread or by two. XXH3 reads 27.6 with one. The
+arithmetic of `definition` takes ten steps of numpy a word, each at 30 to 40 GB/s where the data lies in a cache, and so
+2 to 3 GB/s in all; a matrix product of whole numbers 1.9 (numpy, torch), of bytes 2.4 (torch's int8). That is why the
+fingerprint of host memory is another function than that of a card's memory (`benchmarks/oracles.py` measures both).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+import xxhash
+
+from lowtide.probes.kernels.access import contiguous
+from lowtide.probes.kernels.definition import WORD
+from lowtide.probes.kernels.words import Hits, RangeTable, aligned_part
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Words = NDArray[np.uint64]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+# Words searched in one go: few enough that their difference stays in a cache (2 MiB), enough of them that two threads
+# seldom wait for the interpreter; pieces of 256 KiB take half as long again.
+_PIECE = 1 << 18
+# Bytes below which a second thread costs more than it saves.
+_WORTH_THREADS = 32 << 20
+
+
+def fingerprints(tensors: Sequence[torch.Tensor], device: torch.device) -> list[int]:
+    """128 bits over the bytes of each of some readable tensors in host memory: XXH3 of them, in logical order.
+
+    Other contents have other bits but with a chance of about 2^-128, as far as XXH3 is known to tell (Collet, xxHash
+    0.8); no defence against contents that somebody built to collide.
+    Several large tensors are shared out to as many threads as torch uses (`torch.set_num_threads`), which end with the
+    call.
+    """
+    return _shared_out(_fingerprint, tensors, _threads(sum(tensor.nbytes for tensor in tensors)))
+
+
+def _fingerprint(tensor: torch.Tensor) -> int:
+    return xxhash.xxh3_128_intdigest(_bytes(contiguous(tensor)).data)
+
+
+def find_words(tensors: Sequence[torch.Tensor], device: torch.device, table: RangeTable, listed: int) -> list[Hits]:
+    """The words of readable tensors in host memory that are addresses in the ranges of `table`.
+
+    A large tensor is shared out to as many threads as torch uses, which end with the call.
+
+    Args:
+        tensors: on the CPU.
+        device: theirs.
+        table: the ranges.
+        listed: how many hits of a tensor are listed, those with the smallest offsets.
+    """
+    search = _Search(table, listed)
+    return [search.find(contiguous(tensor)) for tensor in tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a stretch of a tensor's words has: counts as in `Hits`, and the first aligned ones by their index."""
+
+    aligned: int
+    unaligned: int
+    listed: tuple[tuple[int, int], ...]
+
+
+class _Search:
+    """Looks for addresses in one table of ranges."""
+
+    def __init__(self, table: RangeTable, listed: int) -> None:
+        self._listed = listed
+        self._starts = np.array(table.starts, dtype=np.uint64)
+        self._stops = np.array(table.stops, dtype=np.uint64)
+        self._low, self._span = np.uint64(table.low), np.uint64(table.high - table.low)
+        self._misalignment = np.uint64(table.misalignment)
+
+    def find(self, tensor: torch.Tensor) -> Hits:
+        """What one contiguous tensor has."""
+        skipped, count = aligned_part(tensor)
+        words: Words = _bytes(tensor)[skipped : skipped + count * WORD].view(np.uint64)
+        threads = _threads(words.nbytes)
+        stretches = [(count * turn // threads, count * (turn + 1) // threads) for turn in range(threads)]
+        parts = _shared_out(lambda stretch: self._stretch(words, *stretch), stretches, threads)
+        return Hits(
+            count,
+            sum(part.aligned for part in parts),
+            sum(part.unaligned for part in parts),
+            tuple((index * WORD + skipped, value) for part in parts for index, value in part.listed)[: self._listed],
+        )
+
+    def _stretch(self, words: Words, first: int, stop: int) -> _Part:
+        above = np.empty(_PIECE, np.uint64)
+        aligned = unaligned = 0
+        listed: list[tuple[int, int]] = []
+        for start, piece in _pieces(words, first, stop):
+            # One number tells of both ends: what lies below the hull wraps round to the largest numbers.
+            distance = np.subtract(piece, self._low, out=above[: len(piece)])
+            if distance.min() >= self._span:
+                continue
+            (places,) = (distance < self._span).nonzero()
+            candidates = piece[places]
+            holders = np.searchsorted(self._starts, candidates, side="right") - 1
+            held = candidates < self._stops[holders]
+            whole = held & (candidates & self._misalignment == 0)
+            hits = int(np.count_nonzero(whole))
+            aligned += hits
+            unaligned += int(np.count_nonzero(held)) - hits
+            room = self._listed - len(listed)
+            if hits and room > 0:
+                listed += zip((places[whole][:room] + start).tolist(), candidates[whole][:room].tolist(), strict=True)
+        return _Part(aligned, unaligned, tuple(listed))
+
+
+def _pieces(words: Words, first: int, stop: int) -> Iterator[tuple[int, Words]]:
+    for start in range(first, stop, _PIECE):
+        yield start, words[start : min(start + _PIECE, stop)]
+
+
+def _threads(size: int) -> int:
+    """How many threads read so many bytes."""
+    return torch.get_num_threads() if size >= _WORTH_THREADS else 1
+
+
+def _shared_out(work: Callable[[T], R], items: Sequence[T], threads: int) -> list[R]:
+    """What `work` makes of each."""
+    if min(threads, len(items)) < 2:
+        return [work(item) for item in items]
+    with ThreadPoolExecutor(threads, thread_name_prefix="lowtide-read") as pool:
+        return list(pool.map(work, items))
+
+
+def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+    """The bytes of a contiguous tensor, in place."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
