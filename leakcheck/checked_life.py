@@ -13,6 +13,7 @@ from lowtide.leakcheck import contract
 from lowtide.leakcheck.faults import Injection, Kind, Seam, ShardSeam, injecting
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.growth import GrowthWatch
+from lowtide.leakcheck.ladder import Rung, release
 from lowtide.leakcheck.life_model import LifeModel
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.process_state import ProcessState
@@ -436,6 +437,8 @@ class CheckedLife:
 
     def _open(self) -> None:
         """A new engine's baseline."""
+        # Otherwise what an engine takes anew may come out of what earlier ones left in torch's cache, and show nowhere.
+        release(Rung.EMPTY_CACHE)
         self._others = frozenset(address for pool in announced_pools() for address, _ in pool.ranges)
         self._lives.watch.begin("create")
         self._baseline = self._lives.counters.read()
