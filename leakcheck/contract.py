@@ -53,6 +53,7 @@ def after_sleep(stage: str, device: str, baseline: Snapshot, after: Snapshot) ->
                     suspect=tag,
                     holder=f"arena {tag!r}",
                     message=message,
+                    advice=f"unmap arena {tag!r} in {stage}",
                 )
             )
     return findings
@@ -100,6 +101,7 @@ def after_wake(stage: str, device: str, before_sleep: Snapshot, after: Snapshot)
                     cause="not-restored",
                     holder=f"arena {tag!r}",
                     message=f"arena {tag!r} has {format_bytes(now)} mapped after {stage}, {format_bytes(was)} before",
+                    advice=f"map in {stage} what was mapped before the sleep, no more and no less",
                 )
             )
     return findings
@@ -121,6 +123,7 @@ def after_failed_wake(stage: str, device: str, before: Snapshot, after: Snapshot
                     cause="not-restored",
                     holder=f"arena {tag!r}",
                     message=f"{format_bytes(left)} of arena {tag!r} stay mapped after a {stage} that failed",
+                    advice=f"unmap in {stage} what it has mapped, where it fails, before its error leaves it",
                 )
             )
     return findings
@@ -201,6 +204,7 @@ def failed_teardown(stage: str, error: BaseException) -> Finding:
         count=len(parts),
         suspect=type(parts[0]).__name__,
         message=f"{stage} raised: {'; '.join(reasons)}",
+        advice=f"run all steps of {stage} whichever of them fails, and raise what failed at its end",
     )
 
 
@@ -215,6 +219,7 @@ def _finding(
     cause: Cause = "unknown",
     count: int = 1,
     holder: str | None = None,
+    advice: str | None = None,
 ) -> Finding:
     return Finding(
         resource=resource,
@@ -226,4 +231,5 @@ def _finding(
         message=message,
         fingerprint=fingerprint(resource=resource, device=device, stage=stage, suspects=(suspect, cause)),
         holder=holder,
+        advice=advice,
     )

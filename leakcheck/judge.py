@@ -31,6 +31,13 @@ VERDICT_OF_RUNG: dict[Rung, Verdict] = {
     Rung.CLEAR_HOST_CACHE: "cached",
 }
 
+# Who holds what came back at a rung, where nobody in Python does.
+HOLDER_OF_RUNG: dict[Rung, str] = {
+    Rung.UNFREEZE: "the heap frozen by gc.freeze()",
+    Rung.EMPTY_CACHE: "torch's caching allocator",
+    Rung.CLEAR_HOST_CACHE: "torch's cache of pinned memory",
+}
+
 R = TypeVar("R")
 
 
@@ -127,7 +134,8 @@ def _finding(
     left = above[due]
     cause: Cause = metric.cause
     verdict: Verdict | None = metric.verdict
-    remedy = None
+    remedy = advice = None
+    of_rung = None if back is None else HOLDER_OF_RUNG.get(steps[back].rung)
     if back is not None:
         rung = steps[back].rung
         # The driver is said to hold what nothing that was tried gives back.
@@ -137,9 +145,14 @@ def _finding(
         if rung in actions:
             remedy = Remedy(action=actions[rung], returns_bytes=_bytes(metric, above[back - 1] - above[back]))
     new = sorted(metric.new_items(baseline, steps[due].reading))
-    holder = listed(metric.resource, new)
+    holder = listed(metric.resource, new) or of_rung
     if cause == "library-workspace" and remedy is not None:
         holder = "workspaces of BLAS libraries"
+    if cause == "driver" and remedy is None:
+        holder = holder or "the driver"
+        advice = "only the end of the process gives back what the driver keeps of memory that was released"
+    elif cause == "native" and new:
+        advice = f"release or deregister it at {stage}, where its owner ends"
     amount = format_amount(left, metric.unit)
     message = f"{amount} of {_name(metric)}" if metric.unit == "bytes" else amount
     message += f" did not come back at {stage}"
@@ -162,6 +175,7 @@ def _finding(
         verdict=verdict,
         holder=holder,
         remedy=remedy,
+        advice=advice,
     )
 
 

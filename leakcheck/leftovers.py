@@ -127,7 +127,7 @@ class Leftovers:
         ]
         leaks = self._leaks(dataclasses.replace(self._context(engine), living=True), {device}, only=cycle)
         self._found = _Found()
-        return [leak.finding for leak in leaks]
+        return [_advised(leak.finding) for leak in leaks]
 
     def conclude(self, engine: object, cycle: int, devices: Collection[str]) -> tuple[list[Finding], tuple[str, ...]]:
         """The findings of all lives, what gives each back tried; and the changes that this made, as actions.
@@ -173,3 +173,10 @@ class Leftovers:
             stacks=self._stacks.stacks_at,
             lives=lives,
         )
+
+
+def _advised(finding: Finding) -> Finding:
+    """A finding of an engine that goes on, so that nothing can be tried: with what to change in its code."""
+    if not finding.holder:
+        return finding
+    return msgspec.structs.replace(finding, advice=f"let go of {finding.holder} before the engine sleeps")

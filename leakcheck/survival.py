@@ -31,6 +31,7 @@ class Survival:
     def __init__(self, device: str) -> None:
         self._device = device
         self._contents: Contents | None = None
+        self._places: Mapping[str, str] = {}
         self._memory: tuple[LabelledRange, ...] = ()
 
     def warm_up(self, tensors: Tensors) -> None:
@@ -46,6 +47,12 @@ class Survival:
         """
         self._contents = take_fingerprints(tensors)
         self.mark()
+        self._places = {
+            tensor.name: part.label
+            for tensor in self._contents.tensors
+            for part in self._memory
+            if part.start <= tensor.address < part.stop
+        }
 
     def mark(self) -> None:
         """What is mapped now may be pointed to; once it is not mapped any more, `dangling` looks for pointers to it."""
@@ -76,6 +83,7 @@ class Survival:
                     "{} changed its contents between sleep and wake",
                     "{} changed their contents between sleep and wake",
                     sum(sizes[name] for name in set(lost)),
+                    self._how_to_keep(lost),
                 )
             )
         return findings + self.dangling(stage, tensors, recorded)
@@ -111,6 +119,7 @@ class Survival:
                     "{} is not where a captured graph reads it",
                     "{} are not where captured graphs read them",
                     sum(item.bytes for item in stale),
+                    f"leave it at its address in {stage}, or capture the graphs again there",
                 )
             )
         gone = gone_since(self._memory, [(part.start, part.stop - part.start) for part in self._arenas()])
@@ -125,6 +134,7 @@ class Survival:
                     "{} holds pointers to memory that is not mapped any more",
                     "{} hold pointers to memory that is not mapped any more",
                     sum(8 * item.aligned for item in dangling),
+                    f"write the addresses again in {stage}, once the memory that they lead to is mapped",
                 )
             )
         return findings
@@ -137,8 +147,22 @@ class Survival:
             for address, length in pool.ranges
         ]
 
+    def _how_to_keep(self, lost: Sequence[str]) -> str:
+        """What would have kept the contents of some tensors, by where they lay."""
+        places = sorted({self._places[name] for name in lost if name in self._places})
+        where = f"what lies in {' and '.join(places)} is" if places else "it is"
+        return f"{where} lost in a sleep: put it where a sleep drops nothing, or write it again before wake returns"
+
     def _finding(
-        self, resource: Resource, cause: Cause, stage: str, names: Sequence[str], one: str, many: str, amount: int
+        self,
+        resource: Resource,
+        cause: Cause,
+        stage: str,
+        names: Sequence[str],
+        one: str,
+        many: str,
+        amount: int,
+        advice: str,
     ) -> Finding:
         shown = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
         several = f"{format_amount(len(names), 'tensors')} ({shown})"
@@ -153,4 +177,5 @@ class Survival:
             message=told,
             fingerprint=fingerprint(resource=resource, device=self._device, stage=stage, suspects=(*names, cause)),
             holder=shown,
+            advice=advice,
         )

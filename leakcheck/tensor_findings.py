@@ -13,7 +13,7 @@ import msgspec
 from lowtide.leakcheck.cuts import Names
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.fingerprints import fingerprint
-from lowtide.leakcheck.judge import CAUSE_OF_RUNG, VERDICT_OF_RUNG
+from lowtide.leakcheck.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.ladder import ACTIONS, Rung
 from lowtide.leakcheck.native_holders import as_gradients, saved_for_backward, together
 from lowtide.leakcheck.storages import Held, Key, is_tensor, storage_keys, tensors_over
@@ -329,6 +329,7 @@ def _leak(
             cause=finding.cause if known else CAUSE_OF_RUNG[largest.rung],
             message=f"{finding.message}; {action} returns {format_bytes(size)}",
             verdict=finding.verdict if known else VERDICT_OF_RUNG.get(largest.rung),
+            holder=finding.holder or HOLDER_OF_RUNG.get(largest.rung),
             remedy=Remedy(action=action, returns_bytes=size),
         )
         return TensorLeak(finding, {}, {})

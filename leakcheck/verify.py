@@ -123,8 +123,10 @@ def _found(item: Verified, findings: Sequence[Finding]) -> str:
 
 
 def _remedy(finding: Finding | None) -> str:
-    if finding is None or finding.remedy is None:
+    if finding is None:
         return ""
+    if finding.remedy is None:
+        return finding.advice or ""
     gives = f": {format_bytes(finding.remedy.returns_bytes)}" if finding.remedy.returns_bytes else ""
     first, *others = finding.remedy.action.split("; ")
     if len(others) < 2:

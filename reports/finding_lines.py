@@ -99,6 +99,11 @@ def remedy_effect(remedy: Remedy, finding: Finding) -> str:
     return f"gives back {format_bytes(remedy.returns_bytes)}" if remedy.returns_bytes else "gives it back"
 
 
+def advice_text(finding: Finding) -> str:
+    """What to change, as far as that was not tried; empty where something that was tried gave it back."""
+    return finding.advice or "" if finding.remedy is None else ""
+
+
 def in_vain(finding: Finding) -> list[Remedy]:
     """What was tried and is not the remedy."""
     chosen = None if finding.remedy is None else finding.remedy.action
@@ -179,5 +184,7 @@ def _after_path(finding: Finding) -> Iterator[str]:
         yield f"trend: {trend}"
     if finding.remedy is not None:
         yield f"remedy: {finding.remedy.action} {remedy_effect(finding.remedy, finding)}"
+    if advice_text(finding):
+        yield f"advice: {advice_text(finding)}"
     yield from (f"tried: {tried.action} ({format_bytes(tried.returns_bytes)})" for tried in in_vain(finding))
     yield from (f"changed by trying: {change}" for change in finding.changed)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from lowtide.reports.finding_lines import (
     GROWTH_HEAD,
     GROWTH_TITLE,
+    advice_text,
     amount,
     growth_cells,
     hop_facts,
@@ -104,6 +105,7 @@ def render_html(report: Report) -> str:
         stage_table=stage_table,
         ledger_tables=ledger_tables,
         remedy_effect=remedy_effect,
+        advice_text=advice_text,
         growth_title=GROWTH_TITLE,
         growth_head=GROWTH_HEAD,
         most_rows=MOST_ROWS,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from lowtide.reports.finding_lines import amount, finding_lines
+from lowtide.reports.finding_lines import advice_text, amount, finding_lines
 from lowtide.reports.markdown import count_outcomes, not_measured
 from lowtide.reports.schema import Finding, Report, Subject
 
@@ -102,6 +102,8 @@ def _facts(turn: int, finding: Finding) -> Iterator[tuple[str, str]]:
     }
     if finding.remedy is not None:
         facts |= {"remedy": finding.remedy.action, "returns_bytes": str(finding.remedy.returns_bytes)}
+    if advice_text(finding):
+        facts["advice"] = advice_text(finding)
     if finding.shared_bytes:
         facts["shared_bytes"] = str(finding.shared_bytes)
     for number, tried in enumerate(finding.tried, 1):

@@ -10,6 +10,7 @@ from lowtide.reports.finding_lines import (
     GROWTH_HEAD,
     GROWTH_TITLE,
     DetailLine,
+    advice_text,
     amount,
     finding_lines,
     growth_cells,
@@ -111,7 +112,7 @@ def _counts(report: Report) -> str:
 
 
 def _row(subject: Subject, finding: Finding) -> str:
-    remedy = ""
+    remedy = _text(advice_text(finding))
     if finding.remedy is not None:
         remedy = f"{_code(finding.remedy.action)} {remedy_effect(finding.remedy, finding)}"
     holder = _code(finding.holder) if finding.holder else ""

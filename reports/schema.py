@@ -179,6 +179,7 @@ class Finding(_Record, frozen=True, kw_only=True):
         remedy: what gave it back when it was tried; None if nothing did.
         tried: every action that was tried, in order, with what each one alone gave back.
         changed: what trying them changed in the program.
+        advice: what to change where that cannot be tried from outside: in the engine's code, or while it goes on.
     """
 
     resource: Resource
@@ -197,6 +198,7 @@ class Finding(_Record, frozen=True, kw_only=True):
     shared_bytes: int = 0
     tried: tuple[Remedy, ...] = ()
     changed: tuple[str, ...] = ()
+    advice: str | None = None
     suppressed_by: str | None = None
     trend: Literal["residue", "bounded", "growth"] | None = None
 

@@ -143,6 +143,7 @@ def is_a_frozen_heap(findings: tuple[Finding, ...]) -> None:
     assert frozen.remedy.action == "gc.unfreeze(); gc.collect()"
     assert (tensors.resource, tensors.verdict, tensors.stage) == ("tensors", "frozen-garbage", "create")
     assert tensors.path == ()
+    assert tensors.holder == "the heap frozen by gc.freeze()"
     assert tensors.remedy is not None
     assert (tensors.remedy.action, tensors.remedy.returns_bytes) == ("gc.unfreeze(); gc.collect()", tensors.bytes)
 
@@ -152,6 +153,7 @@ def is_memory_of_a_transport(findings: tuple[Finding, ...]) -> None:
     # That of both lives.
     assert (found.resource, found.cause, found.bytes) == ("host-memory", "native", 128 << 20)
     assert (found.holder or "").startswith("kv transport at 0x")
+    assert found.advice == "release or deregister it at shutdown, where its owner ends"
 
 
 def is_patched_functions(findings: tuple[Finding, ...]) -> None:
@@ -174,6 +176,8 @@ def is_a_view_of_an_old_workspace(findings: tuple[Finding, ...]) -> None:
         assert (found.resource, found.cause, found.stage) == ("tensors", "instance-attribute", "infer")
         assert (found.holder or "").startswith("engine._core.worker.model_runner._workspaces[")
         assert "._views" in (found.holder or "")
+        # The engine goes on, so that it is not tried.
+        assert found.advice == f"let go of {found.holder} before the engine sleeps"
 
 
 def is_a_lost_block_table(findings: tuple[Finding, ...]) -> None:
@@ -181,6 +185,7 @@ def is_a_lost_block_table(findings: tuple[Finding, ...]) -> None:
     assert (found.resource, found.cause, found.stage) == ("contents", "not-restored", "wake")
     assert found.holder == "block_table.table_ptrs, block_table.table_sizes, block_table.table_strides"
     assert (found.count, found.bytes) == (3, 20)
+    assert (found.advice or "").startswith("what lies in arena 'kv_cache' is lost in a sleep: put it where")
 
 
 def is_blocks_of_an_offload(findings: tuple[Finding, ...]) -> None:
@@ -196,6 +201,7 @@ def is_an_arena_half_mapped(findings: tuple[Finding, ...]) -> None:
     assert (found.resource, found.cause, found.stage) == ("arena", "not-restored", "wake")
     assert found.holder == "arena 'weights'"
     assert found.bytes > 4 << 20
+    assert found.advice == "unmap in wake what it has mapped, where it fails, before its error leaves it"
 
 
 EXPECTED: dict[str, Callable[[tuple[Finding, ...]], None]] = {

@@ -117,6 +117,26 @@ def test_that_native_code_holds_it_stays_true_whatever_made_that_let_go() -> Non
     assert found.verdict == "unexplained"
 
 
+def test_a_rung_tells_who_held_what_nobody_in_python_did() -> None:
+    (found,) = judged(metric("reserved"), *[10] * EMPTY_CACHE, 0).findings
+    assert (found.holder, found.advice) == ("torch's caching allocator", None)
+    (found,) = judged(metric("tensors"), 10, 10, 10, 0).findings
+    assert found.holder == "the heap frozen by gc.freeze()"
+    (found,) = judged(metric("tensors"), 10, 10, 10, 10).findings
+    assert found.holder is None
+
+
+def test_of_what_nothing_in_the_process_gives_back_it_is_said_who_can() -> None:
+    (found,) = judged(metric("driver", cause="driver"), 10, 10, 10).findings
+    assert found.holder == "the driver"
+    assert found.advice is not None
+    assert found.advice.startswith("only the end of the process gives back")
+    named = Metric[Any]("pinned", "", lambda r: len(r), cause="native", items=lambda r: dict.fromkeys(r, 1))
+    steps = [Step(rung, ("ring at 0x10",), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
+    (found,) = judge([named], (), steps, stage="shutdown", cycle=1).findings
+    assert found.advice == "release or deregister it at shutdown, where its owner ends"
+
+
 def test_what_is_new_by_name_is_named_and_what_went_hides_nothing() -> None:
     known = Metric[Any]("threads", "", lambda r: len(r), unit="threads", items=lambda r: dict.fromkeys(r, 1))
     steps = [Step(rung, ("b", "a"), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]

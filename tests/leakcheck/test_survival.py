@@ -43,6 +43,17 @@ def test_a_tensor_that_changed_is_named_with_its_bytes() -> None:
     assert found.message == "table changed its contents between sleep and wake"
 
 
+def test_it_is_said_where_what_was_lost_lay(arena: Arena) -> None:
+    inside, outside = arena.allocate((4,), torch.int64), torch.zeros(4, dtype=torch.int64)
+    inside.zero_()
+    how = "lost in a sleep: put it where a sleep drops nothing, or write it again before wake returns"
+    for tensor, where in ((inside, "what lies in arena 'kv_cache' is"), (outside, "it is")):
+        known = survival({"table": tensor})
+        tensor.fill_(1)
+        (found,) = known.after_wake("wake", {"table": tensor}, {})
+        assert found.advice == f"{where} {how}"
+
+
 def test_many_are_counted_and_the_first_are_named() -> None:
     tensors = {f"t{place}": torch.zeros(2) for place in range(5)}
     known = survival(tensors)
@@ -68,6 +79,7 @@ def test_a_buffer_that_a_graph_reads_elsewhere_is_named() -> None:
     (found,) = known.after_wake("wake", {"pointers": new}, recorded)
     assert (found.resource, found.cause, found.holder) == ("pointers", "cuda-graph", "pointers")
     assert found.message == "pointers is not where a captured graph reads it"
+    assert found.advice == "leave it at its address in wake, or capture the graphs again there"
 
 
 def test_a_buffer_without_a_name_here_must_have_memory_behind_it(arena: Arena) -> None:

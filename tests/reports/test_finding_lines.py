@@ -135,6 +135,13 @@ def path_of(length: int, *suspects: int) -> tuple[schema.Hop, ...]:
     return tuple(schema.Hop(type="T", edge=f".e{turn}", suspect=turn in suspects) for turn in range(length))
 
 
+def test_advice_is_given_where_nothing_that_was_tried_gave_it_back() -> None:
+    known = changed(advice="unmap it in wake")
+    assert texts(known) == ["advice: unmap it in wake", "fingerprint 0123456789abcdef"]
+    remedy = schema.Remedy(action="f()", returns_bytes=1)
+    assert not any("advice" in text for text in texts(msgspec.structs.replace(known, remedy=remedy)))
+
+
 def test_a_path_is_whole_unless_it_is_to_be_cut() -> None:
     long = changed(path=path_of(40))
     assert len(texts(long)) == 42

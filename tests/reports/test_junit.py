@@ -220,6 +220,12 @@ def test_a_findings_facts_are_properties() -> None:
     }
 
 
+def test_advice_is_a_property_where_there_is_no_remedy() -> None:
+    told = msgspec.structs.replace(FINDING, advice="unmap it")
+    facts = properties(case_of(subject("leak", findings=(told, msgspec.structs.replace(told, remedy=None)))))
+    assert {name: value for name, value in facts.items() if "advice" in name} == {"leakcheck.2.advice": "unmap it"}
+
+
 def test_the_time_is_that_of_the_stages() -> None:
     stage = schema.Stage(name="create", cycle=1, seconds=0.5, before=READINGS, after=READINGS)
     suite = suite_of(report(subject("clean", stages=(stage, stage)), subject("clean", stages=(stage,))))

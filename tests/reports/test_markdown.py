@@ -56,6 +56,12 @@ def test_a_leak_is_a_row_with_all_that_the_head_names() -> None:
     ]
 
 
+def test_advice_stands_where_a_remedy_would() -> None:
+    advised = msgspec.structs.replace(finding(), remedy=None, advice="unmap *it* | now")
+    (row,) = rows(render_markdown(report(leaking(advised))))
+    assert row.endswith(r"| <code>cache</code> | unmap \*it\* &#124; now |")
+
+
 def test_what_has_no_bytes_is_counted() -> None:
     assert "| 3 tensors |" in render_markdown(report(leaking(finding(size=0))))
 
