@@ -75,6 +75,7 @@ def bug(name: str, device: str, seeds: Sequence[int]) -> dict[str, Any]:
             {
                 "seed": seed,
                 "found": sorted({f"{finding.resource}/{finding.cause}" for finding in found.findings}),
+                "messages": [finding.message for finding in found.findings],
                 "life": [str(call) for call in found.life],
                 "seconds": found.seconds,
                 "reason": found.reason,

@@ -151,7 +151,7 @@ def changed(before: Contents, after: Contents, *, addresses: bool = False) -> tu
         after: those found later. Tensors that only these have are no change.
         addresses: whether a tensor must also lie where it did, as it must if a captured graph reads it.
 
-    Elements are compared where shape and dtype are the same.
+    Elements are compared where shape, dtype and kind of device are the same.
     """
     found = []
     later = {tensor.name: tensor for tensor in after.tensors}
@@ -167,7 +167,12 @@ def changed(before: Contents, after: Contents, *, addresses: bool = False) -> tu
         ]
         if addresses:
             aspects.append(("address", hex(old.address), hex(new.address)))
-        if (old.shape, old.dtype) == (new.shape, new.dtype):
+        if (old.shape, old.dtype, _kind(old)) == (new.shape, new.dtype, _kind(new)):
             aspects.append(("bytes", f"{old.fingerprint:032x}", f"{new.fingerprint:032x}"))
         found += [Change(old.name, what, was, now) for what, was, now in aspects if was != now]
     return tuple(found)
+
+
+def _kind(tensor: TensorContents) -> str:
+    """`cuda`: on another kind of device the same bytes have another fingerprint."""
+    return tensor.device.partition(":")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import warnings
 from collections.abc import Callable
@@ -244,9 +245,17 @@ def test_no_mode_of_the_process_runs() -> None:
         fingerprint(data)
 
 
+@pytest.mark.parametrize(("device", "told"), [("cuda:0", ["device"]), ("cpu", ["bytes"])])
+def test_bytes_are_compared_on_one_kind_of_device_only(device: str, told: list[str]) -> None:
+    """The same bytes have another fingerprint on a card."""
+    (before,) = take_fingerprints({"a": torch.ones(3)}).tensors
+    after = Contents((dataclasses.replace(before, device=device, fingerprint=before.fingerprint + 1),))
+    assert [change.what for change in changed(Contents((before,)), after)] == told
+
+
 @pytest.mark.cuda
 @needs_card
-def test_a_card_and_the_cpu_agree_and_a_change_on_the_card_is_named() -> None:
+def test_of_what_went_to_another_kind_of_device_that_is_told_and_a_change_on_the_card_is_named() -> None:
     tensors = {"a": weights(), "b": weights(seed=1).view(400, 500).t(), "c": weights(7)}
     on_card = {name: tensor.cuda() for name, tensor in tensors.items()}
     before = take_fingerprints(on_card)
@@ -300,4 +309,4 @@ def test_what_the_current_stream_still_writes_is_read() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(100_000_000)
         data.fill_(1.0)
-        assert fingerprint(data) == fingerprint(torch.ones(1 << 20))
+        assert fingerprint(data) == fingerprint(torch.ones(1 << 20, device="cuda"))
