@@ -128,6 +128,32 @@ def test_arguments_are_as_plain_as_can_be(call: Call, needed: Callable[[Call], o
     assert found == (plainest,)
 
 
+def slow(life: Life) -> bool:
+    return any(call.arguments.get("config", {}).get("graphs") for call in life)
+
+
+@pytest.mark.parametrize(("needs_fault", "lives_with_graphs"), [(False, 0), (True, 1)])
+def test_settings_that_do_not_matter_go_before_anything_else(needs_fault: bool, lives_with_graphs: int) -> None:
+    """They may make every life that follows slow."""
+    sleep = Call("sleep", fault=Fault("map", 3) if needs_fault else None)
+    life = [FULL, *calls("infer", "shutdown"), FULL, *calls("reload", "wake"), sleep]
+    right = has_in_order("create", "sleep")
+    found, engine = shortened(
+        life, lambda asked: right(asked) and (not needs_fault or any(call.fault for call in asked))
+    )
+    assert names(found) == ["create", "sleep"]
+    assert sum(map(slow, engine.lives)) == lives_with_graphs
+
+
+def test_a_setting_that_matters_stays_and_the_others_go() -> None:
+    life = [FULL, *calls("infer", "reload", "wake"), FULL, *calls("sleep")]
+    right = has_in_order("create", "sleep")
+    found, engine = shortened(life, lambda asked: right(asked) and slow(tuple(asked)))
+    assert found == (Call("create", {"config": {"graphs": True}}), Call("sleep"))
+    with_both = [asked for asked in engine.lives if any("blocks" in c.arguments.get("config", {}) for c in asked)]
+    assert len(with_both) <= 2
+
+
 def test_arguments_do_not_cost_a_search_for_shorter_lives_each() -> None:
     life = [FULL, *calls(*["sleep", "wake"] * 8), Call("infer", {"prompt_lengths": [40, 40, 40], "max_tokens": 6})]
     found, engine = shortened(life, lambda asked: len(asked) == len(life))
