@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import psutil
 
+from lowtide.probes.counters import describe_process_group
+
 FROZEN = "gc-frozen"
 """The key of the metric of frozen objects, which is a level and has no items."""
 
@@ -16,7 +18,8 @@ def listed(key: str, names: Iterable[str]) -> str | None:
     """The first of some names, as a finding's holder."""
     if key == FROZEN:
         return None
-    shown = sorted(map(_with_command, names) if key == "processes" else names)
+    describe = {"processes": _with_command, "process-groups": describe_process_group}.get(key, str)
+    shown = sorted(map(describe, names))
     more = f" and {len(shown) - _SHOWN_NAMES} more" if len(shown) > _SHOWN_NAMES else ""
     return ", ".join(shown[:_SHOWN_NAMES]) + more if shown else None
 

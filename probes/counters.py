@@ -203,6 +203,17 @@ def process_groups() -> list[str]:
     return [str(name) for name in world.pg_names.values()]
 
 
+def describe_process_group(name: str) -> str:
+    """`0 (gloo, 1 rank)`; just the name of a group that is not there."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    world: Any = getattr(distributed, "_world", None)
+    for group, known in () if world is None else list(world.pg_names.items()):
+        if str(known) == name:
+            backend, ranks = world.pg_map[group][0], len(world.pg_group_ranks[group])
+            return f"{name} ({backend}, {ranks} rank{'s' if ranks != 1 else ''})"
+    return name
+
+
 def _target(number: int) -> str:
     try:
         return os.readlink(f"/proc/self/fd/{number}")

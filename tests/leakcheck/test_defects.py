@@ -167,7 +167,9 @@ def is_a_process_group(findings: tuple[Finding, ...]) -> None:
     (found,) = findings
     assert (found.resource, found.cause, found.count) == ("process-groups", "not-restored", 1)
     assert found.remedy is not None
-    assert found.remedy.action == f"torch.distributed.destroy_process_group() of group {found.holder}"
+    name, _, rest = (found.holder or "").partition(" ")
+    assert rest == "(gloo, 1 rank)"
+    assert found.remedy.action == f"torch.distributed.destroy_process_group() of group {name}"
 
 
 def is_a_view_of_an_old_workspace(findings: tuple[Finding, ...]) -> None:

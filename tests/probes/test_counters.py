@@ -23,7 +23,14 @@ import torch
 import torch.distributed
 
 from lowtide.probes import counters, stages
-from lowtide.probes.counters import CounterReader, Counters, anonymous_bytes, child_processes, process_groups
+from lowtide.probes.counters import (
+    CounterReader,
+    Counters,
+    anonymous_bytes,
+    child_processes,
+    describe_process_group,
+    process_groups,
+)
 
 
 def read() -> Counters:
@@ -97,10 +104,12 @@ def test_a_process_group_is_there_and_gone(tmp_path: Path) -> None:
     store = f"file://{tmp_path}/store"
     torch.distributed.init_process_group("gloo", init_method=store, world_size=1, rank=0)
     try:
-        assert len(read().items["process-groups"]) == 1
+        (name,) = read().items["process-groups"]
+        assert describe_process_group(name) == f"{name} (gloo, 1 rank)"
     finally:
         torch.distributed.destroy_process_group()
     assert read().items["process-groups"] == {}
+    assert describe_process_group(name) == name
 
 
 class Source:
