@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
@@ -29,7 +30,8 @@ class ReferenceLife:
     """
 
     def __init__(self, config: EngineConfig, vocab_size: int, prompt_scale: int = 1) -> None:
-        self._engine = LLMEngine(config)
+        # What nobody writes again after a wake must not pass for the zeros that it may have been.
+        self._engine = LLMEngine(replace(config, poison_pages=True))
         self._prompts = make_prompts(vocab_size, config.seed, prompt_scale)
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.probes.contents import Contents, changed, take_fingerprints
-from lowtide.probes.pointers import LabelledRange, find_pointers, gone_since, moved
+from lowtide.probes.pointers import LabelledRange, Moved, PointerHit, find_pointers, gone_since, moved
 from lowtide.probes.ranges import Range
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Cause, Finding, Resource
@@ -120,6 +120,7 @@ class Survival:
                     "{} are not where captured graphs read them",
                     sum(item.bytes for item in stale),
                     f"leave it at its address in {stage}, or capture the graphs again there",
+                    _now_there(stale[0]),
                 )
             )
         gone = gone_since(self._memory, [(part.start, part.stop - part.start) for part in self._arenas()])
@@ -135,6 +136,7 @@ class Survival:
                     "{} hold pointers to memory that is not mapped any more",
                     sum(8 * item.aligned for item in dangling),
                     f"write the addresses again in {stage}, once the memory that they lead to is mapped",
+                    _once_there(dangling[0].hits[0]),
                 )
             )
         return findings
@@ -163,6 +165,7 @@ class Survival:
         many: str,
         amount: int,
         advice: str,
+        where: str = "",
     ) -> Finding:
         shown = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
         several = f"{format_amount(len(names), 'tensors')} ({shown})"
@@ -174,8 +177,16 @@ class Survival:
             count=len(names),
             device=self._device,
             stage=stage,
-            message=told,
+            message=told + where,
             fingerprint=fingerprint(resource=resource, device=self._device, stage=stage, suspects=(*names, cause)),
             holder=shown,
             advice=advice,
         )
+
+
+def _now_there(stale: Moved) -> str:
+    return f"; {stale.name} is read at {stale.address:#x}, where now {' and '.join(stale.now) or 'nothing'} is"
+
+
+def _once_there(hit: PointerHit) -> str:
+    return f"; {hit.tensor} has {hit.value:#x} at byte {hit.offset}, which was in {hit.label}"

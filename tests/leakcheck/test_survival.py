@@ -78,7 +78,8 @@ def test_a_buffer_that_a_graph_reads_elsewhere_is_named() -> None:
     known.before_sleep({"pointers": old})
     (found,) = known.after_wake("wake", {"pointers": new}, recorded)
     assert (found.resource, found.cause, found.holder) == ("pointers", "cuda-graph", "pointers")
-    assert found.message == "pointers is not where a captured graph reads it"
+    there = f"pointers is read at {old.data_ptr():#x}, where now nothing is"
+    assert found.message == f"pointers is not where a captured graph reads it; {there}"
     assert found.advice == "leave it at its address in wake, or capture the graphs again there"
 
 
@@ -93,6 +94,13 @@ def test_a_buffer_without_a_name_here_must_have_memory_behind_it(arena: Arena) -
     assert (found.resource, found.cause, found.holder) == ("pointers", "cuda-graph", "keys")
 
 
+def test_what_lives_now_where_a_graph_reads_is_named() -> None:
+    memory = torch.arange(8)
+    recorded = {"keys": (memory.data_ptr(), 64)}
+    (found,) = survival({}).dangling("wake", {"keys": torch.arange(8), "values": memory}, recorded)
+    assert found.message.endswith(f"; keys is read at {memory.data_ptr():#x}, where now values is")
+
+
 def test_a_pointer_to_pages_that_are_gone_is_found_and_one_to_pages_that_are_back_is_not(arena: Arena) -> None:
     arena.map_to(64 << 10)
     inside = arena.bytes_at(0, 1).data_ptr() + 4096
@@ -101,7 +109,9 @@ def test_a_pointer_to_pages_that_are_gone_is_found_and_one_to_pages_that_are_bac
     arena.unmap_to(0)
     (found,) = known.after_wake("wake", tensors, {})
     assert (found.resource, found.cause, found.holder) == ("pointers", "not-restored", "table")
-    assert "memory that is not mapped any more" in found.message
+    where = f"table has {inside:#x} at byte 8, which was in arena 'kv_cache'"
+    assert found.message == f"table holds pointers to memory that is not mapped any more; {where}"
+    assert found.advice == "write the addresses again in wake, once the memory that they lead to is mapped"
     arena.map_to(64 << 10)
     known.before_sleep(tensors)
     arena.unmap_to(0)
@@ -119,7 +129,7 @@ def test_pointers_are_counted_with_their_bytes_and_only_in_whole_numbers(arena: 
     (found,) = known.after_wake("wake", tensors, {})
     # What is no integer points to nothing, whatever its bytes look like.
     assert (found.holder, found.count, found.bytes) == ("table", 1, 3 * 8)
-    assert found.message == "table holds pointers to memory that is not mapped any more"
+    assert found.message.startswith("table holds pointers to memory that is not mapped any more; ")
 
 
 def test_a_buffer_may_lie_anywhere_in_the_tensor_of_its_name_and_not_beyond_it() -> None:
