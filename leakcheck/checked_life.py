@@ -13,6 +13,7 @@ from lowtide.leakcheck import contract
 from lowtide.leakcheck.faults import Injection, Kind, Seam, ShardSeam, injecting
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.growth import GrowthWatch
+from lowtide.leakcheck.interrupts import Interrupts
 from lowtide.leakcheck.ladder import Rung, release
 from lowtide.leakcheck.life_model import LifeModel
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, host_memory_tolerance
@@ -109,6 +110,8 @@ class Lives:
         self._process = ProcessState(lambda: 0)
         self._frozen = 0
         self._listening = ExitStack()
+        # An engine, or Python in a finalizer, may have dropped one: then no further life begins.
+        self.interrupts = Interrupts()
         self._driver: Driver | None = None
         # What libraries take from the driver for an engine at work, such as a communicator of NCCL: at most, in bytes.
         self.of_libraries = 0
@@ -125,6 +128,7 @@ class Lives:
         self.put_back()
         self.watch.open()
         self._listening.enter_context(listening(self.growth))
+        self._listening.enter_context(self.interrupts)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -200,6 +204,7 @@ class CheckedLife:
 
     def __init__(self, lives: Lives) -> None:
         self._lives = lives
+        lives.interrupts.raise_if_heard()
         self._capabilities = lives.capabilities
         self._target: Any = make_target(lives.factory)
         self._device = self._capabilities.device

@@ -18,6 +18,7 @@ class Interrupts:
         self._is_installed = False
 
     def __enter__(self) -> Interrupts:
+        self.heard = False
         if threading.current_thread() is threading.main_thread():
             self._is_installed = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if self._is_installed:
@@ -28,6 +29,15 @@ class Interrupts:
         if self._is_installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._is_installed = False
+
+    def raise_if_heard(self) -> None:
+        """Raises again what nobody may have seen.
+
+        Raises:
+            KeyboardInterrupt: there was one since this was entered.
+        """
+        if self.heard:
+            raise KeyboardInterrupt
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.heard = True

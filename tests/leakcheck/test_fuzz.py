@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,3 +252,33 @@ def test_the_reference_engine_survives_what_fails_in_it() -> None:
     assert points["reload", "copy"] >= 1
     # The group that is made, and the tokens that are agreed on.
     assert (points["create", "collective"], points["infer", "collective"]) == (1, 2)
+
+
+class DropsACtrlC(SmallTarget):
+    """As Python does with what hits a finalizer."""
+
+    creates = 0
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
+        type(self).creates += 1
+        if self.creates == 20:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    "search",
+    [lambda: fuzz(DropsACtrlC, examples=500, seed=1), lambda: list(sweep(DropsACtrlC, config={}))],
+    ids=["random lives", "every point"],
+)
+def test_a_ctrl_c_that_was_dropped_ends_it_before_the_next_life(
+    search: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DropsACtrlC, "creates", 0)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        search()
+    # A life may create an engine once more.
+    assert DropsACtrlC.creates <= 23
+    assert signal.getsignal(signal.SIGINT) is handler
