@@ -1,13 +1,31 @@
-"""What the driver may count for an engine that sleeps: what libraries hold for it at work, and no more."""
+"""What must hold after each stage of a life: pages, tokens, KV blocks, and what the driver counts while it sleeps."""
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
-from lowtide.leakcheck.contract import after_deep_sleep
+from lowtide.leakcheck.contract import (
+    PENDING,
+    after_deep_sleep,
+    after_failed_wake,
+    after_idle,
+    after_infer,
+    after_sleep,
+    after_wake,
+    failed_teardown,
+    holders,
+)
 from lowtide.probes.device.driver import DriverReading
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.snapshot import Snapshot, take_snapshot
+from lowtide.probes.stages import PoolReading
+from lowtide.reports.schema import Finding, Remedy
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import ExceptionGroup
 
 MIB = 1 << 20
 
@@ -40,7 +58,108 @@ def test_what_libraries_hold_at_work_may_stay(before: int, at_work: int, after: 
 def test_more_is_a_finding(before: int, at_work: int, after: int, told: int) -> None:
     (found,) = after_deep_sleep("sleep(2)", "cuda:0", *(snapshot(n * MIB) for n in (before, at_work, after)))
     assert (found.resource, found.cause, found.bytes) == ("driver", "driver", told * MIB)
+    assert found.message == f"the driver counts {told}.0 MiB more after sleep(2) than before create"
 
 
 def test_a_driver_that_does_not_tell_is_not_judged_here() -> None:
     assert after_deep_sleep("sleep(2)", "cuda:0", snapshot(None), snapshot(None), snapshot(None)) == []
+
+
+def mapped(**arenas: int) -> Snapshot:
+    """A reading in which arenas of that name have so many bytes mapped on the CPU."""
+    found = take_snapshot(driver=NoDriver("a test"))
+    pools = tuple(PoolReading("arena", tag, "cpu", 100 * MIB, size, ()) for tag, size in arenas.items())
+    return Snapshot(**{name: getattr(found, name) for name in Snapshot.__slots__} | {"pools": pools})
+
+
+def told(findings: list[Finding]) -> list[tuple[str, str | None, int, str]]:
+    return [(found.resource, found.holder, found.bytes, found.message) for found in findings]
+
+
+def test_what_sleeps_has_no_pages_beyond_those_of_earlier_engines() -> None:
+    before = mapped(weights=3, kv_cache=5, workspace=7, runtime=9)
+    assert after_sleep("sleep(1)", "cpu", before, mapped(weights=3, kv_cache=0, workspace=7, runtime=100)) == []
+    assert after_sleep("sleep(1)", "cuda:0", before, mapped(weights=100)) == []
+    found = after_sleep("sleep(1)", "cpu", before, mapped(weights=4, kv_cache=25, workspace=7))
+    assert told(found) == [
+        ("arena", "arena 'weights'", 1, "arena 'weights' still has 1 B mapped after sleep(1)"),
+        ("arena", "arena 'kv_cache'", 20, "arena 'kv_cache' still has 20 B mapped after sleep(1)"),
+    ]
+    assert [each.advice for each in found] == [f"unmap arena {tag!r} in sleep(1)" for tag in ("weights", "kv_cache")]
+
+
+@pytest.mark.parametrize(("now", "amount"), [(30, 10), (10, 10), (20, None)])
+def test_a_wake_maps_what_was_mapped_no_more_and_no_less(now: int, amount: int | None) -> None:
+    before = {"weights": 1, "kv_cache": 20, "runtime": 3, "workspace": 4}
+    # Workspaces grow again when they are needed.
+    found = after_wake("wake", "cpu", mapped(**before), mapped(**{**before, "kv_cache": now, "workspace": 0}))
+    message = f"arena 'kv_cache' has {now} B mapped after wake, 20 B before"
+    assert told(found) == ([] if amount is None else [("arena", "arena 'kv_cache'", amount, message)])
+    assert all(each.cause == "not-restored" and (each.advice or "").startswith("map in wake what") for each in found)
+
+
+def test_a_wake_that_fails_leaves_mapped_what_was_and_nothing_more() -> None:
+    before = mapped(weights=1, kv_cache=20)
+    assert after_failed_wake("wake", "cpu", before, mapped(weights=1, kv_cache=0)) == []
+    (found,) = after_failed_wake("wake", "cpu", before, mapped(weights=2, kv_cache=20, workspace=50))
+    assert told([found]) == [
+        ("arena", "arena 'weights'", 1, "1 B of arena 'weights' stay mapped after a wake that failed")
+    ]
+    assert (found.cause, found.stage) == ("not-restored", "wake")
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "wrong"),
+    [
+        ([[1, 2], [3]], [[1, 2], [3]], 0),
+        ([[1, 2], [3]], [[1, 2], [4]], 1),
+        ([[1, 2], [3]], [[1], [4]], 2),
+        ([[1, 2], [3]], [[1, 2]], 1),
+        ([[1, 2]], [[1, 2], [3]], 1),
+    ],
+)
+def test_prompts_have_the_tokens_that_they_had(then: list[list[int]], now: list[list[int]], wrong: int) -> None:
+    found = after_infer("infer", then, now)
+    assert [(each.resource, each.cause, each.count) for each in found] == [("contents", "not-restored", wrong)] * bool(
+        wrong
+    )
+    if wrong:
+        said = f"{wrong} of {len(then)} prompts give other tokens after a wake than before any sleep"
+        assert found[0].message == said
+
+
+def test_an_engine_that_says_nothing_at_all_proves_nothing() -> None:
+    for expected in ([], [[], []]):
+        (found,) = after_infer("infer", expected, expected)
+        assert (found.resource, found.message) == ("contents", "infer gave no token")
+
+
+@pytest.mark.parametrize(
+    ("held", "pending", "told"),
+    [(0, 0, {}), (3, 3, {PENDING: 3}), (3, 0, {"no request": 3}), (5, 2, {PENDING: 2, "no request": 3})],
+)
+def test_who_holds_blocks_when_no_request_does(held: int, pending: int, told: dict[str, int]) -> None:
+    assert holders(SimpleNamespace(held=held, pending_transfer=pending)) == told
+
+
+def test_a_block_that_one_more_step_gives_back_was_waiting_for_it() -> None:
+    held = {PENDING: 2, "no request": 3}
+    pending, lost = after_idle("infer", "cpu", held, {"no request": 3})
+    assert (pending.cause, pending.count, pending.remedy) == (
+        "pending-transfer",
+        2,
+        Remedy(action="engine.step()", returns_bytes=0),
+    )
+    assert (lost.cause, lost.count, lost.remedy) == ("unknown", 3, None)
+    said = "2 KV blocks are held by pending transfers after infer, and the prefix cache cannot be reset"
+    assert pending.message == f"{said}; engine.step() returns them"
+    (untried,) = after_idle("infer", "cpu", {PENDING: 2}, None)
+    assert (untried.message, untried.remedy) == (said, None)
+
+
+def test_every_error_of_a_shutdown_is_told() -> None:
+    alone = failed_teardown("shutdown", OSError("no card"))
+    assert (alone.resource, alone.count, alone.message) == ("teardown", 1, "shutdown raised: OSError: no card")
+    both = failed_teardown("shutdown", ExceptionGroup("two", [OSError("no card"), ValueError("no group")]))
+    assert (both.count, both.message) == (2, "shutdown raised: OSError: no card; ValueError: no group")
+    assert (both.advice or "").startswith("run all steps of shutdown")

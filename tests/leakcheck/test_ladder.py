@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from lowtide.leakcheck import ladder
 from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, release
 
 QUICK = SettlePolicy(stability=0.05, limit=0.5, first_pause=0.001, longest_pause=0.01)
@@ -165,3 +168,99 @@ def test_clearing_caches_clears_every_functools_cache() -> None:
     cached(1)
     assert release(Rung.CLEAR_CACHES)
     assert cached.cache_info().currsize == 0
+
+
+class Card:
+    """Stands for torch with a card: notes what is asked of it, and of the collector."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, is_initialized: bool = True, compiled: int = 0) -> None:
+        self.asked: list[str] = []
+        note = lambda name: lambda *_: self.asked.append(name)  # noqa: E731
+        cuda = SimpleNamespace(is_initialized=lambda: is_initialized, empty_cache=note("empty_cache"))
+        native = SimpleNamespace(
+            _cuda_clearCublasWorkspaces=note("clear_workspaces"), _host_emptyCache=note("empty_host_cache")
+        )
+        utils = SimpleNamespace(counters={"frames": {"total": compiled}})
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, _C=native))  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "torch._dynamo", SimpleNamespace(reset=note("reset")))  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)  # type: ignore[arg-type]
+        monkeypatch.setattr(ladder, "gc", SimpleNamespace(collect=note("collect"), get_objects=list))
+
+
+@pytest.mark.parametrize(
+    ("rung", "asked"),
+    [
+        (Rung.COLLECT, ["collect"]),
+        (Rung.EMPTY_CACHE, ["empty_cache"]),
+        (Rung.CLEAR_CACHES, ["collect"]),
+        (Rung.RESET_COMPILED, ["reset", "collect", "empty_cache"]),
+        (Rung.CLEAR_WORKSPACES, ["clear_workspaces", "empty_cache"]),
+        (Rung.CLEAR_HOST_CACHE, ["empty_host_cache"]),
+    ],
+)
+def test_each_rung_releases_one_kind_on_a_card(rung: Rung, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, compiled=1)
+    assert release(rung)
+    assert card.asked == asked
+
+
+@pytest.mark.parametrize(
+    ("rung", "asked"),
+    [(Rung.EMPTY_CACHE, []), (Rung.CLEAR_WORKSPACES, []), (Rung.RESET_COMPILED, []), (Rung.SETTLE, [])],
+)
+def test_a_card_that_nobody_uses_is_not_woken(rung: Rung, asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, is_initialized=False)
+    assert not release(rung)
+    assert card.asked == asked
+
+
+def test_what_was_compiled_is_dropped_without_a_card_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, is_initialized=False, compiled=3)
+    assert release(Rung.RESET_COMPILED)
+    assert card.asked == ["reset", "collect"]
+
+
+@pytest.mark.parametrize(("is_glibc", "on_card"), [(True, False), (False, True), (False, False)])
+def test_the_heap_of_the_host_is_trimmed_where_there_is_glibc(
+    is_glibc: bool, on_card: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(monkeypatch, is_initialized=on_card)
+    trimmed: list[int] = []
+    library = SimpleNamespace(**({"malloc_trim": trimmed.append} if is_glibc else {}))
+    monkeypatch.setattr(ladder, "ctypes", SimpleNamespace(CDLL=lambda name: library))
+    assert release(Rung.CLEAR_HOST_CACHE) is (is_glibc or on_card)
+    assert trimmed == [0] * is_glibc
+    assert card.asked == ["empty_host_cache"] * on_card
+
+
+def test_unfreezing_collects_what_was_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    heap = SimpleNamespace(
+        get_freeze_count=lambda: 7, unfreeze=lambda: asked.append("unfreeze"), collect=lambda: asked.append("collect")
+    )
+    monkeypatch.setattr(ladder, "gc", heap)
+    assert release(Rung.UNFREEZE)
+    assert asked == ["unfreeze", "collect"]
+
+
+def test_pauses_grow_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(
+        ladder, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0], sleep=sleep)
+    )
+    policy = SettlePolicy(stability=1.0, limit=10.0, first_pause=0.1, longest_pause=0.5)
+    climb(
+        Readings(5),
+        lambda value: value == 0,
+        still_waiting=lambda value: True,
+        moved=lambda then, now: False,
+        policy=policy,
+        rungs=(Rung.RAW, Rung.SETTLE),
+    )
+    assert pauses[:4] == pytest.approx([0.1, 0.2, 0.4, 0.5])
