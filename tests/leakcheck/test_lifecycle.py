@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,18 @@ def test_a_clean_life_is_clean_and_has_every_stage() -> None:
         assert (stage.tokens_per_second is not None) == (stage.name == "infer")
     asleep = [stage.after.arenas for stage in subject.stages if stage.name.startswith("sleep")]
     assert asleep == [{"weights": 0, "kv_cache": 0, "runtime": 0}] * 4
+
+
+def test_a_stage_begins_where_the_one_before_it_ended() -> None:
+    subject, _ = found(SmallLife, cycles=2, script=SCRIPT)
+    for left, right in pairwise(subject.stages):
+        if left.cycle == right.cycle:
+            assert right.before == left.after, right.name
+    assert {stage.name: stage.before.arenas for stage in subject.stages}["shutdown"] == {
+        "weights": 8 << 10,
+        "kv_cache": MIB,
+        "runtime": 0,
+    }
 
 
 def test_each_stage_is_announced_before_it_starts() -> None:
@@ -310,6 +323,23 @@ def test_host_memory_beyond_the_tolerance_is_found_and_one_life_says_that_it_can
     subject, findings = found(KeepsHostMemory)
     assert findings == ()
     assert {item.what for item in subject.not_measured} == {"host-memory", "file-descriptors"}
+
+
+class KeepsHostMemoryByATensor(SmallLife):
+    def create(self) -> None:
+        super().create()
+        KEPT.append((torch.ones(1000), touched(40 * MIB)))
+
+
+def test_what_a_cut_gave_back_besides_tensors_has_it_as_its_remedy() -> None:
+    _, findings = found(KeepsHostMemoryByATensor, cycles=2)
+    of_tensors, of_host = sorted(findings, key=lambda finding: finding.bytes)
+    assert (of_tensors.resource, of_host.resource) == ("tensors", "host-memory")
+    cut = f"{__name__}.KEPT.clear()"
+    assert of_tensors.remedy == Remedy(action=cut, returns_bytes=8000)
+    assert of_host.remedy is not None
+    assert of_host.remedy.action == cut
+    assert of_host.remedy.returns_bytes > 32 * MIB
 
 
 class KeepsALittleHostMemory(SmallLife):
