@@ -1,0 +1,172 @@
+"""Every defect that can show on a card is found there with stage, holder and remedy, and nothing else is.
+
+Each runs in a process of its own, as a user's does, four at a time: two minutes on an H200.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from lowtide.engine.defects import DEFECTS, LATE_BY
+from lowtide.leakcheck.verify import Verified, verify
+from lowtide.reports.schema import Finding, Subject
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none"),
+]
+
+
+class Told(NamedTuple):
+    """What every finding of one resource says.
+
+    Attributes:
+        resource: of the findings.
+        cause: theirs.
+        stages: where they may be said to be from.
+        holder: a pattern of their holder.
+        remedy: a pattern of what gave them back, or else of the advice; None for neither.
+    """
+
+    resource: str
+    cause: str
+    stages: tuple[str, ...]
+    holder: str | None
+    remedy: str | None
+
+
+TABLES = r"block_table\.table_ptrs, block_table\.table_sizes, block_table\.table_strides"
+UNFREEZE = r"gc\.unfreeze\(\); gc\.collect\(\)"
+SETTING = r"torch\.accelerator\.\w+"
+PART = r"engine\._core\.worker\..*"
+LIVING = ("create", "infer")
+WHOLE_ENGINE = Told("tensors", "instance-attribute", LIVING, PART, f"{PART} = None.*")
+
+EXPECTED: dict[str, Sequence[Told]] = {
+    "bound-method-cache": [
+        Told(
+            "tensors",
+            "lru-cache",
+            ("create",),
+            r"lowtide\.engine\.runner\.supports_kw \(lru_cache key\)",
+            r"lowtide\.engine\.runner\.supports_kw\.cache_clear\(\)",
+        )
+    ],
+    "frozen-heap": [
+        Told("gc-frozen", "not-restored", ("shutdown",), None, UNFREEZE),
+        Told(
+            "tensors",
+            "frozen-garbage",
+            LIVING,
+            r"the heap frozen by gc\.freeze\(\)",
+            r"gc\.unfreeze\(\); gc\.collect\(\)",
+        ),
+    ],
+    "accelerator-patched": [
+        Told(
+            "globals",
+            "not-restored",
+            ("shutdown",),
+            SETTING,
+            f"putting {SETTING} back",
+        )
+    ],
+    "shutdown-noop": [WHOLE_ENGINE],
+    "process-group": [
+        Told(
+            "process-groups",
+            "not-restored",
+            ("shutdown",),
+            r"\w+ \(.*nccl.*, 1 rank\)",
+            r"torch\.distributed\.destroy_process_group\(\) of group \w+",
+        )
+    ],
+    "late-release": [],
+    "never-release": [
+        Told("driver", "driver", ("sleep(1)", "sleep(2)", "shutdown"), "the driver", "only the end of the process .*")
+    ],
+    "workspace-resize": [
+        Told("reserved", "allocator-cache", ("infer",), "grow_workspace", r"torch\.cuda\.empty_cache\(\)")
+    ],
+    "workspace-views": [
+        Told(
+            "tensors",
+            "instance-attribute",
+            ("infer",),
+            r"engine\._core\.worker\.model_runner\._workspaces\[.*\]\._views.*",
+            "let go of engine.* before the engine sleeps",
+        )
+    ],
+    "block-table-contents": [
+        Told("contents", "not-restored", ("wake",), TABLES, "what lies in arena 'kv_cache' is lost in a sleep: .*")
+    ],
+    "block-table-moved": [Told("pointers", "cuda-graph", ("wake",), TABLES, "leave it at its address in wake, .*")],
+    "wake-oom": [Told("arena", "not-restored", ("wake",), "arena 'weights'", "unmap in wake what it has mapped, .*")],
+    "unfreeze-too-late": [
+        Told("reserved", "allocator-cache", ("shutdown",), "torch's caching allocator", r"torch\.cuda\.empty_cache\(\)")
+    ],
+    "worker-keeps-everything": [WHOLE_ENGINE],
+    "undrained-offload": [Told("kv-blocks", "pending-transfer", ("infer",), "pending transfers", r"engine\.step\(\)")],
+    "transport-registration": [
+        Told("pinned", "native", ("shutdown",), "kv transport at 0x.*", "release or deregister it at shutdown, .*")
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def verified() -> dict[str, Verified]:
+    return {item.defect.name: item for item in verify([DEFECTS[name] for name in EXPECTED], "cuda", jobs=4)}
+
+
+def test_every_defect_of_a_card_is_expected_here() -> None:
+    assert list(EXPECTED) == [name for name, defect in DEFECTS.items() if "cuda" in defect.devices]
+
+
+def of_run(item: Verified) -> Subject:
+    assert item.note == ""
+    assert item.bug is not None
+    assert item.bug.subject is not None, item.bug.output
+    return item.bug.subject
+
+
+def is_as_told(finding: Finding, told: Told) -> bool:
+    way_out = finding.advice if finding.remedy is None else finding.remedy.action
+    return (
+        (finding.resource, finding.cause) == (told.resource, told.cause)
+        and finding.stage in told.stages
+        and (told.holder is None or re.fullmatch(told.holder, finding.holder or "") is not None)
+        and (told.remedy is None or re.fullmatch(told.remedy, way_out or "") is not None)
+    )
+
+
+@pytest.mark.parametrize("name", [name for name, told in EXPECTED.items() if told])
+def test_a_defect_is_found_and_named_and_nothing_else_is(name: str, verified: dict[str, Verified]) -> None:
+    subject = of_run(verified[name])
+    assert subject.outcome == "leak"
+    for finding in subject.findings:
+        assert any(is_as_told(finding, told) for told in EXPECTED[name]), finding
+    for told in EXPECTED[name]:
+        assert any(is_as_told(finding, told) for finding in subject.findings), told
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_without_the_defect_nothing_is_found(name: str, verified: dict[str, Verified]) -> None:
+    twin = verified[name].twin
+    assert twin is not None
+    assert twin.subject is not None, twin.output
+    assert (twin.subject.outcome, twin.subject.reason, twin.subject.findings) == ("clean", "", ())
+
+
+def test_what_the_driver_gives_back_late_is_clean_and_waited_for_no_longer_than_it_takes(
+    verified: dict[str, Verified],
+) -> None:
+    subject = of_run(verified["late-release"])
+    assert (subject.outcome, subject.findings) == ("clean", ())
+    waited = [back.seconds for back in subject.returns if back.rung == "settle"]
+    assert waited
+    assert LATE_BY - 0.5 < max(waited) < LATE_BY + 0.5
