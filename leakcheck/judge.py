@@ -149,8 +149,8 @@ def _finding(
     if cause == "library-workspace" and remedy is not None:
         holder = "workspaces of BLAS libraries"
     if cause == "driver" and remedy is None:
-        holder = holder or "the driver"
-        advice = "only the end of the process gives back what the driver keeps of memory that was released"
+        holder = holder or "the driver or native code"
+        advice = "give it back where native code took it; what the driver keeps by itself ends with the process"
     elif cause == "native" and new:
         advice = f"release or deregister it at {stage}, where its owner ends"
     amount = format_amount(left, metric.unit)

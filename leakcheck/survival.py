@@ -11,7 +11,7 @@ from lowtide.probes.pointers import LabelledRange, Moved, PointerHit, find_point
 from lowtide.probes.ranges import Range
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Cause, Finding, Resource
-from lowtide.reports.sizes import format_amount
+from lowtide.reports.sizes import format_amount, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -185,7 +185,8 @@ class Survival:
 
 
 def _now_there(stale: Moved) -> str:
-    return f"; {stale.name} is read at {stale.address:#x}, where now {' and '.join(stale.now) or 'nothing'} is"
+    now = f"{' and '.join(stale.now)} is now" if stale.now else f"{format_bytes(stale.gone)} are nobody's now"
+    return f"; {stale.name} is read at {stale.address:#x}, where {now}"
 
 
 def _once_there(hit: PointerHit) -> str:

@@ -1,9 +1,9 @@
 """Reads memory of the host at about the speed at which it can be read: XXH3 in native code, and two steps of numpy.
 
-Floor on two cores of an EPYC: torch's sum reads 26 to 29 GB/s, by one thread or by two. XXH3 reads 27.6 with one. The
-arithmetic of `definition` takes ten steps of numpy a word, each at 30 to 40 GB/s where the data lies in a cache, and so
-2 to 3 GB/s in all; a matrix product of whole numbers 1.9 (numpy, torch), of bytes 2.4 (torch's int8). That is why the
-fingerprint of host memory is another function than that of a card's memory (`benchmarks/oracles.py` measures both).
+Floor on two cores of an EPYC: torch's sum reads about 30 GB/s. One thread of XXH3 reads 27. The arithmetic of
+`definition` takes ten steps of numpy a word, each at 30 to 40 GB/s where the data lies in a cache, and so 2 to 3 GB/s
+in all; a matrix product of whole numbers reads 1.9 (torch), of bytes 2.4 to 4.3 (torch's int8, 16 columns). So the
+fingerprint of host memory is another function than that of a card's memory. (`benchmarks/oracles.py` has the rates.)
 """
 
 from __future__ import annotations
@@ -41,14 +41,25 @@ def fingerprints(tensors: Sequence[torch.Tensor], device: torch.device) -> list[
 
     Other contents have other bits but with a chance of about 2^-128, as far as XXH3 is known to tell (Collet, xxHash
     0.8); no defence against contents that somebody built to collide.
-    Several large tensors are shared out to as many threads as torch uses (`torch.set_num_threads`), which end with the
-    call.
+    Large ones are shared out to as many threads as torch uses (`torch.set_num_threads`), which end with the call; those
+    that must be copied first are read one after the other.
     """
-    return _shared_out(_fingerprint, tensors, _threads(sum(tensor.nbytes for tensor in tensors)))
+    found: dict[int, int] = {}
+    in_place: dict[int, NDArray[np.uint8]] = {}
+    for place, tensor in enumerate(tensors):
+        plain = contiguous(tensor)
+        if plain is tensor:
+            in_place[place] = _bytes(plain)
+        else:
+            found[place] = _digest(_bytes(plain))
+    # Threads get arrays and no tensors: modes of torch are set for one thread.
+    digests = _shared_out(_digest, list(in_place.values()), _threads(sum(data.nbytes for data in in_place.values())))
+    found.update(zip(in_place, digests, strict=True))
+    return [found[place] for place in range(len(tensors))]
 
 
-def _fingerprint(tensor: torch.Tensor) -> int:
-    return xxhash.xxh3_128_intdigest(_bytes(contiguous(tensor)).data)
+def _digest(data: NDArray[np.uint8]) -> int:
+    return xxhash.xxh3_128_intdigest(data.data)
 
 
 def find_words(tensors: Sequence[torch.Tensor], device: torch.device, table: RangeTable, listed: int) -> list[Hits]:

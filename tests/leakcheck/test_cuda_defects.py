@@ -45,6 +45,7 @@ UNFREEZE = r"gc\.unfreeze\(\); gc\.collect\(\)"
 SETTING = r"torch\.accelerator\.\w+"
 PART = r"engine\._core\.worker\..*"
 LIVING = ("create", "infer")
+ENDINGS = ("sleep(1)", "sleep(2)", "shutdown")
 WHOLE_ENGINE = Told("tensors", "instance-attribute", LIVING, PART, f"{PART} = None.*")
 
 EXPECTED: dict[str, Sequence[Told]] = {
@@ -88,7 +89,13 @@ EXPECTED: dict[str, Sequence[Told]] = {
     ],
     "late-release": [],
     "never-release": [
-        Told("driver", "driver", ("sleep(1)", "sleep(2)", "shutdown"), "the driver", "only the end of the process .*")
+        Told(
+            "driver",
+            "driver",
+            ("sleep(1)", "sleep(2)", "shutdown"),
+            "the driver or native code",
+            "give it back where .*",
+        )
     ],
     "workspace-resize": [
         Told("reserved", "allocator-cache", ("infer",), "grow_workspace", r"torch\.cuda\.empty_cache\(\)")

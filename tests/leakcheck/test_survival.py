@@ -78,7 +78,7 @@ def test_a_buffer_that_a_graph_reads_elsewhere_is_named() -> None:
     known.before_sleep({"pointers": old})
     (found,) = known.after_wake("wake", {"pointers": new}, recorded)
     assert (found.resource, found.cause, found.holder) == ("pointers", "cuda-graph", "pointers")
-    there = f"pointers is read at {old.data_ptr():#x}, where now nothing is"
+    there = f"pointers is read at {old.data_ptr():#x}, where 32 B are nobody's now"
     assert found.message == f"pointers is not where a captured graph reads it; {there}"
     assert found.advice == "leave it at its address in wake, or capture the graphs again there"
 
@@ -98,7 +98,7 @@ def test_what_lives_now_where_a_graph_reads_is_named() -> None:
     memory = torch.arange(8)
     recorded = {"keys": (memory.data_ptr(), 64)}
     (found,) = survival({}).dangling("wake", {"keys": torch.arange(8), "values": memory}, recorded)
-    assert found.message.endswith(f"; keys is read at {memory.data_ptr():#x}, where now values is")
+    assert found.message.endswith(f"; keys is read at {memory.data_ptr():#x}, where values is now")
 
 
 def test_a_pointer_to_pages_that_are_gone_is_found_and_one_to_pages_that_are_back_is_not(arena: Arena) -> None:

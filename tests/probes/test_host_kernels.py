@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -81,18 +82,28 @@ def test_several_threads_have_the_fingerprints_of_one(monkeypatch: pytest.Monkey
     tensors = [words_with({0: number}, size=number) for number in range(1, 20)]
     alone = host.fingerprints(tensors, CPU)
     seen = set()
-    fingerprint = host._fingerprint
+    digest = host._digest
 
-    def watched(tensor: torch.Tensor) -> int:
+    def watched(data: Any) -> int:
         seen.add(threading.current_thread().name.rpartition("_")[0])
-        return fingerprint(tensor)
+        return digest(data)
 
-    monkeypatch.setattr(host, "_fingerprint", watched)
+    monkeypatch.setattr(host, "_digest", watched)
     monkeypatch.setattr(host, "_WORTH_THREADS", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert host.fingerprints(tensors, CPU) == alone
     assert len(set(alone)) == len(tensors)
     assert seen == {"lowtide-read"}
+
+
+def test_what_must_be_copied_and_what_must_not_keep_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "_WORTH_THREADS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    data = torch.arange(600.0).view(20, 30)
+    tensors = [data, data.t(), data[3:], data[:, 3:], data + 1]
+    expected = [host.fingerprints([tensor.contiguous()], CPU)[0] for tensor in tensors]
+    assert host.fingerprints(tensors, CPU) == expected
+    assert len(set(expected)) == 5
 
 
 def test_threads_end_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
