@@ -125,13 +125,13 @@ def test_prompts_have_the_tokens_that_they_had(then: list[list[int]], now: list[
     )
     if wrong:
         said = f"{wrong} of {len(then)} prompts give other tokens after a wake than before any sleep"
-        assert found[0].message == said
+        assert (found[0].bytes, found[0].message) == (0, said)
 
 
 def test_an_engine_that_says_nothing_at_all_proves_nothing() -> None:
     for expected in ([], [[], []]):
         (found,) = after_infer("infer", expected, expected)
-        assert (found.resource, found.message) == ("contents", "infer gave no token")
+        assert (found.resource, found.bytes, found.message) == ("contents", 0, "infer gave no token")
 
 
 @pytest.mark.parametrize(
@@ -151,6 +151,7 @@ def test_a_block_that_one_more_step_gives_back_was_waiting_for_it() -> None:
         Remedy(action="engine.step()", returns_bytes=0),
     )
     assert (lost.cause, lost.count, lost.remedy) == ("unknown", 3, None)
+    assert (pending.bytes, lost.bytes) == (0, 0)
     said = "2 KV blocks are held by pending transfers after infer, and the prefix cache cannot be reset"
     assert pending.message == f"{said}; engine.step() returns them"
     (untried,) = after_idle("infer", "cpu", {PENDING: 2}, None)
@@ -159,7 +160,8 @@ def test_a_block_that_one_more_step_gives_back_was_waiting_for_it() -> None:
 
 def test_every_error_of_a_shutdown_is_told() -> None:
     alone = failed_teardown("shutdown", OSError("no card"))
-    assert (alone.resource, alone.count, alone.message) == ("teardown", 1, "shutdown raised: OSError: no card")
+    assert (alone.resource, alone.bytes, alone.count) == ("teardown", 0, 1)
+    assert alone.message == "shutdown raised: OSError: no card"
     both = failed_teardown("shutdown", ExceptionGroup("two", [OSError("no card"), ValueError("no group")]))
     assert (both.count, both.message) == (2, "shutdown raised: OSError: no card; ValueError: no group")
     assert (both.advice or "").startswith("run all steps of shutdown")

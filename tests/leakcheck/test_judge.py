@@ -53,6 +53,8 @@ def test_what_the_machine_does_not_say_is_not_judged_and_told() -> None:
 def test_what_is_told_at_first_and_not_later_has_not_come_back() -> None:
     (found,) = judged(metric(), 9, 7, None).findings
     assert (found.bytes, found.remedy) == (7, None)
+    (found,) = judged(metric(), 7, None, None).findings
+    assert (found.bytes, found.remedy) == (7, None)
 
 
 @pytest.mark.parametrize(("back", "seconds"), [(SETTLE, 2.0), (COLLECT, 3.0)])

@@ -52,6 +52,15 @@ def test_what_is_back_at_once_costs_one_reading_and_no_collection() -> None:
     assert collections == []
 
 
+def test_what_a_user_waits_for_by_default() -> None:
+    policy = SettlePolicy()
+    assert (policy.stability, policy.limit, policy.first_pause, policy.longest_pause) == (0.5, 60.0, 0.001, 0.1)
+
+
+def test_the_first_reading_is_at_once() -> None:
+    assert go(Readings(5, 0))[0].seconds == 0
+
+
 def test_it_stops_at_the_rung_where_everything_is_back() -> None:
     steps = go(Readings(5, 0))
     assert [(step.rung, step.reading) for step in steps] == [(Rung.RAW, 5), (Rung.COLLECT, 0)]
