@@ -139,6 +139,16 @@ def test_of_what_nothing_in_the_process_gives_back_it_is_said_who_can() -> None:
     assert found.advice == "release or deregister it at shutdown, where its owner ends"
 
 
+@pytest.mark.parametrize("cause", ["cuda-graph", "library-workspace", "unknown"])
+def test_of_other_causes_nothing_is_advised(cause: Any) -> None:
+    named = Metric[Any]("pinned", "", lambda r: len(r), cause=cause, items=lambda r: dict.fromkeys(r, 1))
+    steps = [Step(rung, ("ring",), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
+    (found,) = judge([named], (), steps, stage="shutdown", cycle=1).findings
+    assert (found.holder, found.advice, found.remedy) == ("ring", None, None)
+    (found,) = judged(metric("driver", cause=cause), 10, 10, 10).findings
+    assert (found.holder, found.advice) == (None, None)
+
+
 def test_what_is_new_by_name_is_named_and_what_went_hides_nothing() -> None:
     known = Metric[Any]("threads", "", lambda r: len(r), unit="threads", items=lambda r: dict.fromkeys(r, 1))
     steps = [Step(rung, ("b", "a"), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -252,17 +252,42 @@ def test_unfreezing_collects_what_was_frozen(monkeypatch: pytest.MonkeyPatch) ->
     assert asked == ["unfreeze", "collect"]
 
 
-def test_pauses_grow_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [0.0]
-    pauses: list[float] = []
+@pytest.mark.parametrize("counters", [{}, {"frames": {}}, {"frames": {"total": 0}}])
+def test_what_has_counted_nothing_has_compiled_nothing(
+    counters: dict[str, dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(counters=counters))  # type: ignore[arg-type]
+    assert not ladder.compiled_anything()
 
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        now[0] += seconds
 
-    monkeypatch.setattr(
-        ladder, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0], sleep=sleep)
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses of a clock that nobody waits for."""
+    made: list[float] = []
+    clock = SimpleNamespace(perf_counter=lambda: sum(made), sleep=made.append)
+    monkeypatch.setattr(ladder, "time", clock)
+    return made
+
+
+@pytest.mark.parametrize(("stability", "limit", "ends"), [(1.0, 10.0, 1.0), (10.0, 1.0, 1.0)])
+@pytest.mark.parametrize("peek", [None, lambda: 5])
+def test_a_wait_ends_when_all_stands_still_or_at_its_limit(
+    stability: float, limit: float, ends: float, peek: Callable[[], object] | None, pauses: list[float]
+) -> None:
+    policy = SettlePolicy(stability=stability, limit=limit, first_pause=0.1, longest_pause=0.1)
+    climb(
+        Readings(5),
+        lambda value: value == 0,
+        still_waiting=lambda value: True,
+        moved=lambda then, now: False,
+        policy=policy,
+        peek=peek,
+        rungs=(Rung.RAW, Rung.SETTLE),
     )
+    assert ends <= sum(pauses) <= ends + 0.3
+
+
+def test_pauses_grow_up_to_the_longest(pauses: list[float]) -> None:
     policy = SettlePolicy(stability=1.0, limit=10.0, first_pause=0.1, longest_pause=0.5)
     climb(
         Readings(5),

@@ -94,6 +94,14 @@ def test_a_buffer_without_a_name_here_must_have_memory_behind_it(arena: Arena) -
     assert (found.resource, found.cause, found.holder) == ("pointers", "cuda-graph", "keys")
 
 
+def test_of_several_moved_buffers_the_first_is_told_in_full() -> None:
+    old = torch.arange(8)
+    recorded = {"a": (old.data_ptr(), 32), "b": (old.data_ptr() + 32, 32)}
+    (found,) = survival({}).dangling("wake", {"a": torch.arange(4), "b": torch.arange(4)}, recorded)
+    assert found.count == 2
+    assert f"; a is read at {old.data_ptr():#x}, " in found.message
+
+
 def test_what_lives_now_where_a_graph_reads_is_named() -> None:
     memory = torch.arange(8)
     recorded = {"keys": (memory.data_ptr(), 64)}
