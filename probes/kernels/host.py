@@ -151,6 +151,22 @@ def _shared_out(work: Callable[[T], R], items: Sequence[T], threads: int) -> lis
         return list(pool.map(work, items))
 
 
+class _Memory:
+    """Where a tensor's bytes are, as numpy asks for it; keeps the tensor.
+
+    `Tensor.numpy()` would do, and leave its mark: the storage could never be resized again.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (tensor.nbytes,),
+            "data": (tensor.data_ptr(), True),
+        }
+
+
 def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
-    """The bytes of a contiguous tensor, in place."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
+    """The bytes of a contiguous tensor, in place, to be read only."""
+    return np.asarray(_Memory(tensor)) if tensor.nbytes else np.empty(0, np.uint8)

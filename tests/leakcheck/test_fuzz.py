@@ -267,6 +267,15 @@ class DropsACtrlC(SmallTarget):
                 signal.raise_signal(signal.SIGINT)
 
 
+@pytest.fixture
+def plain_ctrl_c() -> Iterator[None]:
+    # A worker of pytest-xdist is deaf to it.
+    known = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, known)
+
+
+@pytest.mark.usefixtures("plain_ctrl_c")
 @pytest.mark.parametrize(
     "search",
     [lambda: fuzz(DropsACtrlC, examples=500, seed=1), lambda: list(sweep(DropsACtrlC, config={}))],
@@ -276,9 +285,8 @@ def test_a_ctrl_c_that_was_dropped_ends_it_before_the_next_life(
     search: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DropsACtrlC, "creates", 0)
-    handler = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         search()
     # A life may create an engine once more.
     assert DropsACtrlC.creates <= 11
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -45,6 +45,15 @@ def test_the_fingerprint_does_not_drift() -> None:
     assert [hex(value) for value in host.fingerprints([torch.arange(200, dtype=torch.uint8)], CPU)] == [KEPT]
 
 
+def test_what_was_read_can_be_resized_as_before() -> None:
+    """As engines do that give a weight's memory back and keep the parameter."""
+    data = torch.ones(100)
+    host.fingerprints([data], CPU)
+    host.find_words([data], CPU, RANGES, 4)
+    assert data.untyped_storage().resizable()
+    data.untyped_storage().resize_(0)
+
+
 def test_a_tensor_that_is_trained_is_read_and_stays_as_it_is() -> None:
     trained = torch.ones(100, requires_grad=True)
     assert host.fingerprints([trained], CPU) == host.fingerprints([torch.ones(100)], CPU)
