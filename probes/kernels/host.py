@@ -1,6 +1,6 @@
 """Reads memory of the host at about the speed at which it can be read: XXH3 in native code, and two steps of numpy.
 
-Floor on two cores of an EPYC: torch's sum reads about 30 GB/s. One thread of XXH3 reads 27. The arithmetic of
+Floor on two cores of an EPYC: torch's sum reads about 30 GB/s. One thread of XXH3 reads 24 to 27. The arithmetic of
 `definition` takes ten steps of numpy a word, each at 30 to 40 GB/s where the data lies in a cache, and so 2 to 3 GB/s
 in all; a matrix product of whole numbers reads 1.9 (torch), of bytes 2.4 to 4.3 (torch's int8, 16 columns). So the
 fingerprint of host memory is another function than that of a card's memory. (`benchmarks/oracles.py` has the rates.)
