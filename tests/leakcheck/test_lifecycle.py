@@ -19,6 +19,8 @@ import torch
 
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
+from lowtide.leakcheck import lifecycle
+from lowtide.leakcheck.ladder import SettlePolicy
 from lowtide.leakcheck.lifecycle import SCRIPT, Event, LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.stages import announce
@@ -110,6 +112,19 @@ def test_a_stage_begins_where_the_one_before_it_ended() -> None:
         "kv_cache": MIB,
         "runtime": 0,
     }
+
+
+def test_without_a_card_nobody_waits_for_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies: list[SettlePolicy] = []
+    real = lifecycle.climb
+
+    def watched(*args: Any, **settings: Any) -> Any:
+        policies.append(settings["policy"])
+        return real(*args, **settings)
+
+    monkeypatch.setattr(lifecycle, "climb", watched)
+    found(SmallLife)
+    assert set(policies) == {SettlePolicy()} != {lifecycle.DRIVER_PATIENCE}
 
 
 def test_each_stage_is_announced_before_it_starts() -> None:

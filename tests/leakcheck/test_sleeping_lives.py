@@ -394,6 +394,14 @@ def test_growths_that_reserve_what_they_hold_are_clean(watch: GrowthWatch, alloc
     assert watch.finding("infer") is None
 
 
+def test_a_growth_that_ends_with_less_in_use_and_as_much_reserved_keeps_nothing(
+    watch: GrowthWatch, allocator: Allocator
+) -> None:
+    allocator.reserved = allocator.allocated = 256 * MIB
+    allocator.grow(-64 * MIB, keeping=64 * MIB)
+    assert watch.finding("infer") is None
+
+
 def test_other_stages_may_reserve_what_they_like(watch: GrowthWatch, allocator: Allocator) -> None:
     with stage("infer"):
         allocator.reserved += 1 << 30
