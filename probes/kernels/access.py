@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowtide.probes.kernels.words import Hits, RangeTable
 
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
 
 Fingerprints = Callable[[Sequence["torch.Tensor"], "torch.device"], list[int]]
 FindWords = Callable[[Sequence["torch.Tensor"], "torch.device", RangeTable, int], list[Hits]]
+
+
+class _Version(Protocol):
+    """What each of the modules `compiled`, `plain` and `host` has."""
+
+    @property
+    def fingerprints(self) -> Fingerprints: ...
+
+    @property
+    def find_words(self) -> FindWords: ...
 
 
 class UnreadableTensorError(ValueError):
@@ -61,15 +71,15 @@ def is_lazy_copy(tensor: torch.Tensor) -> bool:
 
 def fingerprint_version(device: torch.device) -> Fingerprints:
     """What takes the fingerprints of tensors on `device`: Triton's or the plain version on a card, the host's own."""
-    return _version(device).fingerprints  # type: ignore[no-any-return]
+    return _version(device).fingerprints
 
 
 def search_version(device: torch.device) -> FindWords:
     """What looks for addresses in tensors on `device`: as `fingerprint_version`."""
-    return _version(device).find_words  # type: ignore[no-any-return]
+    return _version(device).find_words
 
 
-def _version(device: torch.device) -> Any:
+def _version(device: torch.device) -> _Version:
     if device.type == "cpu":
         from lowtide.probes.kernels import host
 

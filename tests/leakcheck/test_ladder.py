@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -179,6 +179,17 @@ def test_clearing_caches_clears_every_functools_cache() -> None:
     assert cached.cache_info().currsize == 0
 
 
+def module(name: str, **members: object) -> ModuleType:
+    made = ModuleType(name)
+    vars(made).update(members)
+    return made
+
+
+def counting(counters: Mapping[str, Mapping[str, int]]) -> ModuleType:
+    """What torch.compile counts in."""
+    return module("torch._dynamo.utils", counters=counters)
+
+
 class Card:
     """Stands for torch with a card: notes what is asked of it, and of the collector."""
 
@@ -189,10 +200,9 @@ class Card:
         native = SimpleNamespace(
             _cuda_clearCublasWorkspaces=note("clear_workspaces"), _host_emptyCache=note("empty_host_cache")
         )
-        utils = SimpleNamespace(counters={"frames": {"total": compiled}})
-        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, _C=native))  # type: ignore[arg-type]
-        monkeypatch.setitem(sys.modules, "torch._dynamo", SimpleNamespace(reset=note("reset")))  # type: ignore[arg-type]
-        monkeypatch.setitem(sys.modules, "torch._dynamo.utils", utils)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, "torch", module("torch", cuda=cuda, _C=native))
+        monkeypatch.setitem(sys.modules, "torch._dynamo", module("torch._dynamo", reset=note("reset")))
+        monkeypatch.setitem(sys.modules, "torch._dynamo.utils", counting({"frames": {"total": compiled}}))
         monkeypatch.setattr(ladder, "gc", SimpleNamespace(collect=note("collect"), get_objects=list))
 
 
@@ -256,7 +266,7 @@ def test_unfreezing_collects_what_was_frozen(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_has_counted_nothing_has_compiled_nothing(
     counters: dict[str, dict[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", SimpleNamespace(counters=counters))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", counting(counters))
     assert not ladder.compiled_anything()
 
 
@@ -269,12 +279,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return made
 
 
-@pytest.mark.parametrize(("stability", "limit", "ends"), [(1.0, 10.0, 1.0), (10.0, 1.0, 1.0)])
-@pytest.mark.parametrize("peek", [None, lambda: 5])
-def test_a_wait_ends_when_all_stands_still_or_at_its_limit(
-    stability: float, limit: float, ends: float, peek: Callable[[], object] | None, pauses: list[float]
-) -> None:
-    policy = SettlePolicy(stability=stability, limit=limit, first_pause=0.1, longest_pause=0.1)
+def wait_in_vain(policy: SettlePolicy, peek: Callable[[], object] | None = None) -> None:
     climb(
         Readings(5),
         lambda value: value == 0,
@@ -284,17 +289,19 @@ def test_a_wait_ends_when_all_stands_still_or_at_its_limit(
         peek=peek,
         rungs=(Rung.RAW, Rung.SETTLE),
     )
+
+
+@pytest.mark.parametrize(("stability", "limit", "ends"), [(1.0, 10.0, 1.0), (10.0, 1.0, 1.0)])
+@pytest.mark.parametrize("peek", [None, lambda: 5])
+def test_a_wait_ends_when_all_stands_still_or_at_its_limit(
+    stability: float, limit: float, ends: float, peek: Callable[[], object] | None, pauses: list[float]
+) -> None:
+    policy = SettlePolicy(stability=stability, limit=limit, first_pause=0.1, longest_pause=0.1)
+    wait_in_vain(policy, peek)
     assert ends <= sum(pauses) <= ends + 0.3
 
 
 def test_pauses_grow_up_to_the_longest(pauses: list[float]) -> None:
     policy = SettlePolicy(stability=1.0, limit=10.0, first_pause=0.1, longest_pause=0.5)
-    climb(
-        Readings(5),
-        lambda value: value == 0,
-        still_waiting=lambda value: True,
-        moved=lambda then, now: False,
-        policy=policy,
-        rungs=(Rung.RAW, Rung.SETTLE),
-    )
+    wait_in_vain(policy)
     assert pauses[:4] == pytest.approx([0.1, 0.2, 0.4, 0.5])
