@@ -12,8 +12,10 @@ import torch
 
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
+from lowtide.leakcheck import checked_life
 from lowtide.leakcheck.checked_life import Call, CheckedLife, Fault, LifeError, Lives
 from lowtide.leakcheck.faults import Seam
+from lowtide.leakcheck.ladder import Rung
 from lowtide.leakcheck.target import Capabilities
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
 
@@ -582,6 +584,16 @@ def test_a_ctrl_c_of_the_user_s_own_ends_the_life() -> None:
 
 
 # --- what lives share -----------------------------------------------------------------------------------------------
+
+
+def test_each_life_begins_with_torch_s_cache_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lives(SmallTarget) as lives:
+        released: list[object] = []
+        monkeypatch.setattr(checked_life, "release", released.append)
+        life = CheckedLife(lives)
+        assert released == [Rung.EMPTY_CACHE]
+        life.create()
+        life.close()
 
 
 def test_coverage_counts_lives_calls_states_and_edges() -> None:
