@@ -10,7 +10,13 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.fingerprints import fingerprint
-from lowtide.leakcheck.metrics import MIB, unaccounted_driver_memory
+from lowtide.leakcheck.metrics import (
+    ALLOCATOR_HOLDER,
+    DRIVER_ADVICE,
+    DRIVER_HOLDER,
+    MIB,
+    unaccounted_driver_memory,
+)
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Cause, Finding, Remedy, Resource
 from lowtide.reports.sizes import format_bytes
@@ -26,6 +32,16 @@ SLEEPING_ARENAS = ("weights", "kv_cache", "workspace")
 
 ASLEEP_DRIVER_TOLERANCE = 64 * MIB
 """Bytes that the driver may count for a process whose engine sleeps at level 2, above what it counted before create."""
+
+
+_ARENAS = "mapped arenas"
+
+_ADVICE_ASLEEP: Mapping[str, str] = {
+    _ARENAS: "unmap in a sleep what only an engine at work needs",
+    ALLOCATOR_HOLDER: "let go of its tensors in a sleep, and call torch.cuda.empty_cache() at its end",
+    DRIVER_HOLDER: DRIVER_ADVICE,
+}
+"""Who may hold what a level 2 sleep should have given back, and what to do about it."""
 
 
 def holders(usage: Any) -> dict[str, int]:
@@ -72,6 +88,14 @@ def after_deep_sleep(stage: str, device: str, baseline: Snapshot, at_work: Snaps
     of_libraries = 0 if None in outside else max(0, outside[1] - outside[0])  # type: ignore[operator]
     if now - before - of_libraries <= ASLEEP_DRIVER_TOLERANCE:
         return []
+    grown = {
+        _ARENAS: after.arena_mapped(device=device) - baseline.arena_mapped(device=device),
+        ALLOCATOR_HOLDER: (after.reserved(device) or 0) - (baseline.reserved(device) or 0),
+    }
+    grown[DRIVER_HOLDER] = now - before - sum(grown.values())
+    holder = max(grown, key=lambda who: grown[who])
+    parts = ", ".join(f"{who} {format_bytes(size)}" for who, size in grown.items() if size > 0)
+    more = f"the driver counts {format_bytes(now - before)} more after {stage} than before create"
     return [
         _finding(
             "driver",
@@ -80,7 +104,9 @@ def after_deep_sleep(stage: str, device: str, baseline: Snapshot, at_work: Snaps
             amount=now - before,
             suspect="asleep",
             cause="driver",
-            message=f"the driver counts {format_bytes(now - before)} more after {stage} than before create",
+            message=f"{more}, of it {parts}",
+            holder=holder,
+            advice=_ADVICE_ASLEEP[holder],
         )
     ]
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.ladder import ACTIONS, Rung, Step
 from lowtide.leakcheck.listing import listed
-from lowtide.leakcheck.metrics import Metric
+from lowtide.leakcheck.metrics import ALLOCATOR_HOLDER, DRIVER_ADVICE, DRIVER_HOLDER, Metric
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Remedy, Return, Verdict
 from lowtide.reports.sizes import format_amount
 
@@ -34,7 +34,7 @@ VERDICT_OF_RUNG: dict[Rung, Verdict] = {
 # Who holds what came back at a rung, where nobody in Python does.
 HOLDER_OF_RUNG: dict[Rung, str] = {
     Rung.UNFREEZE: "the heap frozen by gc.freeze()",
-    Rung.EMPTY_CACHE: "torch's caching allocator",
+    Rung.EMPTY_CACHE: ALLOCATOR_HOLDER,
     Rung.CLEAR_HOST_CACHE: "torch's cache of pinned memory",
 }
 
@@ -149,8 +149,7 @@ def _finding(
     if cause == "library-workspace" and remedy is not None:
         holder = "workspaces of BLAS libraries"
     if cause == "driver" and remedy is None:
-        holder = holder or "the driver or native code"
-        advice = "give it back where native code took it; what the driver keeps by itself ends with the process"
+        holder, advice = holder or DRIVER_HOLDER, DRIVER_ADVICE
     elif cause == "native" and new:
         advice = f"release or deregister it at {stage}, where its owner ends"
     amount = format_amount(left, metric.unit)

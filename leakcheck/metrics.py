@@ -225,6 +225,14 @@ def empty_segments(snapshot: Snapshot, device: str) -> int | None:
     return sum(pool.empty for pool in allocator.pools) if allocator.trusted else None
 
 
+ALLOCATOR_HOLDER = "torch's caching allocator"
+
+DRIVER_HOLDER = "the driver or native code"
+"""Who holds a card's memory that is neither in arenas nor in torch's segments."""
+
+DRIVER_ADVICE = "give it back where native code took it; what the driver keeps by itself ends with the process"
+
+
 def unaccounted_driver_memory(snapshot: Snapshot, device: str) -> int | None:
     """The driver's bytes of this process less what arenas and torch's segments hold of them."""
     total, reserved = snapshot.driver_bytes(device), snapshot.reserved(device)

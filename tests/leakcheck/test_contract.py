@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from lowtide.leakcheck.contract import (
 )
 from lowtide.probes.device.driver import DriverReading
 from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.torch_allocator import AllocatorReading
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import PoolReading
 from lowtide.reports.schema import Finding, Remedy
@@ -58,7 +60,38 @@ def test_what_libraries_hold_at_work_may_stay(before: int, at_work: int, after: 
 def test_more_is_a_finding(before: int, at_work: int, after: int, told: int) -> None:
     (found,) = after_deep_sleep("sleep(2)", "cuda:0", *(snapshot(n * MIB) for n in (before, at_work, after)))
     assert (found.resource, found.cause, found.bytes) == ("driver", "driver", told * MIB)
-    assert found.message == f"the driver counts {told}.0 MiB more after sleep(2) than before create"
+    assert found.message == (
+        f"the driver counts {told}.0 MiB more after sleep(2) than before create,"
+        f" of it the driver or native code {told}.0 MiB"
+    )
+
+
+def asleep(driver: int, *, reserved: int, arenas: int) -> Snapshot:
+    """A reading of a card whose driver counts so many bytes, some of them torch's, some of arenas."""
+    pools = (PoolReading("arena", "runtime", "cuda:0", 100 * MIB, arenas, ()),)
+    allocator = AllocatorReading("cuda:0", 0, reserved, 0, 0, (), 0, "native", True, "")
+    parts = {"pools": pools, "allocators": (allocator,)}
+    found = snapshot(driver)
+    return Snapshot(**{name: getattr(found, name) for name in Snapshot.__slots__} | parts)
+
+
+@pytest.mark.parametrize(
+    ("driver", "reserved", "arenas", "holder", "advice"),
+    [
+        (100, 30, 20, "the driver or native code", "give it back where native code took it; .*"),
+        (100, 50, 20, "torch's caching allocator", r".*torch\.cuda\.empty_cache\(\) at its end"),
+        (100, 20, 60, "mapped arenas", "unmap in a sleep what only an engine at work needs"),
+    ],
+)
+def test_most_of_it_names_who_holds_it(driver: int, reserved: int, arenas: int, holder: str, advice: str) -> None:
+    before = asleep(500 * MIB, reserved=7 * MIB, arenas=0)
+    after = asleep((500 + driver) * MIB, reserved=(7 + reserved) * MIB, arenas=arenas * MIB)
+    (found,) = after_deep_sleep("sleep(2)", "cuda:0", before, before, after)
+    assert found.holder == holder
+    assert re.fullmatch(advice, found.advice or "")
+    of_it = [f"mapped arenas {arenas}.0 MiB", f"torch's caching allocator {reserved}.0 MiB"]
+    of_it.append(f"the driver or native code {driver - reserved - arenas}.0 MiB")
+    assert found.message.endswith(f"of it {', '.join(of_it)}")
 
 
 def test_a_driver_that_does_not_tell_is_not_judged_here() -> None:
