@@ -491,6 +491,18 @@ def test_level_2_refuses_to_drop_weights_that_cannot_be_loaded_again(
         assert tokens(engine) == expected
 
 
+def test_a_sleep_keeps_the_weights_in_host_memory_unless_it_is_told_not_to(
+    write_checkpoint: Callable[..., Path],
+) -> None:
+    folder = write_checkpoint("llama-grouped-heads")
+    with LLMEngine(EngineConfig(model=str(folder), num_blocks=64)) as engine:
+        expected = tokens(engine)
+        (folder / "model.safetensors").rename(folder / "moved")
+        engine.sleep()
+        engine.wake()
+        assert tokens(engine) == expected
+
+
 def test_a_checkpoint_that_is_gone_at_wake_leaves_the_engine_asleep(write_checkpoint: Callable[..., Path]) -> None:
     folder = write_checkpoint("llama-grouped-heads")
     with LLMEngine(EngineConfig(model=str(folder), num_blocks=64)) as engine:
@@ -567,6 +579,8 @@ def test_a_prompt_that_can_never_run_starts_none(engine: LLMEngine) -> None:
     assert not engine.has_unfinished_requests()
     with pytest.raises(RequestError, match="2 prompts came with 1 sampling parameters"):
         engine.generate([[1], [2]], [PARAMS])
+    with pytest.raises(RequestError, match="1 prompts came with 2 sampling parameters"):
+        engine.generate([[1]], [PARAMS, PARAMS])
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json: give prompts as token ids"):
         engine.generate(["hello"], PARAMS)
 
