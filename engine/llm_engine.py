@@ -396,8 +396,10 @@ class LLMEngine:
         """Text of token ids.
 
         Raises:
+            EngineStateError: the engine is new or closed.
             ConfigError: the model has no tokenizer.
         """
+        self._require("decode", EngineState.RUNNING, EngineState.ASLEEP)
         return str(self._require_tokenizer().decode(list(token_ids)))
 
     def _add(self, core: EngineCore, request_id: str | None, prompt: Prompt, params: SamplingParams) -> str:

@@ -12,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
-from lowtide.engine import checkpoint
+from lowtide.engine import EngineConfig, LLMEngine, SamplingParams, checkpoint
 from lowtide.engine.checkpoint import INDEX_FILE, SINGLE_FILE, load_tokenizer
 from lowtide.engine.config import read_model_config
-from lowtide.engine.errors import CheckpointError, ConfigError
+from lowtide.engine.errors import CheckpointError, ConfigError, EngineStateError
 from lowtide.engine.weights import CheckpointWeights
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -161,6 +162,26 @@ def test_the_tokenizer_of_a_folder(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None
     assert tokenizer.encode("flow").ids == [1]
+
+
+def test_an_engine_takes_and_gives_text_while_it_has_a_model(write_checkpoint: Callable[..., Path]) -> None:
+    folder = write_checkpoint("llama-grouped-heads")
+    words = {f"word{index}": index for index in range(199)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="word0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    engine = LLMEngine(EngineConfig(model=str(folder), num_blocks=64))
+    with pytest.raises(EngineStateError, match="decode is not allowed while the engine is new"):
+        engine.decode([5])
+    with engine:
+        params = SamplingParams(max_tokens=4, ignore_eos=True)
+        (by_text,) = engine.generate(["word5 word7"], params)
+        (by_ids,) = engine.generate([[5, 7]], params)
+        assert by_text.token_ids == by_ids.token_ids
+        assert engine.decode(by_text.token_ids) == " ".join(f"word{index}" for index in by_ids.token_ids)
+    with pytest.raises(EngineStateError, match="decode is not allowed while the engine is closed"):
+        engine.decode([5])
+    assert not any(isinstance(held, Tokenizer) for held in vars(engine).values())
 
 
 def test_a_folder_without_tokenizer(tmp_path: Path) -> None:

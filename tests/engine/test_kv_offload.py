@@ -764,7 +764,7 @@ def test_an_interrupt_beside_a_drain_loses_no_block(
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["step", "reset_prefix_cache", "sleep"])
+@pytest.mark.parametrize("call", ["step", "reset_prefix_cache", "sleep", "reload_weights"])
 def test_a_failed_copy_is_told_once_and_costs_only_itself(
     make: Callable[..., LLMEngine], gate: Gate, call: str, expected: list[tuple[int, ...]]
 ) -> None:

@@ -478,6 +478,21 @@ def test_outputs_finished_by_a_sleep_that_then_failed_come_out_of_the_next_step(
     assert not engine.has_unfinished_requests()
 
 
+def test_a_shutdown_leaves_no_output_to_be_told(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.create()
+    engine.add_request(PROMPTS[0], PARAMS)
+
+    def refuse(*args: object) -> None:
+        raise OutOfMemoryError("no host memory")
+
+    monkeypatch.setattr("lowtide.engine.transfer._copy_on_host", refuse)
+    with pytest.raises(OutOfMemoryError):
+        engine.sleep(1, mode="wait")
+    assert engine.has_unfinished_requests()
+    engine.shutdown()
+    assert not engine.has_unfinished_requests()
+
+
 def test_level_2_refuses_to_drop_weights_that_cannot_be_loaded_again(
     write_checkpoint: Callable[..., Path],
 ) -> None:
