@@ -292,10 +292,24 @@ def test_a_descriptor_left_open_is_found_from_the_second_life_on() -> None:
     assert subject.not_measured == ()
 
 
+def test_what_is_judged_from_the_second_life_on_grows_if_every_life_from_there_leaves_some() -> None:
+    try:
+        _, (finding,) = found(KeepsDescriptor, cycles=4)
+    finally:
+        for descriptor in KEPT:
+            os.close(descriptor)
+    assert (finding.resource, finding.trend) == ("file-descriptors", "growth")
+
+
 class KeepsArena(SmallLife):
     def shutdown(self) -> None:
         del self.weights
         KEPT.append(self.arenas)
+
+
+def test_what_is_judged_from_the_first_life_on_grows_if_every_life_leaves_some() -> None:
+    _, findings = found(KeepsArena, cycles=3)
+    assert {(finding.resource, finding.trend) for finding in findings} == {("arena", "growth")}
 
 
 def test_an_arena_without_tensors_is_found_as_an_arena() -> None:
