@@ -80,21 +80,25 @@ class HostBuffer:
         self._pinned.add(index)
 
     def close(self) -> None:
-        """Unpin all blocks and give the memory back; calling it again does nothing.
+        """Unpin all blocks and give the memory back; calling it again does what is left to do, or nothing.
 
         Raises:
-            ExceptionGroup: blocks that could not be unpinned; the others were.
+            ExceptionGroup: blocks that could not be unpinned; they are still there, and the others are not.
         """
         self.closed = True
         teardown = Teardown(f"giving host memory ({self.tag}) back")
         for index in sorted(self._pinned):
-            teardown.run(f"unpinning block {index}", partial(self._backend.unpin, self.address + index * self.block))
-        self._pinned.clear()
-        # The mapping itself goes with the last tensor over it; its pages go now.
-        if self._touched:
-            self._mapping.madvise(mmap.MADV_DONTNEED)
-            self._touched.clear()
-        stages.withdraw(self)
+            if teardown.run(
+                f"unpinning block {index}", partial(self._backend.unpin, self.address + index * self.block)
+            ):
+                self._pinned.discard(index)
+        # The mapping itself goes with the last tensor over it; its pages go now, but for those that the driver has.
+        for index in sorted(self._touched - self._pinned):
+            start = index * self.block
+            self._mapping.madvise(mmap.MADV_DONTNEED, self._skip + start, min(self.block, self.size - start))
+            self._touched.discard(index)
+        if not self._pinned:
+            stages.withdraw(self)
         teardown.finish()
 
     def read_pools(self) -> tuple[stages.PoolReading, ...]:

@@ -69,10 +69,10 @@ class HostSlots:
         return self._buffer.tensor(start + position * self.slot_bytes, self.slot_bytes)
 
     def close(self) -> None:
-        """Give the memory back; calling it again does nothing.
+        """Give the memory back; calling it again does what is left to do, or nothing.
 
         Raises:
-            ExceptionGroup: pages that could not be unpinned; the others were.
+            ExceptionGroup: pages that could not be unpinned; they are still there, and the others are not.
         """
         self._buffer.close()
 
@@ -113,6 +113,8 @@ class OffloadingConnector:
         on_card = backend.device.type == "cuda"
         self._stream = torch.cuda.Stream(backend.device) if on_card else None  # type: ignore[no-untyped-call]
         self._slots: HostSlots | None = HostSlots(num_slots, sum(rows.shape[1] for rows in self._rows), backend)
+        # What no copy uses any more, and the driver has not let go of yet.
+        self._leaving: HostSlots | None = None
         self._completed: SimpleQueue[CompletedTransfer] = SimpleQueue()
         self._cancelled = threading.Event()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -157,13 +159,15 @@ class OffloadingConnector:
                 return completed
 
     def close(self) -> None:
-        """Cancel what has not been copied, end the thread, give the host memory back; calling it again does nothing.
+        """Cancel what has not been copied, end the thread, give the host memory back; calling it again does what is
+        left to do, or nothing.
 
         Raises:
             KVTransferError: a copy has not ended after `TIMEOUT_S` seconds; its memory goes when it does.
-            ExceptionGroup: host memory that could not be unpinned.
+            ExceptionGroup: host memory that could not be unpinned; another call tries again.
         """
         if self._thread is None or self._slots is None:
+            self._close_leaving()
             return
         self._cancelled.set()
         self._jobs.put(None)
@@ -183,8 +187,14 @@ class OffloadingConnector:
         self._rows = ()
         ended = not thread.is_alive()
         if ended:
-            slots.close()
+            self._leaving = slots
+            self._close_leaving()
         return ended
+
+    def _close_leaving(self) -> None:
+        if self._leaving is not None:
+            self._leaving.close()
+            self._leaving = None
 
     def _transfer(self, transfer: BlockTransfer, after: torch.cuda.Event | None, *, to_host: bool) -> CompletedTransfer:
         """Runs in the thread."""

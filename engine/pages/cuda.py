@@ -77,13 +77,19 @@ class CudaDriver:
         self._call(self._cuda.cuMemHostRegister, address, size, portable, refusal=what)
 
     def host_unregister(self, address: int) -> None:
-        """Undo `host_register`."""
-        self._call(self._cuda.cuMemHostUnregister, address)
+        """Undo `host_register`; where it is undone already, that is what was wanted.
 
-    def _call(self, function: Callable[..., Any], *args: Any, asked: int = 0, refusal: str = "") -> Any:
+        (A Ctrl-C can come after the driver has done it, and before that is written down.)
+        """
+        done = self._cuda.CUresult.CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
+        self._call(self._cuda.cuMemHostUnregister, address, done=done)
+
+    def _call(
+        self, function: Callable[..., Any], *args: Any, asked: int = 0, refusal: str = "", done: Any = None
+    ) -> Any:
         self._check(*self._cuda.cuCtxPushCurrent(self._context))
         try:
-            return self._check(*function(*args), asked=asked, refusal=refusal)
+            return self._check(*function(*args), asked=asked, refusal=refusal, done=done)
         finally:
             self._check(*self._cuda.cuCtxPopCurrent())
 
@@ -94,8 +100,8 @@ class CudaDriver:
         properties.location.id = self._index
         return properties
 
-    def _check(self, code: Any, result: Any = None, *, asked: int = 0, refusal: str = "") -> Any:
-        if code == self._cuda.CUresult.CUDA_SUCCESS:
+    def _check(self, code: Any, result: Any = None, *, asked: int = 0, refusal: str = "", done: Any = None) -> Any:
+        if code in (self._cuda.CUresult.CUDA_SUCCESS, done):
             return result
         if code == self._cuda.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             if refusal:

@@ -12,6 +12,7 @@ from lowtide.engine.errors import ConfigError, DriverError, OutOfMemoryError
 
 HIP_SUCCESS = 0
 HIP_ERROR_OUT_OF_MEMORY = 2
+HIP_ERROR_HOST_MEMORY_NOT_REGISTERED = 713
 ALLOCATION_TYPE_PINNED = 1
 LOCATION_TYPE_DEVICE = 1
 ACCESS_READ_WRITE = 3
@@ -149,8 +150,13 @@ class HipDriver:
         self._check(code, refusal=f"the host does not let {size} bytes be locked (see `ulimit -l`)")
 
     def host_unregister(self, address: int) -> None:
-        """Undo `host_register`."""
-        self._check(self._hip.hipHostUnregister(ctypes.c_void_p(address)))
+        """Undo `host_register`; where it is undone already, that is what was wanted.
+
+        (A Ctrl-C can come after the runtime has done it, and before that is written down.)
+        """
+        code = self._hip.hipHostUnregister(ctypes.c_void_p(address))
+        if code != HIP_ERROR_HOST_MEMORY_NOT_REGISTERED:
+            self._check(code)
 
     def _properties(self) -> MemAllocationProp:
         return MemAllocationProp(type=ALLOCATION_TYPE_PINNED, location=MemLocation(LOCATION_TYPE_DEVICE, self._index))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import mmap
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.engine import EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
+from lowtide.engine import DriverError, EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
 from lowtide.engine.arena import Arena
 from lowtide.engine.config import PRESETS
 from lowtide.engine.kv_cache import kv_cache_bytes_per_block
@@ -198,6 +200,20 @@ LONG = [[(7 * index + 101 * number) % 1000 for index in range(70)] for number in
 
 
 @pytest.mark.parametrize("level", [1, 2])
+def test_host_memory_can_be_pinned_again_and_needs_unpinning_once() -> None:
+    pages = open_backend("cuda")
+    with mmap.mmap(-1, MIB) as mapping:
+        start = ctypes.c_char.from_buffer(mapping)
+        address = ctypes.addressof(start)
+        for _ in range(2):
+            pages.pin(address, MIB)
+            with pytest.raises(DriverError, match="ALREADY_REGISTERED"):
+                pages.pin(address, MIB)
+            pages.unpin(address)
+            pages.unpin(address)
+        del start
+
+
 def test_prefixes_come_back_from_pinned_memory_and_it_is_returned(used: Any, level: int) -> None:
     params = SamplingParams(max_tokens=6)
     with LLMEngine(EngineConfig(device="cuda", num_blocks=64)) as without:

@@ -146,3 +146,11 @@ def test_host_memory_is_registered_for_all_cards(hip: RecordingHip, pages: VmmPa
     pages.pin(4096, 8192)
     pages.unpin(4096)
     assert hip.calls == [("hipHostRegister", 4096, 8192, 1), ("hipHostUnregister", 4096)]
+
+
+def test_host_memory_that_is_registered_no_more_needs_no_unpinning(hip: RecordingHip, pages: VmmPages) -> None:
+    hip.fail["hipHostUnregister"] = 713
+    pages.unpin(4096)
+    hip.fail["hipHostUnregister"] = 1
+    with pytest.raises(DriverError, match="HIP runtime answered 1"):
+        pages.unpin(4096)

@@ -893,6 +893,7 @@ class PinningPages(CpuPages):
         super().__init__()
         self.pins_host_memory = True
         self.refuses = False
+        self.interrupted_at: int | None = None
         self.pinned: dict[int, int] = {}
         self.on_unmap: Callable[[], None] = lambda: None
 
@@ -902,6 +903,11 @@ class PinningPages(CpuPages):
         self.pinned[address] = size
 
     def unpin(self, address: int) -> None:
+        if self.interrupted_at is not None:
+            self.interrupted_at -= 1
+            if self.interrupted_at < 0:
+                self.interrupted_at = None
+                raise KeyboardInterrupt
         del self.pinned[address]
 
     def map(self, lease: Lease, offset: int, size: int) -> Part:
@@ -917,6 +923,31 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> PinningPages:
     pages = PinningPages()
     monkeypatch.setattr("lowtide.engine.llm_engine.open_backend", lambda device: pages)
     return pages
+
+
+def test_whatever_ctrl_c_keeps_from_being_unpinned_at_a_shutdown_is_unpinned_at_the_next(
+    pages: PinningPages, make: Callable[..., LLMEngine]
+) -> None:
+    held: list[set[str]] = []
+    while True:
+        engine = make(**SMALL, kv_transport_bytes=1 << 16, keep_host_copy=True)
+        run(engine, *LONG)
+        engine.sleep(1)
+        engine.wake()
+        pages.interrupted_at = len(held)
+        try:
+            engine.shutdown()
+        except BaseExceptionGroup:
+            held.append({pool.tag for pool in announced_pools() if pool.kind == "pinned"})
+        else:
+            break
+        assert pages.pinned
+        engine.shutdown()
+        assert pages.pinned == {}
+        assert announced_pools() == ()
+        del engine
+    assert set.union(*held) == {"offloaded kv cache", "kv transport", "sleeping weights", "transfer ring"}
+    assert all(len(tags) == 1 for tags in held)
 
 
 def offloaded_pools() -> list[tuple[str, int]]:
@@ -949,14 +980,18 @@ def test_a_shutdown_tells_of_memory_that_could_not_be_unpinned(
     unpin = pages.unpin
 
     def refuse(address: int) -> None:
-        unpin(address)
         if address not in before:
-            raise BrokenError("not registered")
+            raise BrokenError("busy")
+        unpin(address)
 
-    monkeypatch.setattr(pages, "unpin", refuse)
-    with pytest.raises(BaseExceptionGroup) as caught:
-        engine.shutdown()
-    assert "not registered" in repr(caught.value.exceptions)
+    with monkeypatch.context() as patched:
+        patched.setattr(pages, "unpin", refuse)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            engine.shutdown()
+    assert "busy" in repr(caught.value.exceptions)
+    assert set(pages.pinned).isdisjoint(before)
+    assert [kind for kind, _ in offloaded_pools()] == ["pinned"]
+    engine.shutdown()
     assert pages.pinned == {}
     assert offloaded_pools() == []
 

@@ -148,21 +148,34 @@ def test_a_host_buffer_says_what_is_pinned_and_what_is_not() -> None:
     assert backend.pinned == {}
 
 
-def test_closing_a_host_buffer_unpins_the_other_blocks_when_one_refuses() -> None:
+def test_closing_a_host_buffer_gives_back_the_other_blocks_when_one_is_refused_and_that_one_the_next_time() -> None:
     class Refusing(PinningPages):
+        refused = 0
+
         def unpin(self, address: int) -> None:
+            if not self.refused:
+                self.refused = address
+                raise OSError("busy")
             super().unpin(address)
-            if len(self.pinned) == 2:
-                raise OSError("not registered")
 
     backend = Refusing()
-    buffer = HostBuffer("image", 3 * SLOT, SLOT, backend)
-    for block in range(3):
+    buffer = HostBuffer("image", 2 * SLOT + 5, SLOT, backend)
+    views = [buffer.tensor(block * SLOT, 5) for block in range(3)]
+    for block, view in enumerate(views):
+        view.fill_(7)
         buffer.pin(block * SLOT)
     with pytest.raises(ExceptionGroup, match="unpinning block 0 failed") as caught:
         buffer.close()
-    assert [str(error) for error in caught.value.exceptions] == ["not registered"]
+    assert [str(error) for error in caught.value.exceptions] == ["busy"]
+    assert list(backend.pinned) == [buffer.address]
+    (pool,) = announced_pools()
+    assert (pool.kind, pool.tag, pool.ranges) == ("pinned", "image", ((buffer.address, SLOT),))
+    # What the driver still has must not go under it.
+    assert [view.tolist() for view in views] == [[7] * 5, [0] * 5, [0] * 5]
+    buffer.close()
     assert backend.pinned == {}
+    assert announced_pools() == ()
+    assert views[0].tolist() == [0] * 5
 
 
 def test_a_host_buffer_that_is_forgotten_is_unpinned_before_its_pages_go() -> None:
