@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,7 @@ def sweep(
     *,
     config: Mapping[str, Any],
     kinds: Sequence[Kind] = KINDS,
+    among: Collection[str] | None = None,
     every: int = 1,
     listener: Callable[[str, Kind, int, int], None] = lambda stage, kind, at, points: None,
 ) -> Iterator[Swept]:
@@ -90,6 +91,7 @@ def sweep(
         factory: makes a target.
         config: of every engine.
         kinds: what is to fail.
+        among: the names of the stages in which it is; None for all.
         every: only each so-many-th point is failed, from the first on.
         listener: hears of each point before its life: stage, kind, which one, of how many.
 
@@ -98,6 +100,8 @@ def sweep(
     """
     with Lives(factory) as lives:
         for stage in stages(lives.capabilities, config):
+            if among is not None and stage.name not in among:
+                continue
             for kind in kinds:
                 points = _count(lives, stage, kind)
                 raised = 0

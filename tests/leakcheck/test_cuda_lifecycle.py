@@ -10,6 +10,8 @@ import torch
 
 from lowtide.engine import EngineConfig
 from lowtide.engine.defects import find_defect
+from lowtide.leakcheck.fault_sweep import sweep
+from lowtide.leakcheck.fuzz_command import reference_target
 from lowtide.leakcheck.lifecycle import LifecycleRun
 from lowtide.leakcheck.reference import ReferenceLife
 from lowtide.probes.device.driver import Driver, find_driver
@@ -52,6 +54,19 @@ def test_the_ledger_adds_up_to_the_drivers_figure_and_explains_it(driver: Driver
         assert ledger.unexplained is not None
         assert ledger.total == sum(line.bytes for line in ledger.lines) + ledger.unexplained
         assert abs(ledger.unexplained - start) <= 32 * MIB
+
+
+BETWEEN_TOKENS = ("create", "reload", "sleep(1)", "wake from 1", "wake from 2", "shutdown", "shutdown asleep")
+
+
+def test_whatever_fails_while_memory_is_taken_or_given_back_is_survived() -> None:
+    target = reference_target("cuda:0", None)
+    swept = list(sweep(target.factory, config=target.thorough, among=BETWEEN_TOKENS))
+    assert [item for item in swept if item.findings] == []
+    points = {(item.stage, item.kind): item.points for item in swept}
+    # Among them each block of page-locked memory that a shutdown unpins.
+    assert points["shutdown", "interrupt"] >= 7
+    assert points["create", "pin"] == 2
 
 
 class SavesForBackward(ReferenceLife):

@@ -194,6 +194,8 @@ def test_some_of_the_points_can_be_left_out() -> None:
 
     list(sweep(SmallTarget, config={}, kinds=("map",), every=2, listener=listen))
     assert [(at, points) for stage, at, points in lives if stage == "create"] == [(0, 3), (2, 3)]
+    swept = list(sweep(SmallTarget, config={}, kinds=("map",), among=("create", "wake from 1")))
+    assert [(item.stage, item.points) for item in swept] == [("create", 3), ("wake from 1", 2)]
 
 
 def test_the_stages_are_those_that_a_target_has() -> None:
