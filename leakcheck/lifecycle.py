@@ -178,8 +178,9 @@ class LifecycleRun:
     def _live(self, cycle: int) -> None:
         self._cycle = cycle
         self._process.mark()
-        # What an earlier life left to the collector would hide as much that this one keeps.
-        release(Rung.COLLECT)
+        if cycle > 1:
+            # What an earlier life left to the collector would hide as much that this one keeps.
+            release(Rung.COLLECT)
         release(Rung.EMPTY_CACHE)
         baseline = self._snapshot(f"before cycle {cycle}")
         self._types = TypeCounts(f"before cycle {cycle}")
