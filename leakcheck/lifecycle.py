@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 import sys
 import threading
@@ -17,9 +16,10 @@ from lowtide.leakcheck import contract
 from lowtide.leakcheck.growth import GrowthWatch
 from lowtide.leakcheck.interrupts import Interrupts
 from lowtide.leakcheck.judge import excesses, grouped, judge
-from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy, Step, climb, release, settle
+from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy, Step, climb, release
+from lowtide.leakcheck.late_release import wait_for_release
 from lowtide.leakcheck.leftovers import Leftovers
-from lowtide.leakcheck.metrics import MIB, NOT_OF_PYTHON, Metric, shutdown_metrics
+from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric, shutdown_metrics
 from lowtide.leakcheck.process_state import ProcessState
 from lowtide.leakcheck.readings import to_readings
 from lowtide.leakcheck.survival import Survival
@@ -41,9 +41,6 @@ DRIVER_PATIENCE = SettlePolicy(stability=4.0)
 
 _OF_GROUPS = ("driver", "file-descriptors", "threads")
 """What a process group holds besides itself."""
-
-RELEASE_SLACK = 8 * MIB
-"""Bytes by which a driver's figure for a process may move by itself."""
 
 SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "infer", "shutdown")
 """One whole life."""
@@ -453,21 +450,17 @@ class LifecycleRun:
             return
         arenas = [pool for pool in announced_pools() if pool.kind == "arena" and pool.device == self._device]
         dropped = before.arena_mapped(device=self._device) - sum(pool.mapped for pool in arenas)
-        target = held - dropped + RELEASE_SLACK
-        started, first = time.perf_counter(), self._driver_bytes()
-        if first <= target:
-            return
-        left = settle(self._driver_bytes, lambda now: now > target, operator.ne, first, DRIVER_PATIENCE)
-        if left <= target:
+        late = wait_for_release(self._driver_bytes, held, dropped, DRIVER_PATIENCE)
+        if late is not None:
             self._returns.append(
                 Return(
                     resource="driver",
                     device=self._device,
                     stage=stage,
                     cycle=cycle,
-                    bytes=first - left,
+                    bytes=late.bytes,
                     rung=Rung.SETTLE.value,
-                    seconds=time.perf_counter() - started,
+                    seconds=late.seconds,
                 )
             )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import mmap
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +29,10 @@ from lowtide.probes.stages import announce
 from lowtide.reports.schema import Finding, Remedy, Subject
 
 MIB = 1 << 20
+
+LIBC = ctypes.CDLL(None)
+LIBC.malloc.argtypes, LIBC.malloc.restype = (ctypes.c_size_t,), ctypes.c_void_p
+LIBC.free.argtypes, LIBC.free.restype = (ctypes.c_void_p,), None
 
 
 class SmallLife:
@@ -92,12 +98,17 @@ KEPT: list[Any] = []
 
 
 def test_a_clean_life_is_clean_and_has_every_stage() -> None:
+    started = time.perf_counter()
     subject, findings = found(SmallLife, cycles=2, script=SCRIPT)
+    assert sum(stage.seconds for stage in subject.stages) < time.perf_counter() - started
     assert (subject.outcome, subject.reason, findings, subject.returns) == ("clean", "", (), ())
     assert [(stage.cycle, stage.name) for stage in subject.stages] == [(c, name) for c in (1, 2) for name in SCRIPT]
     for stage in subject.stages:
         assert stage.seconds >= 0
         assert (stage.tokens_per_second is not None) == (stage.name == "infer")
+    # A sleep that keeps the weights, and the wake from it, move them; no other stage moves anything.
+    moved = [round((stage.bytes_per_second or 0) * stage.seconds) for stage in subject.stages]
+    assert moved == 2 * [8 << 10 if turn in (2, 3) else 0 for turn in range(len(SCRIPT))]
     asleep = [stage.after.arenas for stage in subject.stages if stage.name.startswith("sleep")]
     assert asleep == [{"weights": 0, "kv_cache": 0, "runtime": 0}] * 4
 
@@ -369,6 +380,56 @@ def test_what_a_cut_gave_back_besides_tensors_has_it_as_its_remedy() -> None:
     assert of_host.remedy is not None
     assert of_host.remedy.action == cut
     assert of_host.remedy.returns_bytes > 32 * MIB
+
+
+class LoadsALibrary(SmallLife):
+    def create(self) -> None:
+        super().create()
+        if not KEPT:
+            KEPT.append(touched(24 * MIB))
+
+
+def test_what_a_first_life_brought_to_stay_is_a_line_of_its_own_from_the_second_on() -> None:
+    subject, findings = found(LoadsALibrary, cycles=2)
+    assert findings == ()
+    lines = [
+        (stage.cycle, line.bytes)
+        for stage in subject.stages
+        for line in stage.after.ledgers[0].lines
+        if line.name.startswith("libraries")
+    ]
+    assert [cycle for cycle, _ in lines] == [2] * len(SHORT)
+    assert all(24 * MIB <= size < 56 * MIB for _, size in lines)
+
+
+class LeavesHolesInTheHeap(SmallLife):
+    """At the end of its second life C's heap has free pieces below one that is in use."""
+
+    lives = 0
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        type(self).lives += 1
+        if self.lives == 2:
+            pieces = [LIBC.malloc(64 << 10) for _ in range(2048)]
+            for piece in pieces:
+                ctypes.memset(piece, 1, 64 << 10)
+            KEPT.append(pieces.pop())
+            for piece in pieces:
+                LIBC.free(piece)
+
+
+def test_what_only_the_last_rungs_give_back_has_them_as_its_remedy() -> None:
+    LeavesHolesInTheHeap.lives = 0
+    try:
+        _, (finding,) = found(LeavesHolesInTheHeap, cycles=2)
+    finally:
+        LIBC.free(KEPT.pop())
+    assert finding.resource == "host-memory"
+    assert finding.bytes > 100 * MIB
+    assert finding.remedy is not None
+    assert finding.remedy.action.startswith("malloc_trim(0)")
+    assert finding.remedy.returns_bytes > 100 * MIB
 
 
 class KeepsALittleHostMemory(SmallLife):

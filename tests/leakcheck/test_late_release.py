@@ -1,0 +1,53 @@
+"""What a driver gives back seconds late is waited for, and what it keeps is not waited for for ever."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.leakcheck.ladder import SettlePolicy
+from lowtide.leakcheck.late_release import wait_for_release
+
+MIB = 1 << 20
+QUICK = SettlePolicy(stability=0.05, limit=0.5, first_pause=0.001, longest_pause=0.01)
+
+
+class Driver:
+    """Counts prepared figures in MiB, the last one for ever."""
+
+    def __init__(self, *counts: int) -> None:
+        self.counts = counts
+        self.asked = 0
+
+    def __call__(self) -> int:
+        count = self.counts[min(self.asked, len(self.counts) - 1)]
+        self.asked += 1
+        return count * MIB
+
+
+@pytest.mark.parametrize("left", [400, 408])
+def test_what_is_back_at_once_is_not_late(left: int) -> None:
+    driver = Driver(left)
+    assert wait_for_release(driver, 1000 * MIB, 600 * MIB, QUICK) is None
+    assert driver.asked == 1
+
+
+@pytest.mark.parametrize("left", [400, 408])
+def test_what_comes_late_is_told_with_bytes_and_seconds(left: int) -> None:
+    late = wait_for_release(Driver(1000, 1000, 700, left), 1000 * MIB, 600 * MIB, QUICK)
+    assert late is not None
+    assert late.bytes == (1000 - left) * MIB
+    # Three pauses, of which each is twice the one before it.
+    assert 0.007 <= late.seconds < QUICK.limit
+
+
+def test_only_what_came_while_it_was_waited_for_is_told() -> None:
+    late = wait_for_release(Driver(700, 400), 1000 * MIB, 600 * MIB, QUICK)
+    assert late is not None
+    assert late.bytes == 300 * MIB
+
+
+@pytest.mark.parametrize("counts", [(1000,), (1000, 700, 409)])
+def test_what_does_not_come_is_told_by_others(counts: tuple[int, ...]) -> None:
+    driver = Driver(*counts)
+    assert wait_for_release(driver, 1000 * MIB, 600 * MIB, QUICK) is None
+    assert driver.asked > len(counts)
