@@ -224,6 +224,11 @@ def test_host_memory_that_does_not_hold_one_block() -> None:
         engine.check()
 
 
+def test_a_card_that_is_not_there_is_refused_before_anything_is_taken() -> None:
+    with pytest.raises(ConfigError, match=r"torch sees no card here: use device 'cpu'|'cuda:99' does not exist"):
+        LLMEngine(EngineConfig(device="cuda:99")).check()
+
+
 def test_the_longest_request_is_what_model_and_cache_allow() -> None:
     tiny = PRESETS["tiny"]
     assert resolve_max_model_len(EngineConfig(), tiny, num_blocks=4096) == 2048

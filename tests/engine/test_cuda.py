@@ -199,7 +199,6 @@ def offloading(num_blocks: int) -> EngineConfig:
 LONG = [[(7 * index + 101 * number) % 1000 for index in range(70)] for number in range(3)]
 
 
-@pytest.mark.parametrize("level", [1, 2])
 def test_host_memory_can_be_pinned_again_and_needs_unpinning_once() -> None:
     pages = open_backend("cuda")
     with mmap.mmap(-1, MIB) as mapping:
@@ -214,6 +213,7 @@ def test_host_memory_can_be_pinned_again_and_needs_unpinning_once() -> None:
         del start
 
 
+@pytest.mark.parametrize("level", [1, 2])
 def test_prefixes_come_back_from_pinned_memory_and_it_is_returned(used: Any, level: int) -> None:
     params = SamplingParams(max_tokens=6)
     with LLMEngine(EngineConfig(device="cuda", num_blocks=64)) as without:

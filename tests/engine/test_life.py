@@ -27,6 +27,7 @@ from lowtide.engine.host_memory import HostBuffer
 from lowtide.engine.memory import EngineMemory
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
+from lowtide.engine.worker import Worker
 from lowtide.probes import stages
 from lowtide.probes.stages import announced_pools
 from lowtide.probes.tensors import read_tensors
@@ -702,6 +703,22 @@ def test_a_shutdown_that_was_interrupted_is_done_by_the_next(pages: FaultyPages)
         engine.shutdown()
     engine.shutdown()
     assert footprint() == before
+
+
+def test_a_shutdown_after_one_that_was_complete_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LLMEngine(EngineConfig(kv_cache_bytes=4 * MIB))
+    engine.create()
+    done: list[Worker] = []
+    real = Worker.shutdown
+
+    def shutdown(self: Worker) -> None:
+        done.append(self)
+        real(self)
+
+    monkeypatch.setattr(Worker, "shutdown", shutdown)
+    engine.shutdown()
+    engine.shutdown()
+    assert len(done) == 1
 
 
 def test_an_error_while_rolling_back_is_noted_on_the_first(pages: FaultyPages) -> None:
