@@ -236,3 +236,21 @@ def test_what_is_announced_are_the_mapped_parts(monkeypatch: pytest.MonkeyPatch)
         3 * PAGE,
     )
     assert pool.ranges == ((start, 2 * PAGE), (start + 2 * PAGE, PAGE))
+
+
+def test_parts_go_back_one_by_one_from_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_back: list[int] = []
+
+    class Recording(CpuPages):
+        def unmap(self, lease: Lease, part: Part) -> None:
+            given_back.append(part.offset)
+            super().unmap(lease, part)
+
+    pages = Recording()
+    size = pages.granularity
+    monkeypatch.setattr("lowtide.engine.arena.PART_BYTES", size)
+    arena = Arena("weights", 4 * size, pages)
+    arena.map_to(4 * size)
+    arena.unmap_to(size)
+    assert (given_back, arena.mapped) == ([3 * size, 2 * size, size], size)
+    arena.close()
