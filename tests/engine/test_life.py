@@ -444,16 +444,16 @@ def test_wake_rolls_back_wherever_it_fails_and_can_be_tried_again(
     engine.shutdown()
 
 
+def no_host_memory(*args: object) -> None:
+    raise OutOfMemoryError("no host memory")
+
+
 def test_a_failed_save_leaves_the_engine_running(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.create()
     expected = tokens(engine)
     before = footprint()
-
-    def refuse(*args: object) -> None:
-        raise OutOfMemoryError("no host memory")
-
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.transfer._copy_on_host", refuse)
+        patched.setattr("lowtide.engine.transfer._copy_on_host", no_host_memory)
         with pytest.raises(OutOfMemoryError, match="no host memory"):
             engine.sleep(1)
     assert engine.state is EngineState.RUNNING
@@ -466,12 +466,8 @@ def test_outputs_finished_by_a_sleep_that_then_failed_come_out_of_the_next_step(
 ) -> None:
     engine.create()
     ids = {engine.add_request(prompt, PARAMS) for prompt in PROMPTS}
-
-    def refuse(*args: object) -> None:
-        raise OutOfMemoryError("no host memory")
-
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.transfer._copy_on_host", refuse)
+        patched.setattr("lowtide.engine.transfer._copy_on_host", no_host_memory)
         with pytest.raises(OutOfMemoryError):
             engine.sleep(1, mode="wait")
     assert engine.has_unfinished_requests()
@@ -482,11 +478,7 @@ def test_outputs_finished_by_a_sleep_that_then_failed_come_out_of_the_next_step(
 def test_a_shutdown_leaves_no_output_to_be_told(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.create()
     engine.add_request(PROMPTS[0], PARAMS)
-
-    def refuse(*args: object) -> None:
-        raise OutOfMemoryError("no host memory")
-
-    monkeypatch.setattr("lowtide.engine.transfer._copy_on_host", refuse)
+    monkeypatch.setattr("lowtide.engine.transfer._copy_on_host", no_host_memory)
     with pytest.raises(OutOfMemoryError):
         engine.sleep(1, mode="wait")
     assert engine.has_unfinished_requests()

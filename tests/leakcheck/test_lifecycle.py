@@ -468,6 +468,31 @@ def test_garbage_from_before_hides_no_leak_of_its_size() -> None:
     assert (finding.resource, finding.bytes) == ("tensors", 4000)
 
 
+class TakesWhatTheFirstLifeLeftToTheCollector(SmallLife):
+    lives = 0
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        type(self).lives += 1
+        if self.lives == 1:
+            holder: dict[str, Any] = {"memory": touched(64 * MIB)}
+            holder["itself"] = holder
+        else:
+            gc.collect()
+            KEPT.append(touched(64 * MIB))
+
+
+def test_garbage_of_an_earlier_life_hides_no_leak_of_its_size() -> None:
+    TakesWhatTheFirstLifeLeftToTheCollector.lives = 0
+    gc.disable()
+    try:
+        _, (finding,) = found(TakesWhatTheFirstLifeLeftToTheCollector, cycles=2)
+    finally:
+        gc.enable()
+    assert finding.resource == "host-memory"
+    assert finding.bytes > 48 * MIB
+
+
 class SwapsDescriptors(SmallLife):
     def create(self) -> None:
         super().create()
