@@ -358,21 +358,24 @@ def fuzz(
     faults: Annotated[
         bool, typer.Option("--faults", help="Instead of random lives: fail every fault point of every stage in turn.")
     ] = False,
+    jobs: Annotated[int, typer.Option(help="With --faults: processes at the same time.")] = 1,
     report: Annotated[Path | None, typer.Option(help="Folder for the report, and for the life that fails.")] = None,
 ) -> None:
     """Drive an engine through random lives, check every call, and shrink what fails to the shortest life.
 
     Exit codes: 0 nothing was found, 1 a life fails, 2 bad input or could not be measured, 130 interrupted.
     """
-    for name, value in (("--examples", examples), ("--steps", steps)):
+    for name, value in (("--examples", examples), ("--steps", steps), ("--jobs", jobs)):
         if value < 1:
             _refuse(f"{name} {value} is not possible: use 1 or more")
+    if jobs > 1 and not faults:
+        _refuse(f"--jobs {jobs} shares out the points of --faults: add --faults, or leave --jobs out")
     if target is not None and defect is not None:
         _refuse("--target and --defect exclude each other: the bugs are in lowtide's own engine")
     if report is not None:
         _check_writable(report)
     try:
-        code = _fuzz(target, device, examples, steps, seed, defect, faults, report)
+        code = _fuzz(target, device, examples, steps, seed, defect, faults, jobs, report)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted", err=True)
         code = INTERRUPTED
@@ -387,6 +390,7 @@ def _fuzz(
     seed: int | None,
     defect: str | None,
     faults: bool,
+    jobs: int,
     report: Path | None,
 ) -> int:
     from lowtide.engine import EngineError
@@ -415,7 +419,7 @@ def _fuzz(
             subjected = reference_target(_device_name(device), find_defect(defect) if defect is not None else None)
         told: str | Table
         if faults:
-            subject, program, told = fail_all(subjected, console=console)
+            subject, program, told = fail_all(subjected, jobs=jobs, console=console)
         else:
             subject, program, told = search(subjected, examples=examples, seed=seed, steps=steps, console=console)
     except (EngineError, TargetError) as error:

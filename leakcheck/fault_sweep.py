@@ -48,6 +48,23 @@ class Swept:
     life: tuple[Call, ...] = ()
 
 
+@dataclass(frozen=True)
+class Lived:
+    """What came of one life of a sweep.
+
+    Attributes:
+        points: how many points of its kind the stage passed.
+        raised: whether the stage failed.
+        findings: what was wrong.
+        life: the life, if anything was.
+    """
+
+    points: int
+    raised: bool = False
+    findings: tuple[Finding, ...] = ()
+    life: tuple[Call, ...] = ()
+
+
 def stages(capabilities: Capabilities, config: Mapping[str, Any]) -> list[Stage]:
     """The stages of a life that a target with these capabilities has."""
     able = capabilities
@@ -103,43 +120,42 @@ def sweep(
             if among is not None and stage.name not in among:
                 continue
             for kind in kinds:
-                points = _count(lives, stage, kind)
+                counted = live(lives, stage, Fault(kind, None))
                 raised = 0
-                swept = None
-                for at in range(0, points, every):
-                    listener(stage.name, kind, at, points)
-                    life = CheckedLife(lives)
-                    try:
-                        raised += not _live(life, stage, Fault(kind, at))
-                    except LifeError as error:
-                        swept = Swept(stage.name, kind, points, raised, error.findings, tuple(life.calls))
-                        life.abandon()
+                bad = counted
+                for at in range(0, counted.points, every):
+                    if bad.findings:
                         break
-                yield swept or Swept(stage.name, kind, points, raised)
+                    listener(stage.name, kind, at, counted.points)
+                    bad = live(lives, stage, Fault(kind, at))
+                    raised += bad.raised
+                yield Swept(stage.name, kind, counted.points, raised, bad.findings, bad.life)
+                if counted.findings:
+                    # It goes wrong without anything that fails: what fails in it besides says nothing.
+                    break
 
 
-def _count(lives: Lives, stage: Stage, kind: Kind) -> int:
-    """How many points of a kind a stage passes."""
+def live(lives: Lives, stage: Stage, fault: Fault) -> Lived:
+    """A life in which one point of a stage fails, or in which they are counted."""
     life = CheckedLife(lives)
-    for call in stage.before:
-        _make(life, call)
-    _make(life, stage.call, Fault(kind, None))
-    points = life.points
-    life.close()
-    return points
-
-
-def _live(life: CheckedLife, stage: Stage, fault: Fault) -> bool:
-    """A life in which one point of a stage fails; whether the stage succeeded all the same."""
-    for call in stage.before:
-        _make(life, call)
-    succeeded = _make(life, stage.call, fault)
-    if not succeeded:
-        _make(life, stage.call)
-    if life.model.phase == "closed":
-        _make(life, stage.before[0])
-    _to_the_end(life)
-    return succeeded
+    points = 0
+    try:
+        for call in stage.before:
+            _make(life, call)
+        succeeded = _make(life, stage.call, fault)
+        points = life.points
+        if fault.at is None:
+            life.close()
+            return Lived(points)
+        if not succeeded:
+            _make(life, stage.call)
+        if life.model.phase == "closed":
+            _make(life, stage.before[0])
+        _to_the_end(life)
+    except LifeError as error:
+        life.abandon()
+        return Lived(points, False, error.findings, tuple(life.calls))
+    return Lived(points, not succeeded)
 
 
 def _to_the_end(life: CheckedLife) -> None:

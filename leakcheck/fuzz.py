@@ -17,6 +17,7 @@ from lowtide.leakcheck.checked_life import Call, CheckedLife, Coverage, Fault, L
 from lowtide.leakcheck.faults import Kind
 from lowtide.leakcheck.life_model import LifeModel
 from lowtide.leakcheck.shorten import shorten
+from lowtide.leakcheck.source import Source
 from lowtide.leakcheck.target import TargetFactory
 from lowtide.reports.schema import Finding, NotMeasured
 
@@ -245,21 +246,6 @@ def _failing(lives: Lives, calls: Sequence[Call], kind: tuple[str, str]) -> tupl
         life.abandon()
         return tuple(life.calls) if error.kind == kind else None
     return None
-
-
-@dataclass(frozen=True)
-class Source:
-    """How a program gets at a target.
-
-    Attributes:
-        imports: lines.
-        factory: an expression for what makes a target.
-        context: an expression for a context manager around it all, such as a defect; may be empty.
-    """
-
-    imports: Sequence[str]
-    factory: str
-    context: str = ""
 
 
 def as_program(life: Sequence[Call], source: Source) -> str:

@@ -15,14 +15,16 @@ from rich.text import Text
 
 from lowtide.leakcheck.checked_life import Coverage
 from lowtide.leakcheck.fault_sweep import Swept, sweep
-from lowtide.leakcheck.fuzz import Found, Source, as_program, fuzz
+from lowtide.leakcheck.fuzz import Found, as_program, fuzz
 from lowtide.leakcheck.progress import progress_line
 from lowtide.leakcheck.reference_target import THOROUGH, ReferenceTarget
+from lowtide.leakcheck.shared_sweep import shared_sweep
 from lowtide.leakcheck.small_checkpoint import SmallCheckpoint
+from lowtide.leakcheck.source import Source
 from lowtide.leakcheck.target import TargetError, TargetFactory, load_factory, make_target
-from lowtide.leakcheck.witness import kill_in_each_stage
+from lowtide.leakcheck.witness import Killed, kill_in_each_stage
 from lowtide.probes.device.driver import find_driver
-from lowtide.reports.schema import NotMeasured, Subject
+from lowtide.reports.schema import Finding, NotMeasured, Subject
 from lowtide.reports.terminal import finding_text
 
 if TYPE_CHECKING:
@@ -145,8 +147,13 @@ def search(
     return subject, program, _summary(found)
 
 
-def fail_all(subjected: Subjected, *, console: Console) -> tuple[Subject, str, Table]:
+def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[Subject, str, Table]:
     """Every fault point of every stage, and a kill in each, with a progress line.
+
+    Args:
+        subjected: what is fuzzed.
+        jobs: processes at the same time that fail points; with one it is this process.
+        console: where the progress line is shown.
 
     Returns:
         What was found, for a report; the first life that fails as a program, empty where none does; the points.
@@ -162,16 +169,20 @@ def fail_all(subjected: Subjected, *, console: Console) -> tuple[Subject, str, T
         def show(stage: str, kind: str, at: int, points: int) -> None:
             progress.update(task, description=f"{stage}: {kind}", completed=at, total=points)
 
-        for item in sweep(subjected.factory, config=subjected.thorough, listener=show):
-            swept.append(item)
-            if item.points:
-                verdict = "; ".join(finding.message for finding in item.findings) or "survived"
-                table.add_row(item.stage, item.kind, str(item.points), str(item.raised), verdict)
-        killed = []
+        able = make_target(subjected.factory).capabilities
+        if jobs == 1:
+            items = sweep(subjected.factory, config=subjected.thorough, listener=show)
+        else:
+            items = shared_sweep(subjected.source, able, config=subjected.thorough, jobs=jobs, listener=show)
+        killed: list[Killed] = []
         unknown = ""
         driver = find_driver()
         try:
-            able = make_target(subjected.factory).capabilities
+            for item in items:
+                swept.append(item)
+                if item.points or item.findings:
+                    verdict = "; ".join(finding.message for finding in item.findings) or "survived"
+                    table.add_row(item.stage, item.kind, str(item.points), str(item.raised), verdict)
             for dead in kill_in_each_stage(
                 subjected.from_outside or subjected.source,
                 able,
@@ -183,17 +194,22 @@ def fail_all(subjected: Subjected, *, console: Console) -> tuple[Subject, str, T
                 verdict = "; ".join(finding.message for finding in dead.findings) or "nothing stayed"
                 table.add_row(dead.stage, "kill", "1", "1", verdict)
         except TargetError as error:
-            # What the sweep has found is not lost for it.
+            if not swept:
+                raise
+            # What was found before is not lost for it.
             unknown = str(error)
         finally:
             driver.close()
-    findings = (*(found for item in swept for found in item.findings), *(f for dead in killed for f in dead.findings))
+    findings: dict[str, Finding] = {}
+    for found in [found for each in (swept, killed) for item in each for found in item.findings]:
+        # The same in several stages is one.
+        findings.setdefault(found.fingerprint, found)
     table.add_row("all", "", str(sum(item.points for item in swept)), str(sum(item.raised for item in swept)), "")
     subject = Subject(
         id=f"faults[{subjected.name}]",
         outcome="leak" if findings else "error" if unknown else "clean",
         reason=unknown,
-        findings=findings,
+        findings=tuple(findings.values()),
         not_measured=subjected.not_measured,
     )
     life = next((item.life for item in swept if item.findings), ())
@@ -208,12 +224,15 @@ def verdict(subject: Subject, told: str | Table) -> Iterator[RenderableType]:
         yield Text(f"not judged: {missing.what} ({missing.why})", style="yellow")
     for finding in subject.findings:
         yield finding_text(finding)
-    tried = told if isinstance(told, str) else "every fault point was failed once"
+    if isinstance(told, str):
+        tried = told
+    else:
+        tried = "not everything was tried" if subject.reason else "every fault point was failed once"
     if subject.outcome == "clean":
         yield Text(f"CLEAN: {tried}", style="bold green")
-    elif subject.reason:
+    if subject.reason:
         yield Text(f"NOT MEASURED: {subject.reason}; {tried}", style="bold yellow")
-    else:
+    if subject.outcome == "leak":
         yield Text(f"LEAK: {len(subject.findings)} finding(s); {tried}", style="bold red")
 
 

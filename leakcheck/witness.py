@@ -7,12 +7,10 @@ was made to outlive its maker: a child process that waits for nobody, a segment 
 from __future__ import annotations
 
 import json
-import os
 import re
 import selectors
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +25,8 @@ from lowtide.leakcheck.checked_life import Call, simplest
 from lowtide.leakcheck.fault_sweep import Stage, stages
 from lowtide.leakcheck.faults import Injection, Kind, injecting
 from lowtide.leakcheck.fingerprints import fingerprint
-from lowtide.leakcheck.fuzz import Source
 from lowtide.leakcheck.shared_memory import MadeSegments
+from lowtide.leakcheck.source import Source, start_program
 from lowtide.leakcheck.target import Capabilities, TargetError, TargetFactory, make_target
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host import mapped_shared_memory
@@ -89,7 +87,7 @@ def kill_in_each_stage(
     """
     for index, stage in enumerate(stages(able, config)):
         listener(stage.name)
-        yield _kill_in(stage, _program(source, config, index), able.device, driver)
+        yield _kill_in(stage, source.program(__name__, stand_still.__name__, dict(config), index), able.device, driver)
 
 
 def stand_still(factory: TargetFactory, config: Mapping[str, Any], index: int) -> None:
@@ -157,26 +155,12 @@ def _perform(target: Any, call: Call) -> None:
         getattr(target, call.name)(**call.arguments)
 
 
-def _program(source: Source, config: Mapping[str, Any], index: int) -> str:
-    imports = sorted({*source.imports, "from lowtide.leakcheck.witness import stand_still"})
-    call = f"stand_still({source.factory}, {dict(config)!r}, {index})"
-    within = [f"with {source.context}:", f"    {call}"] if source.context else [call]
-    return "\n".join([*imports, *within])
-
-
 def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
     before = _segments()
     used = _card_used(device, driver)
-    paths = os.pathsep.join(entry for entry in sys.path if entry)
     # Engines say a lot: what nobody reads must not stop them, and what is read must not wait in a buffer.
     errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process below
-    process = subprocess.Popen(
-        [sys.executable, "-c", program],
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        bufsize=0,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
+    process = start_program(program, stdout=subprocess.PIPE, stderr=errors, bufsize=0)
     with errors, process:
         try:
             told = _wait_until_it_stands(process, errors, stage.name)

@@ -18,9 +18,10 @@ from hypothesis import Phase, settings
 from lowtide.engine.defects import DEFECTS
 from lowtide.leakcheck.checked_life import Call, Coverage, Fault, LifeError
 from lowtide.leakcheck.fault_sweep import stages, sweep
-from lowtide.leakcheck.fuzz import Found, Source, as_program, fuzz, lifecycle_machine
+from lowtide.leakcheck.fuzz import Found, as_program, fuzz, lifecycle_machine
 from lowtide.leakcheck.fuzz_command import reference_target
 from lowtide.leakcheck.reference_target import THOROUGH, reference
+from lowtide.leakcheck.source import Source
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_checked_life import DoesNotRollBack, ForgetsAtWake, SaysOtherThings
 
@@ -184,6 +185,22 @@ def test_a_point_that_is_not_survived_is_told_with_its_life() -> None:
     assert (bad.stage, bad.points) == ("wake from 1", 2)
     assert bad.findings[0].resource == "arena"
     assert bad.life[-1] == Call("wake", {}, Fault("map", 1))
+
+
+class Keeps(SmallTarget):
+    """Without anything that fails."""
+
+    def reload(self) -> None:
+        super().reload()
+        KEPT.append(torch.ones(1000))
+
+
+def test_a_stage_that_goes_wrong_by_itself_is_told_once() -> None:
+    swept = list(sweep(Keeps, config={}, kinds=("map", "copy"), among=("create", "reload")))
+    assert [(item.stage, item.kind) for item in swept] == [("create", "map"), ("create", "copy"), ("reload", "map")]
+    bad = swept[-1]
+    assert (bad.raised, [finding.resource for finding in bad.findings]) == (0, ["tensors"])
+    assert [call.name for call in bad.life] == ["create", "infer", "reload", "shutdown"]
 
 
 def test_some_of_the_points_can_be_left_out() -> None:

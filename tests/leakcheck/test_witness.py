@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -17,8 +17,10 @@ from rich.console import Console
 
 from lowtide.leakcheck import fuzz_command
 from lowtide.leakcheck import witness as module
+from lowtide.leakcheck.checked_life import Call
+from lowtide.leakcheck.fault_sweep import Swept
 from lowtide.leakcheck.faults import Seam
-from lowtide.leakcheck.fuzz import Source
+from lowtide.leakcheck.source import Source
 from lowtide.leakcheck.target import Capabilities, TargetError
 from lowtide.leakcheck.witness import Killed, kill_in_each_stage
 from lowtide.probes.device.driver import DriverReading
@@ -162,6 +164,36 @@ def test_a_process_that_does_not_come_there_loses_nothing_of_the_sweep(monkeypat
     )
     assert (subject.outcome, subject.reason) == ("error", "it ended by itself")
     assert table.row_count >= 2
+
+
+def test_a_sweep_that_cannot_go_on_loses_nothing_of_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    finding = module._finding("state", "create", "cpu", "it says something else", [], 1)
+
+    def breaks_off(*args: Any, **settings: Any) -> Iterator[Swept]:
+        yield Swept("create", "map", 2, 1, (finding,), (Call("create"),))
+        # The same again is no second finding.
+        yield Swept("infer", "map", 2, 1, (finding,), (Call("create"), Call("infer")))
+        raise TargetError("it ended by itself")
+
+    monkeypatch.setattr(fuzz_command, "sweep", breaks_off)
+    subject, program, table = fuzz_command.fail_all(
+        fuzz_command.named_target(f"{__name__}:Bare"), console=Console(quiet=True)
+    )
+    assert (subject.outcome, subject.reason, subject.findings) == ("leak", "it ended by itself", (finding,))
+    assert "life.create()" in program
+    assert "infer" not in program
+    said = [str(line) for line in fuzz_command.verdict(subject, table)]
+    assert "NOT MEASURED: it ended by itself; not everything was tried" in said
+    assert "LEAK: 1 finding(s); not everything was tried" in said
+
+
+def test_a_target_that_cannot_be_driven_at_all_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: Any, **settings: Any) -> Iterator[Swept]:
+        raise TargetError("there is no engine")
+
+    monkeypatch.setattr(fuzz_command, "sweep", refuses)
+    with pytest.raises(TargetError, match="there is no engine"):
+        fuzz_command.fail_all(fuzz_command.named_target(f"{__name__}:Bare"), console=Console(quiet=True))
 
 
 def test_memory_that_a_card_still_counts_is_found_and_what_comes_back_late_is_not() -> None:

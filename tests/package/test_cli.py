@@ -548,6 +548,8 @@ def test_what_a_users_engine_leaves_fails_its_check(tmp_path: Path) -> None:
     [
         (("--examples", "0"), "--examples 0 is not possible: use 1 or more"),
         (("--steps", "0"), "--steps 0 is not possible"),
+        (("--faults", "--jobs", "0"), "--jobs 0 is not possible: use 1 or more"),
+        (("--jobs", "2"), "--jobs 2 shares out the points of --faults: add --faults, or leave --jobs out"),
         (("--target", "nowhere"), "'nowhere' names no target: write MODULE:FACTORY"),
         (("--target", "json:nothing"), "module 'json' has no attribute 'nothing'"),
         (("--target", "json:loads", "--defect", "wake-oom"), "--target and --defect exclude each other"),
@@ -579,7 +581,9 @@ def test_a_search_prints_the_life_that_fails_and_keeps_it(tmp_path: Path) -> Non
 def test_failing_every_point_prints_how_many_there_are(tmp_path: Path) -> None:
     # Of an earlier run into the same folder.
     (tmp_path / "life.py").write_text("it failed")
-    done = lowtide("fuzz", "--target", "tests.leakcheck.test_witness:Bare", "--faults", "--report", tmp_path)
+    done = lowtide(
+        "fuzz", "--target", "tests.leakcheck.test_witness:Bare", "--faults", "--jobs", "2", "--report", tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CLEAN: every fault point was failed once" in done.stdout
     assert re.search(r"create +map +2 +2 +survived", done.stdout)

@@ -1,0 +1,107 @@
+"""A sweep in several processes says what one process says, and what happens in one is no other's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from lowtide.leakcheck.checked_life import Call, Fault
+from lowtide.leakcheck.fault_sweep import Swept, sweep
+from lowtide.leakcheck.shared_sweep import shared_sweep
+from lowtide.leakcheck.source import Source
+from lowtide.leakcheck.target import Capabilities, TargetError
+from tests.leakcheck.small_target import KEPT, SmallTarget
+from tests.leakcheck.test_witness import Bare
+
+
+def shared(target: type, *kinds: Any, config: Mapping[str, Any] | None = None, listener: Any = None) -> list[Swept]:
+    source = Source([f"from {target.__module__} import {target.__name__}"], target.__name__)
+    options = {} if listener is None else {"listener": listener}
+    able: Capabilities = target.capabilities  # type: ignore[attr-defined]
+    return list(shared_sweep(source, able, config=config or {}, jobs=2, kinds=kinds, **options))
+
+
+class Unlucky(SmallTarget):
+    """Ends its process in one stage, keeps a tensor in another, and after what it does not survive nothing works."""
+
+    is_spoiled = False
+
+    def map(self, tag: str) -> None:
+        try:
+            super().map(tag)
+        except MemoryError:
+            if self.phase == "new" and tag == "runtime":
+                os._exit(3)
+            type(self).is_spoiled |= self.phase == "asleep" and tag == "kv_cache"
+            raise
+
+    def drop(self, tags: Sequence[str]) -> None:
+        if not self.is_spoiled:
+            super().drop(tags)
+
+    def reload(self) -> None:
+        super().reload()
+        KEPT.append(torch.ones(1000))
+
+
+def test_it_says_what_one_process_says_and_what_a_life_does_to_its_process_is_found_in_no_other() -> None:
+    heard: list[tuple[str, str, int, int]] = []
+    swept = shared(Unlucky, "map", "copy", listener=lambda *point: heard.append(point))
+    assert psutil.Process().children() == []
+    bad = {item.stage: item for item in swept if item.findings}
+    assert list(bad) == ["create", "reload", "wake from 1"]
+    # One that ends by itself where something fails.
+    ended = bad["create"]
+    assert (ended.kind, ended.points, ended.raised, ended.life) == ("map", 3, 2, (Call("create", {}, Fault("map", 2)),))
+    (finding,) = ended.findings
+    assert finding.message == "the process ended by itself (exit code 3) when map number 2 failed in create"
+    # One in which nothing works any more.
+    spoiled = bad["wake from 1"]
+    assert (spoiled.kind, spoiled.points, spoiled.raised) == ("map", 2, 1)
+    assert spoiled.life[-1] == Call("wake", {}, Fault("map", 1))
+    assert [finding.resource for finding in spoiled.findings] == ["arena"]
+    # What goes wrong without anything that fails is told once.
+    keeps = bad["reload"]
+    assert (keeps.kind, keeps.raised, [finding.resource for finding in keeps.findings]) == ("map", 0, ["tensors"])
+    assert ("reload", "copy") not in {(item.stage, item.kind) for item in swept}
+    # All else is as it is of an engine that is right, in one process.
+    right = [item for item in sweep(SmallTarget, config={}, kinds=("map", "copy")) if item.stage != "reload"]
+    expected = [bad.get(item.stage, item) if item.kind == "map" else item for item in right]
+    assert [item for item in swept if item.stage != "reload"] == expected
+    points = [(item.stage, item.kind, at, item.points) for item in right for at in range(item.points)]
+    assert sorted(heard) == sorted(points)
+
+
+class EndsWhileItLoads(Bare):
+    def create(self, config: Mapping[str, Any]) -> None:
+        os.kill(os.getpid(), 9)
+
+
+class EndsAtWork(Bare):
+    """With the settings of a sweep, which it is not loaded with."""
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        self.ends = "ends" in config
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        if self.ends:
+            os._exit(3)
+        return super().infer(prompt_lengths, max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        (EndsWhileItLoads, r"ended by itself while loading, where nothing was made to fail: SIGKILL"),
+        (EndsAtWork, r"ended by itself in (infer|shutdown), where nothing was made to fail: exit code 3"),
+    ],
+)
+def test_what_cannot_be_measured_is_no_result(target: type, said: str) -> None:
+    with pytest.raises(TargetError, match=said):
+        shared(target, "copy", config={"ends": True})
+    assert psutil.Process().children() == []
