@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -158,10 +158,14 @@ def _perform(target: Any, call: Call) -> None:
 def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
     before = _segments()
     used = _card_used(device, driver)
-    # Engines say a lot: what nobody reads must not stop them, and what is read must not wait in a buffer.
-    errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process below
-    process = start_program(program, stdout=subprocess.PIPE, stderr=errors, bufsize=0)
-    with errors, process:
+    with ExitStack() as stack:
+        # Engines say a lot: what nobody reads must not stop them, and what is read must not wait in a buffer.
+        errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+        # Its temporary files have nobody else to remove them.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True))
+        process = stack.enter_context(
+            start_program(program, env={"TMPDIR": folder}, stdout=subprocess.PIPE, stderr=errors, bufsize=0)
+        )
         try:
             told = _wait_until_it_stands(process, errors, stage.name)
             children = psutil.Process(process.pid).children(recursive=True)

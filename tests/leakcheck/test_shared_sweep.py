@@ -10,8 +10,10 @@ import psutil
 import pytest
 import torch
 
+from lowtide.leakcheck import shared_sweep as module
+from lowtide.leakcheck import witness
 from lowtide.leakcheck.checked_life import Call, Fault
-from lowtide.leakcheck.fault_sweep import Swept, sweep
+from lowtide.leakcheck.fault_sweep import Lived, Stage, Swept, sweep
 from lowtide.leakcheck.shared_sweep import shared_sweep
 from lowtide.leakcheck.source import Source
 from lowtide.leakcheck.target import Capabilities, TargetError
@@ -105,3 +107,19 @@ def test_what_cannot_be_measured_is_no_result(target: type, said: str) -> None:
     with pytest.raises(TargetError, match=said):
         shared(target, "copy", config={"ends": True})
     assert psutil.Process().children() == []
+
+
+def test_points_behind_one_that_is_not_survived_are_not_failed() -> None:
+    finding = witness._finding("state", "create", "cpu", "it says something else", [], 1)
+    points = module._Points(Stage("create", (), Call("create")), "map")
+    assert not points.is_done
+    points.take(None, Lived(5))
+    points.take(3, Lived(5, False, (finding,), (Call("create", {}, Fault("map", 3)),)))
+    points.take(0, Lived(5, True))
+    # Another process was faster: an earlier one is not survived either.
+    assert [module._Question(0, points, at).is_of_use for at in (1, 2, 3, 4)] == [True, True, False, False]
+    assert not points.is_done
+    points.take(1, Lived(5, False, (finding,), (Call("create", {}, Fault("map", 1)),)))
+    assert not module._Question(0, points, 2).is_of_use
+    assert points.is_done
+    assert points.swept() == Swept("create", "map", 5, 1, (finding,), (Call("create", {}, Fault("map", 1)),))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from multiprocessing import shared_memory
@@ -213,8 +214,18 @@ def test_a_process_that_does_not_come_there_is_told_with_its_last_word(monkeypat
         killed(Bare)
 
 
-def test_an_engine_with_everything_in_it_leaves_nothing() -> None:
-    source = Source(["from tests.leakcheck.small_target import SmallTarget"], "SmallTarget")
-    found = next(kill_in_each_stage(source, SmallTarget.capabilities, config={}, driver=NO_DRIVER))
+class WithFiles(SmallTarget):
+    def create(self, config: Mapping[str, Any]) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        super().create(config)
+
+
+def test_an_engine_with_everything_in_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    source = Source(["from tests.leakcheck.test_witness import WithFiles"], "WithFiles")
+    found = next(kill_in_each_stage(source, WithFiles.capabilities, config={}, driver=NO_DRIVER))
     assert found.findings == ()
+    # Not even temporary files, which only its own end would have removed.
+    assert list(tmp_path.iterdir()) == []
     assert 0 < found.at <= found.points
