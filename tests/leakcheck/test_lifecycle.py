@@ -99,7 +99,10 @@ KEPT: list[Any] = []
 
 def test_a_clean_life_is_clean_and_has_every_stage() -> None:
     started = time.perf_counter()
-    subject, findings = found(SmallLife, cycles=2, script=SCRIPT)
+    run = live(SmallLife, 2)
+    subject = run.run()
+    findings = subject.findings
+    assert not run.interrupted
     assert sum(stage.seconds for stage in subject.stages) < time.perf_counter() - started
     assert (subject.outcome, subject.reason, findings, subject.returns) == ("clean", "", (), ())
     assert [(stage.cycle, stage.name) for stage in subject.stages] == [(c, name) for c in (1, 2) for name in SCRIPT]
@@ -123,6 +126,9 @@ def test_a_stage_begins_where_the_one_before_it_ended() -> None:
         "kv_cache": MIB,
         "runtime": 0,
     }
+    # Also where a shutdown follows another stage than the first left it: what sleeps has no pages.
+    subject, _ = found(SmallLife, script=("create", "sleep(2)", "shutdown"))
+    assert subject.stages[-1].before == subject.stages[-2].after != subject.stages[0].after
 
 
 def test_without_a_card_nobody_waits_for_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +223,8 @@ def test_garbage_in_a_cycle_is_clean_and_said_to_come_back_at_collect() -> None:
         gc.enable()
     assert (subject.outcome, findings) == ("clean", ())
     assert {(item.resource, item.rung, item.bytes) for item in subject.returns} == {("tensors", "collect", 4000)}
+    # The stage itself ends before anything is done about it.
+    assert subject.stages[-1].after.tensors - subject.stages[0].before.tensors == 4000
 
 
 @functools.lru_cache(maxsize=16)
@@ -547,6 +555,23 @@ def test_shared_memory_that_is_closed_and_never_unlinked_is_found() -> None:
 
 
 # --- at the stages --------------------------------------------------------------------------------------------------
+
+
+class HoldsBlocks(SmallLife):
+    """And has no step that could end that."""
+
+    def kv_blocks_held(self) -> dict[str, int]:
+        return {"a prefix cache": 2}
+
+
+def test_blocks_that_nobody_lets_go_of_are_found_in_an_engine_that_cannot_step() -> None:
+    _, (finding,) = found(HoldsBlocks)
+    assert (finding.resource, finding.stage, finding.count, finding.holder) == (
+        "kv-blocks",
+        "infer",
+        2,
+        "a prefix cache",
+    )
 
 
 class SleepsWithCache(SmallLife):
