@@ -81,12 +81,14 @@ class Coverage:
         calls: how many calls were made in them.
         states: situations of the model that were reached.
         edges: (situation, call, situation) that were gone through.
+        failed: whether a life failed; a search ends with the first.
     """
 
     lives: int = 0
     calls: int = 0
     states: set[str] = field(default_factory=set)
     edges: set[tuple[str, str, str]] = field(default_factory=set)
+    failed: bool = False
 
 
 class Lives:

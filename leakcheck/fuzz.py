@@ -125,6 +125,7 @@ class LifecycleMachine(RuleBasedStateMachine):
             call()
         except BaseException as error:
             self._failed = True
+            self.lives.coverage.failed = True
             cls = type(self)
             cls.last = tuple(self._life.calls)
             cls.findings = error.findings if isinstance(error, LifeError) else ()
@@ -181,7 +182,7 @@ def fuzz(
         examples: lives to try.
         seed: of the search; the same finds the same.  None looks first at what failed the last time.
         steps: calls of one life at most.
-        listener: hears of the coverage after each life.
+        listener: hears of the coverage after each life, also of those that shorten one that fails.
 
     Raises:
         TargetError: what the factory makes cannot be driven.
@@ -201,7 +202,14 @@ def fuzz(
             run_state_machine_as_test(machine, settings=wanted)
         except LifeError as failure:
             kind = failure.kind
-            life = shorten(machine.last, lambda calls: _failing(lives, calls, kind), lives.capabilities)
+
+            def attempt(calls: Sequence[Call]) -> tuple[Call, ...] | None:
+                failing = _failing(lives, calls, kind)
+                if listener is not None:
+                    listener(lives.coverage)
+                return failing
+
+            life = shorten(machine.last, attempt, lives.capabilities)
             seconds = time.perf_counter() - started
             # Only now, of the one life that is shown, who holds what.
             return Found(lives.coverage, seconds, replay(factory, life) or failure.findings, life)

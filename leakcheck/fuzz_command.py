@@ -131,8 +131,9 @@ def search(
         task = progress.add_task("loading", total=examples)
 
         def show(coverage: Coverage) -> None:
-            what = "lives" if coverage.lives <= examples else "shrinking"
-            said = f"{what}: {len(coverage.states)} states, {len(coverage.edges)} edges"
+            what = "shrinking" if coverage.failed else "lives"
+            found = "1 finding" if coverage.failed else "no finding"
+            said = f"{what}: {len(coverage.states)} states, {len(coverage.edges)} edges, {found}"
             progress.update(task, description=said, completed=min(coverage.lives, examples))
 
         found = fuzz(subjected.factory, examples=examples, seed=seed, steps=steps, listener=show)

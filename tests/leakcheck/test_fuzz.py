@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import Phase, settings
+from rich.console import Console
+from rich.progress import Progress, TaskID
 
 from lowtide.engine.defects import DEFECTS
+from lowtide.leakcheck import fuzz_command
 from lowtide.leakcheck.checked_life import Call, Coverage, Fault, LifeError
 from lowtide.leakcheck.fault_sweep import stages, sweep
 from lowtide.leakcheck.fuzz import Found, as_program, fuzz, lifecycle_machine
@@ -48,6 +52,7 @@ def test_an_engine_that_is_right_goes_through_everything_without_a_finding() -> 
     assert (found.findings, found.life, found.reason) == ((), (), "")
     assert found.coverage.lives == len(heard) >= 60
     assert heard == sorted(heard)
+    assert not found.coverage.failed
     assert {"new", "running", "running, requests unfinished", "asleep at level 1", "closed"} <= found.coverage.states
     assert len(found.coverage.edges) > 30
 
@@ -82,6 +87,26 @@ def test_what_is_wrong_is_found_and_shortened_as_far_as_can_be(
     assert found.reason == ""
     assert names(found) == life
     assert (found.life[-1].fault is not None) is (target is DoesNotRollBack)
+
+
+def test_the_progress_line_says_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Line(Progress):
+        def update(self, task_id: TaskID, **fields: Any) -> None:
+            said.append(fields["description"])
+            super().update(task_id, **fields)
+
+    monkeypatch.setattr(fuzz_command, "progress_line", lambda console: Line(console=console, disable=True))
+    subjected = fuzz_command.named_target("tests.leakcheck.test_checked_life:ForgetsAtWake")
+    fuzz_command.search(subjected, examples=50, seed=1, steps=10, console=Console(quiet=True))
+    lives = [line for line in said if line.startswith("lives: ")]
+    shrinking = [line for line in said if line.startswith("shrinking: ")]
+    assert said == [*lives, *shrinking]
+    assert all(re.fullmatch(r"lives: \d+ states, \d+ edges, no finding", line) for line in lives)
+    assert all(re.fullmatch(r"shrinking: \d+ states, \d+ edges, 1 finding", line) for line in shrinking)
+    # It goes on while the life that fails is shortened.
+    assert len(shrinking) > 3
 
 
 def test_a_seed_finds_the_same_again() -> None:
