@@ -90,8 +90,9 @@ def live_what_is_asked(factory: TargetFactory, config: Mapping[str, Any], descri
         config: of every engine.
         descriptor: of the connection over which it is asked, and answers.
     """
-    # A Ctrl-C is for the one who asks: the life that runs goes on to its end.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A Ctrl-C is for the one who asks: the life that runs goes on to its end.  Not SIG_IGN, which an engine's own
+    # processes would inherit.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     with Connection(descriptor) as connection:
         try:
             with Lives(factory) as lives:

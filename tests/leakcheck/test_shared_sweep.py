@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,11 +23,13 @@ from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_witness import Bare
 
 
-def shared(target: type, *kinds: Any, config: Mapping[str, Any] | None = None, listener: Any = None) -> list[Swept]:
+def shared(
+    target: type, *kinds: Any, jobs: int = 2, config: Mapping[str, Any] | None = None, listener: Any = None
+) -> list[Swept]:
     source = Source([f"from {target.__module__} import {target.__name__}"], target.__name__)
     options = {} if listener is None else {"listener": listener}
     able: Capabilities = target.capabilities  # type: ignore[attr-defined]
-    return list(shared_sweep(source, able, config=config or {}, jobs=2, kinds=kinds, **options))
+    return list(shared_sweep(source, able, config=config or {}, jobs=jobs, kinds=kinds, **options))
 
 
 class Unlucky(SmallTarget):
@@ -77,6 +81,24 @@ def test_it_says_what_one_process_says_and_what_a_life_does_to_its_process_is_fo
     assert [item for item in swept if item.stage != "reload"] == expected
     points = [(item.stage, item.kind, at, item.points) for item in right for at in range(item.points)]
     assert sorted(heard) == sorted(points)
+
+
+class StartsAProcess(Bare):
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
+        child = subprocess.Popen(["sleep", "60"])
+        # As a terminal's Ctrl-C does.
+        child.send_signal(signal.SIGINT)
+        assert child.wait(10) == -signal.SIGINT
+
+
+def test_a_ctrl_c_ends_no_life_and_an_engine_s_processes_hear_it() -> None:
+    def interrupt(*point: object) -> None:
+        for child in psutil.Process().children():
+            child.send_signal(signal.SIGINT)
+
+    swept = shared(StartsAProcess, "map", jobs=1, listener=interrupt)
+    assert [(item.stage, item.points, item.findings) for item in swept if item.points] == [("create", 2, ())]
 
 
 class EndsWhileItLoads(Bare):
