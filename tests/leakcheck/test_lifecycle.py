@@ -109,6 +109,7 @@ def test_a_clean_life_is_clean_and_has_every_stage() -> None:
     for stage in subject.stages:
         assert stage.seconds >= 0
         assert (stage.tokens_per_second is not None) == (stage.name == "infer")
+        assert [ledger.device for ledger in stage.after.ledgers] == ["cpu"]
     # A sleep that keeps the weights, and the wake from it, move them; no other stage moves anything.
     moved = [round((stage.bytes_per_second or 0) * stage.seconds) for stage in subject.stages]
     assert moved == 2 * [8 << 10 if turn in (2, 3) else 0 for turn in range(len(SCRIPT))]
@@ -347,6 +348,40 @@ class KeepsArenaByTensor(SmallLife):
 def test_an_arena_that_a_tensor_keeps_is_that_tensors_leak_alone() -> None:
     _, (finding,) = found(KeepsArenaByTensor)
     assert (finding.resource, finding.bytes) == ("tensors", 8000)
+
+
+class KeepsATensorAndAnArena(KeepsArena):
+    """The tensor has nothing to do with the arena."""
+
+    def create(self) -> None:
+        super().create()
+        KEPT.append(torch.ones(1000))
+
+
+def test_an_arena_is_told_beside_tensors_that_do_not_keep_it() -> None:
+    _, findings = found(KeepsATensorAndAnArena, cycles=2)
+    assert sorted(finding.resource for finding in findings) == ["arena", "tensors"]
+
+
+class LeavesAnArenaToTheNextLife(SmallLife):
+    """Which closes it."""
+
+    def create(self) -> None:
+        super().create()
+        self.is_second = bool(KEPT)
+        while KEPT:
+            KEPT.pop().close()
+
+    def shutdown(self) -> None:
+        if not self.is_second:
+            KEPT.append(self.arenas.pop("runtime"))
+            KEPT[-1].map_to(MIB)
+        super().shutdown()
+
+
+def test_what_a_life_that_is_not_the_last_leaves_is_told_although_the_next_gives_it_back() -> None:
+    _, findings = found(LeavesAnArenaToTheNextLife, cycles=2)
+    assert [(finding.resource, finding.bytes) for finding in findings] == [("arena", MIB)]
 
 
 def touched(size: int) -> mmap.mmap:
