@@ -359,7 +359,7 @@ class KeepsATensorAndAnArena(KeepsArena):
 
 
 def test_an_arena_is_told_beside_tensors_that_do_not_keep_it() -> None:
-    _, findings = found(KeepsATensorAndAnArena, cycles=2)
+    _, findings = found(KeepsATensorAndAnArena)
     assert sorted(finding.resource for finding in findings) == ["arena", "tensors"]
 
 
