@@ -363,6 +363,19 @@ def test_an_arena_is_told_beside_tensors_that_do_not_keep_it() -> None:
     assert sorted(finding.resource for finding in findings) == ["arena", "tensors"]
 
 
+class FreezesAndKeepsAnArena(KeepsArena):
+    """What is frozen does not keep it."""
+
+    def create(self) -> None:
+        super().create()
+        gc.freeze()
+
+
+def test_an_arena_is_told_beside_a_heap_that_stayed_frozen() -> None:
+    _, findings = found(FreezesAndKeepsAnArena)
+    assert {finding.resource for finding in findings} == {"arena", "gc-frozen"}
+
+
 class LeavesAnArenaToTheNextLife(SmallLife):
     """Which closes it."""
 
