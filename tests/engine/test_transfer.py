@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import sys
 import threading
 import time
@@ -137,11 +138,19 @@ def test_a_ring_that_cannot_be_pinned_gives_back_what_it_had() -> None:
 
 def test_a_host_buffer_says_what_is_pinned_and_what_is_not() -> None:
     backend = PinningPages()
-    buffer = HostBuffer("image", 3 * SLOT, SLOT, backend)
+    # The last block is a shorter one.
+    page = mmap.PAGESIZE
+    buffer = HostBuffer("image", 3 * SLOT + page, SLOT, backend)
     assert announced_pools() == ()
-    buffer.tensor(0, 2 * SLOT).zero_()
-    buffer.pin(SLOT)
-    assert [(pool.kind, pool.mapped) for pool in announced_pools()] == [("host", SLOT), ("pinned", SLOT)]
+    buffer.tensor(0, 3 * SLOT + page).zero_()
+    for block in (1, 3):
+        buffer.pin(block * SLOT)
+    starts = [buffer.address + block * SLOT for block in range(4)]
+    assert backend.pinned == {starts[1]: SLOT, starts[3]: page}
+    host, pinned = announced_pools()
+    assert (host.kind, host.mapped, host.ranges) == ("host", 2 * SLOT, ((starts[0], SLOT), (starts[2], SLOT)))
+    assert (pinned.kind, pinned.mapped) == ("pinned", SLOT + page)
+    assert pinned.ranges == ((starts[1], SLOT), (starts[3], page))
     buffer.close()
     buffer.close()
     assert announced_pools() == ()

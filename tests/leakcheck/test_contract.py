@@ -84,8 +84,8 @@ def asleep(driver: int, *, reserved: int, arenas: int) -> Snapshot:
     ],
 )
 def test_most_of_it_names_who_holds_it(driver: int, reserved: int, arenas: int, holder: str, advice: str) -> None:
-    before = asleep(500 * MIB, reserved=7 * MIB, arenas=0)
-    after = asleep((500 + driver) * MIB, reserved=(7 + reserved) * MIB, arenas=arenas * MIB)
+    before = asleep(500 * MIB, reserved=7 * MIB, arenas=5 * MIB)
+    after = asleep((500 + driver) * MIB, reserved=(7 + reserved) * MIB, arenas=(5 + arenas) * MIB)
     (found,) = after_deep_sleep("sleep(2)", "cuda:0", before, before, after)
     assert found.holder == holder
     assert re.fullmatch(advice, found.advice or "")
@@ -94,8 +94,15 @@ def test_most_of_it_names_who_holds_it(driver: int, reserved: int, arenas: int, 
     assert found.message.endswith(f"of it {', '.join(of_it)}")
 
 
-def test_a_driver_that_does_not_tell_is_not_judged_here() -> None:
-    assert after_deep_sleep("sleep(2)", "cuda:0", snapshot(None), snapshot(None), snapshot(None)) == []
+@pytest.mark.parametrize("told", [(None, None, None), (500, 500, None), (None, 500, 500)])
+def test_a_driver_that_does_not_tell_is_not_judged_here(told: tuple[int | None, ...]) -> None:
+    readings = [snapshot(None if size is None else size * MIB) for size in told]
+    assert after_deep_sleep("sleep(2)", "cuda:0", *readings) == []
+
+
+def test_without_a_reading_at_work_libraries_have_nothing_there() -> None:
+    (found,) = after_deep_sleep("sleep(2)", "cuda:0", snapshot(500 * MIB), snapshot(None), snapshot(564 * MIB + 1))
+    assert (found.bytes, found.count) == (64 * MIB + 1, 1)
 
 
 def mapped(**arenas: int) -> Snapshot:

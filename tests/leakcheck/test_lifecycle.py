@@ -9,6 +9,7 @@ import gc
 import mmap
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,9 @@ from lowtide.leakcheck.lifecycle import SCRIPT, Event, LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.stages import announce
 from lowtide.reports.schema import Finding, Remedy, Subject
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
 
 MIB = 1 << 20
 
@@ -686,13 +690,20 @@ def test_an_engine_that_answers_fewer_prompts_after_a_wake_does_not_pass() -> No
 
 
 class RaisesInShutdown(SmallLife):
+    calls = 0
+
     def shutdown(self) -> None:
+        type(self).calls += 1
         super().shutdown()
         raise RuntimeError("Cannot access accelerator device when none is available")
 
 
-def test_a_shutdown_that_raises_is_a_finding_of_its_own() -> None:
-    _, (finding,) = found(RaisesInShutdown)
+def test_a_shutdown_that_raises_is_a_finding_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RaisesInShutdown, "calls", 0)
+    run = live(RaisesInShutdown, 1, SHORT)
+    (finding,) = run.run().findings
+    # Nobody interrupted it, so it is not made again.
+    assert (run.interrupted, RaisesInShutdown.calls) == (False, 1)
     assert (finding.resource, finding.stage) == ("teardown", "shutdown")
     assert "Cannot access accelerator device" in finding.message
 
@@ -711,6 +722,43 @@ def test_an_error_ends_the_run_with_the_engine_shut_down() -> None:
     assert findings == ()
     assert [stage.name for stage in subject.stages] == ["create", "infer", "sleep(1)", "shutdown"]
     assert subject.stages[-1].after.arenas == {}
+
+
+class CreatesWithoutRoom(SmallLife):
+    creates = 0
+
+    def create(self) -> None:
+        type(self).creates += 1
+        raise MemoryError("no room")
+
+
+def test_only_a_wake_without_room_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CreatesWithoutRoom, "creates", 0)
+    subject, findings = found(CreatesWithoutRoom)
+    assert (subject.reason, findings) == ("cycle 1: create raised MemoryError: no room", ())
+    assert CreatesWithoutRoom.creates == 1
+
+
+class FailsInShutdownAtACtrlC(SmallLife):
+    """Gives back nothing when that comes, and all of it at the next call."""
+
+    calls = 0
+
+    def shutdown(self) -> None:
+        type(self).calls += 1
+        if self.calls == 1:
+            raise BaseExceptionGroup("shutting down", [KeyboardInterrupt(), ValueError("the ring is busy")])
+        super().shutdown()
+
+
+def test_a_shutdown_that_is_interrupted_is_made_again_and_what_failed_in_it_besides_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FailsInShutdownAtACtrlC, "calls", 0)
+    run = live(FailsInShutdownAtACtrlC, 1, SHORT)
+    (finding,) = run.run().findings
+    assert (finding.resource, finding.message) == ("teardown", "shutdown raised: ValueError: the ring is busy")
+    assert (run.interrupted, FailsInShutdownAtACtrlC.calls) == (True, 2)
 
 
 @pytest.mark.parametrize("at", ["create", "infer", "sleep", "wake", "shutdown"])
