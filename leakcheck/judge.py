@@ -135,6 +135,7 @@ def _finding(
     cause: Cause = metric.cause
     verdict: Verdict | None = metric.verdict
     remedy = advice = None
+    returns = ""
     of_rung = None if back is None else HOLDER_OF_RUNG.get(steps[back].rung)
     if back is not None:
         rung = steps[back].rung
@@ -143,7 +144,9 @@ def _finding(
         # That native code holds it stays true, whatever made that let go.
         verdict = verdict if verdict == "native-held" else VERDICT_OF_RUNG.get(rung)
         if rung in actions:
-            remedy = Remedy(action=actions[rung], returns_bytes=_bytes(metric, above[back - 1] - above[back]))
+            came = above[back - 1] - above[back]
+            remedy = Remedy(action=actions[rung], returns_bytes=_bytes(metric, came))
+            returns = f"; {remedy.action} returns {format_amount(came, metric.unit)}"
     new = sorted(metric.new_items(baseline, steps[due].reading))
     holder = listed(metric.resource, new) or of_rung
     if cause == "library-workspace" and remedy is not None:
@@ -157,9 +160,7 @@ def _finding(
     message += f" did not come back at {stage}"
     if new:
         message += ": " + ", ".join(new)
-    if remedy is not None:
-        came = format_amount(above[(back or 0) - 1] - above[back or 0], metric.unit)
-        message += f"; {remedy.action} returns {came}"
+    message += returns
     return Finding(
         resource=metric.resource,
         cause=cause,

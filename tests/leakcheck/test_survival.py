@@ -11,6 +11,7 @@ from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck import survival as module
 from lowtide.leakcheck.survival import Survival
+from lowtide.probes.pointers import LabelledRange
 
 MIB = 1 << 20
 
@@ -52,6 +53,21 @@ def test_it_is_said_where_what_was_lost_lay(arena: Arena) -> None:
         tensor.fill_(1)
         (found,) = known.after_wake("wake", {"table": tensor}, {})
         assert found.advice == f"{where} {how}"
+
+
+def test_where_one_part_ends_the_next_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.zeros(4, dtype=torch.int64)
+    start = tensor.data_ptr()
+    parts = [
+        LabelledRange(start, start + 16, "arena 'its own'"),
+        LabelledRange(start + 16, start + 32, "arena 'after'"),
+        LabelledRange(start - 16, start, "arena 'before'"),
+    ]
+    monkeypatch.setattr(Survival, "_arenas", lambda self: parts)
+    known = survival({"table": tensor})
+    tensor.fill_(1)
+    (found,) = known.after_wake("wake", {"table": tensor}, {})
+    assert (found.advice or "").startswith("what lies in arena 'its own' is lost in a sleep")
 
 
 def test_many_are_counted_and_the_first_are_named() -> None:
