@@ -429,18 +429,21 @@ def _fuzz(
         written = _report(subject, driver)
     finally:
         driver.close()
-    where = None
+    where = unwritten = None
+    # Written before it is shown: a pipe that breaks must not cost the report.
     if report is not None:
         try:
             where = write_folder(written, report)
             write_program(report, program)
         except schema.ReportError as error:
-            _refuse(str(error))
+            unwritten = str(error)
     for line in verdict(subject, told):
         console.print(line)
     if program:
         typer.echo("\nThe life that fails, as a program:\n")
         typer.echo(program)
+    if unwritten is not None:
+        _refuse(unwritten)
     if where is not None:
         console.print(f"report: {where}", highlight=False)
     return schema.exit_code(written)

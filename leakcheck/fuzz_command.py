@@ -24,7 +24,7 @@ from lowtide.leakcheck.source import Source
 from lowtide.leakcheck.target import TargetError, TargetFactory, load_factory, make_target
 from lowtide.leakcheck.witness import Killed, kill_in_each_stage
 from lowtide.probes.device.driver import find_driver
-from lowtide.reports.schema import Finding, NotMeasured, Subject
+from lowtide.reports.schema import Finding, NotMeasured, ReportError, Subject
 from lowtide.reports.terminal import finding_text
 
 if TYPE_CHECKING:
@@ -238,11 +238,19 @@ def verdict(subject: Subject, told: str | Table) -> Iterator[RenderableType]:
 
 
 def write_program(folder: Path, program: str) -> None:
-    """Puts the life that fails beside the report; where none does, one of an earlier report goes."""
-    if program:
-        (folder / PROGRAM).write_text(program)
-    else:
-        (folder / PROGRAM).unlink(missing_ok=True)
+    """Puts the life that fails beside the report; where none does, one of an earlier report goes.
+
+    Raises:
+        ReportError: the folder cannot be written to.
+    """
+    path = folder / PROGRAM
+    try:
+        if program:
+            path.write_text(program)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error.strerror}; choose another report folder") from error
 
 
 def _summary(found: Found) -> str:

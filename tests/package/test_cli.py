@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jsonschema
@@ -19,7 +19,8 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from lowtide.leakcheck import cli, lifecycle
+from lowtide.engine.defects import DEFECTS
+from lowtide.leakcheck import cli, fuzz_command, lifecycle, verify
 from lowtide.leakcheck.suppressions import load
 from lowtide.reports import schema
 
@@ -201,6 +202,42 @@ def test_version_and_help() -> None:
 
     assert lowtide("--version").stdout == f"lowtide {__version__}\n"
     assert "--defect" in lowtide("run", "--help").stdout
+
+
+def subject(outcome: schema.Outcome) -> schema.Subject:
+    return schema.Subject(id="a", outcome=outcome, findings=() if outcome == "clean" else (LEAK,))
+
+
+@pytest.mark.parametrize(
+    ("note", "ran", "said", "code"),
+    [
+        ("", True, "1 of 2 found as they must be, 0 not, 1 need a card", 0),
+        ("WRONG: expected nothing", True, "0 of 2 found as they must be, 1 not, 1 need a card", 1),
+        ("could not be measured: no output", False, "0 of 2 found as they must be, 1 not, 1 need a card", 2),
+    ],
+)
+def test_verified_defects_decide_the_exit_code(
+    note: str, ran: bool, said: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = list(DEFECTS.values())[:2]
+
+    def verified(defects: object, device: str, *, jobs: int) -> Iterator[verify.Verified]:
+        assert (device, jobs) == ("cpu", 3)
+        run = verify.Run(subject("leak") if ran else None, 1.0, "")
+        yield verify.Verified(first, "cpu", run, verify.Run(subject("clean"), 1.0, ""), note)
+        yield verify.Verified(second, "", None, None, "needs a card")
+
+    monkeypatch.setattr(verify, "verify", verified)
+    # As many as are told here.
+    monkeypatch.setattr("lowtide.engine.defects.DEFECTS", {first.name: first, second.name: second})
+    done = invoke("defects", "--verify", "--device", "cpu", "--jobs", "3")
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (code, said)
+    assert f"| `{first.name}` | {first.source} |" in done.stdout
+
+
+def test_no_process_cannot_verify() -> None:
+    done = invoke("defects", "--verify", "--jobs", "0")
+    assert (done.exit_code, done.stderr) == (2, "lowtide: --jobs 0 is not possible: use 1 or more\n")
 
 
 def test_defects_are_listed_with_their_source() -> None:
@@ -576,6 +613,27 @@ def test_a_search_prints_the_life_that_fails_and_keeps_it(tmp_path: Path) -> Non
     assert "from tests.leakcheck.test_checked_life import ForgetsAtWake" in program
     assert "    life.create()\n    life.sleep(" in program
     assert json.loads((tmp_path / "leakcheck.json").read_text())["subjects"][0]["outcome"] == "leak"
+
+
+@pytest.mark.parametrize("which", ["write_bytes", "write_text"], ids=["the report", "the life"])
+def test_what_was_found_is_shown_even_if_it_cannot_be_written(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def search(*args: object, **settings: object) -> tuple[schema.Subject, str, str]:
+        # By the time that it has ended the disk is full.
+        monkeypatch.setattr(Path, which, refuses)
+        return subject("leak"), "life.create()", "3 lives"
+
+    monkeypatch.setattr(fuzz_command, "search", search)
+    done = invoke("fuzz", "--device", "cpu", "--report", tmp_path)
+    assert done.exit_code == 2
+    assert "LEAK: 1 finding(s); 3 lives" in done.stdout
+    assert "life.create()" in done.stdout
+    assert "No space left on device; choose another report folder" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_failing_every_point_prints_how_many_there_are(tmp_path: Path) -> None:
