@@ -24,6 +24,9 @@ from lowtide.reports.schema import Finding
 PATIENCE_S = 60.0
 """How long a process may take to end its life, and itself, when no more is asked of it, in seconds."""
 
+_LOOK_S = 1.0
+"""How often it is looked which processes have ended, in seconds."""
+
 
 def shared_sweep(
     source: Source,
@@ -175,10 +178,10 @@ class _Workers:
         return found
 
     def answers(self, device: str) -> list[tuple[_Question, Lived]]:
-        """Waits until one has something to say; what was asked, and what came of it."""
+        """Waits a moment for one that has something to say, or has ended; what was asked, and what came of it."""
         found = []
-        ready = wait([worker.connection for worker in self._all])
-        for worker in [worker for worker in self._all if worker.connection in ready]:
+        ready = wait([worker.connection for worker in self._all], _LOOK_S)
+        for worker in [worker for worker in self._all if worker.connection in ready or worker.has_ended]:
             question = worker.question
             lived = worker.answer(device)
             if question is None or lived is None:
@@ -218,12 +221,19 @@ class _Worker:
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send((question.index, Fault(question.points.kind, question.at)))
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is no more; a child that it forked may have the connection still open."""
+        return self._process.poll() is not None
+
     def answer(self, device: str) -> Lived | None:
         """What came of the life that it was asked for; None as long as it was only loading.
 
         Raises:
             TargetError: it cannot drive the target, or ended by itself where nothing was made to fail.
         """
+        if not self.connection.poll():
+            return self._died(device)
         try:
             said = self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -269,4 +279,7 @@ class _Worker:
 
 
 def _how_it_ended(code: int) -> str:
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    # Not all have a name.
+    return next((known.name for known in signal.Signals if known == -code), f"signal {-code}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,20 +20,19 @@ from lowtide.leakcheck.checked_life import Call, Fault
 from lowtide.leakcheck.fault_sweep import Lived, Stage, Swept, sweep
 from lowtide.leakcheck.shared_sweep import shared_sweep
 from lowtide.leakcheck.source import Source
-from lowtide.leakcheck.target import Capabilities, TargetError
+from lowtide.leakcheck.target import TargetError
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_witness import Bare
 
 
 def shared(
-    target: type, *kinds: Any, jobs: int = 2, config: Mapping[str, Any] | None = None, listener: Any = None
+    target: Any, *kinds: Any, jobs: int = 2, config: Mapping[str, Any] | None = None, listener: Any = None
 ) -> list[Swept]:
     source = Source([f"from {target.__module__} import {target.__name__}"], target.__name__)
     options = {} if listener is None else {"listener": listener}
     before = psutil.Process().children()
-    able: Capabilities = target.capabilities  # type: ignore[attr-defined]
     try:
-        return list(shared_sweep(source, able, config=config or {}, jobs=jobs, kinds=kinds, **options))
+        return list(shared_sweep(source, target.capabilities, config=config or {}, jobs=jobs, kinds=kinds, **options))
     finally:
         # Whoever runs the tests may have children of its own.
         assert set(psutil.Process().children()) <= set(before)
@@ -105,6 +106,38 @@ def test_a_ctrl_c_ends_no_life_and_an_engine_s_processes_hear_it() -> None:
 
     swept = shared(StartsAProcess, "map", jobs=1, listener=interrupt)
     assert [(item.stage, item.points, item.findings) for item in swept if item.points] == [("create", 2, ())]
+
+
+class LeavesAForkedChild(Bare):
+    """Which has all that its parent had open."""
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        try:
+            super().create(config)
+        except MemoryError:
+            child = os.fork()
+            if child == 0:
+                time.sleep(120)
+                os._exit(0)
+            Path(os.environ["LOWTIDE_TEST_CHILD"]).write_text(str(child))
+            os._exit(3)
+
+
+def test_a_process_that_ended_is_not_waited_for_because_a_child_of_it_has_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_TEST_CHILD", str(tmp_path / "pid"))
+    bad = [item for item in shared(LeavesAForkedChild, "map", jobs=1) if item.findings]
+    child = psutil.Process(int((tmp_path / "pid").read_text()))
+    # It is there still: nobody has waited for its end.
+    child.kill()
+    assert [(item.stage, item.points, item.life) for item in bad] == [
+        ("create", 2, (Call("create", {}, Fault("map", 0)),))
+    ]
+
+
+def test_how_a_process_ended_is_told_by_name_where_there_is_one() -> None:
+    assert [module._how_it_ended(code) for code in (3, -9, -40)] == ["exit code 3", "SIGKILL", "signal 40"]
 
 
 class EndsWhileItLoads(Bare):
