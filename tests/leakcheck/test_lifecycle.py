@@ -232,6 +232,24 @@ def test_garbage_in_a_cycle_is_clean_and_said_to_come_back_at_collect() -> None:
     assert subject.stages[-1].after.tensors - subject.stages[0].before.tensors == 4000
 
 
+class ReplacesATensor(Cycle):
+    """One of the program's, by another of its size."""
+
+    def create(self) -> None:
+        super().create()
+        KEPT[:] = [torch.ones(1000)]
+
+
+def test_what_came_back_at_collect_makes_no_leak_of_a_tensor_that_replaced_another() -> None:
+    KEPT.append(torch.zeros(1000))
+    gc.disable()
+    try:
+        subject, findings = found(ReplacesATensor)
+    finally:
+        gc.enable()
+    assert (subject.outcome, findings) == ("clean", ())
+
+
 @functools.lru_cache(maxsize=16)
 def cached(owner: object) -> int:
     return id(owner)
@@ -251,6 +269,14 @@ class CachesMethod(SmallLife):
     def create(self) -> None:
         super().create()
         cached(Model().forward)
+
+
+def test_a_clean_run_leaves_the_caches_of_the_program_as_they_are() -> None:
+    cached.cache_clear()
+    cached(None)
+    _, findings = found(SmallLife)
+    assert findings == ()
+    assert cached.cache_info().currsize == 1
 
 
 def test_a_bound_method_in_an_lru_cache_is_found_with_its_remedy() -> None:
@@ -314,6 +340,8 @@ def test_a_descriptor_left_open_is_found_from_the_second_life_on() -> None:
     assert (finding.resource, finding.count) == ("file-descriptors", 1)
     assert "/dev/null" in finding.message
     assert subject.not_measured == ()
+    # Only one of the two lives was judged.
+    assert finding.trend is None
 
 
 def test_what_is_judged_from_the_second_life_on_grows_if_every_life_from_there_leaves_some() -> None:
@@ -378,6 +406,21 @@ class FreezesAndKeepsAnArena(KeepsArena):
 def test_an_arena_is_told_beside_a_heap_that_stayed_frozen() -> None:
     _, findings = found(FreezesAndKeepsAnArena)
     assert {finding.resource for finding in findings} == {"arena", "gc-frozen"}
+
+
+class HidesATensorInAnArena(SmallLife):
+    def create(self) -> None:
+        super().create()
+        holder: dict[str, Any] = {"tensor": self.weights}
+        holder["itself"] = holder
+        gc.freeze()
+
+
+@pytest.mark.parametrize("cycles", [1, 2])
+def test_an_arena_that_only_frozen_garbage_keeps_is_told_with_what_lies_in_it(cycles: int) -> None:
+    _, findings = found(HidesATensorInAnArena, cycles)
+    assert sorted(finding.resource for finding in findings) == ["gc-frozen", "tensors"]
+    assert {finding.verdict for finding in findings} == {"frozen-garbage"}
 
 
 class LeavesAnArenaToTheNextLife(SmallLife):
