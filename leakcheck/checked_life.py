@@ -398,7 +398,7 @@ class CheckedLife:
     def warm_up(self) -> None:
         """Go through all calls once, unjudged, so that what libraries keep from their first use is there."""
         self._survival.warm_up({})
-        # The first dispatch mode of a process loads some seventy MiB of Python's.
+        # The first dispatch mode of a process makes what torch keeps for all of them.
         with injecting(Injection("allocation"), self._seams(), device=self._device):
             self._warm_up(simplest(self._capabilities))
         for config in varied(self._capabilities):

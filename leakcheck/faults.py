@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.leakcheck.damage import DAMAGES, Damage
+from lowtide.probes.dispatch_modes import keep_from_compiler
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -166,6 +167,15 @@ class Injection:
         return current is not None
 
 
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A `__torch_dispatch__` that torch.compile leaves alone, without loading it where that can be."""
+    try:
+        keep_from_compiler(torch, function.__code__)
+    except AttributeError:
+        return cast(Callable[..., Any], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    return function
+
+
 class _TorchFaults(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The fault points inside torch."""
 
@@ -174,6 +184,7 @@ class _TorchFaults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._injection = injection
         self._device = device
 
+    @_uncompiled
     def __torch_dispatch__(
         self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -185,6 +196,10 @@ class _TorchFaults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif _allocates(function) and not _is_of_nothing(function, args):
             self._injection.reach("allocation", name, lambda what: _out_of_memory(what, self._device))
         return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 @contextmanager

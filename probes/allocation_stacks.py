@@ -14,6 +14,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from lowtide.probes.device.torch_allocator import Segment, initialized_torch
+from lowtide.probes.dispatch_modes import keep_from_compiler
 
 _OWN_MODULES = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
 _OWN_FOLDERS = tuple(
@@ -447,10 +448,7 @@ def _modes(torch: Any) -> int:
 def _make_mode(torch: Any, dispatch: Any, recorder: _CpuRecorder) -> Any:
     """An instance of a mode that runs every op through `_dispatch`; not entered."""
     base = dispatch.TorchDispatchMode
-    # What torch would wrap `_dispatch` in for that imports the whole compiler at the first op.
-    dynamo = torch._C._dynamo.eval_frame
-    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
-    dynamo.set_code_exec_strategy(_dispatch.__code__, skip)
+    keep_from_compiler(torch, _dispatch.__code__)
 
     class AllocationMode(base):  # type: ignore[misc, valid-type]
         """Tells the recorder of every op."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from lowtide.leakcheck import faults
 from lowtide.leakcheck.faults import Injection, Kind, Seam, injecting
 
 if sys.version_info < (3, 11):
@@ -67,6 +69,37 @@ def count(kind: Kind, call: Callable[[], object], *seams: Seam) -> int:
 def test_what_returns_memory_of_its_own_allocates(call: Callable[[torch.Tensor], object], points: int) -> None:
     x = torch.zeros(3, 3)
     assert count("allocation", lambda: call(x)) == points
+
+
+def test_counting_does_not_load_torch_s_compiler() -> None:
+    program = """
+import sys
+import torch
+from lowtide.leakcheck.faults import Injection, injecting
+with injecting(Injection("allocation")) as counted:
+    torch.zeros(3)
+assert len(counted.passed) == 1
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def dispatched(mode: object, function: Callable[..., Any]) -> Any:
+    return function(torch.ones(2))
+
+
+def test_what_counts_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Also where torch has no mark for it.
+    for known in (True, False):
+        if not known:
+            monkeypatch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+        with torch.no_grad():
+            compiled = torch.compile(faults._uncompiled(dispatched), backend=refuse)
+            assert compiled(None, torch.neg).tolist() == [-1, -1]
+
+
+def refuse(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    raise AssertionError(f"compiled {graph.code}")
 
 
 def test_copies_are_a_kind_of_their_own() -> None:
