@@ -84,21 +84,30 @@ assert "torch._dynamo" not in sys.modules
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_what_counts_is_not_compiled() -> None:
-    def dispatched(x: torch.Tensor) -> torch.Tensor:
-        return -x
+def negated(x: torch.Tensor) -> torch.Tensor:
+    return -x
 
-    compiled = torch.compile(faults._uncompiled(dispatched), backend=refuse)
+
+def negated_again(x: torch.Tensor) -> torch.Tensor:
+    return -x
+
+
+def test_what_counts_is_not_compiled() -> None:
+    compiled = torch.compile(faults._uncompiled(negated), backend=refuse)
     assert compiled(torch.ones(2)).tolist() == [-1, -1]
 
 
 def test_what_counts_is_not_compiled_where_torch_has_no_mark_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dispatched(x: torch.Tensor) -> torch.Tensor:
-        return -x
-
-    monkeypatch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
-    compiled = torch.compile(faults._uncompiled(dispatched), backend=refuse)
+    with monkeypatch.context() as other:
+        other.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+        kept = faults._uncompiled(negated_again)
+    compiled = torch.compile(lambda x: kept(x), backend=refuse)
     assert compiled(torch.ones(2)).tolist() == [-1, -1]
+
+
+def test_what_is_compiled_passes_each_of_its_points() -> None:
+    compiled = torch.compile(lambda x: x.sin() + 1, backend=refuse)
+    assert count("allocation", lambda: compiled(torch.ones(2))) == 3
 
 
 def refuse(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
