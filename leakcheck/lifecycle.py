@@ -204,7 +204,8 @@ class LifecycleRun:
 
     def _interrupt(self) -> None:
         self.interrupted = True
-        self._failure = self._failure or f"interrupted in cycle {self._cycle}"
+        when = f"in cycle {self._cycle}" if self._cycle else "before the first life"
+        self._failure = self._failure or f"interrupted {when}"
 
     def _walk(self, life: Life, cycle: int, baseline: Snapshot) -> None:
         before = at_work = before_sleep = baseline

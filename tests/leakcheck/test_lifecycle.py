@@ -25,6 +25,7 @@ from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck import lifecycle
 from lowtide.leakcheck.ladder import SettlePolicy
 from lowtide.leakcheck.lifecycle import SCRIPT, Event, LifecycleRun
+from lowtide.leakcheck.metrics import Metric, shutdown_metrics
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.stages import announce
 from lowtide.reports.schema import Finding, Remedy, Subject
@@ -316,6 +317,22 @@ class KeepsThread(SmallLife):
         threading.Thread(target=self.stop.wait, args=(60,), name="forgotten-worker").start()
 
 
+class EndsItsThreadsOneAfterTheOther(SmallLife):
+    """Together they take longer than anything may stand still."""
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        for number in range(1, 5):
+            threading.Thread(target=time.sleep, args=(0.3 * number,)).start()
+
+
+def test_what_still_comes_back_is_waited_for() -> None:
+    assert 2 * SettlePolicy().stability < 4 * 0.3
+    subject, findings = found(EndsItsThreadsOneAfterTheOther)
+    assert findings == ()
+    assert [(item.resource, item.rung) for item in subject.returns] == [("threads", "settle")]
+
+
 def test_a_thread_that_runs_on_is_found_by_name() -> None:
     try:
         _, (finding,) = found(KeepsThread)
@@ -550,6 +567,36 @@ def test_what_each_life_keeps_within_the_tolerance_adds_up() -> None:
     _, (finding,) = found(KeepsALittleHostMemory, cycles=4)
     assert (finding.resource, finding.device) == ("host-memory", "cpu")
     assert 55 * MIB < finding.bytes < 70 * MIB
+
+
+class GivesBackInItsLastLife(KeepsALittleHostMemory):
+    lives = 0
+
+    def create(self) -> None:
+        super().create()
+        type(self).lives += 1
+        if self.lives == 4:
+            KEPT.clear()
+
+
+def test_what_some_lives_keep_within_the_tolerance_and_the_last_gives_back_is_clean() -> None:
+    GivesBackInItsLastLife.lives = 0
+    _, findings = found(GivesBackInItsLastLife, cycles=4)
+    assert findings == ()
+
+
+def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown: Metric[Any] = Metric("pinned", "cpu", lambda snapshot: None)
+    monkeypatch.setattr(lifecycle, "shutdown_metrics", lambda device: (*shutdown_metrics(device), unknown))
+    subject, findings = found(SmallLife, cycles=2)
+    assert findings == ()
+    assert [item.what for item in subject.not_measured] == ["pinned on cpu"]
+
+
+def test_a_run_records_nothing_when_it_is_over() -> None:
+    before = list(gc.callbacks)
+    found(SmallLife)
+    assert gc.callbacks == before
 
 
 class TakesWhatGarbageLeaves(SmallLife):
@@ -828,6 +875,39 @@ def test_ctrl_c_at_any_stage_ends_the_run_with_the_engine_shut_down(at: str) -> 
     assert {stage.cycle for stage in subject.stages} == {1}
     assert subject.reason == "interrupted in cycle 1"
     assert subject.outcome == "error"
+
+
+def test_ctrl_c_before_the_first_life_is_said_to_be_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(self: LifecycleRun) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LifecycleRun, "_open_device", interrupted)
+    subject = live(SmallLife, cycles=2).run()
+    assert (subject.outcome, subject.reason, subject.stages) == ("error", "interrupted before the first life", ())
+
+
+class IsNotCreatedTwice(Cycle):
+    """Its first life leaves garbage."""
+
+    lives = 0
+
+    def create(self) -> None:
+        type(self).lives += 1
+        if self.lives > 1:
+            raise ValueError("no second one")
+        super().create()
+
+
+def test_the_shutdown_of_a_life_that_did_not_come_about_begins_where_the_life_began() -> None:
+    IsNotCreatedTwice.lives = 0
+    gc.disable()
+    try:
+        subject, _ = found(IsNotCreatedTwice, cycles=2)
+    finally:
+        gc.enable()
+    first, (shutdown,) = subject.stages[: len(SHORT)], subject.stages[len(SHORT) :]
+    assert first[-1].after.tensors == first[0].before.tensors + 4000
+    assert shutdown.before.tensors == first[0].before.tensors
 
 
 @pytest.mark.parametrize("label", ["before cycle 2", "after shutdown"])
