@@ -61,7 +61,6 @@ class CounterReader:
         self._files: dict[int, tuple[int, int, str]] = {}
         self._functions: dict[str, tuple[int, ...]] = {}
         self._settings: Mapping[str, str] = MappingProxyType({})
-        self._driver_bytes: dict[int, tuple[object, int | None]] = {}
 
     def read(self, last: Counters | None = None) -> Counters:
         """All of them; or, in half of the time, only what may have changed since `last`.
@@ -148,26 +147,10 @@ class CounterReader:
             allocated = reserved = None
         amounts: dict[str, int | None] = {f"allocated {device}": allocated, f"reserved {device}": reserved}
         if self._driver is not None:
-            held = self._read_driver(torch, index)
+            # Each time: that as much is free on the card as before says nothing where other processes use it, too.
+            held = self._driver().read(index).process_bytes
             amounts[f"driver {device}"] = None if held is None or reserved is None else held - reserved - mapped
         return amounts
-
-    def _read_driver(self, torch: Any, index: int) -> int | None:
-        """What the driver counts for this process; it is asked only if what is free on the card has changed.
-
-        The free bytes are the whole card's and no measure of anything; but as long as they stand still to the byte, so
-        does this process, and asking for them takes a tenth of the time.
-        """
-        try:
-            free: object = torch.cuda.mem_get_info(index)
-        except RuntimeError:
-            free = object()
-        known = self._driver_bytes.get(index)
-        if known is None or known[0] != free:
-            assert self._driver is not None
-            known = (free, self._driver().read(index).process_bytes)
-            self._driver_bytes[index] = known
-        return known[1]
 
 
 def anonymous_bytes() -> int:

@@ -31,6 +31,7 @@ from lowtide.probes.counters import (
     describe_process_group,
     process_groups,
 )
+from lowtide.probes.device.driver import find_driver
 
 
 def read() -> Counters:
@@ -329,12 +330,13 @@ class Card:
     """Stands in for torch with one card, and for its driver; counts who is asked."""
 
     def __init__(self) -> None:
-        self.free = 1000
+        self.held = 1000
         self.asked: list[str] = []
         self.torch = ModuleType("torch")
         self.torch.cuda = SimpleNamespace(  # type: ignore[attr-defined]
             device_count=lambda: 1,
-            mem_get_info=lambda _: (self.free, 2000),
+            # Another process takes what this one gives back, and the other way round.
+            mem_get_info=lambda _: (500, 2000),
             memory_stats_as_nested_dict=self.stats,
         )
 
@@ -344,7 +346,7 @@ class Card:
 
     def read(self, index: int) -> SimpleNamespace:
         self.asked.append("driver")
-        return SimpleNamespace(process_bytes=2000 - self.free)
+        return SimpleNamespace(process_bytes=self.held)
 
 
 @pytest.fixture
@@ -363,25 +365,11 @@ def on_card(found: Counters) -> dict[str, int | None]:
     return {key: amount for key, amount in found.amounts.items() if key.endswith("cuda:0")}
 
 
-def test_the_driver_is_asked_anew_only_if_the_free_bytes_changed(card: Card) -> None:
+def test_a_card_has_what_torch_and_its_driver_count_for_this_process(card: Card) -> None:
     reader = card_reader(card)
     assert on_card(reader.read()) == {"allocated cuda:0": 10, "reserved cuda:0": 20, "driver cuda:0": 980}
-    assert reader.read().amounts["driver cuda:0"] == 980
-    assert card.asked.count("driver") == 1
-    card.free -= 100
-    assert reader.read().amounts["driver cuda:0"] == 1080
-    assert card.asked.count("driver") == 2
-
-
-def test_the_driver_is_asked_each_time_where_the_free_bytes_cannot_be_told(card: Card) -> None:
-    def fails(index: int) -> None:
-        raise RuntimeError
-
-    card.torch.cuda.mem_get_info = fails
-    reader = card_reader(card)
-    reader.read()
-    reader.read()
-    assert card.asked.count("driver") == 2
+    card.held -= 100
+    assert reader.read().amounts["driver cuda:0"] == 880
 
 
 def test_without_a_card_to_read_none_is_asked(card: Card) -> None:
@@ -397,7 +385,7 @@ def test_with_a_last_reading_the_card_s_amounts_are_taken_over_from_it(card: Car
     reader = card_reader(card)
     last = reader.read()
     card.asked.clear()
-    card.free -= 100
+    card.held -= 100
     assert on_card(reader.read(last)) == on_card(last)
     assert card.asked == []
 
@@ -408,3 +396,44 @@ def test_with_a_last_reading_all_else_is_read_anew(reader: CounterReader, thing:
     last = reader.read()
     with make() as name:
         assert name in reader.read(last).items[resource]
+
+
+NEIGHBOUR = """
+import sys, torch
+torch.cuda.init()
+torch.cuda.synchronize()
+print("ready", flush=True)
+sys.stdin.readline()
+kept = torch.empty(256 << 20, dtype=torch.uint8, device="cuda:0")
+torch.cuda.synchronize()
+print("taken", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
+def test_what_another_process_takes_meanwhile_is_not_counted_here() -> None:
+    """It takes as much as this one gives back, so that as much of the card is free as before."""
+    with contextlib.closing(find_driver()) as driver:
+        reader = CounterReader(lambda: driver)
+        kept = torch.empty(256 << 20, dtype=torch.uint8, device="cuda:0")
+        with subprocess.Popen(
+            [sys.executable, "-c", NEIGHBOUR], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as neighbour:
+            assert neighbour.stdin is not None
+            assert neighbour.stdout is not None
+            assert neighbour.stdout.readline() == "ready\n"
+            free = torch.cuda.mem_get_info(0)
+            before = reader.read().amounts["driver cuda:0"]
+            del kept
+            torch.cuda.empty_cache()
+            neighbour.stdin.write("\n")
+            neighbour.stdin.flush()
+            assert neighbour.stdout.readline() == "taken\n"
+            assert torch.cuda.mem_get_info(0) == free
+            after = reader.read().amounts["driver cuda:0"]
+            neighbour.communicate("\n")
+    assert before is not None
+    assert after is not None
+    assert abs(after - before) <= 8 << 20
