@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from lowtide.leakcheck.ladder import SettlePolicy, settle
 from lowtide.leakcheck.metrics import MIB
 
+DRIVER_PATIENCE = SettlePolicy(stability=4.0)
+"""A driver may be still for seconds before it gives anything back (vllm#43023); what never moves costs all of it."""
+
 RELEASE_SLACK = 8 * MIB
 """Bytes by which a driver's figure for a process may move by itself."""
 
@@ -43,5 +46,21 @@ def wait_for_release(read: Callable[[], int], held: int, dropped: int, policy: S
     started, first = time.perf_counter(), read()
     if first <= target:
         return None
-    left = settle(read, lambda now: now > target, operator.ne, first, policy)
+    left = wait_until_within(read, target, policy, first)
     return Late(first - left, time.perf_counter() - started) if left <= target else None
+
+
+def wait_until_within(read: Callable[[], int], allowed: int, policy: SettlePolicy, first: int | None = None) -> int:
+    """Until the driver counts no more than what is allowed, or does not move any more.
+
+    Args:
+        read: what the driver counts, in bytes.
+        allowed: bytes.
+        policy: how long to wait.
+        first: what it counted just now; read where it is not given.
+
+    Returns:
+        What it counted last.
+    """
+    now = read() if first is None else first
+    return now if now <= allowed else settle(read, lambda left: left > allowed, operator.ne, now, policy)

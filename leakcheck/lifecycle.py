@@ -17,7 +17,7 @@ from lowtide.leakcheck.growth import GrowthWatch
 from lowtide.leakcheck.interrupts import Interrupts
 from lowtide.leakcheck.judge import excesses, grouped, judge
 from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy, Step, climb, release
-from lowtide.leakcheck.late_release import wait_for_release
+from lowtide.leakcheck.late_release import DRIVER_PATIENCE, wait_for_release
 from lowtide.leakcheck.leftovers import Leftovers
 from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric, shutdown_metrics
 from lowtide.leakcheck.process_state import ProcessState
@@ -35,9 +35,6 @@ from lowtide.reports.schema import Finding, NotMeasured, Outcome, Return, Stage,
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
-
-DRIVER_PATIENCE = SettlePolicy(stability=4.0)
-"""A driver may be still for seconds before it gives anything back (vllm#43023); what never moves costs all of it."""
 
 _OF_GROUPS = ("driver", "file-descriptors", "threads")
 """What a process group holds besides itself."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,8 +16,9 @@ from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck import checked_life
 from lowtide.leakcheck.checked_life import Call, CheckedLife, Fault, LifeError, Lives
 from lowtide.leakcheck.faults import Seam
-from lowtide.leakcheck.ladder import Rung
+from lowtide.leakcheck.ladder import Rung, SettlePolicy
 from lowtide.leakcheck.target import Capabilities
+from lowtide.probes.counters import Counters
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
 
 Play = Callable[[CheckedLife], object]
@@ -631,3 +633,49 @@ def test_an_engine_that_can_little_is_asked_little() -> None:
         life.create()
         life.infer([3, 17], 2)
         life.close()
+
+
+def test_host_memory_that_is_nobodys_is_told() -> None:
+    class Hoards(SmallTarget):
+        def sleep(self, level: int, mode: str) -> None:
+            super().sleep(level, mode)
+            KEPT.append(mmap.mmap(-1, 128 * KIB * KIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+            KEPT[-1].write(b"x" * len(KEPT[-1]))
+
+    fails(Hoards, sleeps, "host-memory", "of host memory are nobody's after sleep")
+
+
+class CountingDriver:
+    """Counts prepared figures in MiB for a card, the last one for ever."""
+
+    def __init__(self, *counts: int) -> None:
+        self.counts = list(counts)
+
+    def read(self) -> Counters:
+        count = self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
+        return Counters({}, {"driver cuda:0": count * KIB * KIB}, {})
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_told"), [((164,), False), ((1200, 700, 164), False), ((165,), True), ((1200, 700, 165), True)]
+)
+def test_what_a_driver_counts_besides_is_told_if_it_stays(
+    counts: tuple[int, ...], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checked_life, "DRIVER_PATIENCE", SettlePolicy(stability=0.05, longest_pause=0.01))
+    with Lives(SmallTarget) as lives:
+        life = CheckedLife(lives)
+        monkeypatch.setattr(life, "_device", "cuda:0")
+        amounts = {**life._baseline.amounts, **CountingDriver(100).read().amounts}
+        monkeypatch.setattr(life, "_baseline", Counters({}, amounts, {}))
+        monkeypatch.setattr(life, "calls", [Call("sleep")])
+        monkeypatch.setattr(lives, "counters", CountingDriver(*counts))
+        monkeypatch.setattr(lives, "of_libraries", 0)
+        if is_told:
+            message = r"counts 65.0 MiB more on cuda:0 after sleep .*: 165.0 MiB outside .*, 100.0 MiB before"
+            with pytest.raises(LifeError, match=message) as caught:
+                life._check_ledger("sleep")
+            (finding,) = caught.value.findings
+            assert (finding.resource, finding.bytes) == ("driver", 65 * KIB * KIB)
+        else:
+            life._check_ledger("sleep")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.leakcheck.ladder import SettlePolicy
-from lowtide.leakcheck.late_release import wait_for_release
+from lowtide.leakcheck.late_release import wait_for_release, wait_until_within
 
 MIB = 1 << 20
 QUICK = SettlePolicy(stability=0.05, limit=0.5, first_pause=0.001, longest_pause=0.01)
@@ -51,3 +51,10 @@ def test_what_does_not_come_is_told_by_others(counts: tuple[int, ...]) -> None:
     driver = Driver(*counts)
     assert wait_for_release(driver, 1000 * MIB, 600 * MIB, QUICK) is None
     assert driver.asked > len(counts)
+
+
+@pytest.mark.parametrize(("counts", "left"), [((64,), 64), ((65, 65, 64), 64), ((1000, 700, 65), 65), ((10,), 10)])
+def test_what_a_driver_counts_is_waited_for_until_it_is_allowed(counts: tuple[int, ...], left: int) -> None:
+    driver = Driver(*counts)
+    assert wait_until_within(driver, 64 * MIB, QUICK) == left * MIB
+    assert (driver.asked > len(counts)) == (left > 64)
