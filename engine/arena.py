@@ -181,12 +181,9 @@ def tensor_over(raw: torch.Tensor, offset: int, shape: Sequence[int], dtype: tor
 
     Not a view: a view would keep `raw` itself alive as its base.
     """
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
     tensor = torch.empty(0, dtype=dtype, device=raw.device)
-    return tensor.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(shape), strides[::-1])
+    # Without strides it is laid out row by row.
+    return tensor.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(shape), ())
 
 
 def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:

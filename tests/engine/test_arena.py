@@ -254,3 +254,11 @@ def test_parts_go_back_one_by_one_from_the_end(monkeypatch: pytest.MonkeyPatch) 
     arena.unmap_to(size)
     assert (given_back, arena.mapped) == ([3 * size, 2 * size, size], size)
     arena.close()
+
+
+def test_an_arena_for_nothing_can_be_had_and_given_back() -> None:
+    pages = CpuPages()
+    arena = Arena("workspace", 0, pages)
+    assert (arena.capacity, arena.mapped) == (pages.granularity, 0)
+    assert arena.allocate((0, 3), torch.float32).shape == (0, 3)
+    arena.close()
