@@ -84,6 +84,27 @@ def test_a_life_that_cannot_be_shorter_stays() -> None:
     assert len(set(map(repr, engine.lives))) == len(engine.lives), "no life is lived twice"
 
 
+def test_halves_go_first_then_single_calls_then_pairs_from_the_end() -> None:
+    life = tuple(Call(name) for name in "abcde")
+    _, engine = shortened(life, lambda asked: tuple(asked) == life)
+    asked = ["".join(names(each)) for each in engine.lives]
+    assert asked == [
+        "abcde",
+        *("abc", "ade"),
+        *("abcd", "abce", "abde", "acde", "bcde"),
+        # Without d and e, and without b and c, were asked about above.
+        *("abe", "abd", "ace", "acd", "cde", "bde", "bce", "bcd"),
+    ]
+
+
+def test_where_a_part_was_left_out_it_goes_on_before_it() -> None:
+    life = [Call(name) for name in "abcdefgh"]
+    found, engine = shortened(life, has_in_order("a", "h"))
+    assert names(found) == ["a", "h"]
+    asked = ["".join(names(each)) for each in engine.lives]
+    assert asked == ["abcdefgh", "abcd", "efgh", "abcdef", "abcdgh", "abgh", "gh", "abg", "abh", "ah", "h", "", "a"]
+
+
 FULL = Call("create", {"config": {"graphs": True, "blocks": 16}})
 
 
@@ -194,3 +215,50 @@ def test_a_plainer_call_leaves_those_after_it_alone() -> None:
     assert found[0] == Call("wake")
     # What is plain already is not asked about again.
     assert len(set(map(repr, engine.lives))) == len(engine.lives)
+
+
+def simpler(call: Call) -> list[Call]:
+    """What is asked about instead of a call, as long as nothing else fails."""
+    _, engine = shortened([call], lambda asked: tuple(asked) == (call,))
+    # The whole life, and without its settings and faults.
+    return [life[0] for life in engine.lives if life != (call,)]
+
+
+def test_of_a_request_each_prompt_and_its_tokens_are_made_less() -> None:
+    def asked(lengths: list[int], tokens: int) -> Call:
+        return Call("infer", {"prompt_lengths": lengths, "max_tokens": tokens})
+
+    assert simpler(asked([40, 17], 4)) == [
+        *(asked([17], 4), asked([3, 17], 4), asked([17, 17], 4)),
+        *(asked([40], 4), asked([40, 3], 4)),
+        *(asked([40, 17], 1), asked([40, 17], 3)),
+    ]
+    assert simpler(asked([3], 2)) == [asked([3], 1)]
+    assert simpler(asked([3], 1)) == []
+
+
+def test_of_a_fault_none_the_first_and_the_one_before_are_tried() -> None:
+    def failing(at: int) -> Call:
+        return Call("step", fault=Fault("copy", at))
+
+    assert simpler(failing(5)) == [Call("step"), failing(0), failing(4)]
+    assert simpler(failing(1)) == [Call("step"), failing(0)]
+    assert simpler(failing(0)) == [Call("step")]
+
+
+def test_of_settings_all_go_then_each() -> None:
+    def made(**config: object) -> Call:
+        return Call("create", {"config": config} if config else {})
+
+    assert simpler(made(graphs=True, blocks=16)) == [made(), made(blocks=16), made(graphs=True)]
+
+
+def test_of_a_sleep_a_wake_and_an_abort_the_plainest_are_tried() -> None:
+    def asleep(level: int, mode: str) -> Call:
+        return Call("sleep", {"level": level, "mode": mode})
+
+    assert simpler(asleep(2, "abort")) == [asleep(1, "abort"), asleep(2, "wait")]
+    assert simpler(asleep(1, "wait")) == []
+    assert simpler(Call("wake", {"tags": ["weights"]})) == [Call("wake")]
+    assert simpler(Call("abort", {"count": 2})) == [Call("abort", {"count": 1})]
+    assert simpler(Call("abort", {"count": 1})) == []
