@@ -262,3 +262,22 @@ def test_of_a_sleep_a_wake_and_an_abort_the_plainest_are_tried() -> None:
     assert simpler(Call("wake", {"tags": ["weights"]})) == [Call("wake")]
     assert simpler(Call("abort", {"count": 2})) == [Call("abort", {"count": 1})]
     assert simpler(Call("abort", {"count": 1})) == []
+
+
+def test_every_call_of_a_life_is_made_plainer() -> None:
+    sleep = Call("sleep", {"level": 2, "mode": "abort"})
+    found, _ = shortened(
+        [sleep, Call("wake", {"tags": ["weights"]}), sleep],
+        lambda asked: names(asked) == ["sleep", "wake", "sleep"],
+    )
+    plain = Call("sleep", {"level": 1, "mode": "wait"})
+    assert found == (plain, Call("wake"), plain)
+
+
+def test_a_setting_that_only_one_create_needs_goes_from_the_other() -> None:
+    with_graphs = Call("create", {"config": {"graphs": True}})
+    found, _ = shortened(
+        [with_graphs, Call("shutdown"), with_graphs],
+        lambda asked: names(asked) == ["create", "shutdown", "create"] and slow((asked[-1],)),
+    )
+    assert found == (Call("create"), Call("shutdown"), with_graphs)
