@@ -70,6 +70,15 @@ def test_where_one_part_ends_the_next_one_begins(monkeypatch: pytest.MonkeyPatch
     assert (found.advice or "").startswith("what lies in arena 'its own' is lost in a sleep")
 
 
+def test_a_few_are_all_named() -> None:
+    tensors = {f"t{place}": torch.zeros(2) for place in range(3)}
+    known = survival(tensors)
+    for tensor in tensors.values():
+        tensor.fill_(1)
+    (found,) = known.after_wake("wake", tensors, {})
+    assert (found.count, found.holder) == (3, "t0, t1, t2")
+
+
 def test_many_are_counted_and_the_first_are_named() -> None:
     tensors = {f"t{place}": torch.zeros(2) for place in range(5)}
     known = survival(tensors)
