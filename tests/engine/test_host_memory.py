@@ -6,8 +6,9 @@ import gc
 
 import pytest
 
+from lowtide.engine import host_memory
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.host_memory import HUGE_PAGE, HostBuffer
+from lowtide.engine.host_memory import HostBuffer
 from lowtide.engine.pages.cpu import CpuPages
 
 MIB = 1 << 20
@@ -19,9 +20,14 @@ def test_more_than_there_are_addresses_is_refused_with_its_bytes() -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_buffer_begins_at_a_huge_page_and_can_be_used_to_its_end() -> None:
+@pytest.mark.parametrize("huge_page", [host_memory.HUGE_PAGE, 64 * MIB])
+def test_a_buffer_begins_at_a_huge_page_and_can_be_used_to_its_end(
+    huge_page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of a size at which no kernel begins a mapping by itself, too.
+    monkeypatch.setattr(host_memory, "HUGE_PAGE", huge_page)
     buffer = HostBuffer("offload", 3 * MIB + 1, MIB, CpuPages())
-    assert buffer.address % HUGE_PAGE == 0
+    assert buffer.address % huge_page == 0
     whole = buffer.tensor(0, buffer.size)
     assert whole.data_ptr() == buffer.address
     assert int(whole.fill_(1).sum()) == buffer.size >= 3 * MIB + 1
