@@ -20,7 +20,7 @@ def test_more_than_there_are_addresses_is_refused_with_its_bytes() -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-@pytest.mark.parametrize("huge_page", [host_memory.HUGE_PAGE, 64 * MIB])
+@pytest.mark.parametrize("huge_page", [host_memory.HUGE_PAGE, 99 * MIB])
 def test_a_buffer_begins_at_a_huge_page_and_can_be_used_to_its_end(
     huge_page: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
