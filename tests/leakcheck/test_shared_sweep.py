@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,7 +73,7 @@ def test_it_says_what_one_process_says_and_what_a_life_does_to_its_process_is_fo
     ended = bad["create"]
     assert (ended.kind, ended.points, ended.raised, ended.life) == ("map", 3, 2, (Call("create", {}, Fault("map", 2)),))
     (finding,) = ended.findings
-    assert finding.message == "the process ended by itself (exit code 3) when map number 2 failed in create"
+    assert finding.message == "map number 2 failed in create, and the process ended by itself (exit code 3)"
     # One in which nothing works any more.
     spoiled = bad["wake from 1"]
     assert (spoiled.kind, spoiled.points, spoiled.raised) == ("map", 2, 1)
@@ -134,6 +137,49 @@ def test_a_process_that_ended_is_not_waited_for_because_a_child_of_it_has_not(
     assert [(item.stage, item.points, item.life) for item in bad] == [
         ("create", 2, (Call("create", {}, Fault("map", 0)),))
     ]
+
+
+class WaitsForNobody(Bare):
+    """And has a process of its own that does, too."""
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        try:
+            super().create(config)
+        except MemoryError:
+            child = subprocess.Popen(["sleep", "120"])
+            Path(os.environ["LOWTIDE_TEST_CHILD"]).write_text(str(child.pid))
+            self.join_worker()
+
+    def join_worker(self) -> None:
+        threading.Event().wait()
+
+
+def test_a_life_that_does_not_end_is_told_with_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HANG_S", 0.5)
+    monkeypatch.setenv("LOWTIDE_TEST_CHILD", str(tmp_path / "pid"))
+    (bad,) = [item for item in shared(WaitsForNobody, "map", jobs=1) if item.findings]
+    assert (bad.stage, bad.points, bad.raised, bad.life) == ("create", 2, 0, (Call("create", {}, Fault("map", 0)),))
+    (finding,) = bad.findings
+    said = (
+        r"map number 0 failed in create, and the life had not ended after [\d.]+ s: "
+        r"it stood in wait \(threading.py:\d+\), called by wait \(threading.py:\d+\), "
+        r"called by join_worker \(test_shared_sweep.py:\d+\), called by create .*"
+    )
+    assert re.fullmatch(said, finding.message)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        assert psutil.Process(int((tmp_path / "pid").read_text())).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("seconds", "limit"), [(0.0, 300.0), (30.0, 300.0), (31.0, 310.0)])
+def test_a_life_may_take_ten_times_as_long_as_without_a_fault(seconds: float, limit: float) -> None:
+    points = module._Points(Stage("create", (), Call("create")), "map", Lived(3), seconds)
+    assert module._Question(0, points, 2).limit == limit
+    # How long it takes without one nobody knows.
+    assert module._Question(0, points, None).limit is None
+
+
+def test_where_it_stood_is_unknown_where_nothing_was_written() -> None:
+    assert module.where_it_stood("") == "it did not say where it stood"
 
 
 def test_how_a_process_ended_is_told_by_name_where_there_is_one() -> None:
