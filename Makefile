@@ -23,7 +23,8 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 2
 # Apart, because what goes through the whole heap takes five times as long where torch is loaded.
 WITHOUT_TORCH := $(shell grep -LE 'torch|transformers|small_target|checked_life' tests/probes/test_*.py tests/leakcheck/test_*.py tests/reports/test_*.py)
 # Last, because torch's compiler and transformers make the heap twice as large for all that is run after them.
-LOADING_MORE := $(shell grep -lE 'torch\.compile|COMPILED|import transformers|from transformers' tests/*/test_*.py)
+LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
+	'torch\.compile|COMPILED|FakeTensorMode|torch\.profiler|import transformers|from transformers' tests/*/test_*.py)
 WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(wildcard tests/*/test_*.py))
 
 test: $(STAMP)
