@@ -23,7 +23,7 @@ import torch
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck import lifecycle
-from lowtide.leakcheck.ladder import SettlePolicy
+from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy
 from lowtide.leakcheck.lifecycle import SCRIPT, Event, LifecycleRun
 from lowtide.leakcheck.metrics import Metric, shutdown_metrics
 from lowtide.probes.device.driver.none import NoDriver
@@ -552,6 +552,28 @@ def test_what_only_the_last_rungs_give_back_has_them_as_its_remedy() -> None:
     assert finding.remedy.action.startswith("malloc_trim(0)")
     # All of it; what was found missing is less by what else came and went.
     assert finding.remedy.returns_bytes > 100 * MIB
+
+
+@functools.lru_cache(maxsize=4)
+def table(owner: object) -> mmap.mmap:
+    return touched(64 * MIB)
+
+
+class CachesHostMemory(SmallLife):
+    """In which there is no tensor that would lead to the cache."""
+
+    def create(self) -> None:
+        super().create()
+        table(object())
+
+
+def test_what_cleared_caches_give_back_has_them_as_its_remedy() -> None:
+    table.cache_clear()
+    _, (finding,) = found(CachesHostMemory, cycles=2)
+    assert finding.resource == "host-memory"
+    assert finding.remedy is not None
+    assert finding.remedy.action == ACTIONS[Rung.CLEAR_CACHES]
+    assert finding.remedy.returns_bytes > 60 * MIB
 
 
 class KeepsALittleHostMemory(SmallLife):
