@@ -665,6 +665,25 @@ def test_garbage_of_an_earlier_life_hides_no_leak_of_its_size() -> None:
     assert finding.bytes > 48 * MIB
 
 
+class LeavesAProcessGroup(SmallLife):
+    """Which has descriptors open."""
+
+    lives = 0
+
+    def create(self) -> None:
+        super().create()
+        type(self).lives += 1
+        if self.lives == 2:
+            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+
+
+def test_what_a_process_group_holds_is_told_with_it_alone() -> None:
+    LeavesAProcessGroup.lives = 0
+    _, findings = found(LeavesAProcessGroup, cycles=2)
+    assert not torch.distributed.is_initialized()
+    assert [finding.resource for finding in findings] == ["process-groups"]
+
+
 class SwapsDescriptors(SmallLife):
     def create(self) -> None:
         super().create()
