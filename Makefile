@@ -25,7 +25,7 @@ WITHOUT_TORCH := $(shell grep -LE 'torch|transformers|small_target|checked_life'
 # Last, because torch's compiler and transformers make the heap twice as large for all that is run after them.
 LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
 	'torch\.compile|COMPILED|FakeTensorMode|torch\.profiler|import transformers|from transformers' tests/*/test_*.py)
-WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(wildcard tests/*/test_*.py))
+WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(sort $(shell find tests -name "test_*.py")))
 
 test: $(STAMP)
 	$(PYTEST) $(WITHOUT_TORCH)
