@@ -211,7 +211,8 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
         outcome="leak" if findings else "error" if unknown else "clean",
         reason=unknown,
         findings=tuple(findings.values()),
-        not_measured=subjected.not_measured,
+        # The same of each stage.
+        not_measured=(*subjected.not_measured, *dict.fromkeys(each for dead in killed for each in dead.not_measured)),
     )
     life = next((item.life for item in swept if item.findings), ())
     return subject, as_program(life, subjected.source) if life else "", table

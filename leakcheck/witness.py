@@ -25,12 +25,13 @@ from lowtide.leakcheck.checked_life import Call, simplest
 from lowtide.leakcheck.fault_sweep import Stage, stages
 from lowtide.leakcheck.faults import Injection, Kind, injecting
 from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.shared_card import CardUse, card_use, grown_by_nobody_else
 from lowtide.leakcheck.shared_memory import MadeSegments
 from lowtide.leakcheck.source import Source, start_program
 from lowtide.leakcheck.target import Capabilities, TargetError, TargetFactory, make_target
-from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.driver import Driver, DriverError
 from lowtide.probes.host import mapped_shared_memory
-from lowtide.reports.schema import Finding, Resource
+from lowtide.reports.schema import Finding, NotMeasured, Resource
 from lowtide.reports.sizes import format_amount, format_bytes
 
 PATIENCE_S = 10.0
@@ -40,10 +41,12 @@ START_S = 300.0
 """How long a process may take to come to the middle of its stage, in seconds."""
 
 DRIVER_TOLERANCE = 64 << 20
-"""Bytes by which what a card counts for all its processes may have moved by itself."""
+"""Bytes by which what a card has in use may have moved by itself, as by the contexts of other processes."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 _STANDING = "lowtide-standing "
+_MARK = "LOWTIDE_WITNESS"
+"""The variable by which a process is known that has been started by a killed one, whoever its parent is by now."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +58,14 @@ class Killed:
         at: after how many of its fault points it was killed.
         points: how many it has.
         findings: what stayed.
+        not_measured: what could not be looked at.
     """
 
     stage: str
     at: int
     points: int
     findings: tuple[Finding, ...]
+    not_measured: tuple[NotMeasured, ...] = ()
 
 
 def kill_in_each_stage(
@@ -157,30 +162,35 @@ def _perform(target: Any, call: Call) -> None:
 
 def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
     before = _segments()
-    used = _card_used(device, driver)
+    card = _Card(device, driver)
     with ExitStack() as stack:
         # Engines say a lot: what nobody reads must not stop them, and what is read must not wait in a buffer.
         errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
         # Its temporary files have nobody else to remove them.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True))
         process = stack.enter_context(
-            start_program(program, env={"TMPDIR": folder}, stdout=subprocess.PIPE, stderr=errors, bufsize=0)
+            start_program(
+                program, env={"TMPDIR": folder, _MARK: folder}, stdout=subprocess.PIPE, stderr=errors, bufsize=0
+            )
         )
         try:
             told = _wait_until_it_stands(process, errors, stage.name)
-            children = psutil.Process(process.pid).children(recursive=True)
-            pids = [process.pid, *(child.pid for child in children)]
+            started = {*psutil.Process(process.pid).children(recursive=True), *_marked(folder, process.pid)}
+            pids = [process.pid, *(child.pid for child in started)]
+            card.is_used_by(pids)
             segments = (_segments() - before) & (
                 mapped_shared_memory(pids) | set(told["segments"]) | _numbered(_segments(), pids)
             )
         finally:
             process.kill()
         process.wait()
-        findings = _what_stays(stage.name, children, segments, device, used, driver)
-        _end(children)
+        # What they have started since, too.
+        started |= _marked(folder, process.pid)
+        findings = _what_stays(stage.name, started, segments, card)
+        _end(started)
         for name in segments:
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
-    return Killed(stage.name, told["at"], told["points"], tuple(findings))
+    return Killed(stage.name, told["at"], told["points"], tuple(findings), card.not_measured)
 
 
 def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], stage: str) -> dict[str, Any]:
@@ -204,15 +214,54 @@ def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], sta
     raise TargetError(f"the process that was to be killed in {stage} was not there after {START_S:g} s")
 
 
-def _what_stays(
-    stage: str, children: Sequence[psutil.Process], segments: set[str], device: str, used: int, driver: Driver
-) -> list[Finding]:
+class _Card:
+    """The card of an engine that will be killed, beside its neighbours; on a CPU none, of which nothing stays.
+
+    Attributes:
+        device: its name.
+        not_measured: why nothing is known of it, where that is so.
+    """
+
+    def __init__(self, device: str, driver: Driver) -> None:
+        self.device = device
+        self.not_measured: tuple[NotMeasured, ...] = ()
+        self._driver = driver
+        self._own: set[int] = set()
+        self._told_apart = False
+        self._before = self._use()
+
+    def is_used_by(self, pids: Sequence[int]) -> None:
+        """Take these processes for the engine's: all others are neighbours."""
+        now = self._use()
+        self._own.update(pids)
+        self._told_apart = now is not None and not self._own.isdisjoint(now.processes)
+
+    def grown(self) -> int:
+        """Bytes that it has in use since the start and no neighbour took."""
+        now = self._use()
+        if self._before is None or now is None:
+            return 0
+        return grown_by_nobody_else(self._before, now, self._own, told_apart=self._told_apart)
+
+    def _use(self) -> CardUse | None:
+        if self.device == "cpu" or self.not_measured:
+            return None
+        try:
+            return card_use(self._driver, int(self.device.partition(":")[2]))
+        except DriverError as error:
+            what = f"what killed processes leave on {self.device}"
+            self.not_measured = (NotMeasured(what=what, why=str(error)),)
+            return None
+
+
+def _what_stays(stage: str, started: set[psutil.Process], segments: set[str], card: _Card) -> list[Finding]:
     """What is still there when the kernel and the driver have had their time."""
     deadline = time.monotonic() + PATIENCE_S
+    device = card.device
     while True:
-        alive = [child for child in children if _is_alive(child)]
+        alive = [child for child in started if _is_alive(child)]
         left = segments & _segments()
-        grown = _card_used(device, driver) - used
+        grown = card.grown()
         if not (alive or left or grown > DRIVER_TOLERANCE) or time.monotonic() > deadline:
             break
         time.sleep(0.05)
@@ -234,7 +283,7 @@ def _what_stays(
     return found
 
 
-def _end(children: Sequence[psutil.Process]) -> None:
+def _end(children: set[psutil.Process]) -> None:
     """Kill them, and see them end."""
     for child in children:
         with suppress(psutil.NoSuchProcess):
@@ -270,11 +319,15 @@ def _numbered(names: set[str], pids: Sequence[int]) -> set[str]:
     return {name for name in names if numbers & set(re.findall(r"\d+", name))}
 
 
-def _card_used(device: str, driver: Driver) -> int:
-    """Bytes in use on the card, by all processes; 0 where the driver does not tell, or there is no card."""
-    if device == "cpu":
-        return 0
-    return driver.read(int(device.partition(":")[2])).card_used or 0
+def _marked(mark: str, besides: int) -> set[psutil.Process]:
+    """The processes that have a mark in their environment: also those that have left their parent."""
+    found = set()
+    for process in psutil.process_iter():
+        # Of another user's, nobody is told the environment.
+        with suppress(psutil.Error, OSError):
+            if process.pid != besides and process.environ().get(_MARK) == mark:
+                found.add(process)
+    return found
 
 
 def _is_alive(child: psutil.Process) -> bool:

@@ -24,8 +24,9 @@ from lowtide.leakcheck.faults import Seam
 from lowtide.leakcheck.source import Source
 from lowtide.leakcheck.target import Capabilities, TargetError
 from lowtide.leakcheck.witness import Killed, kill_in_each_stage
-from lowtide.probes.device.driver import DriverReading
+from lowtide.probes.device.driver import Driver, DriverReading
 from lowtide.probes.device.driver.none import NoDriver
+from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import SmallTarget
 
 NO_DRIVER = NoDriver("a test")
@@ -80,6 +81,20 @@ class Tidy(Bare):
         self.segment.unlink()
 
 
+LEAVES_ITS_PARENT = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], start_new_session=True)
+"""
+
+
+class Daemon(Bare):
+    """A process that is nobody's child any more when its maker is killed."""
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        subprocess.run([sys.executable, "-c", LEAVES_ITS_PARENT], check=True)
+        super().create(config)
+
+
 class Chatty(Bare):
     """Says more than a pipe holds, and several lines at a time."""
 
@@ -131,6 +146,15 @@ def test_a_child_that_runs_on_and_a_segment_that_stays_are_named_and_ended() -> 
     assert not Path("/dev/shm", segment.holder).exists()
 
 
+def test_a_process_that_has_left_its_parent_is_named_and_ended() -> None:
+    (found,) = killed(Daemon)[0].findings
+    assert (found.resource, found.cause, found.stage) == ("processes", "not-restored", "create")
+    pids = [int(word.split()[0]) for word in found.message.rpartition(": ")[2].split(", ")]
+    # Of the two lives in that process, one each.
+    assert len(pids) == found.count == 2
+    assert not any(module._is_alive(child) for child in psutil.process_iter() if child.pid in pids)
+
+
 class GivesBackLate:
     """A card that counts more for a while."""
 
@@ -142,6 +166,33 @@ class GivesBackLate:
     def read(self, device_index: int) -> DriverReading:
         used = self._used.pop(0) if len(self._used) > 1 else self._used[0]
         return DriverReading(f"cuda:{device_index}", "a test", None, used, None, "")
+
+    def processes(self, device_index: int) -> Mapping[int, int | None]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+class Shared:
+    """A card on which a neighbour takes a GiB when a killed process stands, whose own memory stays or not."""
+
+    name = "a test"
+
+    def __init__(self, stays: int) -> None:
+        self._stays = stays
+        self._asked = 0
+
+    def read(self, device_index: int) -> DriverReading:
+        self._asked += 1
+        # The second time it stands.
+        used = {1: 1000, 2: (1 << 30) + 2000}.get(self._asked, (1 << 30) + 1000 + self._stays)
+        return DriverReading(f"cuda:{device_index}", "a test", None, used, None, "")
+
+    def processes(self, device_index: int) -> Mapping[int, int | None]:
+        if self._asked == 1:
+            return {}
+        own = {child.pid: 1000 for child in psutil.Process().children()} if self._asked == 2 else {}
+        return {1: 1 << 30, **own}
 
     def close(self) -> None: ...
 
@@ -198,12 +249,51 @@ def test_a_target_that_cannot_be_driven_at_all_is_no_result(monkeypatch: pytest.
 
 
 def test_memory_that_a_card_still_counts_is_found_and_what_comes_back_late_is_not() -> None:
-    late = GivesBackLate(1 << 30, 1 << 30, 1000)
-    assert module._what_stays("wake", [], set(), "cuda:0", 1000, late) == []
-    (finding,) = module._what_stays("wake", [], set(), "cuda:0", 1000, GivesBackLate(1 << 30))
+    late = module._Card("cuda:0", GivesBackLate(1000, 1 << 30, 1 << 30, 1000))
+    assert module._what_stays("wake", set(), set(), late) == []
+    (finding,) = module._what_stays("wake", set(), set(), module._Card("cuda:0", GivesBackLate(1000, 1 << 30)))
     assert (finding.resource, finding.device, finding.bytes) == ("driver", "cuda:0", (1 << 30) - 1000)
     # On a CPU no card is asked.
-    assert module._what_stays("wake", [], set(), "cpu", 0, GivesBackLate(1 << 30)) == []
+    assert module._what_stays("wake", set(), set(), module._Card("cpu", GivesBackLate(0, 1 << 30))) == []
+
+
+class OnCard(Bare):
+    capabilities = Capabilities(device="cuda:0")
+
+
+def killed_on_card(driver: Driver) -> Killed:
+    source = Source([f"from {__name__} import OnCard"], "OnCard")
+    return next(kill_in_each_stage(source, OnCard.capabilities, config={}, driver=driver))
+
+
+def test_what_a_neighbour_takes_meanwhile_is_not_what_a_killed_process_left() -> None:
+    assert killed_on_card(Shared(stays=0)).findings == ()
+
+
+def test_what_a_killed_process_left_is_found_beside_a_neighbour() -> None:
+    (finding,) = killed_on_card(Shared(stays=100 << 20)).findings
+    assert (finding.resource, finding.bytes) == ("driver", 100 << 20)
+
+
+def test_a_card_of_which_the_driver_does_not_tell_is_not_measured() -> None:
+    found = killed_on_card(NO_DRIVER)
+    assert found.findings == ()
+    (missing,) = found.not_measured
+    assert missing.what == "what killed processes leave on cuda:0"
+    assert missing.why == "no driver to ask: a test"
+
+
+def test_what_is_not_measured_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = NotMeasured(what="what killed processes leave on cuda:0", why="a test")
+    dead = [Killed(stage, 1, 2, (), (missing,)) for stage in ("create", "wake")]
+    monkeypatch.setattr(fuzz_command, "kill_in_each_stage", lambda *args, **settings: iter(dead))
+    monkeypatch.setattr(fuzz_command, "sweep", lambda *args, **settings: iter([]))
+    subject, _, table = fuzz_command.fail_all(
+        fuzz_command.named_target(f"{__name__}:Bare"), console=Console(quiet=True)
+    )
+    assert (subject.outcome, subject.not_measured) == ("clean", (missing,))
+    said = [str(line) for line in fuzz_command.verdict(subject, table)]
+    assert "not judged: what killed processes leave on cuda:0 (a test)" in said
 
 
 def test_a_process_that_does_not_come_there_is_told_with_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:

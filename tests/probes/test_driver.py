@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,6 +125,19 @@ def test_a_process_that_nvml_lists_without_its_memory_is_unknown(nvml: FakeNvml)
 def test_a_process_that_computes_and_draws_counts_once(nvml: FakeNvml) -> None:
     nvml.compute[0] = nvml.graphics[0] = [(OWN, 30 * MIB)]
     assert NvmlDriver(nvml).read(0).process_bytes == 30 * MIB
+
+
+def test_nvml_lists_all_processes_with_their_bytes(nvml: FakeNvml) -> None:
+    nvml.compute[1] = [(7, 30 * MIB), (8, 5 * MIB), (7, 2 * MIB), (9, None)]
+    nvml.graphics[1] = [(8, 6 * MIB), (9, 4 * MIB), (10, 1 * MIB)]
+    driver = NvmlDriver(nvml)
+    assert driver.processes(1) == {7: 32 * MIB, 8: 6 * MIB, 9: None, 10: 1 * MIB}
+    assert driver.processes(0) == {}
+    nvml.failing["compute"] = "not permitted"
+    assert driver.processes(1) == {}
+    nvml.failing.clear()
+    driver.close()
+    assert driver.processes(1) == {}
 
 
 def test_a_process_that_only_draws_counts(nvml: FakeNvml) -> None:
@@ -310,6 +325,19 @@ def test_a_process_that_amdsmi_lists_without_its_memory_is_unknown(amdsmi: FakeA
     assert AmdsmiDriver(amdsmi).read(0).process_bytes is None
 
 
+def test_amdsmi_lists_all_processes_with_their_bytes(amdsmi: FakeAmdsmi) -> None:
+    several = [(7, 30 * MIB), (8, 5 * MIB), (7, 2 * MIB), (9, "N/A"), (9, 4 * MIB)]
+    amdsmi.processes["second"] = [amd_process(pid, amount) for pid, amount in several]
+    driver = AmdsmiDriver(amdsmi)
+    assert driver.processes(0) == {7: 32 * MIB, 8: 5 * MIB, 9: None}
+    assert driver.processes(7) == {}
+    amdsmi.failing["processes"] = "not permitted"
+    assert driver.processes(0) == {}
+    amdsmi.failing.clear()
+    driver.close()
+    assert driver.processes(0) == {}
+
+
 def test_once_torch_runs_the_place_on_the_bus_decides(amdsmi: FakeAmdsmi, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_with_a_context(monkeypatch, pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
     assert AmdsmiDriver(amdsmi).read(0).card_used == 100 * MIB
@@ -400,6 +428,7 @@ def test_no_driver_says_that_it_does_not_know_and_why() -> None:
     assert (reading.device, reading.source) == ("cuda:2", "none")
     assert (reading.process_bytes, reading.card_used, reading.card_total) == (None, None, None)
     assert "nothing here" in reading.note
+    assert NoDriver("nothing here").processes(2) == {}
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists(), reason="this machine has a driver")
@@ -443,3 +472,23 @@ def test_on_a_card_the_driver_sees_what_torch_reserves() -> None:
     assert after.card_total is not None
     assert after.card_used is not None
     assert after.process_bytes <= after.card_used <= after.card_total
+
+
+@pytest.mark.cuda
+@needs_card
+def test_on_a_card_the_driver_lists_this_process_and_another() -> None:
+    torch.zeros(1, device="cuda")
+    takes = "import sys, torch; torch.zeros(1, device='cuda'); print('ready', flush=True); sys.stdin.read()"
+    with (
+        contextlib.closing(find_driver()) as driver,
+        subprocess.Popen(
+            [sys.executable, "-c", takes], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as other,
+    ):
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        listed = driver.processes(0)
+        other.communicate()
+        assert listed[OWN] == driver.read(0).process_bytes
+        assert (listed[other.pid] or 0) > 100 * MIB
+        assert other.pid not in driver.processes(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,12 @@ class Driver(Protocol):
 
     def read(self, device_index: int) -> DriverReading:
         """Reads one card, by torch's index; never raises: what cannot be read is None, with a note."""
+
+    def processes(self, device_index: int) -> Mapping[int, int | None]:
+        """Bytes on one card by process identifier, of all processes that the driver lists; never raises.
+
+        None where it lists one without its memory. Empty where it lists none, or does not tell.
+        """
 
     def close(self) -> None:
         """Lets go of the library; legal twice."""

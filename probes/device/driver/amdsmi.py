@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import io
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from lowtide.probes.device.driver import DriverError, DriverReading
@@ -72,23 +73,36 @@ class AmdsmiDriver:
             held, note = None, f"amdsmi: {error}"
         return DriverReading(device, self.name, held, used, size, note)
 
+    def processes(self, device_index: int) -> Mapping[int, int | None]:
+        """Bytes on one card by process identifier; empty where amdsmi does not tell."""
+        if not self._open:
+            return {}
+        try:
+            return self._listed(self._handle(device_index))
+        except (self._amdsmi.AmdSmiException, DriverError):
+            return {}
+
     def _process_bytes(self, handle: Any, device_index: int) -> tuple[int | None, str]:
         pid = os.getpid()
-        processes = []
-        for entry in self._amdsmi.amdsmi_get_gpu_process_list(handle):
-            # Up to ROCm 6.0 the list holds handles, to be asked one by one; since then what they say.
-            facts = entry if type(entry) is dict else self._amdsmi.amdsmi_get_gpu_process_info(handle, entry)
-            if facts["pid"] == pid:
-                processes.append(facts)
-        if not processes:
+        listed = self._listed(handle)
+        if pid not in listed:
             torch = initialized_torch()
             if torch is not None and has_context(torch, device_index):
                 return None, f"amdsmi does not list process {pid}, which has a context: another PID namespace?"
             return 0, ""
-        held = [facts["memory_usage"]["vram_mem"] for facts in processes]
-        if any(type(amount) is not int for amount in held):  # "N/A"
+        if listed[pid] is None:
             return None, "amdsmi lists this process without its memory"
-        return sum(held), ""
+        return listed[pid], ""
+
+    def _listed(self, handle: Any) -> dict[int, int | None]:
+        found: dict[int, int | None] = {}
+        for entry in self._amdsmi.amdsmi_get_gpu_process_list(handle):
+            # Up to ROCm 6.0 the list holds handles, to be asked one by one; since then what they say.
+            facts = entry if type(entry) is dict else self._amdsmi.amdsmi_get_gpu_process_info(handle, entry)
+            amount, before = facts["memory_usage"]["vram_mem"], found.get(facts["pid"], 0)
+            # "N/A" where it is not known.
+            found[facts["pid"]] = None if before is None or type(amount) is not int else before + amount
+        return found
 
     def _handle(self, device_index: int) -> Any:
         """The card behind torch's index: by its place on the bus, else by what the visible-devices variables say."""

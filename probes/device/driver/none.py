@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lowtide.probes.device.driver import DriverReading
 
 
@@ -16,6 +18,10 @@ class NoDriver:
     def read(self, device_index: int) -> DriverReading:
         """Everything unknown."""
         return DriverReading(f"cuda:{device_index}", self.name, None, None, None, f"no driver to ask: {self._reason}")
+
+    def processes(self, device_index: int) -> Mapping[int, int | None]:
+        """None known."""
+        return {}
 
     def close(self) -> None:
         """Nothing to let go of."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lowtide.probes.device.driver import DriverError, DriverReading
@@ -73,19 +73,35 @@ class NvmlDriver:
             held, note = None, f"NVML: {error}"
         return DriverReading(device, self.name, held, int(memory.used), int(memory.total), note)
 
+    def processes(self, device_index: int) -> Mapping[int, int | None]:
+        """Bytes on one card by process identifier; empty where NVML does not tell."""
+        if not self._open:
+            return {}
+        try:
+            return self._listed(self._handle(device_index))
+        except (self._nvml.NVMLError, DriverError):
+            return {}
+
     def _process_bytes(self, handle: Any, device_index: int) -> tuple[int | None, str]:
         pid = os.getpid()
-        compute = _own(self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle), pid)
-        graphics = _own(self._nvml.nvmlDeviceGetGraphicsRunningProcesses_v3(handle), pid)
-        if not compute and not graphics:
+        listed = self._listed(handle)
+        if pid not in listed:
             torch = initialized_torch()
             if torch is not None and has_context(torch, device_index):
                 return None, f"NVML does not list process {pid}, which has a context: another PID namespace?"
             return 0, ""
-        if any(used is None for used in compute + graphics):
+        if listed[pid] is None:
             return None, "NVML lists this process without its memory (a permission, or a driver model without it)"
+        return listed[pid], ""
+
+    def _listed(self, handle: Any) -> dict[int, int | None]:
+        compute = _by_process(self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
+        graphics = _by_process(self._nvml.nvmlDeviceGetGraphicsRunningProcesses_v3(handle))
         # A process that does both is in both lists with all its memory, not with a share in each.
-        return max(sum(filter(None, compute)), sum(filter(None, graphics))), ""
+        return {
+            pid: _unless_unknown(max, [each[pid] for each in (compute, graphics) if pid in each])
+            for pid in {**compute, **graphics}
+        }
 
     def _handle(self, device_index: int) -> Any:
         """The card behind torch's index, which CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER make another than NVML's."""
@@ -111,9 +127,15 @@ class NvmlDriver:
         raise DriverError(f"NVML knows no card with the UUID {wanted}")
 
 
-def _own(processes: Iterable[Any], pid: int) -> list[int | None]:
-    return [
-        None if process.usedGpuMemory is None else int(process.usedGpuMemory)
-        for process in processes
-        if process.pid == pid
-    ]
+def _by_process(entries: Iterable[Any]) -> dict[int, int | None]:
+    """What one of NVML's lists says of each process; one with several contexts stands in it several times."""
+    found: dict[int, list[int | None]] = {}
+    for entry in entries:
+        used = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
+        found.setdefault(int(entry.pid), []).append(used)
+    return {pid: _unless_unknown(sum, amounts) for pid, amounts in found.items()}
+
+
+def _unless_unknown(combine: Callable[[Iterable[int]], int], amounts: Sequence[int | None]) -> int | None:
+    known = [amount for amount in amounts if amount is not None]
+    return combine(known) if len(known) == len(amounts) else None
