@@ -119,6 +119,8 @@ class Lives:
         # What libraries take from the driver for an engine at work, such as a communicator of NCCL: at most, in bytes.
         self.of_libraries = 0
         self.counters = CounterReader(self._ask_driver)
+        # What could not be judged, once each.
+        self.not_measured: dict[NotMeasured, None] = {}
         # By prompt length: how many tokens were asked for, and what came.
         self._tokens: dict[int, tuple[int, tuple[int, ...]]] = {}
 
@@ -220,7 +222,6 @@ class CheckedLife:
         self.model = LifeModel(self._capabilities)
         self.calls: list[Call] = []
         self.points = 0
-        self.not_measured: tuple[NotMeasured, ...] = ()
         self._open()
 
     @property
@@ -576,11 +577,18 @@ class CheckedLife:
         left = anonymous_bytes() - (self._baseline.amounts.get("host-memory") or 0) - host
         if left > host_memory_tolerance([self._device]):
             self._fail("host-memory", f"{format_bytes(left)} of host memory are nobody's after {name}", amount=left)
-        then = self._baseline.amounts.get(f"driver {self._device}")
-        if then is None:
+        if self._device == "cpu":
+            return
+        place = f"driver {self._device}"
+        now = self._lives.counters.read()
+        then, first = self._baseline.amounts.get(place), now.amounts.get(place)
+        if then is None or first is None:
+            why = now.untold.get(place) or self._baseline.untold.get(place) or "this process has not used the card"
+            self._lives.not_measured[NotMeasured(what=place, why=why)] = None
             return
         allowed = then + self._lives.of_libraries + DRIVER_TOLERANCE
-        left = wait_until_within(self._outside, allowed, DRIVER_PATIENCE)
+        # What it does not tell any more is not back for that.
+        left = wait_until_within(lambda: self._outside(first), allowed, DRIVER_PATIENCE, first)
         if left > allowed:
             said = (
                 f"the driver counts {format_bytes(left - then)} more on {self._device} after {name} that nobody has: "
@@ -588,14 +596,16 @@ class CheckedLife:
             )
             self._fail("driver", said, amount=left - then)
 
-    def _outside(self) -> int:
-        """Bytes that the driver counts for this process beyond arenas and torch's segments; 0 where it does not."""
-        return self._lives.counters.read().amounts.get(f"driver {self._device}") or 0
+    def _outside(self, unknown: int = 0) -> int:
+        """Bytes that the driver counts for this process beyond arenas and torch's segments; where it does not tell,
+        what is given as unknown."""
+        told = self._lives.counters.read().amounts.get(f"driver {self._device}")
+        return unknown if told is None else told
 
     def _left(self) -> list[Finding]:
         """What the life has left behind, now that it is over."""
         verdict = self._lives.watch.end()
-        self.not_measured += verdict.not_measured
+        self._lives.not_measured.update(dict.fromkeys(verdict.not_measured))
         found = shipped().apply(verdict.findings, date.today()).findings
         return [finding for finding in found if finding.suppressed_by is None]
 

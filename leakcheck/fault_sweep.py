@@ -9,7 +9,7 @@ from typing import Any
 from lowtide.leakcheck.checked_life import Call, CheckedLife, Fault, LifeError, Lives
 from lowtide.leakcheck.faults import KINDS, Kind
 from lowtide.leakcheck.target import Capabilities, TargetFactory
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, NotMeasured
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Swept:
         raised: in how many of them the call failed; in the others it did without what failed.
         findings: what was wrong, of the first point at which anything was.
         life: the life in which it was; empty if all was well.
+        not_measured: what could not be judged.
     """
 
     stage: str
@@ -46,6 +47,7 @@ class Swept:
     raised: int
     findings: tuple[Finding, ...] = ()
     life: tuple[Call, ...] = ()
+    not_measured: tuple[NotMeasured, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,14 @@ class Lived:
         raised: whether the stage failed.
         findings: what was wrong.
         life: the life, if anything was.
+        not_measured: what could not be judged in it, or in earlier ones of its process.
     """
 
     points: int
     raised: bool = False
     findings: tuple[Finding, ...] = ()
     life: tuple[Call, ...] = ()
+    not_measured: tuple[NotMeasured, ...] = ()
 
 
 def stages(capabilities: Capabilities, config: Mapping[str, Any]) -> list[Stage]:
@@ -129,7 +133,8 @@ def sweep(
                     listener(stage.name, kind, at, counted.points)
                     bad = live(lives, stage, Fault(kind, at))
                     raised += bad.raised
-                yield Swept(stage.name, kind, counted.points, raised, bad.findings, bad.life)
+                untold = tuple(lives.not_measured)
+                yield Swept(stage.name, kind, counted.points, raised, bad.findings, bad.life, untold)
                 if counted.findings:
                     # It goes wrong without anything that fails: what fails in it besides says nothing.
                     break
@@ -146,7 +151,7 @@ def live(lives: Lives, stage: Stage, fault: Fault) -> Lived:
         points = life.points
         if fault.at is None:
             life.close()
-            return Lived(points)
+            return Lived(points, not_measured=tuple(lives.not_measured))
         if not succeeded:
             _make(life, stage.call)
         if life.model.phase == "closed":
@@ -154,8 +159,8 @@ def live(lives: Lives, stage: Stage, fault: Fault) -> Lived:
         _to_the_end(life)
     except LifeError as error:
         life.abandon()
-        return Lived(points, False, error.findings, tuple(life.calls))
-    return Lived(points, not succeeded)
+        return Lived(points, False, error.findings, tuple(life.calls), tuple(lives.not_measured))
+    return Lived(points, not succeeded, not_measured=tuple(lives.not_measured))
 
 
 def _to_the_end(life: CheckedLife) -> None:

@@ -212,12 +212,14 @@ def fuzz(
             life = shorten(machine.last, attempt, lives.capabilities)
             seconds = time.perf_counter() - started
             # Only now, of the one life that is shown, who holds what.
-            return Found(lives.coverage, seconds, replay(factory, life) or failure.findings, life)
+            findings = replay(factory, life) or failure.findings
+            return Found(lives.coverage, seconds, findings, life, not_measured=tuple(lives.not_measured))
         except hypothesis.errors.Flaky as error:
             seconds = time.perf_counter() - started
             why = f"a life that failed did not fail again: {error}"
-            return Found(lives.coverage, seconds, tuple(machine.findings), tuple(machine.last), why)
-    return Found(lives.coverage, time.perf_counter() - started)
+            untold = tuple(lives.not_measured)
+            return Found(lives.coverage, seconds, tuple(machine.findings), tuple(machine.last), why, untold)
+    return Found(lives.coverage, time.perf_counter() - started, not_measured=tuple(lives.not_measured))
 
 
 def replay(factory: TargetFactory, life: Sequence[Call]) -> tuple[Finding, ...]:

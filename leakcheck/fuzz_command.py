@@ -201,6 +201,8 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
             unknown = str(error)
         finally:
             driver.close()
+    # The same of each stage.
+    untold = [missing for each in (swept, killed) for item in each for missing in item.not_measured]
     findings: dict[str, Finding] = {}
     for found in [found for each in (swept, killed) for item in each for found in item.findings]:
         # The same in several stages is one.
@@ -211,8 +213,7 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
         outcome="leak" if findings else "error" if unknown else "clean",
         reason=unknown,
         findings=tuple(findings.values()),
-        # The same of each stage.
-        not_measured=(*subjected.not_measured, *dict.fromkeys(each for dead in killed for each in dead.not_measured)),
+        not_measured=(*subjected.not_measured, *dict.fromkeys(untold)),
     )
     life = next((item.life for item in swept if item.findings), ())
     return subject, as_program(life, subjected.source) if life else "", table

@@ -165,7 +165,8 @@ class _Points:
         assert self.counted is not None
         bad = self.lived.get(self.end, self.counted)
         raised = sum(self.lived[at].raised for at in range(self.end))
-        return Swept(self.stage.name, self.kind, self.counted.points, raised, bad.findings, bad.life)
+        untold = dict.fromkeys(each for lived in (self.counted, *self.lived.values()) for each in lived.not_measured)
+        return Swept(self.stage.name, self.kind, self.counted.points, raised, bad.findings, bad.life, tuple(untold))
 
 
 @dataclass(frozen=True)

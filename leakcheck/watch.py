@@ -110,7 +110,8 @@ class Verdict:
     Attributes:
         findings: the test's own.
         of_owners: those of each owner that ended, by its label.
-        not_measured: what may be a leak or what a library keeps from its first use, which cannot be told apart.
+        not_measured: what a driver does not tell, and what may be a leak or what a library keeps from its first use,
+            which cannot be told apart.
         climbed: whether the cheap pass was not enough.
         unproven: what is to be given to `prove` at the end, for the test and for each owner.
     """
@@ -289,15 +290,16 @@ class Watch:
         self._caches.note(stage)
         # Before anything is collected: what is young now will be old then.
         self._caches.born(self._births.born() if self._caches.any_filled else ())
+        untold = tuple(NotMeasured(what=key, why=why) for key, why in now.untold.items())
         if not self._suspects(now, ended):
-            return Verdict()
+            return Verdict(not_measured=untold)
         born = self._births.born()
         let_go()
         # Young garbage first, at a hundredth of the cost of a full collection.
         for generation in (1, 2):
             gc.collect(generation)
             if not self._suspects(self._read(), ended):
-                return Verdict(climbed=generation == 2)
+                return Verdict(not_measured=untold, climbed=generation == 2)
         self._wait(ended)
         devices = ["cpu", *devices_of(self._read())]
         metrics = plain_metrics(devices, self._tolerance)
@@ -350,7 +352,7 @@ class Watch:
             self._seen &= live_keys()
         return Verdict(
             findings=findings[0],
-            not_measured=excused,
+            not_measured=(*untold, *excused),
             of_owners={owner.label: found for owner, found in zip(ended, findings[1:], strict=True)},
             climbed=True,
             unproven=unproven[0],

@@ -9,7 +9,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -35,12 +35,14 @@ class Counters:
         amounts: per resource (and device, as `reserved cuda:0`), bytes or a count; None where it cannot be told.
         settings: process-wide settings and functions by name, as text; what replaced them has another text.
         native_threads: all threads of the process, Python's included.
+        untold: why a driver's amount is None, by its key.
     """
 
     items: Mapping[str, Items]
     amounts: Mapping[str, int | None]
     settings: Mapping[str, str]
     native_threads: int = 0
+    untold: Mapping[str, str] = field(default_factory=dict)
 
 
 class CounterReader:
@@ -85,16 +87,18 @@ class CounterReader:
             elif pool.kind == "pinned":
                 pinned += pool.mapped
         amounts["pinned"] = pinned
+        untold: dict[str, str] = {}
         if last is not None:
             amounts |= {key: amount for key, amount in last.amounts.items() if "cuda:" in key}
+            untold |= last.untold
         torch = initialized_torch() if self._card and last is None else None
         # Not what a test put in its place.
         if torch is not None and issubclass(type(torch), ModuleType):
             for index in range(torch.cuda.device_count()):
                 if has_context(torch, index):
-                    amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0))
+                    amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0), untold)
         threads = len(os.listdir("/proc/self/task")) if last is None else last.native_threads
-        return Counters(items, amounts, self._read_settings(), threads)
+        return Counters(items, amounts, self._read_settings(), threads, untold)
 
     def _read_descriptors(self, last: Counters | None) -> Items:
         """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
@@ -137,8 +141,9 @@ class CounterReader:
         self._functions, self._settings = functions, settings
         return settings
 
-    def _read_card(self, torch: Any, index: int, mapped: int) -> dict[str, int | None]:
+    def _read_card(self, torch: Any, index: int, mapped: int, untold: dict[str, str]) -> dict[str, int | None]:
         device = f"cuda:{index}"
+        driver = f"driver {device}"
         try:
             stats = torch.cuda.memory_stats_as_nested_dict(index)
             allocated = stats["allocated_bytes"]["all"]["current"]
@@ -148,8 +153,13 @@ class CounterReader:
         amounts: dict[str, int | None] = {f"allocated {device}": allocated, f"reserved {device}": reserved}
         if self._driver is not None:
             # Each time: that as much is free on the card as before says nothing where other processes use it, too.
-            held = self._driver().read(index).process_bytes
-            amounts[f"driver {device}"] = None if held is None or reserved is None else held - reserved - mapped
+            reading = self._driver().read(index)
+            held = reading.process_bytes
+            amounts[driver] = None if held is None or reserved is None else held - reserved - mapped
+            if held is None:
+                untold[driver] = reading.note
+            elif reserved is None:
+                untold[driver] = "torch's allocator does not say what it has reserved"
         return amounts
 
 

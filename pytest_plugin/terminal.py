@@ -12,8 +12,12 @@ import pytest
 from lowtide.leakcheck.plain import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.reports.finding_lines import amount, finding_lines, holder_text, one_line
+from lowtide.reports.markdown import not_measured
 from lowtide.reports.schema import Finding, Subject
-from lowtide.reports.sizes import format_bytes
+from lowtide.reports.sizes import format_amount, format_bytes
+
+MOST_NOT_MEASURED = 5
+"""How many lines say what could not be judged; the others are in a report."""
 
 
 def header(settings: Settings, *, shares_card: bool) -> list[str]:
@@ -64,6 +68,8 @@ def summary(
     # What is known only now that torch is loaded.
     for reason in not_judged(settings, shares_card=False):
         reporter.write_line(f"not judged here: {reason}", yellow=True)
+    for text in _not_measured(subjects):
+        reporter.write_line(text, yellow=True)
     for subject in shown:
         if subject.outcome == "error":
             reporter.write_line(f"ERROR {subject.id}: {subject.reason}", red=True)
@@ -80,6 +86,15 @@ def summary(
     reporter.write_line(counts, green=not leaking, red=bool(leaking))
     if settings.report is not None:
         reporter.write_line(f"report: {os.fspath(settings.report)}/index.html")
+
+
+def _not_measured(subjects: Sequence[Subject]) -> Iterator[str]:
+    """What tests could not be judged by, and why: what concerns most of them first."""
+    found = sorted(not_measured(subjects).items(), key=lambda item: -item[1])
+    for missing, tests in found[:MOST_NOT_MEASURED]:
+        yield f"not judged in {format_amount(tests, 'tests')}: {missing.what} ({missing.why})"
+    if len(found) > MOST_NOT_MEASURED:
+        yield f"not judged: {len(found) - MOST_NOT_MEASURED} more, which a report (--leakcheck-report) lists"
 
 
 def line(subject: Subject, finding: Finding) -> str:

@@ -100,7 +100,7 @@ def render_html(report: Report) -> str:
         counts=count_outcomes(report),
         urgent=[(turn, subject) for turn, subject in numbered if subject.outcome in ("leak", "error")],
         others=[(turn, subject) for turn, subject in numbered if subject.outcome not in ("leak", "error")],
-        not_measured=not_measured(report),
+        not_measured=not_measured(report.subjects),
         detailed=DETAILED,
         stage_table=stage_table,
         ledger_tables=ledger_tables,

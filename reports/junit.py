@@ -82,7 +82,7 @@ def _run_properties(report: Report) -> list[tuple[str, str]]:
         ("torch", machine.torch),
         ("devices", ", ".join(machine.devices)),
         ("driver", machine.driver),
-        *((f"not-measured.{missing.what}", missing.why) for missing in not_measured(report)),
+        *((f"not-measured.{missing.what}", missing.why) for missing in not_measured(report.subjects)),
     ]
 
 

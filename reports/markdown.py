@@ -76,7 +76,7 @@ def verdict(report: Report) -> str:
         return f"NOT MEASURED: {failed} of {total} subject(s) failed or could not be measured"
     if not counts["clean"]:
         return f"NOTHING JUDGED: {total} subject(s), all skipped" if total else "NOTHING JUDGED: no subjects"
-    what = "everything that was judged came back" if not_measured(report) else "everything came back"
+    what = "everything that was judged came back" if not_measured(report.subjects) else "everything came back"
     known = _known(report)
     return f"CLEAN: {counts['clean']} subject(s), {what}" + (f" but {known} known finding(s)" if known else "")
 
@@ -93,9 +93,9 @@ def open_findings(subjects: Iterable[Subject]) -> Iterator[tuple[Subject, Findin
         yield from ((subject, finding) for finding in subject.findings if finding.suppressed_by is None)
 
 
-def not_measured(report: Report) -> dict[NotMeasured, int]:
+def not_measured(subjects: Iterable[Subject]) -> dict[NotMeasured, int]:
     """What could not be judged, and in how many subjects."""
-    return dict(Counter(missing for subject in report.subjects for missing in dict.fromkeys(subject.not_measured)))
+    return dict(Counter(missing for subject in subjects for missing in dict.fromkeys(subject.not_measured)))
 
 
 def _known(report: Report) -> int:
@@ -159,7 +159,7 @@ def _missing(report: Report) -> Iterator[str]:
     for subject in report.subjects:
         if subject.outcome in ("error", "unsupported"):
             yield f"- {_code(subject.id)}: {subject.outcome}: {_text(subject.reason or 'no reason given')}"
-    for missing, subjects in not_measured(report).items():
+    for missing, subjects in not_measured(report.subjects).items():
         yield f"- {_text(missing.what)} in {subjects} subject(s): {_text(missing.why)}"
 
 

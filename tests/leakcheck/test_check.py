@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lowtide import LeakCheck
 from lowtide.leakcheck.check import LeakCheckError
 from lowtide.leakcheck.watch import Verdict, Watch
 from lowtide.probes.births import Births
+from lowtide.probes.counters import CounterReader, Counters
 from lowtide.probes.stages import stage
 from lowtide.reports.schema import Finding, NotMeasured, Subject
 
@@ -226,6 +228,22 @@ def test_what_could_not_be_told_is_in_the_report(monkeypatch: pytest.MonkeyPatch
     with LeakCheck() as check:
         pass
     assert subject(check).not_measured == (excused,)
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_what_a_driver_does_not_tell_is_not_measured(leaks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = CounterReader.read
+
+    def silent(self: CounterReader, last: Counters | None = None) -> Counters:
+        return replace(read(self, last), untold={"driver cuda:0": "it is not listed"})
+
+    monkeypatch.setattr(CounterReader, "read", silent)
+    kept = []
+    with LeakCheck() as check:
+        if leaks:
+            kept.append(torch.ones(1000))
+    assert subject(check).not_measured == (NotMeasured(what="driver cuda:0", why="it is not listed"),)
+    assert subject(check).outcome == ("leak" if leaks else "clean")
 
 
 def test_an_interpreter_whose_collector_tells_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -15,10 +16,13 @@ from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck import checked_life
 from lowtide.leakcheck.checked_life import Call, CheckedLife, Fault, LifeError, Lives
+from lowtide.leakcheck.fault_sweep import sweep
 from lowtide.leakcheck.faults import Seam
+from lowtide.leakcheck.fuzz import fuzz
 from lowtide.leakcheck.ladder import Rung, SettlePolicy
 from lowtide.leakcheck.target import Capabilities
 from lowtide.probes.counters import Counters
+from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
 
 Play = Callable[[CheckedLife], object]
@@ -646,36 +650,91 @@ def test_host_memory_that_is_nobodys_is_told() -> None:
 
 
 class CountingDriver:
-    """Counts prepared figures in MiB for a card, the last one for ever."""
+    """Counts prepared figures in MiB for a card, the last one for ever; None where it does not tell."""
 
-    def __init__(self, *counts: int) -> None:
+    def __init__(self, *counts: int | None) -> None:
         self.counts = list(counts)
 
     def read(self) -> Counters:
         count = self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
+        if count is None:
+            return Counters({}, {"driver cuda:0": None}, {}, untold={"driver cuda:0": "it is not listed"})
         return Counters({}, {"driver cuda:0": count * KIB * KIB}, {})
 
 
-@pytest.mark.parametrize(
-    ("counts", "is_told"), [((164,), False), ((1200, 700, 164), False), ((165,), True), ((1200, 700, 165), True)]
-)
-def test_what_a_driver_counts_besides_is_told_if_it_stays(
-    counts: tuple[int, ...], is_told: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[CountingDriver, CountingDriver], CheckedLife]]:
+    """Makes a life whose card's driver counts so before it and in it."""
     monkeypatch.setattr(checked_life, "DRIVER_PATIENCE", SettlePolicy(stability=0.05, longest_pause=0.01))
     with Lives(SmallTarget) as lives:
-        life = CheckedLife(lives)
-        monkeypatch.setattr(life, "_device", "cuda:0")
-        amounts = {**life._baseline.amounts, **CountingDriver(100).read().amounts}
-        monkeypatch.setattr(life, "_baseline", Counters({}, amounts, {}))
-        monkeypatch.setattr(life, "calls", [Call("sleep")])
-        monkeypatch.setattr(lives, "counters", CountingDriver(*counts))
-        monkeypatch.setattr(lives, "of_libraries", 0)
-        if is_told:
-            message = r"counts 65.0 MiB more on cuda:0 after sleep .*: 165.0 MiB outside .*, 100.0 MiB before"
-            with pytest.raises(LifeError, match=message) as caught:
-                life._check_ledger("sleep")
-            (finding,) = caught.value.findings
-            assert (finding.resource, finding.bytes) == ("driver", 65 * KIB * KIB)
-        else:
+
+        def make(before: CountingDriver, then: CountingDriver) -> CheckedLife:
+            life = CheckedLife(lives)
+            at_first = before.read()
+            amounts = {**life._baseline.amounts, **at_first.amounts}
+            monkeypatch.setattr(life, "_device", "cuda:0")
+            monkeypatch.setattr(life, "_baseline", Counters({}, amounts, {}, untold=at_first.untold))
+            monkeypatch.setattr(life, "calls", [Call("sleep")])
+            monkeypatch.setattr(lives, "counters", then)
+            monkeypatch.setattr(lives, "of_libraries", 0)
+            return life
+
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_told"),
+    [((164,), False), ((1200, 700, 164), False), ((165,), True), ((1200, 700, 165), True), ((165, None), True)],
+)
+def test_what_a_driver_counts_besides_is_told_if_it_stays(
+    counts: tuple[int | None, ...],
+    is_told: bool,
+    on_card: Callable[[CountingDriver, CountingDriver], CheckedLife],
+) -> None:
+    life = on_card(CountingDriver(100), CountingDriver(*counts))
+    if is_told:
+        message = r"counts 65.0 MiB more on cuda:0 after sleep .*: 165.0 MiB outside .*, 100.0 MiB before"
+        with pytest.raises(LifeError, match=message) as caught:
             life._check_ledger("sleep")
+        (finding,) = caught.value.findings
+        assert (finding.resource, finding.bytes) == ("driver", 65 * KIB * KIB)
+    else:
+        life._check_ledger("sleep")
+    assert life._lives.not_measured == {}
+
+
+@pytest.mark.parametrize(("before", "then"), [(None, 100), (100, None), (None, None)])
+def test_what_a_driver_does_not_tell_is_not_measured(
+    before: int | None, then: int | None, on_card: Callable[[CountingDriver, CountingDriver], CheckedLife]
+) -> None:
+    life = on_card(CountingDriver(before), CountingDriver(then))
+    life._check_ledger("sleep")
+    life._check_ledger("wake")
+    assert list(life._lives.not_measured) == [NotMeasured(what="driver cuda:0", why="it is not listed")]
+
+
+class ElsewhereOnCard(SmallTarget):
+    """Its memory is that of another process: this one has never used the card."""
+
+    capabilities = replace(SmallTarget.capabilities, device="cuda:0")
+
+
+NOT_USED = NotMeasured(what="driver cuda:0", why="this process has not used the card")
+
+
+def test_what_is_not_measured_is_said_with_what_a_search_or_a_sweep_found() -> None:
+    assert fuzz(ElsewhereOnCard, examples=2, seed=1).not_measured == (NOT_USED,)
+    (swept,) = sweep(ElsewhereOnCard, config={}, kinds=("map",), among=("reload",))
+    assert swept.not_measured == (NOT_USED,)
+    assert fuzz(SmallTarget, examples=2, seed=1).not_measured == ()
+
+
+def test_what_is_not_measured_is_said_with_a_life_that_fails() -> None:
+    class Hoards(ElsewhereOnCard):
+        def shutdown(self) -> None:
+            super().shutdown()
+            KEPT.append(torch.ones(1000))
+
+    found = fuzz(Hoards, examples=2, seed=1)
+    assert [finding.resource for finding in found.findings] == ["tensors"]
+    assert found.not_measured == (NOT_USED,)

@@ -25,6 +25,7 @@ from lowtide.leakcheck.shared_sweep import shared_sweep
 from lowtide.leakcheck.source import Source
 from lowtide.leakcheck.target import TargetError
 from tests.leakcheck.small_target import KEPT, SmallTarget
+from tests.leakcheck.test_checked_life import NOT_USED, ElsewhereOnCard
 from tests.leakcheck.test_witness import Bare
 
 
@@ -213,6 +214,11 @@ class EndsAtWork(Bare):
 def test_what_cannot_be_measured_is_no_result(target: type, said: str) -> None:
     with pytest.raises(TargetError, match=said):
         shared(target, "copy", config={"ends": True})
+
+
+def test_what_the_processes_could_not_measure_is_said_of_each_stage() -> None:
+    (create, *_) = shared(ElsewhereOnCard, "map")
+    assert (create.points, create.not_measured) == (3, (NOT_USED,))
 
 
 def test_points_behind_one_that_is_not_survived_are_not_failed() -> None:

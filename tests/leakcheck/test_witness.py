@@ -285,13 +285,15 @@ def test_a_card_of_which_the_driver_does_not_tell_is_not_measured() -> None:
 
 def test_what_is_not_measured_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = NotMeasured(what="what killed processes leave on cuda:0", why="a test")
+    other = NotMeasured(what="driver cuda:0", why="another")
     dead = [Killed(stage, 1, 2, (), (missing,)) for stage in ("create", "wake")]
+    swept = [Swept(stage, "map", 2, 2, not_measured=(other,)) for stage in ("create", "wake")]
     monkeypatch.setattr(fuzz_command, "kill_in_each_stage", lambda *args, **settings: iter(dead))
-    monkeypatch.setattr(fuzz_command, "sweep", lambda *args, **settings: iter([]))
+    monkeypatch.setattr(fuzz_command, "sweep", lambda *args, **settings: iter(swept))
     subject, _, table = fuzz_command.fail_all(
         fuzz_command.named_target(f"{__name__}:Bare"), console=Console(quiet=True)
     )
-    assert (subject.outcome, subject.not_measured) == ("clean", (missing,))
+    assert (subject.outcome, subject.not_measured) == ("clean", (other, missing))
     said = [str(line) for line in fuzz_command.verdict(subject, table)]
     assert "not judged: what killed processes leave on cuda:0 (a test)" in said
 

@@ -330,7 +330,8 @@ class Card:
     """Stands in for torch with one card, and for its driver; counts who is asked."""
 
     def __init__(self) -> None:
-        self.held = 1000
+        self.held: int | None = 1000
+        self.reserved: int | None = 20
         self.asked: list[str] = []
         self.torch = ModuleType("torch")
         self.torch.cuda = SimpleNamespace(  # type: ignore[attr-defined]
@@ -342,11 +343,14 @@ class Card:
 
     def stats(self, index: int) -> dict[str, object]:
         self.asked.append("torch")
-        return {f"{kind}_bytes": {"all": {"current": size}} for kind, size in [("allocated", 10), ("reserved", 20)]}
+        if self.reserved is None:
+            raise RuntimeError("Allocator does not count")
+        sizes = {"allocated": 10, "reserved": self.reserved}
+        return {f"{kind}_bytes": {"all": {"current": size}} for kind, size in sizes.items()}
 
     def read(self, index: int) -> SimpleNamespace:
         self.asked.append("driver")
-        return SimpleNamespace(process_bytes=self.held)
+        return SimpleNamespace(process_bytes=self.held, note="it is not listed" if self.held is None else "")
 
 
 @pytest.fixture
@@ -368,8 +372,22 @@ def on_card(found: Counters) -> dict[str, int | None]:
 def test_a_card_has_what_torch_and_its_driver_count_for_this_process(card: Card) -> None:
     reader = card_reader(card)
     assert on_card(reader.read()) == {"allocated cuda:0": 10, "reserved cuda:0": 20, "driver cuda:0": 980}
-    card.held -= 100
-    assert reader.read().amounts["driver cuda:0"] == 880
+    card.held = 900
+    found = reader.read()
+    assert (found.amounts["driver cuda:0"], found.untold) == (880, {})
+
+
+def test_why_a_driver_s_amount_is_not_known_is_told(card: Card) -> None:
+    reader = card_reader(card)
+    card.held = None
+    found = reader.read()
+    assert (found.amounts["driver cuda:0"], found.untold) == (None, {"driver cuda:0": "it is not listed"})
+    # Also by the reading that takes it over.
+    assert reader.read(found).untold == found.untold
+    card.held, card.reserved = 1000, None
+    found = reader.read()
+    assert on_card(found) == {"allocated cuda:0": None, "reserved cuda:0": None, "driver cuda:0": None}
+    assert found.untold == {"driver cuda:0": "torch's allocator does not say what it has reserved"}
 
 
 def test_without_a_card_to_read_none_is_asked(card: Card) -> None:
@@ -385,7 +403,7 @@ def test_with_a_last_reading_the_card_s_amounts_are_taken_over_from_it(card: Car
     reader = card_reader(card)
     last = reader.read()
     card.asked.clear()
-    card.held -= 100
+    card.held = 900
     assert on_card(reader.read(last)) == on_card(last)
     assert card.asked == []
 

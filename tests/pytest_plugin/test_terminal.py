@@ -1,0 +1,54 @@
+"""What the plugin says at the end of a run of what it could not judge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from lowtide.pytest_plugin.terminal import MOST_NOT_MEASURED, summary
+from lowtide.reports.schema import NotMeasured, Subject
+
+CARD = NotMeasured(what="driver cuda:0", why="NVML does not list process 7: another PID namespace?")
+
+
+class Reporter:
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def section(self, title: str, sep: str) -> None: ...
+
+    def write_line(self, text: str, **markup: Any) -> None:
+        self.lines.append(text)
+
+
+def said(subjects: Sequence[Subject]) -> list[str]:
+    reporter = Reporter()
+    settings = SimpleNamespace(device="cpu", report=None, action="fail")
+    summary(reporter, subjects, settings, ())  # type: ignore[arg-type]
+    return [line for line in reporter.lines if line.startswith("not judged") and "here" not in line]
+
+
+def clean(name: str, *missing: NotMeasured) -> Subject:
+    return Subject(id=name, outcome="clean", not_measured=missing)
+
+
+def test_what_a_driver_does_not_tell_is_said_once_with_its_reason() -> None:
+    assert said([clean("a", CARD), clean("b", CARD), clean("c")]) == [
+        "not judged in 2 tests: driver cuda:0 (NVML does not list process 7: another PID namespace?)"
+    ]
+
+
+def test_where_everything_was_judged_nothing_is_said() -> None:
+    assert said([clean("a")]) == []
+
+
+def test_what_concerns_most_tests_comes_first_and_the_rest_is_counted() -> None:
+    others = [clean(str(turn), NotMeasured(what=f"thing {turn}", why="it is late")) for turn in range(8)]
+    lines = said([*others, clean("a", CARD), clean("b", CARD)])
+    assert lines[0].startswith("not judged in 2 tests: driver cuda:0")
+    assert lines[1] == "not judged in 1 test: thing 0 (it is late)"
+    assert len(lines) == MOST_NOT_MEASURED + 1
+    assert lines[-1] == "not judged: 4 more, which a report (--leakcheck-report) lists"
