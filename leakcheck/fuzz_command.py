@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from lowtide.leakcheck.checked_life import Coverage
-from lowtide.leakcheck.fault_sweep import Swept, sweep
+from lowtide.leakcheck.fault_sweep import Swept
 from lowtide.leakcheck.fuzz import Found, as_program, fuzz
 from lowtide.leakcheck.progress import progress_line
 from lowtide.leakcheck.reference_target import THOROUGH, ReferenceTarget
@@ -153,7 +153,7 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
 
     Args:
         subjected: what is fuzzed.
-        jobs: processes at the same time that fail points; with one it is this process.
+        jobs: processes at the same time that fail points.
         console: where the progress line is shown.
 
     Returns:
@@ -171,10 +171,7 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
             progress.update(task, description=f"{stage}: {kind}", completed=at, total=points)
 
         able = make_target(subjected.factory).capabilities
-        if jobs == 1:
-            items = sweep(subjected.factory, config=subjected.thorough, listener=show)
-        else:
-            items = shared_sweep(subjected.source, able, config=subjected.thorough, jobs=jobs, listener=show)
+        items = shared_sweep(subjected.source, able, config=subjected.thorough, jobs=jobs, listener=show)
         killed: list[Killed] = []
         unknown = ""
         driver = find_driver()
