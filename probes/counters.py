@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.stages import announced_pools
@@ -155,6 +156,11 @@ class CounterReader:
             # Each time: that as much is free on the card as before says nothing where other processes use it, too.
             reading = self._driver().read(index)
             held = reading.process_bytes
+            if held is None:
+                # As in a container, whose processes NVML knows by other numbers. What was allocated can be listed
+                # all the same, in milliseconds; what the driver has for itself is not in it, now or later.
+                listed = read_allocations(index)
+                held = None if listed is None else sum(size for _, size in listed)
             amounts[driver] = None if held is None or reserved is None else held - reserved - mapped
             if held is None:
                 untold[driver] = reading.note

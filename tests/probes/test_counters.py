@@ -332,6 +332,7 @@ class Card:
     def __init__(self) -> None:
         self.held: int | None = 1000
         self.reserved: int | None = 20
+        self.listed: tuple[tuple[int, int], ...] | None = None
         self.asked: list[str] = []
         self.torch = ModuleType("torch")
         self.torch.cuda = SimpleNamespace(  # type: ignore[attr-defined]
@@ -358,6 +359,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     card = Card()
     monkeypatch.setattr(counters, "initialized_torch", lambda: card.torch)
     monkeypatch.setattr(counters, "has_context", lambda torch, index: True)
+    monkeypatch.setattr(counters, "read_allocations", lambda index: card.listed)
     return card
 
 
@@ -388,6 +390,16 @@ def test_why_a_driver_s_amount_is_not_known_is_told(card: Card) -> None:
     found = reader.read()
     assert on_card(found) == {"allocated cuda:0": None, "reserved cuda:0": None, "driver cuda:0": None}
     assert found.untold == {"driver cuda:0": "torch's allocator does not say what it has reserved"}
+
+
+def test_where_the_driver_does_not_know_the_process_its_allocations_are_listed(card: Card) -> None:
+    reader = card_reader(card)
+    card.held, card.listed = None, ((4096, 20), (8192, 70))
+    found = reader.read()
+    assert (found.amounts["driver cuda:0"], found.untold) == (70, {})
+    # Not where it does: that says more, and costs less.
+    card.held = 1000
+    assert reader.read().amounts["driver cuda:0"] == 980
 
 
 def test_without_a_card_to_read_none_is_asked(card: Card) -> None:

@@ -171,8 +171,18 @@ def test_process_group(tmp_path):
 """
 
 
-def judge(folder: Path, text: str) -> Report:
+# As in a container of its own PID namespace: NVML lists processes by other numbers.
+_HIDDEN = """
+import os
+from types import SimpleNamespace
+from lowtide.probes.device.driver import nvml
+nvml.os = SimpleNamespace(getpid=lambda: -1, environ=os.environ)
+"""
+
+
+def judge(folder: Path, text: str, hidden: str) -> Report:
     (folder / "test_inner.py").write_text(text)
+    (folder / "conftest.py").write_text(hidden)
     report = folder / "report"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--leakcheck"]
     command += [f"--leakcheck-report={report}", "test_inner.py"]
@@ -185,14 +195,19 @@ def judge(folder: Path, text: str) -> Report:
     return read(report)
 
 
-@pytest.fixture(scope="module")
-def leaks(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return judge(tmp_path_factory.mktemp("leaks"), _LEAKS)
+@pytest.fixture(scope="module", params=["", _HIDDEN], ids=["NVML lists it", "NVML does not"])
+def hidden(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return judge(tmp_path_factory.mktemp("clean"), _CLEAN)
+def leaks(tmp_path_factory: pytest.TempPathFactory, hidden: str) -> Report:
+    return judge(tmp_path_factory.mktemp("leaks"), _LEAKS, hidden)
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory, hidden: str) -> Report:
+    return judge(tmp_path_factory.mktemp("clean"), _CLEAN, hidden)
 
 
 def subject(report: Report, name: str) -> Subject:
@@ -274,6 +289,11 @@ def test_first_uses_and_caches_are_no_leaks(clean: Report) -> None:
     }
     errors = {item.id: item.reason for item in clean.subjects if item.outcome == "error"}
     assert ({name: told for name, told in alarms.items() if told}, errors) == ({}, {})
+
+
+def test_that_nvml_does_not_list_the_process_leaves_nothing_unjudged(leaks: Report, clean: Report) -> None:
+    untold = [missing for item in (*leaks.subjects, *clean.subjects) for missing in item.not_measured]
+    assert [missing for missing in untold if missing.what == "driver cuda:0"] == []
 
 
 def test_what_libraries_keep_is_told_as_known(clean: Report) -> None:
