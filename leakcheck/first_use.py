@@ -8,6 +8,7 @@ from datetime import date
 
 import msgspec
 
+from lowtide.leakcheck.listing import first_of
 from lowtide.leakcheck.suppressions import shipped
 from lowtide.probes.counters import Counters
 from lowtide.probes.libraries import resident_code
@@ -21,6 +22,8 @@ VENDOR_LIBRARIES = (
 
 _FIRST_USE_BYTES = 256 << 10
 """Code that must newly be in memory: the kernel brings in 64 KiB around every page that is touched."""
+
+_SHOWN_LIBRARIES = 2
 
 
 class FirstUse:
@@ -79,7 +82,10 @@ def excused_by_libraries(
         why = "the card's driver was first used here, and keeps descriptors and memory of its own"
         holders = ["context", *libraries]
     elif libraries:
-        why = f"{', '.join(libraries)} was first used here, and keeps memory of its own"
+        used = "was first used here, and keeps memory of its own"
+        if len(libraries) > 1:
+            used = "were first used here, and keep memory of their own"
+        why = f"{first_of(libraries, _SHOWN_LIBRARIES)} {used}"
     elif now.native_threads > before.native_threads and first_use.any_loaded:
         why = "a native thread started here, and libraries keep memory of their own for each thread"
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import psutil
 
@@ -19,9 +19,12 @@ def listed(key: str, names: Iterable[str]) -> str | None:
     if key == FROZEN:
         return None
     describe = {"processes": _with_command, "process-groups": describe_process_group}.get(key, str)
-    shown = sorted(map(describe, names))
-    more = f" and {len(shown) - _SHOWN_NAMES} more" if len(shown) > _SHOWN_NAMES else ""
-    return ", ".join(shown[:_SHOWN_NAMES]) + more if shown else None
+    return first_of(sorted(map(describe, names)), _SHOWN_NAMES) or None
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """`a, b and 3 more`: the first of some names, `most` at the most."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _with_command(pid: str) -> str:

@@ -12,6 +12,7 @@ import msgspec
 
 from lowtide.leakcheck.cuts import Names, cut_of
 from lowtide.leakcheck.explain import Explanation
+from lowtide.leakcheck.listing import first_of
 from lowtide.probes.heap import Link
 from lowtide.probes.objects import Census, all_objects
 from lowtide.probes.tensors import plain_tensors, survey_storages
@@ -175,9 +176,7 @@ def together(explained: Mapping[Any, Explanation]) -> dict[Any, Explanation]:
         return dict(explained)
     nodes = [holder for holder in holders if holder.startswith("autograd")]
     told = [holder for holder in (nodes or holders) if holder != "native code"]
-    shown = ", ".join(told[:_SHOWN_HOLDERS]) + (
-        f" and {len(told) - _SHOWN_HOLDERS} more" if len(told) > _SHOWN_HOLDERS else ""
-    )
+    shown = first_of(told, _SHOWN_HOLDERS)
     knot = Explanation(
         verdict="native-held",
         cause="autograd" if nodes else "native",

@@ -18,6 +18,7 @@ import msgspec
 from lowtide.leakcheck.cuts import Cut, Place
 from lowtide.leakcheck.explain import Explanation
 from lowtide.leakcheck.ladder import ACTIONS, Rung, compiled_anything, release, reset_compiled
+from lowtide.leakcheck.listing import first_of
 from lowtide.leakcheck.storages import Key, live_keys, tensors_over
 from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages
 from lowtide.probes.objects import FROZEN_AT_STARTUP
@@ -147,8 +148,7 @@ def named(cuts: Sequence[Cut]) -> str:
     if len(cuts) > 1 and len(places) == len(cuts) and len({place.container for place in places}) == 1:
         if places[0].size == len(places):
             return f"{places[0].code}.clear()"
-        shown = ", ".join(f"{place.code}{place.key}" for place in places[:_SHOWN])
-        return f"del {shown}" + (f" and {len(places) - _SHOWN} more" if len(places) > _SHOWN else "")
+        return f"del {first_of([f'{place.code}{place.key}' for place in places], _SHOWN)}"
     shown = "; ".join(cut.action for cut in cuts[:_SHOWN])
     return shown + (f" and {len(cuts) - _SHOWN} more like it" if len(cuts) > _SHOWN else "")
 

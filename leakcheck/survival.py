@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.listing import first_of
 from lowtide.probes.contents import Contents, changed, take_fingerprints
 from lowtide.probes.pointers import LabelledRange, Moved, PointerHit, find_pointers, gone_since, moved
 from lowtide.probes.ranges import Range
@@ -167,7 +168,7 @@ class Survival:
         advice: str,
         where: str = "",
     ) -> Finding:
-        shown = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+        shown = first_of(names, _LISTED)
         several = f"{format_amount(len(names), 'tensors')} ({shown})"
         told = one.format(shown) if len(names) == 1 else many.format(several)
         return Finding(

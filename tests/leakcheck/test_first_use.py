@@ -7,7 +7,9 @@ import re
 import pytest
 
 from lowtide.leakcheck import first_use
-from lowtide.leakcheck.first_use import VENDOR_LIBRARIES, FirstUse
+from lowtide.leakcheck.first_use import VENDOR_LIBRARIES, FirstUse, excused_by_libraries
+from lowtide.probes.counters import Counters
+from lowtide.reports.schema import Finding
 
 MUCH = 256 << 10
 
@@ -58,6 +60,37 @@ def test_a_library_that_was_loaded_meanwhile_is_told_if_it_was_used(uses: FirstU
 def test_several_are_sorted(uses: FirstUse, memory: Memory) -> None:
     memory.resident |= {"libnccl.so.2": MUCH, "libcufft.so.11": MUCH}
     assert uses.libraries() == ["libcufft.so.11", "libnccl.so.2"]
+
+
+NOTHING = Counters({"file-descriptors": {}}, {}, {})
+
+
+def why_of_a_finding(uses: FirstUse) -> str:
+    """What excuses 2 MiB of driver memory of a test in which the card was in use before."""
+    finding = Finding(
+        resource="driver",
+        cause="unknown",
+        bytes=2 << 20,
+        count=1,
+        device="cuda:0",
+        stage="call",
+        message="2.0 MiB of driver on cuda:0 did not come back",
+        fingerprint="0",
+    )
+    findings, (excused,) = excused_by_libraries([finding], NOTHING, NOTHING, uses)
+    assert (findings, excused.what) == ((), finding.message)
+    return excused.why
+
+
+def test_one_library_that_may_keep_memory_is_named(uses: FirstUse, memory: Memory) -> None:
+    memory.resident["libfirst.so.1"] = MUCH
+    assert why_of_a_finding(uses) == "libfirst.so.1 was first used here, and keeps memory of its own"
+
+
+def test_of_many_the_first_are_named(uses: FirstUse, memory: Memory) -> None:
+    memory.resident |= dict.fromkeys(("liba.so.1", "libb.so.1", "libc.so.1", "libd.so.1"), MUCH)
+    told = "liba.so.1, libb.so.1 and 2 more were first used here, and keep memory of their own"
+    assert why_of_a_finding(uses) == told
 
 
 def test_a_library_that_has_left_memory_is_not(uses: FirstUse, memory: Memory) -> None:

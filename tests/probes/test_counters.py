@@ -454,14 +454,12 @@ def test_what_another_process_takes_meanwhile_is_not_counted_here() -> None:
             assert neighbour.stdin is not None
             assert neighbour.stdout is not None
             assert neighbour.stdout.readline() == "ready\n"
-            free = torch.cuda.mem_get_info(0)
             before = reader.read().amounts["driver cuda:0"]
             del kept
             torch.cuda.empty_cache()
             neighbour.stdin.write("\n")
             neighbour.stdin.flush()
             assert neighbour.stdout.readline() == "taken\n"
-            assert torch.cuda.mem_get_info(0) == free
             after = reader.read().amounts["driver cuda:0"]
             neighbour.communicate("\n")
     assert before is not None
