@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,17 @@ def _thread_of(*modules: str) -> Callable[[str], bool]:
     return applies
 
 
+def _serves_torchs_pool(name: str) -> bool:
+    """Whether the thread of that name is one of an executor that torch makes once, and keeps."""
+    compiler: Any = sys.modules.get("torch._inductor.async_compile")
+    functions: Any = sys.modules.get("torch.utils._functools")
+    # Nothing is asked of the cache: that would start the pool.
+    kept = gc.get_referents(getattr(getattr(compiler, "AsyncCompile", None), "pool", None))
+    kept.append(getattr(functions, "_prefetch_executor", None))
+    own = [thread for pool in kept if isinstance(pool, ThreadPoolExecutor) for thread in pool._threads]
+    return any(f"{thread.name} ({thread.ident})" == name for thread in own)
+
+
 EXEMPTIONS: tuple[Exemption, ...] = (
     Exemption(
         "processes",
@@ -161,6 +173,12 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "the threads of torch.compile's compile workers",
         "they serve the pool of compile workers, one per process",
         _thread_of("torch._inductor.compile_worker", "torch._inductor.async_compile"),
+    ),
+    Exemption(
+        "threads",
+        "the threads in which torch.compile compiles",
+        "torch starts one pool per process at the first compilation and keeps it",
+        _serves_torchs_pool,
     ),
     Exemption(
         "threads",

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,13 +11,13 @@ import msgspec
 from lowtide.leakcheck.cuts import Names, cut_of
 from lowtide.leakcheck.explain import Explanation
 from lowtide.leakcheck.listing import first_of
+from lowtide.probes.autograd import Saved, saved_behind
 from lowtide.probes.heap import Link
 from lowtide.probes.objects import Census, all_objects
 from lowtide.probes.tensors import plain_tensors, survey_storages
 from lowtide.reports.schema import Hop
 
 _SHOWN_HOLDERS = 4
-_MOST_NODES = 10_000
 
 
 def as_gradients(
@@ -49,23 +47,6 @@ def as_gradients(
     }
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """A tensor that a node of an autograd graph has saved.
-
-    Attributes:
-        output: the tensor through which the graph is held.
-        hops: from the output to what is saved: type and edge.
-        node: the node's name.
-        name: what the node calls it.
-    """
-
-    output: Any
-    hops: tuple[tuple[str, str], ...]
-    node: str
-    name: str
-
-
 def saved_for_backward(
     lost: Sequence[Any], explained: Callable[[Sequence[Any]], Sequence[Explanation]]
 ) -> dict[int, Explanation]:
@@ -77,7 +58,7 @@ def saved_for_backward(
     """
     torch: Any = sys.modules["torch"]
     wanted = {key: id(tensor) for tensor in lost for key in _addresses(tensor)}
-    found: dict[int, _Saved] = {}
+    found: dict[int, Saved] = {}
     with plain_tensors(torch):
         missing = {id(tensor) for tensor in lost}
         outputs = [
@@ -87,9 +68,10 @@ def saved_for_backward(
         ]
         seen: set[Any] = set()
         for output in outputs:
-            for address, saved in _saved_behind(output, seen):
-                if address in wanted:
-                    found.setdefault(wanted[address], saved)
+            for saved in saved_behind(output, seen):
+                for address in _addresses(saved.tensor):
+                    if address in wanted:
+                        found.setdefault(wanted[address], saved)
     holding = [saved.output for saved in found.values()]
     seen.clear()
     told = explained(holding) if holding else []
@@ -100,7 +82,7 @@ def saved_for_backward(
     }
 
 
-def _saved_by(saved: _Saved, told: Explanation) -> Explanation:
+def _saved_by(saved: Saved, told: Explanation) -> Explanation:
     hops = tuple(Hop(type=kind, edge=edge) for kind, edge in saved.hops)
     return Explanation(
         verdict="native-held",
@@ -112,41 +94,6 @@ def _saved_by(saved: _Saved, told: Explanation) -> Explanation:
         thread=told.thread,
         new=told.new,
     )
-
-
-def _saved_behind(output: Any, seen: set[Any]) -> Iterator[tuple[tuple[str, int], _Saved]]:
-    """What the nodes of a tensor's graph have saved, each node looked at once."""
-    start: tuple[Any, tuple[tuple[str, str], ...]] = (output.grad_fn, (("", ".grad_fn"),))
-    waiting = deque([start])
-    while waiting and len(seen) < _MOST_NODES:
-        node, hops = waiting.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = node.name().rpartition("::")[2]
-        hops = (*hops[:-1], (name, hops[-1][1]))
-        for attribute in dir(node):
-            if attribute.startswith("_raw_saved_"):
-                what = attribute.removeprefix("_raw_saved_")
-                for tensor in _tensors_in(node, attribute):
-                    for address in _addresses(tensor):
-                        yield address, _Saved(output, (*hops, ("torch.Tensor", f"._saved_{what}")), name, what)
-        leaf = getattr(node, "variable", None) if name.endswith("AccumulateGrad") else None
-        for address in [] if leaf is None else _addresses(leaf):
-            yield address, _Saved(output, (*hops, ("torch.Tensor", ".variable")), name, "variable")
-        for place, (following, _) in enumerate(node.next_functions):
-            waiting.append((following, (*hops, ("", f".next_functions[{place}][0]"))))
-
-
-def _tensors_in(node: Any, attribute: str) -> Iterator[Any]:
-    """What a node saved under a name; nothing where getting it would run the program's code, or it was freed."""
-    try:
-        saved = getattr(node, attribute)
-    except RuntimeError:  # after backward it is gone
-        return
-    for item in saved if isinstance(saved, (tuple, list)) else (saved,):
-        if getattr(item, "unpack_hook", node) is None and item.data is not None:
-            yield item.data
 
 
 def _addresses(tensor: Any) -> list[tuple[str, int]]:

@@ -11,13 +11,15 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from lowtide.probes.autograd import saved_behind
 from lowtide.probes.counters import Counters
 from lowtide.probes.objects import Census
 from lowtide.probes.reach import reach
+from lowtide.probes.tensors import keys_of_each, plain_tensors
 
 # pytest's own objects lead from any fixture to all of the session, and this checker's to all that it judges.
 _PACKAGES = ("_pytest", "pytest", "pluggy", "lowtide")
@@ -124,6 +126,21 @@ class Claims:
             for tensor in Census(reached.values()).instances_of(tensor_type):
                 if tensor.requires_grad and tensor.is_leaf and id(tensor.grad) in ids:
                     found[id(tensor.grad)] = owner
+        return found
+
+    def saved(self, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], Owner]:
+        """Those of the `wanted` storages that an owner's tensor holds by its autograd graph: what the graph's nodes
+        have saved, and the gradients of that."""
+        torch: Any = sys.modules["torch"]
+        found: dict[tuple[str, int], Owner] = {}
+        for owner, reached in self._reached:
+            outputs = [tensor for tensor in Census(reached.values()).instances_of(torch.Tensor) if not tensor.is_leaf]
+            seen: set[Any] = set()
+            with plain_tensors(torch):
+                held = [saved.tensor for output in outputs for saved in saved_behind(output, seen)]
+                held += [tensor.grad for tensor in held if tensor.requires_grad and tensor.is_leaf]
+            keys = keys_of_each(tensor for tensor in held if tensor is not None)
+            found.update(dict.fromkeys(set().union(*keys).intersection(wanted), owner))
         return found
 
     def gradient_addresses(self) -> list[int]:

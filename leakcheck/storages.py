@@ -235,7 +235,8 @@ def _claimed(torch: Any, claims: Claims, newborn: Mapping[int, Newborn]) -> dict
     for item in open_ones:
         if id(item) in gradients:
             found.update(dict.fromkeys(_keys([item]), gradients[id(item)]))
-    return found
+    nobodys = _keys(item for item in open_ones if id(item) not in gradients) - found.keys()
+    return {**found, **claims.saved(nobodys)} if nobodys else found
 
 
 def _without_overlaps(held: Iterable[Held]) -> tuple[Held, ...]:

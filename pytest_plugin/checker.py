@@ -26,7 +26,14 @@ from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.failures import LeakFailure, fail_report, is_strict_xpass
 from lowtide.pytest_plugin.imports import ImportWatch
 from lowtide.pytest_plugin.proven import Proven, proven_as_json, proven_from_json, retell, with_proven
-from lowtide.pytest_plugin.retention import clear_tracebacks, hints, release_test, release_warnings
+from lowtide.pytest_plugin.retention import (
+    clear_tracebacks,
+    empty_instance,
+    errors_of_parameters,
+    hints,
+    release_test,
+    release_warnings,
+)
 from lowtide.pytest_plugin.scopes import FixtureOwner
 from lowtide.pytest_plugin.settings import read_markers, read_settings
 from lowtide.pytest_plugin.stage_records import MOST_STAGES, StageRecords
@@ -342,10 +349,14 @@ class Checker:
         """The outermost part of the teardown; where another plugin runs the test, the verdict too."""
         with self._guarded():
             self.watch.phase("teardown")
+        instance = getattr(item, "_instance", None)
+        # In a list, so that no variable of this function has it while it is judged.
+        held = [] if self._owns_protocol or instance is None else [instance]
+        del instance
         with listening(self):
             yield
         if not self._owns_protocol:
-            subjects = self._judge(item)
+            subjects = self._judge(item, held)
             item.stash[_PENDING] = _encode(subjects)
             leaks = [subject for subject in subjects if _is_bad(subject)]
             if leaks and self.settings.action == "fail":
@@ -462,12 +473,19 @@ class Checker:
         ended, self._ended = self._ended, []
         return ended
 
-    def _judge(self, item: pytest.Item) -> list[Subject]:
-        """The test's subject, then one for each fixture that ended and left something."""
+    def _judge(self, item: pytest.Item, held: list[object] | None = None) -> list[Subject]:
+        """The test's subject, then one for each fixture that ended and left something.
+
+        Args:
+            item: the test.
+            held: its class's instance, which whoever runs it may have as well; empty afterwards.
+        """
         self._imports.active = False
         ended = self._take_ended()
         release_test(item, owns_protocol=self._owns_protocol)
-        clear_tracebacks(self._raised)
+        if held:
+            empty_instance(held)
+        clear_tracebacks([*self._raised, *errors_of_parameters(item)])
         self._raised.clear()
         try:
             excused = read_markers(item).excused

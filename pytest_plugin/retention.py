@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from inspect import CO_OPTIMIZED
-from types import TracebackType
+from contextlib import suppress
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED
+from types import FrameType, TracebackType
 
 import pytest
 
@@ -27,9 +29,10 @@ def release_test(item: pytest.Item, *, owns_protocol: bool) -> None:
     if funcargs:
         funcargs.clear()
     if isinstance(item, pytest.Function) and item.cls is not None:
-        # The test class's instance, with whatever the test put on `self`; pytest makes another one if it is asked for.
+        # The test class's instance, with whatever the test put on `self`; pytest makes another one if it is asked for,
+        # as by a plugin that runs the test again: not if it finds None.
         item._obj = None
-        item._instance = None
+        vars(item).pop("_instance", None)
     if owns_protocol:
         # Where it is installed and runs nothing again, pytest-rerunfailures notes what every failed test raised.
         vars(item).pop("_rerun_condition_excinfos", None)
@@ -40,6 +43,36 @@ def release_test(item: pytest.Item, *, owns_protocol: bool) -> None:
         # Records of the teardown, whose arguments may be anything, stay until the next setup.
         for handler in (logging.caplog_handler, logging.report_handler):
             handler.reset()
+
+
+def empty_instance(held: list[object]) -> None:
+    """Empty the test class's instance where nothing has it but the function that runs the test.
+
+    As `flaky` does, which asks it for its class and keeps it until its test has run for the last time. Whoever else
+    has it, and so what the test put on `self`, is to be told.
+
+    Args:
+        held: the instance, or nothing; empty afterwards.
+    """
+    if not held:
+        return
+    instance = held.pop()
+    # This variable's, and the argument's of who counts.
+    if sys.getrefcount(instance) <= 2 or not hasattr(instance, "__dict__"):
+        return
+    running = _running_frames()
+    if not any(id(holder) not in running for holder in gc.get_referrers(instance)):
+        vars(instance).clear()
+
+
+def errors_of_parameters(item: pytest.Item) -> Iterator[BaseException]:
+    """What was raised within a `pytest.raises` that is a parameter's value, and so there for the whole session."""
+    callspec = getattr(item, "callspec", None)
+    for value in () if callspec is None else callspec.params.values():
+        if type(value).__module__.startswith("_pytest."):
+            raised = getattr(getattr(value, "excinfo", None), "_excinfo", None)
+            if raised is not None:
+                yield raised[1]
 
 
 def clear_tracebacks(errors: Iterable[BaseException]) -> None:
@@ -57,27 +90,56 @@ def clear_tracebacks(errors: Iterable[BaseException]) -> None:
         seen.add(id(error))
         if error.__traceback__ is not None:
             traceback.clear_frames(error.__traceback__)
+            _clear_callers(error.__traceback__)
             _clear_views(error.__traceback__)
         waiting += [other for other in (error.__cause__, error.__context__) if other is not None]
         waiting += getattr(error, "exceptions", ())
 
 
-def _clear_views(trace: TracebackType) -> None:
-    """Empty the dicts that reading `f_locals` left in frames that are over: up to Python 3.12 they are not cleared."""
-    if sys.version_info >= (3, 13):
-        return
-    running: set[int] = set()
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        running.add(id(frame))
-        frame = frame.f_back
+def _clear_callers(trace: TracebackType) -> None:
+    """The frames that are over and that a traceback's own frames were called from, as far as they are not in it.
+
+    Where an exception was caught half-way (unittest catches it in the method that runs the test), the frame that caught
+    it is still there, as the caller of one that is in the traceback.
+    """
+    running = _running_frames()
     step: TracebackType | None = trace
     while step is not None:
-        frame = step.tb_frame
-        # The namespace of a module or a class is no copy.
-        if frame.f_code.co_flags & CO_OPTIMIZED and id(frame) not in running:
-            frame.f_locals.clear()
+        frame = step.tb_frame.f_back
+        while frame is not None and id(frame) not in running:
+            # Clearing a generator would end it.
+            if not frame.f_code.co_flags & (CO_GENERATOR | CO_COROUTINE | CO_ASYNC_GENERATOR):
+                with suppress(RuntimeError):  # it runs, in another thread
+                    frame.clear()
+                    _clear_view(frame)
+            frame = frame.f_back
         step = step.tb_next
+
+
+def _clear_views(trace: TracebackType) -> None:
+    """Empty the dicts that reading `f_locals` left in frames that are over: up to Python 3.12 they are not cleared."""
+    running = _running_frames()
+    step: TracebackType | None = trace
+    while step is not None:
+        if id(step.tb_frame) not in running:
+            _clear_view(step.tb_frame)
+        step = step.tb_next
+
+
+def _clear_view(frame: FrameType) -> None:
+    # The namespace of a module or a class is no copy.
+    if sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED:
+        frame.f_locals.clear()
+
+
+def _running_frames() -> set[int]:
+    """The identities of the frames from here down to where the thread began."""
+    found: set[int] = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        found.add(id(frame))
+        frame = frame.f_back
+    return found
 
 
 def release_warnings() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,6 +150,37 @@ def test_a_thread_of_anybody_else_is_not(done: threading.Event) -> None:
     kind = type("Monitor", (threading.Thread,), {"__module__": "tqdm._monitoring"})
     assert not is_exempt("threads", started(kind(target=done.wait)))
     assert not is_exempt("threads", started(threading.Thread(target=done.wait, name="tqdm._monitor")))
+
+
+def test_a_thread_of_a_pool_that_torch_keeps_is_exempt_and_another_pool_s_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class AsyncCompile:
+        @staticmethod
+        @functools.lru_cache(1)
+        def pool() -> ThreadPoolExecutor:
+            return ThreadPoolExecutor(1)
+
+    compiler = SimpleNamespace(AsyncCompile=AsyncCompile)
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", compiler)  # type: ignore[arg-type]
+    prefetch = ThreadPoolExecutor(1)
+    monkeypatch.setattr("torch.utils._functools._prefetch_executor", prefetch, raising=False)
+    another = ThreadPoolExecutor(1)
+
+    def thread_of(pool: ThreadPoolExecutor) -> str:
+        thread = pool.submit(threading.current_thread).result()
+        return f"{thread.name} ({thread.ident})"
+
+    try:
+        # Looking does not start it.
+        assert not is_exempt("threads", thread_of(another))
+        assert AsyncCompile.pool.cache_info().currsize == 0
+        assert is_exempt("threads", thread_of(AsyncCompile.pool()))
+        assert is_exempt("threads", thread_of(prefetch))
+        assert not is_exempt("threads", thread_of(another))
+    finally:
+        for pool in (another, prefetch, AsyncCompile.pool()):
+            pool.shutdown()
 
 
 def test_a_thread_that_ended_meanwhile_is_exempt() -> None:

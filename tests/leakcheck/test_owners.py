@@ -127,6 +127,34 @@ def test_the_gradient_of_what_it_holds_is_its_own(owner: Owner, engine: Engine) 
     assert Claims([owner]).gradients(torch.Tensor, wanted) == {id(model.weight.grad): owner}
 
 
+def key_of(tensor: torch.Tensor) -> tuple[str, int]:
+    return "cpu", tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_what_the_graph_of_what_it_holds_has_saved_is_its_own(is_freed: bool, owner: Owner, engine: Engine) -> None:
+    weight, other = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))
+    hidden = weight.exp()
+    loss = hidden.square().sum()
+    other.square().sum().backward()
+    if is_freed:
+        loss.backward()
+    engine.held.append(loss)
+    assert other.grad is not None
+    wanted = {key_of(each) for each in (weight, hidden, other, other.grad)}
+    own = {key_of(weight)} if is_freed else {key_of(weight), key_of(hidden)}
+    assert Claims([owner]).saved(wanted) == dict.fromkeys(own, owner)
+
+
+def test_the_gradient_of_what_a_graph_has_saved_is_its_own_too(owner: Owner, engine: Engine) -> None:
+    weight = nn.Parameter(torch.ones(10))
+    loss = weight.square().sum()
+    loss.backward()
+    engine.held.append(loss)
+    assert weight.grad is not None
+    assert Claims([owner]).saved({key_of(weight.grad)}) == {key_of(weight.grad): owner}
+
+
 def test_asking_for_gradients_makes_none(owner: Owner, engine: Engine) -> None:
     model = nn.Linear(2, 2)
     engine.held.append(model)

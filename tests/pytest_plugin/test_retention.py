@@ -85,6 +85,17 @@ RAISED = """
         assert excinfo.value.exceptions
 """
 
+EXPECTED = """
+    import pytest
+    from helper import probe
+
+    @pytest.mark.parametrize("raises", [pytest.raises(RuntimeError)])
+    def test_raises_as_a_parameter(raises):
+        engine = probe("raises as a parameter")
+        with raises:
+            raise RuntimeError("no")
+"""
+
 GIVEN = """
     import torch
     from helper import probe
@@ -286,6 +297,58 @@ LOGS = """
         assert len(caplog.records) == 1
 """
 
+# As `flaky` does: it asks the instance for its class, and has it until the test has run for the last time.
+ANOTHER_RUNNER = """
+    import pytest
+    from _pytest import runner
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(item, nextitem):
+        instance = item.instance
+        for _ in range(2 if "again" in item.name else 1):
+            runner.pytest_runtest_protocol(item, nextitem)
+        return True
+"""
+
+RUN_BY_ANOTHER = """
+    import unittest
+    import torch
+
+    KEPT = []
+    SEEN = []
+
+    class TestUnit(unittest.TestCase):
+        def setUp(self):
+            self.weights = torch.ones(1000)
+
+        def test_attribute(self):
+            self.more = torch.ones(10)
+
+        def test_again(self):
+            assert not hasattr(self, "more")
+            self.more = torch.ones(10)
+            SEEN.append(len(self.weights))
+
+        def test_kept(self):
+            KEPT.append(self)
+
+    class TestPlain:
+        def test_attribute(self):
+            self.weights = torch.ones(1000)
+
+        def test_again(self):
+            assert not hasattr(self, "weights")
+            self.weights = torch.ones(1000)
+            SEEN.append(len(self.weights))
+
+        def test_kept(self):
+            self.weights = torch.ones(1000)
+            KEPT.append(self)
+
+    def test_they_were_run_twice():
+        assert SEEN == [1000] * 4
+"""
+
 KEPT_BY_DESIGN = """
     import pytest
     from helper import Engine
@@ -331,6 +394,7 @@ def run(run_inner: RunInner) -> InnerRun:
         {
             "conftest.py": CONFTEST,
             "test_raised.py": RAISED,
+            "test_expected.py": EXPECTED,
             "test_given.py": GIVEN,
             "test_fixtures.py": FIXTURES,
             "test_failed_module_fixture.py": FAILED_MODULE_FIXTURE,
@@ -429,6 +493,36 @@ def test_the_attributes_of_a_failing_tests_instance_are_no_leak(run: InnerRun) -
 @pytest.mark.parametrize("test", ["test_passing", "test_with_subtests"])
 def test_the_attributes_of_a_testcase_are_no_leak(run: InnerRun, test: str) -> None:
     assert held_back(run, f"test_classes.py::TestUnit::{test}") == "passed"
+
+
+@pytest.fixture(scope="module")
+def by_another(run_inner: RunInner) -> InnerRun:
+    return run_inner({"conftest.py": ANOTHER_RUNNER, "test_by_another.py": RUN_BY_ANOTHER})
+
+
+@pytest.mark.parametrize("test", ["TestUnit::test_attribute", "TestPlain::test_attribute"])
+def test_an_instance_that_only_another_runner_has_is_no_leak(by_another: InnerRun, test: str) -> None:
+    assert held_back(by_another, f"test_by_another.py::{test}") == "passed"
+
+
+@pytest.mark.parametrize("kind", ["TestUnit", "TestPlain"])
+def test_a_test_that_is_run_again_gets_another_instance(by_another: InnerRun, kind: str) -> None:
+    name = f"test_by_another.py::{kind}::test_again"
+    assert by_another.counted(name) == "passed passed"
+    assert name not in by_another.blamed
+    assert by_another.counted("test_by_another.py::test_they_were_run_twice") == "passed"
+
+
+@pytest.mark.parametrize("test", ["TestUnit::test_kept", "TestPlain::test_kept"])
+def test_an_instance_that_somebody_else_has_too_leaks(by_another: InnerRun, test: str) -> None:
+    (finding,) = by_another.subject(f"test_by_another.py::{test}").findings
+    assert (finding.resource, finding.bytes) == ("tensors", 4000)
+    assert "test_by_another.KEPT" in (finding.holder or "")
+    assert by_another.counted(f"test_by_another.py::{test}") == "passed error"
+
+
+def test_the_frames_of_an_expected_error_are_no_leak_where_what_expects_it_is_a_parameter(run: InnerRun) -> None:
+    assert held_back(run, "test_expected.py::test_raises_as_a_parameter[raises0]") == "passed"
 
 
 def test_the_locals_of_a_failing_testcase_are_no_leak(run: InnerRun) -> None:

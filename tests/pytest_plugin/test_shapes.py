@@ -1132,6 +1132,7 @@ THIRD_PARTY = {
             leak()
     """,
     "test_rerun.py": """
+        import unittest
         import pytest
         import torch
         from helper import Engine, leak
@@ -1165,6 +1166,26 @@ THIRD_PARTY = {
             tensor = torch.ones(1000)
             RUNS.append(1)
             assert len(RUNS) == 2
+
+        class TestClass:
+            runs = []
+
+            @pytest.mark.flaky(reruns=1)
+            def test_rerun(self):
+                assert not hasattr(self, "weights")
+                self.weights = torch.ones(1000)
+                self.runs.append(1)
+                assert len(self.runs) == 2
+
+        class TestUnit(unittest.TestCase):
+            runs = []
+
+            @pytest.mark.flaky(reruns=1)
+            def test_rerun(self):
+                assert not hasattr(self, "weights")
+                self.weights = torch.ones(1000)
+                self.runs.append(1)
+                self.assertEqual(len(self.runs), 2)
 
         @pytest.mark.flaky(reruns=1)
         def test_rerun_and_failing(engine):
@@ -1222,6 +1243,12 @@ def test_where_pytest_rerunfailures_is_installed_a_test_that_leaves_nothing_is_c
 
 def test_where_pytest_rerunfailures_is_installed_a_leak_is_a_failure_of_its_test(rerun: InnerRun) -> None:
     assert leaking_outcome(rerun, "test_rerun.py::test_leaking") == "failed"
+
+
+@pytest.mark.parametrize("kind", ["TestClass", "TestUnit"])
+def test_a_test_of_a_class_that_is_run_again_has_an_instance(rerun: InnerRun, kind: str) -> None:
+    assert rerun.counted(f"test_rerun.py::{kind}::test_rerun") == "rerun passed"
+    assert not [name for name in rerun.blamed if kind in name]
 
 
 def test_a_test_that_is_run_again_and_passes_is_clean(rerun: InnerRun) -> None:
