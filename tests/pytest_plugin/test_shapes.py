@@ -336,6 +336,7 @@ GIVEN = """
 
 SHARED = """
     import pytest
+    import torch
     from helper import Engine
 
     @pytest.fixture(scope="module")
@@ -365,6 +366,19 @@ SHARED = """
 
         def test_second(self, class_engine, engine):
             class_engine.generate()
+
+    @pytest.fixture(scope="module")
+    def losses():
+        yield []
+
+    def test_graph(losses):
+        weight = torch.nn.Parameter(torch.ones(1000))
+        losses.append(weight.exp().square().sum())
+
+    def test_freed_graph(losses):
+        weight = torch.nn.Parameter(torch.ones(1000))
+        losses.append(weight.square().sum())
+        losses[-1].backward()
 
     def test_session(session_engine):
         session_engine.generate()
@@ -716,6 +730,11 @@ def test_an_engine_shared_by_a_classs_tests_is_no_leak(run: InnerRun, test: str)
 
 @pytest.mark.parametrize("test", ["test_session", "test_session_by_name"])
 def test_an_engine_shared_by_the_session_is_no_leak(run: InnerRun, test: str) -> None:
+    assert outcome(run, f"test_shared.py::{test}") == "passed"
+
+
+@pytest.mark.parametrize("test", ["test_graph", "test_freed_graph"])
+def test_what_the_graph_of_a_loss_has_saved_that_a_fixture_holds_is_no_leak(run: InnerRun, test: str) -> None:
     assert outcome(run, f"test_shared.py::{test}") == "passed"
 
 
