@@ -12,7 +12,7 @@ from lowtide.leakcheck.storages import Key, is_tensor, storage_keys
 from lowtide.probes.births import Newborn
 from lowtide.probes.caches import LRU_CACHE, CacheActivity, cache_entries
 from lowtide.probes.foreign import type_name
-from lowtide.probes.reach import reach
+from lowtide.probes.reach import module_namespaces, reach
 
 
 class FilledCaches:
@@ -66,8 +66,10 @@ class FilledCaches:
             return {}
         newborn = {id(born.item) for born in survivors}
         found: dict[str, int] = {}
+        # Asked once: with torch's compiler loaded there are thousands of modules, and dozens of its caches fill.
+        namespaces = module_namespaces()
         for cache in self._filled:
-            objects, _ = reach(cache_entries(cache), boundaries=(LRU_CACHE,), max_objects=20_000)
+            objects, _ = reach(cache_entries(cache), boundaries=(LRU_CACHE,), namespaces=namespaces, max_objects=20_000)
             owners = [item.__self__ for item in objects if type(item) is MethodType]
             held = [item for item in objects if id(item) in newborn and _is_module(item)]
             held += [
