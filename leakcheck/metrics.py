@@ -82,8 +82,10 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
     """What must be back after an engine's shutdown: everything, at `collect`, because releasing is its own job.
 
     `device` is where the engine ran.  The tolerances are measured: the heap of a process moves by some MiB with every
-    life (32 MiB is the coarsest figure here, and the report says so), a driver's figure for a process by up to 8 MiB.
+    life, by up to 34 MiB in one of 36 runs with a card that a dozen processes share (it is the coarsest figure here,
+    and the report says so); a driver's figure for a process by up to 8 MiB.
     """
+    of_host = 32 * MIB if device == "cpu" else 64 * MIB
     metrics: list[Metric[Snapshot]] = [
         Metric("tensors", "cpu", lambda s: s.tensors.bytes_on("cpu")),
         Metric("arena", device, lambda s: arena_without_tensors(s, device)),
@@ -102,7 +104,7 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
         _counted("file-descriptors", lambda s: s.host.descriptors, first_use=True),
         Metric("shared-memory", "", lambda s: sum(own_shared_memory(s).values()), items=own_shared_memory),
         Metric("host-memory", "", lambda s: sum(host_pools(s).values()), items=host_pools, cause="native"),
-        Metric("host-memory", "cpu", unaccounted_host_memory, tolerance=32 * MIB, first_use=True),
+        Metric("host-memory", "cpu", unaccounted_host_memory, tolerance=of_host, first_use=True),
     ]
     if device != "cpu":
         metrics += [

@@ -143,7 +143,7 @@ def _problem(defect: Defect, device: str, bug: Run, twin: Run) -> str:
     found = sorted({(finding.resource, finding.cause) for finding in bug.subject.findings})
     expected = sorted(defect.expected_on(device))
     if found != expected:
-        return f"WRONG: expected {_pairs(expected)}"
+        return f"WRONG: expected {_pairs(expected)}, found {_pairs(found)}"
     if twin.subject.outcome != "clean":
         return f"WRONG: without it there is {twin.subject.outcome}"
     return ""

@@ -283,9 +283,13 @@ def verified_with(monkeypatch: pytest.MonkeyPatch, bug: Run, twin: Run, defect: 
     [
         (run(finding()), run(), ""),
         (run(finding(), finding()), run(), ""),
-        (run(), run(), "WRONG: expected tensors/lru-cache"),
-        (run(finding(cause="closure")), run(), "WRONG: expected tensors/lru-cache"),
-        (run(finding(), finding("threads", "thread")), run(), "WRONG: expected tensors/lru-cache"),
+        (run(), run(), "WRONG: expected tensors/lru-cache, found nothing"),
+        (run(finding(cause="closure")), run(), "WRONG: expected tensors/lru-cache, found tensors/closure"),
+        (
+            run(finding(), finding("threads", "thread")),
+            run(),
+            "WRONG: expected tensors/lru-cache, found tensors/lru-cache, threads/thread",
+        ),
         (run(finding()), run(finding()), "WRONG: without it there is leak"),
         (Run(None, 1.0, "x\nno report"), run(), "could not be measured: no report"),
         (run(finding()), Run(None, 1.0, ""), "could not be measured: no output"),
@@ -299,7 +303,7 @@ def test_the_table_names_holder_and_remedy_and_says_what_is_wrong(monkeypatch: p
     lines = table([verified_with(monkeypatch, run(finding()), run())]).splitlines()
     assert lines[2] == "| `bound-method-cache` | vllm#38503 | `tensors`/`lru-cache` | `cache\\|d` |  | cpu, 1 s |"
     wrong = table([verified_with(monkeypatch, run(), run())]).splitlines()[2]
-    assert wrong.endswith("| clean |  |  | WRONG: expected tensors/lru-cache |")
+    assert wrong.endswith("| clean |  |  | WRONG: expected tensors/lru-cache, found nothing |")
 
 
 def test_of_many_actions_the_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

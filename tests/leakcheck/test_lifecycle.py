@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,9 +24,10 @@ import torch
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck import lifecycle
+from lowtide.leakcheck.judge import excesses
 from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy
 from lowtide.leakcheck.lifecycle import SCRIPT, Event, LifecycleRun
-from lowtide.leakcheck.metrics import Metric, shutdown_metrics
+from lowtide.leakcheck.metrics import Metric, shutdown_metrics, unaccounted_host_memory
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.stages import announce
 from lowtide.reports.schema import Finding, Remedy, Subject
@@ -605,6 +607,19 @@ def test_what_some_lives_keep_within_the_tolerance_and_the_last_gives_back_is_cl
     GivesBackInItsLastLife.lives = 0
     _, findings = found(GivesBackInItsLastLife, cycles=4)
     assert findings == ()
+
+
+@pytest.mark.parametrize(("device", "stays"), [("cpu", 32 * MIB), ("cuda:0", 64 * MIB)])
+def test_host_memory_may_move_more_where_an_engine_uses_a_card(device: str, stays: int) -> None:
+    def read(anonymous: int) -> Any:
+        host = SimpleNamespace(anonymous=anonymous)
+        return SimpleNamespace(host=host, pool_residency=(), tensor_residency=SimpleNamespace(anonymous=0))
+
+    (metric,) = [item for item in shutdown_metrics(device) if item.read is unaccounted_host_memory]
+    before = read(1 << 30)
+    for left, is_back in ((stays, True), (stays + 1, False)):
+        (excess,) = excesses((metric,), before, read((1 << 30) + left))
+        assert excess.is_back is is_back
 
 
 def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
