@@ -173,10 +173,9 @@ def test_process_group(tmp_path):
 
 # As in a container of its own PID namespace: NVML lists processes by other numbers.
 _HIDDEN = """
-import os
-from types import SimpleNamespace
-from lowtide.probes.device.driver import nvml
-nvml.os = SimpleNamespace(getpid=lambda: -1, environ=os.environ)
+from lowtide.probes.device.driver.nvml import NvmlDriver
+listed = NvmlDriver._listed
+NvmlDriver._listed = lambda self, handle: {1_000_000 + pid: held for pid, held in listed(self, handle).items()}
 """
 
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from lowtide.probes.device.driver import DriverError, DriverReading
+from lowtide.probes.device.driver.process_list import own_bytes
 from lowtide.probes.device.driver.visible import HIP, visible_card
-from lowtide.probes.device.torch_allocator import has_context, initialized_torch
+from lowtide.probes.device.torch_allocator import initialized_torch
 
 
 class AmdsmiDriver:
@@ -49,11 +50,7 @@ class AmdsmiDriver:
             self._amdsmi.amdsmi_shut_down()
 
     def read(self, device_index: int) -> DriverReading:
-        """Reads one card, by torch's index.
-
-        A process that the driver does not list holds nothing there, unless torch says that it has a context: then what
-        it holds is not known.
-        """
+        """Reads one card, by torch's index."""
         device = f"cuda:{device_index}"
         if not self._open:
             return DriverReading(device, self.name, None, None, None, "this amdsmi driver was closed")
@@ -68,7 +65,7 @@ class AmdsmiDriver:
         except DriverError as error:
             return DriverReading(device, self.name, None, None, None, str(error))
         try:
-            held, note = self._process_bytes(handle, device_index)
+            held, note = own_bytes(self._listed(handle), "amdsmi", device_index)
         except amdsmi.AmdSmiException as error:
             held, note = None, f"amdsmi: {error}"
         return DriverReading(device, self.name, held, used, size, note)
@@ -81,18 +78,6 @@ class AmdsmiDriver:
             return self._listed(self._handle(device_index))
         except (self._amdsmi.AmdSmiException, DriverError):
             return {}
-
-    def _process_bytes(self, handle: Any, device_index: int) -> tuple[int | None, str]:
-        pid = os.getpid()
-        listed = self._listed(handle)
-        if pid not in listed:
-            torch = initialized_torch()
-            if torch is not None and has_context(torch, device_index):
-                return None, f"amdsmi does not list process {pid}, which has a context: another PID namespace?"
-            return 0, ""
-        if listed[pid] is None:
-            return None, "amdsmi lists this process without its memory"
-        return listed[pid], ""
 
     def _listed(self, handle: Any) -> dict[int, int | None]:
         found: dict[int, int | None] = {}

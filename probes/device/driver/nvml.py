@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lowtide.probes.device.driver import DriverError, DriverReading
+from lowtide.probes.device.driver.process_list import own_bytes
 from lowtide.probes.device.driver.visible import CUDA, visible_card
-from lowtide.probes.device.torch_allocator import has_context, initialized_torch
+from lowtide.probes.device.torch_allocator import initialized_torch
 
 
 class NvmlDriver:
@@ -52,11 +53,7 @@ class NvmlDriver:
             self._nvml.nvmlShutdown()
 
     def read(self, device_index: int) -> DriverReading:
-        """Reads one card, by torch's index.
-
-        A process that the driver does not list holds nothing there, unless torch says that it has a context: then the
-        driver lists it under another number (a PID namespace of its own), and what it holds is not known.
-        """
+        """Reads one card, by torch's index."""
         device = f"cuda:{device_index}"
         if not self._open:
             return DriverReading(device, self.name, None, None, None, "this NVML driver was closed")
@@ -68,7 +65,7 @@ class NvmlDriver:
         except DriverError as error:
             return DriverReading(device, self.name, None, None, None, str(error))
         try:
-            held, note = self._process_bytes(handle, device_index)
+            held, note = own_bytes(self._listed(handle), "NVML", device_index)
         except self._nvml.NVMLError as error:
             held, note = None, f"NVML: {error}"
         return DriverReading(device, self.name, held, int(memory.used), int(memory.total), note)
@@ -81,18 +78,6 @@ class NvmlDriver:
             return self._listed(self._handle(device_index))
         except (self._nvml.NVMLError, DriverError):
             return {}
-
-    def _process_bytes(self, handle: Any, device_index: int) -> tuple[int | None, str]:
-        pid = os.getpid()
-        listed = self._listed(handle)
-        if pid not in listed:
-            torch = initialized_torch()
-            if torch is not None and has_context(torch, device_index):
-                return None, f"NVML does not list process {pid}, which has a context: another PID namespace?"
-            return 0, ""
-        if listed[pid] is None:
-            return None, "NVML lists this process without its memory (a permission, or a driver model without it)"
-        return listed[pid], ""
 
     def _listed(self, handle: Any) -> dict[int, int | None]:
         compute = _by_process(self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
