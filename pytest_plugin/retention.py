@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import gc
+import operator
 import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED
 from types import FrameType, TracebackType
 
 import pytest
+
+from lowtide.probes.objects import frame_locals
 
 
 def release_test(item: pytest.Item, *, owns_protocol: bool) -> None:
@@ -57,11 +60,11 @@ def empty_instance(held: list[object]) -> None:
     if not held:
         return
     instance = held.pop()
-    # This variable's, and the argument's of who counts.
-    if sys.getrefcount(instance) <= 2 or not hasattr(instance, "__dict__"):
-        return
-    running = _running_frames()
-    if not any(id(holder) not in running for holder in gc.get_referrers(instance)):
+    variables = 0
+    for frame in _frames(sys._getframe(1)):
+        variables += sum(map(partial(operator.is_, instance), frame_locals(frame)))
+    # 2: this variable's reference, and the argument's of who counts.
+    if variables and sys.getrefcount(instance) - 2 == variables and hasattr(instance, "__dict__"):
         vars(instance).clear()
 
 
@@ -134,12 +137,15 @@ def _clear_view(frame: FrameType) -> None:
 
 def _running_frames() -> set[int]:
     """The identities of the frames from here down to where the thread began."""
-    found: set[int] = set()
-    frame: FrameType | None = sys._getframe()
+    return set(map(id, _frames(sys._getframe())))
+
+
+def _frames(innermost: FrameType) -> Iterator[FrameType]:
+    """A frame, and those that it was called from."""
+    frame: FrameType | None = innermost
     while frame is not None:
-        found.add(id(frame))
+        yield frame
         frame = frame.f_back
-    return found
 
 
 def release_warnings() -> None:

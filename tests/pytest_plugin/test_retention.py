@@ -311,6 +311,7 @@ ANOTHER_RUNNER = """
 """
 
 RUN_BY_ANOTHER = """
+    import ctypes
     import unittest
     import torch
 
@@ -344,6 +345,10 @@ RUN_BY_ANOTHER = """
         def test_kept(self):
             self.weights = torch.ones(1000)
             KEPT.append(self)
+
+        def test_kept_by_native_code(self):
+            self.weights = torch.ones(1000)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def test_they_were_run_twice():
         assert SEEN == [1000] * 4
@@ -519,6 +524,11 @@ def test_an_instance_that_somebody_else_has_too_leaks(by_another: InnerRun, test
     assert (finding.resource, finding.bytes) == ("tensors", 4000)
     assert "test_by_another.KEPT" in (finding.holder or "")
     assert by_another.counted(f"test_by_another.py::{test}") == "passed error"
+
+
+def test_an_instance_that_native_code_has_too_leaks(by_another: InnerRun) -> None:
+    (finding,) = by_another.subject("test_by_another.py::TestPlain::test_kept_by_native_code").findings
+    assert (finding.resource, finding.bytes) == ("tensors", 4000)
 
 
 def test_the_frames_of_an_expected_error_are_no_leak_where_what_expects_it_is_a_parameter(run: InnerRun) -> None:
