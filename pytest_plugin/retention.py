@@ -60,11 +60,14 @@ def empty_instance(held: list[object]) -> None:
     if not held:
         return
     instance = held.pop()
+    # 2: this variable's reference, and the argument's of who counts.
+    others = sys.getrefcount(instance) - 2
+    if not others or not hasattr(instance, "__dict__"):
+        return
     variables = 0
     for frame in _frames(sys._getframe(1)):
         variables += sum(map(partial(operator.is_, instance), frame_locals(frame)))
-    # 2: this variable's reference, and the argument's of who counts.
-    if variables and sys.getrefcount(instance) - 2 == variables and hasattr(instance, "__dict__"):
+    if variables == others:
         vars(instance).clear()
 
 

@@ -205,6 +205,14 @@ def test_first_compiled_module():
     model = torch.compile(torch.nn.Linear(4, 4), backend="eager")
     model(torch.ones(2, 4)).sum().backward()
     torch._dynamo.reset()
+
+
+def test_first_thread_that_compiles():
+    import torch._inductor.config
+    from torch._inductor.async_compile import AsyncCompile
+
+    with torch._inductor.config.patch(compile_threads=2):
+        assert AsyncCompile.pool().submit(len, "ab").result() == 2
 """
 
 # Everyday shapes.

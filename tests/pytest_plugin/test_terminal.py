@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import pytest
+
+from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.terminal import MOST_NOT_MEASURED, summary
 from lowtide.reports.schema import NotMeasured, Subject
 
@@ -26,8 +28,18 @@ class Reporter:
 
 def said(subjects: Sequence[Subject]) -> list[str]:
     reporter = Reporter()
-    settings = SimpleNamespace(device="cpu", report=None, action="fail")
-    summary(reporter, subjects, settings, ())  # type: ignore[arg-type]
+    settings = Settings(
+        tolerance=0,
+        tolerance_is_final=False,
+        settle=0.5,
+        action="fail",
+        report=None,
+        suppressions=None,
+        device="cpu",
+        stacks="auto",
+        remedies=True,
+    )
+    summary(cast(pytest.TerminalReporter, reporter), subjects, settings, ())
     return [line for line in reporter.lines if line.startswith("not judged") and "here" not in line]
 
 
