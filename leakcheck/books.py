@@ -11,7 +11,7 @@ from typing import Optional
 
 import psutil
 
-from lowtide.leakcheck.exemptions import is_exempt
+from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.owners import Owner
 from lowtide.leakcheck.shared_memory import MadeSegments
 from lowtide.probes.counters import Counters
@@ -97,7 +97,8 @@ class Books:
                 return {}
             owned = {name for owner in (*self.live, *ended) for name in owner.items.get(key, ())}
             found = {name: names[name] for name in sorted(fresh - owned)}
-        found = {name: amount for name, amount in found.items() if not is_exempt(key, name)}
+        stays = exempt(key, found)
+        found = {name: amount for name, amount in found.items() if name not in stays}
         return self._own_shared_memory(found) if key == "shared-memory" else found
 
     def shares(self, key: str, now: Counters, ended: Sequence[Owner]) -> dict[int, int | None]:

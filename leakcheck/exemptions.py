@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import io
 import re
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any
 
 import psutil
 
-from lowtide.probes.objects import Census
-from lowtide.probes.reach import reach
+from lowtide.probes.counters import child_processes
 from lowtide.reports.schema import Resource
+
+Names = Collection[str]
 
 
 @dataclass(frozen=True)
@@ -29,18 +29,36 @@ class Exemption:
         resource: of which resource.
         what: its name for people.
         reason: why it stays.
-        applies: whether an item, by the name that it has in the counters, is it.
+        among: which of some items, by the names that they have in the counters, are it.
     """
 
     resource: Resource
     what: str
     reason: str
-    applies: Callable[[str], bool]
+    among: Callable[[Names], Names]
+
+
+def exempt(resource: str, names: Names) -> set[str]:
+    """Those items of `resource` that are there to stay.
+
+    This is asked at every poll while something is waited for: no entry looks at the whole heap, and what an entry
+    reads, it reads once for all names.
+    """
+    left = set(names)
+    for entry in EXEMPTIONS:
+        if left and entry.resource == resource:
+            left.difference_update(entry.among(left))
+    return set(names) - left
 
 
 def is_exempt(resource: str, name: str) -> bool:
     """Whether an item of `resource` is there to stay."""
-    return any(entry.resource == resource and entry.applies(name) for entry in EXEMPTIONS)
+    return bool(exempt(resource, (name,)))
+
+
+def _each(applies: Callable[[str], bool]) -> Callable[[Names], Names]:
+    """Those names for which a question about one name is answered with yes."""
+    return lambda names: {name for name in names if applies(name)}
 
 
 def _command_line(pid: str) -> str:
@@ -50,8 +68,8 @@ def _command_line(pid: str) -> str:
         return ""
 
 
-def _runs(*modules: str) -> Callable[[str], bool]:
-    return lambda pid: any(module in _command_line(pid) for module in modules)
+def _runs(*modules: str) -> Callable[[Names], Names]:
+    return _each(lambda pid: any(module in _command_line(pid) for module in modules))
 
 
 def _has_ended(pid: str) -> bool:
@@ -61,15 +79,22 @@ def _has_ended(pid: str) -> bool:
         return True
 
 
-def _opens(pattern: str) -> Callable[[str], bool]:
-    return lambda name: re.fullmatch(pattern, name.partition(" -> ")[2]) is not None
+def _opens(pattern: str) -> Callable[[Names], Names]:
+    return _each(lambda name: re.fullmatch(pattern, _target(name)) is not None)
 
 
-def _is_installed(name: str) -> bool:
-    target = name.partition(" -> ")[2]
-    return any(
-        target.startswith(f"{place}/") for place in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
-    )
+def _target(name: str) -> str:
+    return name.partition(" -> ")[2]
+
+
+def _number(name: str) -> int:
+    return int(name.partition(" ")[0])
+
+
+def _installed(names: Names) -> Names:
+    """The files that lie where libraries are installed."""
+    places = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
+    return {name for name in names if _target(name).startswith(places)}
 
 
 def _is_torchs_own(name: str) -> bool:
@@ -77,26 +102,48 @@ def _is_torchs_own(name: str) -> bool:
     return held.startswith("torch.") and cache.startswith("torch.")
 
 
-def _compile_worker_pipe(name: str) -> bool:
-    pools: Any = sys.modules.get("torch._inductor.compile_worker.subproc_pool")
-    if pools is None:
-        return False
-    found, _ = reach(Census(gc.get_objects()).instances_of(pools.SubprocPool), max_objects=20_000)
-    numbers = {file.fileno() for file in Census(found).instances_of(io.FileIO) if not file.closed}
-    return int(name.partition(" ")[0]) in numbers
+def _compile_worker_pipes(names: Names) -> Names:
+    """The files of torch's pools of compile workers, and the other ends of their pipes, which stay open here too."""
+    files = [vars(pool).get(key) for pool in _compile_pools() for key in ("write_pipe", "read_pipe", "log_file")]
+    numbers = {file.fileno() for file in files if file is not None and not file.closed}
+    targets = {_target(name) for name in names if _number(name) in numbers}
+    return {name for name in names if _target(name) in targets}
 
 
-def _pipe_to(command: str) -> Callable[[str], bool]:
-    """Whether a descriptor is a pipe that a child process of that name has open as well."""
+def _compile_pools() -> list[Any]:
+    """The pools of compile workers that torch keeps, from its own registries; nothing starts one."""
+    workers: Any = sys.modules.get("torch._inductor.compile_worker.subproc_pool")
+    if workers is None:
+        return []
+    compiler: Any = sys.modules.get("torch._inductor.async_compile")
+    in_process: Any = sys.modules.get("torch._inductor.compile_fx_subproc")
+    kept: list[Any] = list(getattr(compiler, "_pool_set", ()))
+    for owner in (getattr(compiler, "AsyncCompile", None), getattr(in_process, "_SubprocessFxCompile", None)):
+        kept += _cached(getattr(owner, "process_pool", None))
+    return [pool for pool in kept if issubclass(type(pool), workers.SubprocPool)]
 
-    def applies(name: str) -> bool:
-        target = name.partition(" -> ")[2]
-        if not target.startswith("pipe:"):
-            return False
-        children = [child.pid for child in psutil.Process().children() if command in _command_line(str(child.pid))]
-        return any(target in _open_files(pid) for pid in children)
 
-    return applies
+def _cached(cache: object) -> list[Any]:
+    """What an `lru_cache` of a function without arguments holds; it is not called."""
+    referents = gc.get_referents(cache)
+    # An unbounded one keeps its results in a dict.
+    return [*referents, *(value for held in referents if type(held) is dict for value in held.values())]
+
+
+def _pipes_to(command: str) -> Callable[[Names], Names]:
+    """The descriptors that are pipes that a child process of that name has open as well."""
+
+    def among(names: Names) -> Names:
+        pipes = {name for name in names if _target(name).startswith("pipe:")}
+        if not pipes:
+            return pipes
+        theirs: set[str] = set()
+        for pid in child_processes():
+            if command in _command_line(str(pid)):
+                theirs |= _open_files(pid)
+        return {name for name in pipes if _target(name) in theirs}
+
+    return among
 
 
 def _open_files(pid: int) -> set[str]:
@@ -106,41 +153,47 @@ def _open_files(pid: int) -> set[str]:
         return set()
 
 
-def _multiprocessing_pipe(name: str) -> bool:
-    number = int(name.partition(" ")[0])
+def _multiprocessing_pipes(names: Names) -> Names:
     tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
     server: Any = sys.modules.get("multiprocessing.forkserver")
     owned = [getattr(getattr(tracker, "_resource_tracker", None), "_fd", None)]
     owned += [
         getattr(getattr(server, "_forkserver", None), key, None) for key in ("_forkserver_fd", "_forkserver_alive_fd")
     ]
-    return number in owned
+    return {name for name in names if _number(name) in owned}
 
 
-def _thread_of(*modules: str) -> Callable[[str], bool]:
-    """Whether the thread of that name is of a class, or runs a function, of one of these modules."""
+def _threads_of(*modules: str) -> Callable[[Names], Names]:
+    """The threads that are of a class, or run a function, of one of these modules."""
 
-    def applies(name: str) -> bool:
-        for thread in threading.enumerate():
-            if f"{thread.name} ({thread.ident})" != name:
-                continue
-            target = getattr(thread, "_target", None)
-            places = (type(thread).__module__, str(getattr(target, "__module__", "")))
-            return any(place == module or place.startswith(f"{module}.") for place in places for module in modules)
-        return True  # it ended meanwhile
+    def is_one(thread: threading.Thread) -> bool:
+        target = getattr(thread, "_target", None)
+        places = (type(thread).__module__, str(getattr(target, "__module__", "")))
+        return any(place == module or place.startswith(f"{module}.") for place in places for module in modules)
 
-    return applies
+    def among(names: Names) -> Names:
+        return {name for name, thread in _threads_by_name().items() if name in names and is_one(thread)}
+
+    return among
 
 
-def _serves_torchs_pool(name: str) -> bool:
-    """Whether the thread of that name is one of an executor that torch makes once, and keeps."""
+def _threads_by_name() -> dict[str, threading.Thread]:
+    return {f"{thread.name} ({thread.ident})": thread for thread in threading.enumerate()}
+
+
+def _ended_threads(names: Names) -> Names:
+    return set(names) - _threads_by_name().keys()
+
+
+def _in_torchs_pools(names: Names) -> Names:
+    """The threads of the executors that torch makes once, and keeps."""
     compiler: Any = sys.modules.get("torch._inductor.async_compile")
     functions: Any = sys.modules.get("torch.utils._functools")
     # Nothing is asked of the cache: that would start the pool.
     kept = gc.get_referents(getattr(getattr(compiler, "AsyncCompile", None), "pool", None))
     kept.append(getattr(functions, "_prefetch_executor", None))
     own = [thread for pool in kept if isinstance(pool, ThreadPoolExecutor) for thread in pool._threads]
-    return any(f"{thread.name} ({thread.ident})" == name for thread in own)
+    return {f"{thread.name} ({thread.ident})" for thread in own} & set(names)
 
 
 EXEMPTIONS: tuple[Exemption, ...] = (
@@ -154,7 +207,7 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "processes",
         "a child that has ended",
         "only its exit code is left, until somebody asks for it",
-        _has_ended,
+        _each(_has_ended),
     ),
     Exemption(
         "processes",
@@ -170,63 +223,69 @@ EXEMPTIONS: tuple[Exemption, ...] = (
     ),
     Exemption(
         "threads",
+        "a thread that has ended",
+        "it was listed while it ended",
+        _ended_threads,
+    ),
+    Exemption(
+        "threads",
         "the threads of torch.compile's compile workers",
         "they serve the pool of compile workers, one per process",
-        _thread_of("torch._inductor.compile_worker", "torch._inductor.async_compile"),
+        _threads_of("torch._inductor.compile_worker", "torch._inductor.async_compile"),
     ),
     Exemption(
         "threads",
         "the threads in which torch.compile compiles",
         "torch starts one pool per process at the first compilation and keeps it",
-        _serves_torchs_pool,
+        _in_torchs_pools,
     ),
     Exemption(
         "threads",
         "tqdm's monitor",
         "one daemon thread per process, started by the first progress bar",
-        _thread_of("tqdm._monitor"),
+        _threads_of("tqdm._monitor"),
     ),
     Exemption(
         "threads",
         "the debugger's threads",
         "pydevd serves the development environment for the whole process",
-        _thread_of("pydevd", "_pydevd_bundle", "debugpy"),
+        _threads_of("pydevd", "_pydevd_bundle", "debugpy"),
     ),
     Exemption(
         "threads",
         "pytest-timeout's timer",
         "it watches the very test that is judged",
-        _thread_of("pytest_timeout"),
+        _threads_of("pytest_timeout"),
     ),
     Exemption(
         "file-descriptors",
         "the pipes to multiprocessing's resource tracker and fork server",
         "they live as long as those two do",
-        _multiprocessing_pipe,
+        _multiprocessing_pipes,
     ),
     Exemption(
         "lru-cache",
         "torch's own caches of torch's own objects",
         "they are built once: empty modules that the compiler uses, and the like",
-        _is_torchs_own,
+        _each(_is_torchs_own),
     ),
     Exemption(
         "file-descriptors",
         "the pipes to torch.compile's compile workers",
         "they live as long as the pool does",
-        _compile_worker_pipe,
+        _compile_worker_pipes,
     ),
     Exemption(
         "file-descriptors",
         "the pipes to torch's addr2line",
         "they live as long as those processes do",
-        _pipe_to("addr2line"),
+        _pipes_to("addr2line"),
     ),
     Exemption(
         "file-descriptors",
         "the standard streams",
         "a test runner that captures output points them elsewhere and back",
-        lambda name: name.partition(" ")[0] in ("0", "1", "2"),
+        _each(lambda name: _number(name) in (0, 1, 2)),
     ),
     Exemption(
         "file-descriptors",
@@ -238,7 +297,7 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "file-descriptors",
         "a library's own files",
         "fonts, tables and the like, which a library opens where it is installed when they are first asked for",
-        _is_installed,
+        _installed,
     ),
     Exemption(
         "file-descriptors",

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
-from lowtide.leakcheck.exemptions import EXEMPTIONS, is_exempt
+from lowtide.leakcheck import exemptions
+from lowtide.leakcheck.exemptions import EXEMPTIONS, exempt, is_exempt
 
 
 @pytest.mark.parametrize(
@@ -185,6 +190,79 @@ def test_a_thread_of_a_pool_that_torch_keeps_is_exempt_and_another_pool_s_is_not
 
 def test_a_thread_that_ended_meanwhile_is_exempt() -> None:
     assert is_exempt("threads", "gone (1)")
+
+
+class SubprocPool:
+    """As torch's: it keeps its own ends of two pipes as files, and leaves the other two open as well."""
+
+    def __init__(self) -> None:
+        self.numbers = [*os.pipe(), *os.pipe()]
+        self.write_pipe = os.fdopen(self.numbers[1], "wb")
+        self.read_pipe = os.fdopen(self.numbers[2], "rb")
+
+    def names(self) -> set[str]:
+        return {f"{number} -> {Path(f'/proc/self/fd/{number}').readlink()}" for number in self.numbers}
+
+    def close(self) -> None:
+        self.write_pipe.close()
+        self.read_pipe.close()
+        os.close(self.numbers[0])
+        os.close(self.numbers[3])
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What stands for `torch._inductor.async_compile`, with no pool yet."""
+    compiler = SimpleNamespace(AsyncCompile=None, _pool_set=set())
+    workers = SimpleNamespace(SubprocPool=SubprocPool)
+    monkeypatch.setitem(sys.modules, "torch._inductor.compile_worker.subproc_pool", workers)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", compiler)  # type: ignore[arg-type]
+    return compiler
+
+
+@pytest.fixture
+def compile_pool() -> Iterator[SubprocPool]:
+    pool = SubprocPool()
+    yield pool
+    pool.close()
+
+
+def test_both_ends_of_the_pipes_to_compile_workers_are_exempt_and_no_other_pipe(
+    compiler: SimpleNamespace, compile_pool: SubprocPool
+) -> None:
+    another = SubprocPool()
+    try:
+        assert not exempt("file-descriptors", compile_pool.names())
+        compiler._pool_set.add(compile_pool)
+        assert exempt("file-descriptors", compile_pool.names() | another.names()) == compile_pool.names()
+    finally:
+        another.close()
+
+
+@pytest.mark.parametrize("wrap", [functools.lru_cache(1), functools.cache])
+def test_a_pool_of_compile_workers_is_found_in_a_cache_too(
+    compiler: SimpleNamespace, compile_pool: SubprocPool, wrap: Callable[[Any], Any]
+) -> None:
+    compiler.AsyncCompile = SimpleNamespace(process_pool=wrap(lambda: compile_pool))
+    assert not exempt("file-descriptors", compile_pool.names())
+    compiler.AsyncCompile.process_pool()
+    assert exempt("file-descriptors", compile_pool.names()) == compile_pool.names()
+
+
+def test_what_is_asked_of_many_items_is_read_once_and_never_from_the_whole_heap(
+    compiler: SimpleNamespace, compile_pool: SubprocPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    compiler._pool_set.add(compile_pool)
+    monkeypatch.setattr(gc, "get_objects", lambda *args: asked.append("the heap"))
+    monkeypatch.setattr(psutil.Process, "children", lambda *args, **kwargs: asked.append("all processes"))
+    monkeypatch.setattr(exemptions, "child_processes", lambda: asked.append("the children") or [os.getpid()])
+    numbers = range(1000, 1100)
+    assert not exempt("file-descriptors", {f"{number} -> pipe:[{number}]" for number in numbers})
+    exempt("threads", {f"gone ({number})" for number in numbers})
+    exempt("processes", {str(number) for number in numbers})
+    exempt("lru-cache", {f"engine.Block at {number:#x} in engine.cache" for number in numbers})
+    assert asked == ["the children"]
 
 
 def test_every_exemption_has_a_reason() -> None:
