@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from rich.console import Console
 
 import lowtide
-from lowtide.leakcheck.progress import progress_line
+from lowtide.leakcheck.progress import find_console, progress_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -192,9 +191,10 @@ def _live(
     from lowtide.probes.device.driver import find_driver
     from lowtide.reports import schema
     from lowtide.reports.folder import write_folder
+    from lowtide.reports.hanging_text import HangingText
     from lowtide.reports.terminal import render
 
-    console = Console(width=None if sys.stdout.isatty() else 180, soft_wrap=not sys.stdout.isatty())
+    console = find_console()
     with ExitStack() as stack:
         driver = find_driver()
         stack.callback(driver.close)
@@ -221,14 +221,12 @@ def _live(
         except schema.ReportError as error:
             console.print(render(written))
             _refuse(str(error))
-    console.print(render(written))
-    if where is not None:
-        console.print(f"report: {where}", highlight=False)
+    console.print(render(written, *(() if where is None else (f"report: {where}",))))
     # A run that ended early may not have come to what an entry is for.
     used = frozenset(entry.id for entry in suppressions.entries) if subject.reason else used
     wrong = problems(suppressions.entries, used, today)
     for problem in wrong:
-        console.print(Text(f"SUPPRESSION {problem}", style="red"))
+        console.print(HangingText(Text(f"SUPPRESSION {problem}", style="red")))
     if life.interrupted:
         return INTERRUPTED
     return schema.exit_code(written) or (1 if wrong else 0)
@@ -337,10 +335,15 @@ def defects(
         if jobs < 1:
             _refuse(f"--jobs {jobs} is not possible: use 1 or more")
         raise typer.Exit(_verify(device, jobs))
-    table = Table("name", "where it happened", Column("what went wrong", overflow="fold"), box=None)
+    table = Table(
+        Column("name", no_wrap=True),
+        Column("where it happened", overflow="fold"),
+        Column("what went wrong", overflow="fold"),
+        box=None,
+    )
     for known in DEFECTS.values():
         table.add_row(known.name, known.source, known.summary)
-    Console().print(table)
+    find_console().print(table)
 
 
 @app.command()
@@ -409,7 +412,7 @@ def _fuzz(
     from lowtide.reports import schema
     from lowtide.reports.folder import write_folder
 
-    console = Console(width=None if sys.stdout.isatty() else 180, soft_wrap=not sys.stdout.isatty())
+    console = find_console()
     try:
         if target is not None:
             subjected = named_target(target)

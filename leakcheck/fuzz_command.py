@@ -24,8 +24,9 @@ from lowtide.leakcheck.source import Source
 from lowtide.leakcheck.target import TargetError, TargetFactory, load_factory, make_target
 from lowtide.leakcheck.witness import Killed, kill_in_each_stage
 from lowtide.probes.device.driver import find_driver
+from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.schema import Finding, NotMeasured, ReportError, Subject
-from lowtide.reports.terminal import finding_text
+from lowtide.reports.terminal import finding_text, not_judged_text
 
 if TYPE_CHECKING:
     from lowtide.engine.defects import Defect
@@ -163,7 +164,14 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
         TargetError: the target cannot be driven.
     """
     swept: list[Swept] = []
-    table = Table("stage", "fails", Column("points", justify="right"), Column("raised", justify="right"), "", box=None)
+    table = Table(
+        Column("stage", overflow="fold"),
+        Column("fails", overflow="fold"),
+        Column("points", justify="right", no_wrap=True),
+        Column("raised", justify="right", no_wrap=True),
+        Column("", overflow="fold"),
+        box=None,
+    )
     with progress_line(console) as progress, subjected.context:
         task = progress.add_task("loading", total=None)
 
@@ -221,9 +229,9 @@ def verdict(subject: Subject, told: str | Table) -> Iterator[RenderableType]:
     if isinstance(told, Table):
         yield told
     for missing in subject.not_measured:
-        yield Text(f"not judged: {missing.what} ({missing.why})", style="yellow")
+        yield HangingText(not_judged_text(missing))
     for finding in subject.findings:
-        yield finding_text(finding)
+        yield HangingText(finding_text(finding))
     if isinstance(told, str):
         tried = told
     else:

@@ -1,22 +1,37 @@
-"""The one progress line of the commands: only where somebody watches, and gone when it is done."""
+"""What the commands print to, and their one progress line: only where somebody watches, and gone when it is done."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+WITHOUT_TERMINAL = 100
+"""Columns of a table where nobody says how wide the output is shown, as in a log of a CI."""
+
+
+def find_console() -> Console:
+    """Standard output: as wide as its terminal; elsewhere tables take `COLUMNS`, or 100, and prose is not folded."""
+    if sys.stdout.isatty():
+        return Console()
+    told = os.environ.get("COLUMNS", "")
+    return Console(width=int(told) if told.isdecimal() and int(told) else WITHOUT_TERMINAL, soft_wrap=True)
 
 
 def progress_line(console: Console) -> Progress:
     """A line with what is being done, how far it is, and since when."""
     return Progress(
         SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        # What is done gives way to the figures where both do not fit.
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=7)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
         console=console,
         disable=not sys.stdout.isatty(),
         transient=True,
+        expand=True,
     )

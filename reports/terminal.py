@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich import box
@@ -9,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.reports.figure_table import Column, FigureTable
 from lowtide.reports.finding_lines import (
     GROWTH_HEAD,
     GROWTH_TITLE,
@@ -17,18 +19,27 @@ from lowtide.reports.finding_lines import (
     growth_cells,
     one_line,
 )
-from lowtide.reports.schema import Finding, Ledger, Readings, Report, Stage, Subject, TypeGrowth
+from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.schema import Finding, Ledger, NotMeasured, Readings, Report, Stage, Subject, TypeGrowth
 from lowtide.reports.sizes import format_bytes
 
 _ARENAS = ("weights", "kv_cache", "runtime", "workspace")
 _MOST_TYPES = 20
+_UNKNOWN = "—"
 
 
-def render(report: Report) -> RenderableType:
-    """The whole report: machine, one table of stages and one ledger per device for each subject, verdict."""
-    parts: list[RenderableType] = [_machine_line(report)]
+def render(report: Report, *notes: str) -> RenderableType:
+    """The whole report: machine, one table of stages and one ledger per device for each subject, notes, verdict.
+
+    Args:
+        report: what is shown.
+        notes: lines for above the last verdict, which ends the output.
+    """
+    parts: list[RenderableType] = [HangingText(_machine_line(report))]
     for subject in report.subjects:
         parts += render_subject(subject)
+    end = len(parts) - 1 if report.subjects else len(parts)
+    parts[end:end] = [HangingText(Text(note)) for note in notes]
     return Group(*parts)
 
 
@@ -44,22 +55,30 @@ def render_subject(subject: Subject) -> list[RenderableType]:
     return parts
 
 
-def stage_table(stages: Sequence[Stage]) -> Table:
-    """One row per stage, with the readings after it."""
-    table = Table(title="After each stage (MiB)", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
-    table.add_column("cycle", justify="right")
-    table.add_column("stage", no_wrap=True)
+def stage_table(stages: Sequence[Stage]) -> FigureTable:
+    """One row per stage, with the readings after it; what no stage changes is named below."""
     arenas = [*_ARENAS, *sorted({tag for stage in stages for tag in stage.after.arenas} - set(_ARENAS))]
+    rows = [tuple(_stage_cells(stage, arenas)) for stage in stages]
     sizes = ("tensors", "allocated", "reserved", *arenas, "pinned", "host", "driver", "RSS")
-    for name in (*sizes, "frozen", "caches", "seconds", "GB/s", "tok/s"):
-        table.add_column(name.replace("_", " "), justify="right")
-    cycle = 0
-    for stage in stages:
-        if cycle and stage.cycle != cycle:
-            table.add_section()
-        cycle = stage.cycle
-        table.add_row(str(stage.cycle), stage.name, *_stage_cells(stage, arenas))
-    return table
+    names = (*sizes, "frozen", "caches", "GB/s", "tok/s")
+    varying, notes = _varying(
+        [
+            Column(one_line(name.replace("_", " ")), cells)
+            for name, cells in zip(names, zip(*rows, strict=True), strict=True)
+        ]
+    )
+    seconds = Column("seconds", tuple(f"{stage.seconds:.3f}" for stage in stages))
+    rates = [column for column in varying if column.name in ("GB/s", "tok/s")]
+    return FigureTable(
+        title="After each stage (MiB)",
+        labels=(
+            Column("cycle", tuple(str(stage.cycle) for stage in stages)),
+            Column("stage", tuple(one_line(stage.name) for stage in stages)),
+        ),
+        figures=(*(column for column in varying if column not in rates), seconds, *rates),
+        notes=notes,
+        sections=frozenset(turn for turn, stage in enumerate(stages) if turn and stage.cycle != stages[turn - 1].cycle),
+    )
 
 
 def _stage_cells(stage: Stage, arenas: Sequence[str]) -> Iterator[str]:
@@ -69,36 +88,60 @@ def _stage_cells(stage: Stage, arenas: Sequence[str]) -> Iterator[str]:
     yield from map(_mib, (after.pinned, after.host_pools, after.driver, after.rss))
     yield str(after.frozen_objects)
     yield _mib(after.cache_bytes)
-    yield f"{stage.seconds:.3f}"
     yield "" if stage.bytes_per_second is None else f"{stage.bytes_per_second / 1e9:.1f}"
     yield "" if stage.tokens_per_second is None else f"{stage.tokens_per_second:.0f}"
 
 
-def ledger_table(cycle: int, names: Sequence[str], ledgers: Sequence[Ledger]) -> Table:
-    """One device's ledger: a row per line, a column per stage; each column adds up to its total."""
+def ledger_table(cycle: int, names: Sequence[str], ledgers: Sequence[Ledger]) -> FigureTable:
+    """One device's ledger: a row per line, the largest first, a column per stage; each column adds up to its total.
+
+    Lines that no stage changes are named below; they are in the totals.
+    """
     first = ledgers[0]
     source = "this process, " + first.source if first.source != "none" else "no driver says what this process holds"
-    table = Table(
-        title=f"Ledger of {first.device}, cycle {cycle} (MiB; {source})",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title_justify="left",
-    )
-    table.add_column("line", no_wrap=True)
-    for name in names:
-        table.add_column(name, justify="right")
-    rows: dict[str, list[int | None]] = {}
+    sizes: dict[str, list[int | None]] = {}
     for turn, ledger in enumerate(ledgers):
         for line in ledger.lines:
-            rows.setdefault(line.name, [0] * len(ledgers))[turn] = line.bytes
-    for name, sizes in rows.items():
-        # A line that never held anything says nothing.
-        if any(sizes):
-            table.add_row(name, *map(_mib, sizes))
-    table.add_row("unexplained", *(_mib(ledger.unexplained) for ledger in ledgers), style="bold")
-    table.add_section()
-    table.add_row("total", *(_mib(ledger.total) for ledger in ledgers), style="bold")
-    return table
+            sizes.setdefault(line.name, [0] * len(ledgers))[turn] = line.bytes
+    # A line that never held anything says nothing.
+    held = sorted((name for name in sizes if any(sizes[name])), key=lambda name: -max(map(_known, sizes[name])))
+    lines, notes = _varying([Column(one_line(name), tuple(map(_mib, sizes[name]))) for name in held])
+    rows = [
+        *lines,
+        Column("unexplained", tuple(_mib(ledger.unexplained) for ledger in ledgers)),
+        Column("total", tuple(_mib(ledger.total) for ledger in ledgers)),
+    ]
+    return FigureTable(
+        title=f"Ledger of {first.device}, cycle {cycle} (MiB; {source})",
+        labels=(Column("line", tuple(row.name for row in rows)),),
+        figures=tuple(
+            Column(one_line(name), cells)
+            for name, cells in zip(names, zip(*(row.cells for row in rows), strict=True), strict=True)
+        ),
+        notes=notes,
+        sections=frozenset({len(rows) - 1}),
+        bold=frozenset({len(rows) - 2, len(rows) - 1}),
+    )
+
+
+def _varying(figures: Sequence[Column]) -> tuple[list[Column], tuple[str, ...]]:
+    """The figures to show, and the notes on those that this machine does not have or that never change."""
+    if all(len(figure.cells) < 2 for figure in figures):
+        # Of a single stage nothing can be said to change, and what is left out would not make it easier to read.
+        return list(figures), ()
+    absent = [figure for figure in figures if {*figure.cells} <= {_UNKNOWN, ""}]
+    rest = [figure for figure in figures if not {*figure.cells} <= {_UNKNOWN, ""}]
+    constant = [figure for figure in rest if len({*figure.cells}) == 1]
+    notes = []
+    if absent:
+        notes.append(f"not measured here: {', '.join(figure.name for figure in absent)}")
+    if constant:
+        notes.append(f"never changed: {'; '.join(f'{figure.name} {figure.cells[0]}' for figure in constant)}")
+    return [figure for figure in rest if figure not in constant], tuple(notes)
+
+
+def _known(size: int | None) -> int:
+    return size or 0
 
 
 def verdict_lines(subject: Subject) -> list[RenderableType]:
@@ -109,15 +152,20 @@ def verdict_lines(subject: Subject) -> list[RenderableType]:
         if item.bytes:
             what += f" ({format_bytes(item.bytes)})"
         came = f"came back at rung {item.rung}, {item.seconds:.2f} s after {item.stage}"
-        lines.append(Text(f"cycle {item.cycle}: {what} {came}"))
-    lines += [Text(f"not judged: {missing.what} ({missing.why})", style="yellow") for missing in subject.not_measured]
-    lines += [finding_text(finding) for finding in subject.findings]
+        lines.append(HangingText(Text(f"cycle {item.cycle}: {what} {came}")))
+    lines += [HangingText(not_judged_text(missing)) for missing in subject.not_measured]
+    lines += [HangingText(finding_text(finding)) for finding in subject.findings]
     if subject.type_growth:
         lines.append(growth_table(subject.type_growth))
     if subject.reason:
-        lines.append(Text(subject.reason, style="red" if subject.outcome != "clean" else ""))
-    lines.append(_outcome_text(subject))
+        lines.append(HangingText(Text(one_line(subject.reason), style="red" if subject.outcome != "clean" else "")))
+    lines.append(HangingText(_outcome_text(subject)))
     return lines
+
+
+def not_judged_text(missing: NotMeasured) -> Text:
+    """One thing that could not be judged, and why."""
+    return Text(one_line(f"not judged: {missing.what} ({missing.why})"), style="yellow")
 
 
 def finding_text(finding: Finding) -> Text:
@@ -154,7 +202,10 @@ def growth_table(growth: Sequence[TypeGrowth]) -> Table:
         caption_justify="left",
     )
     for name in GROWTH_HEAD:
-        table.add_column(name, justify="left" if name in ("type", "between") else "right")
+        if name in ("type", "between"):
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     for grown in growth[:_MOST_TYPES]:
         # As text, not as a string: what stands in brackets is no markup.
         table.add_row(*(Text(one_line(cell)) for cell in growth_cells(grown)))
@@ -177,10 +228,11 @@ def _outcome_text(subject: Subject) -> Text:
 
 def _machine_line(report: Report) -> Text:
     machine = report.machine
-    devices = ", ".join(machine.devices) or "no card"
+    counted = Counter(machine.devices)
+    devices = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counted.items()) or "no card"
     return Text(
         f"lowtide {report.version} · Python {machine.python} · torch {machine.torch} · {machine.cpus} cores, "
-        f"{format_bytes(machine.memory)} · {devices} (driver figures: {machine.driver})",
+        f"{format_bytes(machine.memory)}\n{devices} (driver figures: {machine.driver})",
         style="dim",
     )
 
@@ -193,4 +245,4 @@ def _ledgers_by_device(stages: Sequence[Stage]) -> Iterable[tuple[list[str], lis
 
 
 def _mib(size: int | None) -> str:
-    return "—" if size is None else f"{size / (1 << 20):.1f}"
+    return _UNKNOWN if size is None else f"{size / (1 << 20):.1f}"

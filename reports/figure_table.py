@@ -1,0 +1,118 @@
+"""A table of figures that fits its width: a figure is never cut, what does not fit goes into a further table below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.reports.hanging_text import HangingText
+
+_GAP = 2
+"""Blanks between two columns: one of the box and one of the padding."""
+
+_LEAST_LABEL = 8
+"""Below this a label is not folded any further, however narrow the terminal is."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its head and a cell per row."""
+
+    name: str
+    cells: tuple[str, ...]
+
+    @property
+    def width(self) -> int:
+        """Cells of a terminal that the column takes."""
+        return max(map(cell_len, (self.name, *self.cells)))
+
+
+@dataclass(frozen=True)
+class FigureTable:
+    """Rows with labels on the left and figures on the right, as many tables as the width needs.
+
+    Attributes:
+        title: what stands above the first of them.
+        labels: the columns that say what a row is; each of the tables has them.
+        figures: the columns of figures, in the order in which they are shown.
+        notes: what stands below, for example which columns are left out.
+        sections: rows before which there is a blank line.
+        bold: rows that are sums.
+        left: how many of the labels are set to the left, from the right end on.
+    """
+
+    title: str
+    labels: tuple[Column, ...]
+    figures: tuple[Column, ...]
+    notes: tuple[str, ...] = ()
+    sections: frozenset[int] = frozenset()
+    bold: frozenset[int] = frozenset()
+    left: int = 1
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The title, the tables one below the other, and the notes."""
+        yield HangingText(Text(self.title, style="italic"))
+        for turn, figures in enumerate(self.blocks(options.max_width)):
+            if turn:
+                yield Text()
+            yield self._table(figures, options.max_width)
+        for note in self.notes:
+            yield HangingText(Text(note, style="dim"))
+        yield Text()
+
+    def blocks(self, width: int) -> list[list[Column]]:
+        """The figures of each table: as few tables as fit `width` beside the labels, and all about as wide."""
+        room = width - self._labels_width(width)
+        blocks = self._filled(room)
+        # A lone last column would be hard to compare with the others.
+        while room > 0 and len(narrower := self._filled(room - 1)) == len(blocks):
+            room, blocks = room - 1, narrower
+        return blocks
+
+    def _filled(self, room: int) -> list[list[Column]]:
+        """As many columns into each table as there is room for, and one at least."""
+        blocks: list[list[Column]] = []
+        left = 0
+        for column in self.figures:
+            taken = _GAP + column.width
+            if blocks and taken <= left:
+                blocks[-1].append(column)
+            else:
+                blocks.append([column])
+                left = room
+            left -= taken
+        return blocks
+
+    def _labels_width(self, width: int) -> int:
+        return sum(self._label_widths(width)) + _GAP * (len(self.labels) - 1)
+
+    def _label_widths(self, width: int) -> list[int]:
+        """Widths of the labels; the last one is folded where the widest figure would not fit beside it."""
+        widths = [label.width for label in self.labels]
+        figure = max((column.width for column in self.figures), default=0)
+        room = width - figure - sum(widths[:-1]) - _GAP * len(widths)
+        return [*widths[:-1], min(widths[-1], max(_LEAST_LABEL, room))]
+
+    def _table(self, figures: Sequence[Column], width: int) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+        set_right = len(self.labels) - self.left
+        for turn, (label, label_width) in enumerate(zip(self.labels, self._label_widths(width), strict=True)):
+            justify: JustifyMethod = "right" if turn < set_right else "left"
+            table.add_column(Text(label.name), justify=justify, width=label_width, overflow="fold")
+        for figure in figures:
+            table.add_column(Text(figure.name), justify="right", width=figure.width, no_wrap=True)
+        columns = [*self.labels, *figures]
+        for row in range(len(self.labels[0].cells)):
+            if row in self.sections:
+                table.add_section()
+            # As text, not as a string: what stands in brackets is no markup.
+            cells = (Text(column.cells[row]) for column in columns)
+            table.add_row(*cells, style=Style(bold=True) if row in self.bold else None)
+        return table
