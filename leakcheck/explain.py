@@ -81,6 +81,7 @@ class Explanation:
         cut: how to cut the first suspect edge that can be, live objects included; None if none can.
         thread: the name of the running thread that holds it, if one does.
         new: the identities of what lies behind the first suspect edge of the path, that of the suspect last.
+        also: how to cut what else holds a part of the same memory.
     """
 
     verdict: Verdict
@@ -92,6 +93,18 @@ class Explanation:
     cut: Cut | None = field(default=None, repr=False, compare=False)
     thread: str = ""
     new: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
+    also: tuple[Cut, ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """All cuts that it takes."""
+        return self.also if self.cut is None else (self.cut, *self.also)
+
+    def with_parts(self, parts: Sequence[Explanation], holder: str) -> Explanation:
+        """The same for memory of which other explanations' suspects hold parts, and so each of them all of it."""
+        also = tuple(cut for part in parts if part is not self for cut in part.cuts)
+        new = self.new.union(*(part.new for part in parts))
+        return dataclasses.replace(self, holder=holder, new=new, also=(*self.also, *also))
 
 
 def explain(

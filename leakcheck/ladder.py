@@ -17,6 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+_MOST_COLLECTIONS = 8
+"""Collections in a row; a chain of holders of which each waits for the death of the one before is seldom longer."""
+
 
 class Rung(enum.Enum):
     """One kind of release, in the order in which they are tried."""
@@ -150,19 +153,19 @@ def release(rung: Rung) -> bool:
     torch: Any = sys.modules.get("torch")
     on_card = torch is not None and torch.cuda.is_initialized()
     if rung is Rung.COLLECT:
-        gc.collect()
+        collect()
     elif rung is Rung.UNFREEZE:
         if gc.get_freeze_count() == 0:
             return False
         gc.unfreeze()
-        gc.collect()
+        collect()
     elif rung is Rung.EMPTY_CACHE:
         if not on_card:
             return False
         torch.cuda.empty_cache()
     elif rung is Rung.CLEAR_CACHES:
         _clear_lru_caches()
-        gc.collect()
+        collect()
     elif rung is Rung.RESET_COMPILED:
         if not compiled_anything():
             return False
@@ -184,13 +187,28 @@ def release(rung: Rung) -> bool:
     return True
 
 
+def collect(is_enough: Callable[[], bool] = lambda: False) -> None:
+    """Collect until there is no garbage left.
+
+    What one collection frees may be all that held other objects: the value of a `WeakKeyDictionary` is dropped after
+    its key has died, and a cycle that it held is garbage from then on only. (vLLM's `LAYERWISE_INFO` holds a tied
+    embedding so.)
+
+    Args:
+        is_enough: asked after each collection; true ends it.
+    """
+    for _ in range(_MOST_COLLECTIONS):
+        if not gc.collect() or is_enough():
+            return
+
+
 def reset_compiled() -> None:
     """Drop what torch.compile has compiled, and collect."""
     with warnings.catch_warnings():
         # It imports parts of torch that warn of each other.
         warnings.simplefilter("ignore")
         sys.modules["torch._dynamo"].reset()
-    gc.collect()
+    collect()
 
 
 def compiled_anything() -> bool:

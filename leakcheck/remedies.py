@@ -17,7 +17,7 @@ import msgspec
 
 from lowtide.leakcheck.cuts import Cut, Place
 from lowtide.leakcheck.explain import Explanation
-from lowtide.leakcheck.ladder import ACTIONS, Rung, compiled_anything, release, reset_compiled
+from lowtide.leakcheck.ladder import ACTIONS, Rung, collect, compiled_anything, release, reset_compiled
 from lowtide.leakcheck.listing import first_of
 from lowtide.leakcheck.storages import Key, live_keys, tensors_over
 from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages
@@ -119,7 +119,7 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
                 break
             if turn:
                 told = list(explain_storages(left, context).by_key.values())
-            cuts = [cut for cut in _distinct(item.cut for item in told) if cut.action not in done]
+            cuts = [cut for cut in _distinct(cut for item in told for cut in item.cuts) if cut.action not in done]
             if not cuts:
                 break
             done |= {cut.action for cut in cuts}
@@ -159,12 +159,11 @@ def _last_first(place: Place) -> tuple[int, str]:
     return (-int(index), "") if index.isdigit() else (0, place.key)
 
 
-def _distinct(cuts: Iterable[Cut | None]) -> list[Cut]:
+def _distinct(cuts: Iterable[Cut]) -> list[Cut]:
     """Each change once: the tensors behind one edge all name it."""
     found: dict[tuple[str, int], Cut] = {}
     for cut in cuts:
-        if cut is not None:
-            found.setdefault((cut.action, cut.place.container if cut.place else 0), cut)
+        found.setdefault((cut.action, cut.place.container if cut.place else 0), cut)
     return list(found.values())
 
 
@@ -219,7 +218,7 @@ def _measure(
     """What is gone after an action, and the bytes that each leak got back by it."""
     gone = watch.gone()
     if not current.leak.sizes.keys() <= gone:
-        gc.collect()
+        collect(lambda: current.leak.sizes.keys() <= watch.gone())
         gone = watch.gone()
     new = gone - before
     return gone, [sum(size for key, size in attempt.leak.sizes.items() if key in new) for attempt in attempts]

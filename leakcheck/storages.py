@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import gc
 import sys
@@ -9,9 +10,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.leakcheck.ladder import collect
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.probes.births import Births, Newborn
 from lowtide.probes.objects import Census, all_objects, collector_paused
+from lowtide.probes.ranges import merge, total
 from lowtide.probes.tensors import StorageReading, keys_of_each, survey_storages
 
 Key = tuple[str, int]
@@ -92,6 +95,7 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
         readings, unreadable = _new_storages(newborn.values(), older)
         live = claims.owners
         claimed = _claimed(torch, claims, newborn) if readings else {}
+        claimed = {**claimed, **_claimed_with_parts(readings, claimed)}
         by_label = {owner.label: owner for owner in (*live, *ended)}
         held = []
         for key, (storage, stage, turn) in readings.items():
@@ -128,7 +132,9 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
             claimed=claimed,
             alive=frozenset({*older, *readings}),
             unreadable={name: born.label for name, born in unreadable.items() if claims.owner_of(born.item) is None},
-            new_on_cpu=sum(storage.bytes for key, (storage, *_) in readings.items() if key[0] == "cpu"),
+            new_on_cpu=total(
+                merge((storage.address, storage.bytes) for key, (storage, *_) in readings.items() if key[0] == "cpu")
+            ),
         )
 
 
@@ -142,13 +148,13 @@ def thaw(stage: str, seen: Collection[Key]) -> tuple[Held, ...]:
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         gc.unfreeze()
-        gc.collect()
+        collect()
         return ()
     reached = {_key(storage) for storage in _all_storages(torch, all_objects())}
     with collector_paused():
         gc.unfreeze()
         visible = _all_storages(torch, gc.get_objects())
-    gc.collect()
+    collect()
     hidden = [storage for storage in visible if _key(storage) not in reached and _key(storage) not in seen]
     return _without_overlaps(Held(_key(storage), storage.bytes, _text(storage), stage, None) for storage in hidden)
 
@@ -166,6 +172,46 @@ def tensors_over(keys: Collection[Key]) -> list[Any]:
         everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
         wanted = set(keys)
         return [item for item, found in zip(everything, keys_of_each(everything), strict=True) if found & wanted]
+
+
+def tensors_in(keys: Collection[Key]) -> list[tuple[Any, frozenset[Key]]]:
+    """The tensors and storage objects whose memory lies in some storages, each with those of them; drop them soon.
+
+    A loader cuts a file's memory into storages of their own: who holds one of these holds all of the memory, and the
+    storage that covers it is held from C++ alone.
+    """
+    torch: Any = sys.modules.get("torch")
+    with collector_paused():
+        census = Census(all_objects())
+        everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
+        del census
+        wanted = set(keys)
+        of_each = keys_of_each(everything)
+        over = [item for item, found in zip(everything, of_each, strict=True) if found & wanted]
+        covering = _Covering(storage for storage in survey_storages(over).storages if _key(storage) in wanted)
+        # One answer for all that view one storage.
+        around = {key: covering.around(key) | ({key} & wanted) for key in frozenset().union(*of_each)}
+        found_in = [frozenset().union(*(around[key] for key in found)) for found in of_each]
+        return [(item, found) for item, found in zip(everything, found_in, strict=True) if found]
+
+
+class _Covering:
+    """Some storages, by the memory that they cover."""
+
+    def __init__(self, storages: Iterable[StorageReading]) -> None:
+        self._ranges: dict[str, list[tuple[int, int]]] = {}
+        for storage in sorted(storages, key=lambda storage: (storage.address, -storage.bytes)):
+            ranges = self._ranges.setdefault(storage.device, [])
+            # What lies within one that begins before it is found by that one.
+            if not ranges or storage.address + storage.bytes > ranges[-1][1]:
+                ranges.append((storage.address, storage.address + storage.bytes))
+
+    def around(self, key: Key) -> frozenset[Key]:
+        """The one that begins last of those that a storage lies in; none, or itself, if it lies in no other."""
+        device, address = key
+        ranges = self._ranges.get(device, [])
+        place = bisect.bisect_right(ranges, (address, sys.maxsize)) - 1
+        return frozenset([(device, ranges[place][0])]) if place >= 0 and address < ranges[place][1] else frozenset()
 
 
 def live_keys() -> set[Key]:
@@ -237,6 +283,14 @@ def _claimed(torch: Any, claims: Claims, newborn: Mapping[int, Newborn]) -> dict
             found.update(dict.fromkeys(_keys([item]), gradients[id(item)]))
     nobodys = _keys(item for item in open_ones if id(item) not in gradients) - found.keys()
     return {**found, **claims.saved(nobodys)} if nobodys else found
+
+
+def _claimed_with_parts(
+    readings: Mapping[Key, tuple[StorageReading, str, int]], claimed: Mapping[Key, Owner]
+) -> dict[Key, Owner]:
+    """The storages that no tensor views and that lie under one that an owner holds: a file that a loader has mapped."""
+    bare = _Covering(storage for key, (storage, *_) in readings.items() if not storage.tensors and key not in claimed)
+    return {around: owner for key, owner in claimed.items() for around in bare.around(key)}
 
 
 def _without_overlaps(held: Iterable[Held]) -> tuple[Held, ...]:

@@ -16,7 +16,7 @@ from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.ladder import ACTIONS, Rung
 from lowtide.leakcheck.native_holders import as_gradients, saved_for_backward, together
-from lowtide.leakcheck.storages import Held, Key, is_tensor, storage_keys, tensors_over
+from lowtide.leakcheck.storages import Held, Key, is_tensor, storage_keys, tensors_in
 from lowtide.leakcheck.trend import trend_of
 from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.reach import reach
@@ -106,22 +106,31 @@ def explain_storages(keys: Collection[Key], context: Context) -> Explained:
     if not keys:
         return Explained()
     older, names = older_than(context), names_known(context)
-    tensors = tensors_over(keys)
+    found_in = tensors_in(keys)
+    tensors = [tensor for tensor, _ in found_in]
+    storages = [of_tensor for _, of_tensor in found_in]
+    del found_in
     told = explain(
         tensors, ignore={id(tensors)}, innocent=older, roots=context.roots, living=context.living, names=names
     )
     lost = [tensor for tensor, found in zip(tensors, told, strict=True) if not found.path]
     native = _natively_held(lost, older, names, context) if lost else {}
     by_key: dict[Key, Explanation] = {}
+    parts: dict[Key, list[Explanation]] = {}
     places: dict[Key, set[int]] = {}
     for place, (tensor, found) in enumerate(zip(tensors, told, strict=True)):
         explanation = native.get(id(tensor), found)
-        for key in storage_keys([tensor]):
+        for key in storages[place]:
             if found.path:
                 places.setdefault(key, set()).add(place)
             known = by_key.get(key)
             if known is None or _rank(explanation) < _rank(known):
                 by_key[key] = explanation
+        parted = storages[place] - storage_keys([tensor])
+        for key in parted if found.path else ():
+            parts.setdefault(key, []).append(found)
+    for key, others in parts.items():
+        by_key[key] = by_key[key].with_parts(others, _common_holder([by_key[key], *others]))
     return Explained(together(by_key), {key: frozenset(found) for key, found in places.items()})
 
 
