@@ -36,7 +36,7 @@ from lowtide.leakcheck.item_findings import (
     with_pool_holder,
 )
 from lowtide.leakcheck.judge import excesses, judge
-from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, release
+from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, collect, release
 from lowtide.leakcheck.listing import FROZEN, listed
 from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric
 from lowtide.leakcheck.owners import Claims, Owner
@@ -295,11 +295,17 @@ class Watch:
             return Verdict(not_measured=untold)
         born = self._births.born()
         let_go()
+
+        def is_clean() -> bool:
+            return not self._suspects(self._read(), ended)
+
         # Young garbage first, at a hundredth of the cost of a full collection.
-        for generation in (1, 2):
-            gc.collect(generation)
-            if not self._suspects(self._read(), ended):
-                return Verdict(not_measured=untold, climbed=generation == 2)
+        gc.collect(1)
+        if is_clean():
+            return Verdict(not_measured=untold)
+        collect(is_clean)
+        if is_clean():
+            return Verdict(not_measured=untold, climbed=True)
         self._wait(ended)
         devices = ["cpu", *devices_of(self._read())]
         metrics = plain_metrics(devices, self._tolerance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -100,6 +101,32 @@ def done() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
+
+
+class Layer(torch.nn.Module):
+    """Is in a cycle with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1000))
+        self.weight.loader = self.load  # type: ignore[attr-defined]
+
+    def load(self) -> None: ...
+
+
+@pytest.mark.parametrize(("keeps", "outcome"), [(False, "clean"), (True, "leak")])
+def test_what_is_garbage_once_other_garbage_has_died_is_no_leak(keeps: bool, outcome: str) -> None:
+    """As vLLM's registry of layers holds a tied embedding: for as long as the output layer lives."""
+    registry: weakref.WeakKeyDictionary[Layer, object] = weakref.WeakKeyDictionary()
+    kept: list[Layer] = []
+    with LeakCheck() as check:
+        head, embedding = Layer(), Layer()
+        registry[head] = embedding.load
+        kept += [head] if keeps else []
+        # To where only a full collection looks.
+        gc.collect()
+        del head, embedding
+    assert subject(check).outcome == outcome
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
 
@@ -305,3 +306,33 @@ def test_pauses_grow_up_to_the_longest(pauses: list[float]) -> None:
     policy = SettlePolicy(stability=1.0, limit=10.0, first_pause=0.1, longest_pause=0.5)
     wait_in_vain(policy)
     assert pauses[:4] == pytest.approx([0.1, 0.2, 0.4, 0.5])
+
+
+class Chained:
+    """A link of a chain that is held by a registry for as long as the link before it lives, and holds itself."""
+
+    def __init__(self, registry: weakref.WeakKeyDictionary[Chained, Chained], before: Chained | None) -> None:
+        self.own = self
+        if before is not None:
+            registry[before] = self
+
+
+def test_a_collection_is_repeated_until_it_finds_nothing() -> None:
+    registry: weakref.WeakKeyDictionary[Chained, Chained] = weakref.WeakKeyDictionary()
+    first = Chained(registry, None)
+    last = Chained(registry, Chained(registry, first))
+    # So that only a full collection sees them.
+    gc.collect()
+    end = weakref.ref(last)
+    del first, last
+    assert release(Rung.COLLECT)
+    assert end() is None
+
+
+def test_collecting_ends_as_soon_as_it_is_enough() -> None:
+    asked: list[object] = []
+    garbage: list[object] = []
+    garbage.append(garbage)
+    del garbage
+    ladder.collect(lambda: asked.append(1) is None)
+    assert asked == [1]

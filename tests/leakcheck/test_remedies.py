@@ -720,3 +720,33 @@ def test_a_proof_leaves_the_leaks_as_they_were(load: Load) -> None:
     before = [copy.copy(leak.finding) for leak in leaks]
     prove(leaks, context)
     assert [leak.finding for leak in leaks] == before
+
+
+REGISTRY = """import torch
+import weakref
+INFO = weakref.WeakKeyDictionary()
+class Layer(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.weight.loader = self.load
+    def load(self): ...
+class Head(torch.nn.Module): ...
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head, self.own = Layer(torch.zeros(1000)), Head(), [self]
+        INFO[self.head] = {"loader": self.embedding.load}
+MODEL = None
+"""
+
+
+def test_what_is_garbage_only_after_other_garbage_has_died_comes_back_too(load: Load) -> None:
+    """The registry's value dies with its key, in the first collection; the cycle that it held, in the second."""
+    program = load(REGISTRY)
+
+    def step() -> None:
+        program.MODEL = program.Model()
+
+    (finding,) = proven(("call", step))
+    assert finding.remedy == Remedy(action=f"{program.__name__}.MODEL = None", returns_bytes=4000)
