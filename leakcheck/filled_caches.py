@@ -1,18 +1,51 @@
-"""Caches that were filled during a test: which of them newly hold a module, or an object by its bound method."""
+"""Caches that were filled during a test: which of them alone keep a new module, or an object by its bound method."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-from lowtide.leakcheck.exemptions import is_exempt
+from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.storages import Key, is_tensor, storage_keys
 from lowtide.probes.births import Newborn
 from lowtide.probes.caches import LRU_CACHE, CacheActivity, cache_entries
-from lowtide.probes.foreign import type_name
+from lowtide.probes.foreign import is_a, module_of_class, type_name
+from lowtide.probes.heap import trace
 from lowtide.probes.reach import module_namespaces, reach
+
+_MOST_REACHED = 20_000
+"""Objects that are looked at behind one cache, or behind one object that it holds."""
+
+
+@dataclass(frozen=True)
+class CachedItem:
+    """One object that a cache keeps; holds neither of the two.
+
+    Attributes:
+        cache: a weak reference to the cache.
+        code: the cache, as code.
+        identity: that of the object.
+    """
+
+    cache: weakref.ref[Any]
+    code: str
+    identity: int
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the cache still leads to the object."""
+        cache = self.cache()
+        return cache is not None and any(id(item) == self.identity for item in _kept_by(cache, module_namespaces()))
+
+    def clear(self) -> None:
+        """Empty the cache, if there is one still."""
+        cache = self.cache()
+        if cache is not None:
+            cache.cache_clear()
 
 
 class FilledCaches:
@@ -23,7 +56,10 @@ class FilledCaches:
         self._stages: dict[int, str] = {}
         self._filled: list[Any] = []
         self._born: Collection[int] | None = ()
-        self._told: dict[str, Any] = {}
+        self._told: dict[str, CachedItem] = {}
+        self._owned: set[int] = set()
+        self._entered: list[set[int]] = []
+        self._alone: dict[int, bool] = {}
 
     def add(self, caches: Iterable[Any]) -> None:
         """Watch these too."""
@@ -33,6 +69,8 @@ class FilledCaches:
         """From here on."""
         self._activity.mark()
         self._stages.clear()
+        self._owned.clear()
+        self._entered.clear()
         self.forget()
 
     def note(self, stage: str) -> None:
@@ -40,6 +78,22 @@ class FilledCaches:
         self._filled = self._activity.changed()
         for cache in self._filled:
             self._stages.setdefault(id(cache), stage)
+
+    def enter(self) -> None:
+        """From here to `leave`, what gets into a cache belongs to who is set up meanwhile; right after `note`."""
+        self._entered.append(set(map(id, self._filled)))
+
+    def leave(self) -> None:
+        """What those caches hold that were first filled since `enter` belongs to who was set up."""
+        before = self._entered.pop()
+        new = [cache for cache in self._activity.changed() if id(cache) not in before]
+        if not new:
+            return
+        namespaces = module_namespaces()
+        for cache in new:
+            self._owned.update(map(id, _kept_by(cache, namespaces)))
+        # Whoever fills one of them again does so in another stage.
+        self._activity.take(new)
 
     @property
     def any_filled(self) -> bool:
@@ -54,43 +108,102 @@ class FilledCaches:
         """Let go of the caches themselves."""
         self._filled = []
         self._told = {}
+        self._alone = {}
+
+    def suspects(self, survivors: Iterable[Newborn]) -> bool:
+        """Whether a filled cache holds anything that may be its alone; looks at nothing but the caches."""
+        return bool(self._filled) and any(self._new_in_each(survivors).values())
 
     def held(self, survivors: Iterable[Newborn], judged: Collection[Key]) -> dict[str, int]:
-        """New modules, and objects of bound methods, in the filled caches, as text with 1 each.
+        """New modules, and objects of bound methods, that live only because of the filled caches, as text with 1 each.
+
+        What anybody else holds too (a logger, a singleton, a fixture's engine) lives anyway, and is no leak of a cache.
+        That is found out by one walk over the heap for all of them, once per test.
 
         Args:
             survivors: what was born since the mark and is alive.
-            judged: the storages that are judged: where a cache holds one of those, that is the finding.
+            judged: the storages that are judged: what leads to one of those is told by the finding about that.
         """
         if not self._filled:
             return {}
-        newborn = {id(born.item) for born in survivors}
+        in_each = self._new_in_each(survivors)
+        self._find_alone([item for items in in_each.values() for item in items])
         found: dict[str, int] = {}
-        # Asked once: with torch's compiler loaded there are thousands of modules, and dozens of its caches fill.
-        namespaces = module_namespaces()
-        for cache in self._filled:
-            objects, _ = reach(cache_entries(cache), boundaries=(LRU_CACHE,), namespaces=namespaces, max_objects=20_000)
-            owners = [item.__self__ for item in objects if type(item) is MethodType]
-            held = [item for item in objects if id(item) in newborn and _is_module(item)]
-            held += [
-                owner
-                for owner in owners
-                if self._born is not None and id(owner) in self._born and type(owner).__module__ != "builtins"
-            ]
-            if held and not (judged and storage_keys(item for item in objects if is_tensor(item)) & set(judged)):
-                texts = [f"{type_name(type(item))} at {id(item):#x} in {_name(cache)}" for item in held]
-                texts = [text for text in texts if not is_exempt("lru-cache", text)]
-                found.update(dict.fromkeys(texts, 1))
-                self._told.update(dict.fromkeys(texts, cache))
+        for place, items in in_each.items():
+            cache = self._filled[place]
+            for item in _outermost([item for item in items if self._alone[id(item)]], judged):
+                text = _told(item, cache)
+                found[text] = 1
+                self._told[text] = CachedItem(weakref.ref(cache), _name(cache), id(item))
         return found
 
     def stage_of(self, name: str) -> str:
         """In which stage what is told by this text got into its cache; empty if it is no such text."""
-        return self._stages.get(id(self._told.get(name)), "")
+        told = self._told.get(name)
+        cache = None if told is None else told.cache()
+        return "" if cache is None else self._stages.get(id(cache), "")
 
-    def of(self, names: Iterable[str]) -> dict[str, Any]:
-        """The caches that hold what is told by these texts, by their names as code."""
-        return {_name(self._told[name]): self._told[name] for name in names if name in self._told}
+    def of(self, names: Iterable[str]) -> dict[str, CachedItem]:
+        """What is told by these texts; it may be asked for long after `forget`."""
+        return {name: self._told[name] for name in names if name in self._told}
+
+    def _new_in_each(self, survivors: Iterable[Newborn]) -> dict[int, list[Any]]:
+        """By a filled cache's place, the modules and owners of bound methods in it that were born since the mark."""
+        newborn = {id(born.item) for born in survivors}
+        # Asked once: with torch's compiler loaded there are thousands of modules, and dozens of its caches fill.
+        namespaces = module_namespaces()
+        found = {}
+        for place, cache in enumerate(self._filled):
+            kept = _kept_by(cache, namespaces)
+            new = [item for item in kept if self._is_new(item, newborn)]
+            stays = exempt("lru-cache", [_told(item, cache) for item in new]) if new else set()
+            found[place] = [item for item in new if _told(item, cache) not in stays]
+        return found
+
+    def _is_new(self, item: object, newborn: Collection[int]) -> bool:
+        if id(item) in self._owned:
+            return False
+        if _is_module(item):
+            return id(item) in newborn
+        return self._born is not None and id(item) in self._born and module_of_class(type(item)) != "builtins"
+
+    def _find_alone(self, items: list[Any]) -> None:
+        """Finds out which of some objects no root leads to but through the filled caches."""
+        asked = list({id(item): item for item in items if id(item) not in self._alone}.values())
+        if not asked:
+            return
+        with trace(asked, ignore=set(map(id, self._filled))) as found:
+            self._alone.update((id(item), not found.reaches(place)) for place, item in enumerate(asked))
+
+
+def _kept_by(cache: Any, namespaces: Collection[int]) -> list[Any]:
+    """The `torch.nn.Module`s, and the objects that bound methods belong to, behind a cache's entries."""
+    entries = cache_entries(cache)
+    objects, _ = reach(entries, boundaries=(LRU_CACHE,), namespaces=namespaces, max_objects=_MOST_REACHED)
+    kept = [item.__self__ if type(item) is MethodType else item for item in objects]
+    kept = [item for item, of in zip(kept, objects, strict=True) if type(of) is MethodType or _is_module(item)]
+    return list({id(item): item for item in kept}.values())
+
+
+def _told(item: object, cache: Any) -> str:
+    return f"{type_name(type(item))} at {id(item):#x} in {_name(cache)}"
+
+
+def _outermost(items: Iterable[Any], judged: Collection[Key]) -> list[Any]:
+    """Without those that another one of them holds, and without those that lead to a storage that is judged."""
+    kept: dict[int, Any] = {}
+    inside: set[int] = set()
+    namespaces = module_namespaces()
+    for item in items:
+        if id(item) in inside:
+            continue
+        objects, _ = reach([item], boundaries=(LRU_CACHE,), namespaces=namespaces, max_objects=_MOST_REACHED)
+        own = set(map(id, objects))
+        inside |= own
+        kept = {identity: other for identity, other in kept.items() if identity not in own}
+        if not (judged and storage_keys(part for part in objects if is_tensor(part)) & set(judged)):
+            kept[id(item)] = item
+    return list(kept.values())
 
 
 def _name(cache: Any) -> str:
@@ -98,5 +211,5 @@ def _name(cache: Any) -> str:
 
 
 def _is_module(item: object) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and any(base is torch.nn.Module for base in type(item).__mro__)
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "nn") and is_a(item, torch.nn.Module)

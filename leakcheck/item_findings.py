@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from lowtide.leakcheck.explain import Explanation, explain
-from lowtide.leakcheck.filled_caches import FilledCaches
+from lowtide.leakcheck.filled_caches import CachedItem
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.ladder import ACTIONS, Rung, release
 from lowtide.leakcheck.listing import FROZEN, listed
@@ -30,8 +31,12 @@ DESTROY_LIMIT = 10.0
 UNFROZEN = "the heap is not frozen any more"
 """What is different after `gc.unfreeze()`."""
 
-HARMLESS = ("threads", "process-groups", "lru-cache", FROZEN)
-"""The resources whose remedy takes nothing that a program that goes on could need: a cache fills itself again."""
+HARMLESS = ("threads",)
+"""The resources whose remedy changes nothing, and only waits.
+
+No cache is emptied, process group destroyed or heap unfrozen while tests follow: these may be older than the leak, and
+a later test may need them.
+"""
 
 _POOL = re.compile(r"pool \((\d+), (\d+)\)")
 
@@ -46,6 +51,7 @@ class ItemLeak:
         names: what is there and should not be, with bytes or 1 each.
         subject: whose it is, by its place among those that are judged.
         explanation: who holds it, where there is a path to that.
+        cached: of what caches keep, where each of the names is.
     """
 
     finding: Finding
@@ -53,6 +59,7 @@ class ItemLeak:
     names: Mapping[str, int]
     subject: int
     explanation: Explanation | None = None
+    cached: Mapping[str, CachedItem] = field(default_factory=dict)
 
     def without(self, left: Mapping[str, int], action: str) -> ItemLeak:
         """The same after an action that was meant for something else, and may have ended some of this too."""
@@ -65,7 +72,24 @@ class ItemLeak:
         told = self.finding if self.finding.cause != "library-workspace" else _as_native(self, self.names)
         message = f"{told.message}; {action} returns {format_bytes(returned)}" if returned else told.message
         finding = msgspec.structs.replace(told, remedy=remedy, tried=(remedy,), message=message)
-        return ItemLeak(finding, self.key, names, self.subject, self.explanation)
+        return dataclasses.replace(self, finding=finding, names=names)
+
+    def among(self, left: Mapping[str, int]) -> ItemLeak:
+        """The same, of what is there still."""
+        return dataclasses.replace(self, names={name: size for name, size in self.names.items() if name in left})
+
+    def left(self, read: Callable[[str], Mapping[str, int] | None]) -> Mapping[str, int]:
+        """What is still there of it; all of it where nobody can tell.
+
+        Args:
+            read: gives what there is now by a metric's key, None if that cannot be read.
+        """
+        if self.key == FROZEN:
+            return frozen_items()
+        if self.cached:
+            return {name: size for name, size in self.names.items() if self.cached[name].is_there}
+        now = read(self.key)
+        return self.names if now is None else now
 
 
 @dataclass(frozen=True)
@@ -163,12 +187,11 @@ def frozen_items() -> dict[str, int]:
     return {"frozen objects": frozen} if frozen > FROZEN_AT_STARTUP else {}
 
 
-def actions_for(leak: ItemLeak, caches: FilledCaches, patience: float, *, may_unfreeze: bool) -> list[Action]:
+def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[Action]:
     """What is worth trying, the smallest first.
 
     Args:
         leak: what is to be ended.
-        caches: those that were filled.
         patience: seconds to wait for a thread to end.
         may_unfreeze: whether undoing a freeze undoes nothing that is somebody else's.
     """
@@ -183,10 +206,8 @@ def actions_for(leak: ItemLeak, caches: FilledCaches, patience: float, *, may_un
             if f"{thread.name} ({thread.ident})" in leak.names and thread is not threading.current_thread()
         ]
     if resource == "lru-cache":
-        return [
-            Action(f"{name}.cache_clear()", f"{name} is empty", cache.cache_clear)
-            for name, cache in caches.of(leak.names).items()
-        ]
+        by_cache = {item.cache: item for name, item in leak.cached.items() if name in leak.names}
+        return [Action(f"{item.code}.cache_clear()", f"{item.code} is empty", item.clear) for item in by_cache.values()]
     if resource == "process-groups":
         return [Action(*_destroying(group)) for group in _groups(leak.names)]
     if resource == "reserved" and leak.explanation is not None and leak.explanation.cut is not None:
@@ -216,6 +237,8 @@ def try_actions(
     tried = list(finding.tried)
     changed: list[str] = []
     names = dict(leak.names)
+    # What was meant for something else, and has ended a part of this.
+    before_that = [finding.remedy.action] if finding.remedy is not None and finding.tried else []
     helped: list[str] = []
     for action in actions:
         if not names:
@@ -239,7 +262,7 @@ def try_actions(
     remedy, message = finding.remedy, finding.message
     if helped:
         came = sum(item.returns_bytes for item in tried)
-        remedy = Remedy(action="; ".join(helped), returns_bytes=came)
+        remedy = Remedy(action="; ".join([*before_that, *helped]), returns_bytes=came)
         gave = format_bytes(came) if came else "it"
         message = f"{message}; {remedy.action} returns {gave}"
     return msgspec.structs.replace(finding, message=message, remedy=remedy, tried=tuple(tried), changed=tuple(changed))

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.item_findings import Action, ItemLeak, actions_for, try_actions
 from lowtide.leakcheck.listing import listed
@@ -51,7 +50,7 @@ class ProcessState:
         found = []
         if groups:
             leak = _leak("process-groups", dict.fromkeys(sorted(groups), 1), stage, "process groups")
-            actions = actions_for(leak, FilledCaches(), patience=0, may_unfreeze=False) if remedies else []
+            actions = actions_for(leak, patience=0, may_unfreeze=False) if remedies else []
             found.append(try_actions(leak, actions, _groups_now, self._driver))
         for name, then in self._baseline.settings.items():
             text = now.settings.get(name, then)

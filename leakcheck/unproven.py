@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.leakcheck.explain import Explanation
-from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.item_findings import ItemLeak, actions_for, try_actions, with_pool_holder
+from lowtide.leakcheck.listing import FROZEN
 from lowtide.leakcheck.remedies import StorageWatch, prove
 from lowtide.leakcheck.storages import Key, tensors_over
 from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages
@@ -96,6 +96,10 @@ def prove_now(
         patience: seconds to wait for a thread to end.
     """
     every = [leak for subject in each for leak in subject.tensors]
+    # What went before anything was tried, nothing that is tried gives back.
+    there = {
+        id(item): item.left(left) for subject in each for item in subject.items if item.cached or item.key == FROZEN
+    }
     sizes = {id(leak): leak.left() for leak in every}
     new = frozenset().union(*(subject.new for subject in each), *(leak.new for leak in every))
     context = Context(born=new, is_over=True, patience=patience)
@@ -106,18 +110,16 @@ def prove_now(
     for subject, findings in zip(each, found, strict=True):
         cuts = dict.fromkeys(told.remedy.action for told in findings.values() if told.remedy is not None and told.tried)
         for item in subject.items:
-            now = left(item.key)
-            draft = item.without(now, "; ".join(cuts)) if cuts and now is not None else item
+            draft = item.among(there.get(id(item), item.names))
+            # Its cache may have been emptied for another subject's tensors already.
+            emptied = [action.name for action in actions_for(draft, patience, may_unfreeze=True) if draft.cached]
+            if cuts or emptied:
+                draft = draft.without(draft.left(left), "; ".join(cuts or emptied))
             draft = dataclasses.replace(draft, explanation=with_pool_holder(item, context).explanation)
-            actions = actions_for(draft, FilledCaches(), patience, may_unfreeze=False)
-            told = try_actions(draft, actions, functools.partial(_left_of, left, item), driver)
+            actions = actions_for(draft, patience, may_unfreeze=True)
+            told = try_actions(draft, actions, functools.partial(item.left, left), driver)
             findings[item.finding.fingerprint] = told
     return found
-
-
-def _left_of(left: Left, item: ItemLeak) -> Mapping[str, int]:
-    now = left(item.key)
-    return item.names if now is None else now
 
 
 def _as_leak(leak: UnprovenLeak, sizes: Mapping[Key, int], explained: Mapping[Key, Explanation]) -> TensorLeak:

@@ -245,6 +245,7 @@ class Watch:
         """What appears from here to `leave` belongs to `owner`; nests."""
         self._labels.append(self._births.label)
         self.full_phase(owner.label)
+        self._caches.enter()
         self._books.enter(owner, self._read())
 
     def leave(self) -> None:
@@ -255,6 +256,7 @@ class Watch:
         self._books.attribute(owner.stage, now)
         survivors = self._births.survivors()
         self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
+        self._caches.leave()
         own = [born.item for born in survivors if born.label == owner.label and is_tensor(born.item)]
         owner.storages = dict.fromkeys(storage_keys(own), owner.stage)
 
@@ -329,7 +331,7 @@ class Watch:
             namespaces=self._namespaces,
             patience=self.policy.settle,
         )
-        steps, frozen = self._climb(subjects, ended, above, context)
+        steps, frozen = self._climb(subjects, ended, above, context, may_thaw=final and not self._owners_froze)
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)
         left = {held.key for held in steps[-1].reading.heap.held}
@@ -381,7 +383,6 @@ class Watch:
 
     def _put_off(self, drafts: list[list[Draft]], context: Context, read: Callable[[], Deep]) -> list[Unproven]:
         """Tries what changes nothing that the next test could need; the rest is for the end."""
-        may_unfreeze = self._may_unfreeze(drafts)
         unproven = []
         for found in drafts:
             for place, draft in enumerate(found):
@@ -389,7 +390,7 @@ class Watch:
                     continue
                 found[place] = draft = self._confirmed(draft, read)
                 if draft.finding.resource in HARMLESS:
-                    actions = actions_for(draft, self._caches, context.patience, may_unfreeze=may_unfreeze)
+                    actions = actions_for(draft, context.patience, may_unfreeze=False)
                     found[place] = try_actions(draft, actions, self._left(draft, read), self._driver_bytes)
             tensors = [draft for draft in found if isinstance(draft, TensorLeak)]
             # By now the harmless ones are findings.
@@ -415,16 +416,23 @@ class Watch:
                 if not isinstance(draft, ItemLeak):
                     continue
                 if after is not None:
-                    draft = draft.without(after.readings[draft.subject].items.get(draft.key, {}), "; ".join(cuts))
+                    left = draft.left(after.readings[draft.subject].items.get)
+                    draft = draft.without(left, "; ".join(cuts))
                 draft = self._confirmed(draft, read)
-                actions = actions_for(draft, self._caches, context.patience, may_unfreeze=may_unfreeze)
+                actions = actions_for(draft, context.patience, may_unfreeze=may_unfreeze)
                 found[place] = try_actions(draft, actions, self._left(draft, read), self._driver_bytes)
 
     def _may_unfreeze(self, drafts: Sequence[Sequence[Draft]]) -> bool:
-        """Whether a freeze is a finding, and no owner that is alive has done one: there is one permanent generation."""
+        """Whether a freeze is a finding, and nobody else has done one: there is one permanent generation."""
         findings = [draft.finding for found in drafts for draft in found if isinstance(draft, ItemLeak)]
-        alive = any(owner.growth.get("gc-frozen", 0) > 0 for owner in self._books.live)
-        return any(finding.resource == "gc-frozen" for finding in findings) and not alive
+        frozen_before = self._books.baseline.amounts.get("gc-frozen") or 0
+        is_own = frozen_before <= FROZEN_AT_STARTUP and not self._owners_froze
+        return any(finding.resource == "gc-frozen" for finding in findings) and is_own
+
+    @property
+    def _owners_froze(self) -> bool:
+        """Whether an owner that is alive has frozen the heap in its setup."""
+        return any(owner.growth.get("gc-frozen", 0) > 0 for owner in self._books.live)
 
     def _confirmed(self, draft: ItemLeak, read: Callable[[], Deep]) -> ItemLeak:
         if draft.finding.cause != "library-workspace" or draft.finding.resource != "tensors" or not draft.names:
@@ -434,9 +442,7 @@ class Watch:
         return confirmed_workspaces(draft, self._left(draft, read), is_first=is_first)
 
     def _left(self, draft: ItemLeak, read: Callable[[], Deep]) -> Callable[[], Mapping[str, int]]:
-        if draft.key == FROZEN:
-            return frozen_items
-        return lambda: read().readings[draft.subject].items.get(draft.key, {})
+        return lambda: draft.left(lambda key: read().readings[draft.subject].items.get(key, {}))
 
     def _driver_bytes(self) -> int:
         amounts = self._read().amounts
@@ -448,16 +454,25 @@ class Watch:
         ended: Sequence[Owner],
         above: Callable[[Deep], Sequence[Metric[Reading]]],
         context: Context,
+        *,
+        may_thaw: bool,
     ) -> tuple[list[Step[Deep]], frozenset[Key]]:
         """The readings after each rung that a plain test may have to climb; everything has been collected by now.
 
         And the storages whose holders the test had frozen.
+
+        Args:
+            subjects: who is judged.
+            ended: the owners among them.
+            above: which metrics of a reading are not back.
+            context: what is known around the leaks.
+            may_thaw: whether a freeze that was done since the baseline may be undone: not that of an owner that lives.
         """
         first = self._read_deep(subjects, ended, self._seen)
         frozen_before = self._books.baseline.amounts.get("gc-frozen") or 0
         steps: list[Step[Deep]] = []
         frozen: frozenset[Key] = frozenset()
-        if above(first) and frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
+        if may_thaw and above(first) and frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
             # Undoes what this test froze; a freeze that was there before is not to be undone.
             frozen = behind_frozen_holders({held.key for held in first.heap.held}, context)
             hidden = thaw(self._births.froze_in, self._seen)
@@ -509,7 +524,8 @@ class Watch:
                 stack = self._stack_of(finding.device, key, names)
                 changed = (UNFROZEN,) if key == FROZEN and finding.remedy is not None else ()
                 dated = msgspec.structs.replace(dated, holder=listed(key, names), allocated_at=stack, changed=changed)
-                found.append(with_pool_holder(ItemLeak(dated, key, names, turn), context))
+                leak = ItemLeak(dated, key, names, turn, cached=self._caches.of(names))
+                found.append(with_pool_holder(leak, context))
         return found
 
     def _stack_of(self, device: str, key: str, names: Mapping[str, int]) -> tuple[Frame, ...]:
@@ -538,7 +554,7 @@ class Watch:
         if any(is_tensor(born.item) and born.label not in live for born in survivors):
             suspects.append("tensors")
         self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
-        if self._caches.held(survivors, ()):
+        if self._caches.suspects(survivors):
             suspects.append("lru-cache")
         return suspects
 

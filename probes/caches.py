@@ -100,6 +100,11 @@ class CacheActivity:
             else:
                 self._misses[key] = wrapper.cache_info()[1]
 
+    def take(self, wrappers: Iterable[Any]) -> None:
+        """What these were asked for until now counts as before the mark."""
+        for wrapper in wrappers:
+            self._misses[id(wrapper)] = wrapper.cache_info()[1]
+
     def changed(self) -> list[Any]:
         """The caches that were asked since the mark for what they did not have."""
         misses = self._misses

@@ -210,6 +210,10 @@ class Traces:
             self._namer.undo()
             self._heap = None
 
+    def reaches(self, place: int) -> bool:
+        """Whether any root leads to a target."""
+        return bool(self._nodes(place))
+
     def path(self, place: int, inspect: Inspector | None = None) -> Path | None:
         """The path to a target; None if no root reaches it."""
         nodes = self._nodes(place)

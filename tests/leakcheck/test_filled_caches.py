@@ -1,0 +1,196 @@
+"""Filled caches: what a cache alone keeps is told, and what lives anyway, or belongs to a wider fixture, is not."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import sys
+import types
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.leakcheck import filled_caches
+from lowtide.leakcheck.filled_caches import FilledCaches
+from lowtide.leakcheck.storages import storage_keys
+from lowtide.probes.births import Births
+from lowtide.probes.heap import trace
+
+
+class Plain:
+    def method(self) -> None: ...
+
+
+@pytest.fixture
+def program() -> Iterator[types.ModuleType]:
+    """A module with two caches and a place for what lives anyway."""
+    module = types.ModuleType("caches_of_a_program")
+    vars(module).update(KEPT=[])
+    for name in ("supports", "build"):
+        function = (lambda key: None) if name == "supports" else (lambda key: torch.ones(8))
+        function.__module__, function.__qualname__ = module.__name__, name
+        vars(module)[name] = functools.lru_cache(function)
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+class Watched:
+    """Runs a piece of a program as a test, and says what its caches alone keep."""
+
+    def __init__(self, program: Any) -> None:
+        self.program = program
+        self.births = Births()
+        self.caches = FilledCaches()
+        self.caches.add([program.supports, program.build])
+
+    def __enter__(self) -> Watched:
+        gc.collect()
+        self.births.start()
+        self.births.mark("call")
+        self.caches.mark()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.births.stop()
+
+    def held(self, judged: tuple[Any, ...] = ()) -> list[str]:
+        """The names of what is told, without where it lies."""
+        self.caches.note("call")
+        self.caches.born(self.births.born())
+        gc.collect()
+        found = self.caches.held(self.births.survivors(), storage_keys(judged))
+        return sorted(text.partition(" at ")[0].rpartition(".")[2] for text in found)
+
+
+def told_of(program: Any, run: Callable[[Any], object]) -> list[str]:
+    with Watched(program) as watched:
+        run(program)
+        return watched.held()
+
+
+LEAKS: dict[str, tuple[Callable[[Any], object], list[str]]] = {
+    "a module": (lambda program: program.supports(torch.nn.ReLU()), ["ReLU"]),
+    "a bound method": (lambda program: program.supports(Plain().method), ["Plain"]),
+    "a partial of a bound method": (lambda program: program.supports(functools.partial(Plain().method)), ["Plain"]),
+    "a logger that nobody else has": (lambda program: program.supports(with_method(logging.Logger("own"))), ["Logger"]),
+    "two caches, each holding the same": (lambda program: both(program, torch.nn.ReLU()), ["ReLU", "ReLU"]),
+    "only the outermost module": (
+        lambda program: program.supports(torch.nn.Sequential(torch.nn.ReLU())),
+        ["Sequential"],
+    ),
+}
+
+
+def with_method(item: Any) -> Any:
+    """As vLLM's `init_logger` does: the object leads to a bound method of its own."""
+    item.info_once = MethodType(lambda self: None, item)
+    return item
+
+
+def both(program: Any, item: object) -> None:
+    program.supports(item)
+    program.build(item)
+
+
+@pytest.mark.parametrize("name", LEAKS)
+def test_what_a_cache_alone_keeps_is_told(program: Any, name: str) -> None:
+    run, expected = LEAKS[name]
+    assert told_of(program, run) == expected
+
+
+def keep(program: Any, item: Any) -> Any:
+    program.KEPT.append(item)
+    return item
+
+
+def as_singleton(cls: Any) -> Any:
+    cls.instance = cls()
+    return cls.instance
+
+
+CLEAN: dict[str, Callable[[Any], object]] = {
+    "a registered logger": lambda program: program.supports(with_method(logging.getLogger("caches_of_a_program"))),
+    "a module that a global holds": lambda program: program.supports(keep(program, torch.nn.ReLU())),
+    "a method of what a global holds": lambda program: program.supports(keep(program, Plain()).method),
+    "a singleton": lambda program: program.supports(as_singleton(type("Single", (Plain,), {"home": program})).method),
+    "a function": lambda program: program.supports(lambda: None),
+    "an old object": lambda program: program.supports(OLD.method),
+}
+OLD = Plain()
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_what_lives_anyway_is_not(program: Any, name: str) -> None:
+    kept: list[object] = []
+    vars(program)["ALL"] = kept
+
+    def run(program: Any) -> None:
+        CLEAN[name](program)
+        # What a test's own class holds lives as long as that, which somebody has to hold.
+        kept.extend(cls for cls in Plain.__subclasses__() if vars(cls).get("home") is program)
+
+    assert told_of(program, run) == []
+
+
+def test_a_value_that_is_judged_does_not_silence_the_module_in_the_key(program: Any) -> None:
+    """As in Mask2Former of transformers 5.8.1: a module without tensors in the key, a tensor as the value."""
+    with Watched(program) as watched:
+        value = program.build(torch.nn.ReLU())
+        assert watched.held((value,)) == ["ReLU"]
+
+
+def test_a_module_whose_own_tensors_are_judged_is_told_by_their_finding(program: Any) -> None:
+    with Watched(program) as watched:
+        program.supports(torch.nn.Linear(2, 2))
+        (module,) = (born.item for born in watched.births.survivors() if isinstance(born.item, torch.nn.Linear))
+        assert watched.held((module.weight, module.bias)) == []
+
+
+def test_what_a_wider_fixture_puts_into_a_cache_is_not_the_tests(program: Any) -> None:
+    with Watched(program) as watched:
+        watched.caches.note("setup")
+        watched.caches.enter()
+        program.supports(torch.nn.ReLU())
+        watched.caches.leave()
+        assert watched.held() == []
+        program.supports(torch.nn.Tanh())
+        assert watched.held() == ["Tanh"]
+
+
+def test_all_suspects_share_one_walk_and_a_test_without_any_pays_for_none(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks: list[int] = []
+
+    def counted(targets: Any, **options: Any) -> Any:
+        walks.append(len(targets))
+        return trace(targets, **options)
+
+    monkeypatch.setattr(filled_caches, "trace", counted)
+    with Watched(program) as watched:
+        program.supports(4711)
+        assert watched.held() == []
+        assert walks == []
+        for module in (torch.nn.ReLU, torch.nn.Tanh, torch.nn.GELU):
+            both(program, module())
+        assert len(watched.held()) == 6
+        assert len(watched.held()) == 6
+        assert walks == [3]
+
+
+def test_what_is_told_can_be_looked_at_and_cleared_long_after(program: Any) -> None:
+    with Watched(program) as watched:
+        program.supports(torch.nn.ReLU())
+        watched.held()
+        (name,) = watched.caches.held(watched.births.survivors(), ())
+        (item,) = watched.caches.of([name]).values()
+        watched.caches.forget()
+    assert (item.code, item.is_there) == ("caches_of_a_program.supports", True)
+    item.clear()
+    assert not item.is_there
+    assert program.supports.cache_info().currsize == 0

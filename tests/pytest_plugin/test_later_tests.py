@@ -1,0 +1,151 @@
+"""Until the session ends nothing is changed that a later test may use, whoever leaked it; then remedies are proven."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pytest_plugin.conftest import InnerRun, RunInner
+
+LIBRARY = """
+import functools
+import torch
+
+
+@functools.lru_cache
+def table(key):
+    return torch.ones(64)
+
+
+@functools.lru_cache
+def supports(method):
+    return True
+
+
+class Plain:
+    def method(self):
+        pass
+"""
+
+CACHES = """
+import pytest
+import torch
+import library
+
+
+@pytest.fixture(scope="module")
+def warmed():
+    # What belongs to the fixture: a table, and a module that nobody else holds.
+    library.table("warm")
+    library.supports(torch.nn.ReLU())
+
+
+def test_warms_up(warmed):
+    pass
+
+
+def test_leaks(warmed):
+    library.table(library.Plain().method)
+    library.supports(library.Plain().method)
+
+
+def test_relies_on_the_table(warmed):
+    assert library.table.cache_info().currsize == 2
+    assert library.supports.cache_info().currsize == 2
+"""
+
+FREEZES = """
+import gc
+import pytest
+import torch
+
+KEPT = []
+
+
+@pytest.fixture(scope="module")
+def engine():
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def test_leaks_beside_a_frozen_engine(engine):
+    KEPT.append(torch.ones(10))
+
+
+def test_relies_on_the_freeze(engine):
+    assert gc.get_freeze_count() > 1000
+
+
+def test_checks_in_the_middle(leakcheck, engine):
+    KEPT.append(torch.ones(10))
+    with pytest.raises(pytest.fail.Exception):
+        leakcheck.check()
+    assert gc.get_freeze_count() > 1000
+
+
+def test_freezes_by_itself_and_checks(leakcheck):
+    gc.unfreeze()
+    gc.freeze()
+    with pytest.raises(pytest.fail.Exception):
+        leakcheck.check()
+    assert gc.get_freeze_count() > 1000
+    gc.unfreeze()
+"""
+
+GROUPS = """
+import torch
+import torch.distributed
+
+
+def test_leaks_a_group(tmp_path):
+    store = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=store, world_size=1, rank=0)
+
+
+def test_relies_on_the_group():
+    torch.distributed.all_reduce(torch.ones(2))
+"""
+
+
+@pytest.fixture(scope="module")
+def run(run_inner: RunInner) -> InnerRun:
+    files = {"library.py": LIBRARY, "test_1.py": CACHES, "test_2.py": FREEZES, "test_3.py": GROUPS}
+    return run_inner(files)
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_1.py::test_relies_on_the_table",
+        "test_2.py::test_relies_on_the_freeze",
+        "test_3.py::test_relies_on_the_group",
+    ],
+)
+def test_what_a_later_test_needs_is_there(run: InnerRun, test: str) -> None:
+    (call,) = [phase for phase in run.phases[test] if phase.when == "call"]
+    assert call.outcome == "passed", call.message
+
+
+def test_a_check_unfreezes_nothing(run: InnerRun) -> None:
+    for test in ("test_checks_in_the_middle", "test_freezes_by_itself_and_checks"):
+        assert "AssertionError" not in run.message(f"test_2.py::{test}")
+
+
+@pytest.mark.parametrize(
+    ("test", "resource", "action"),
+    [
+        ("test_1.py::test_leaks", "lru-cache", "library.table.cache_clear(); library.supports.cache_clear()"),
+        ("test_3.py::test_leaks_a_group", "process-groups", "torch.distributed.destroy_process_group() of group 0"),
+    ],
+)
+def test_the_remedy_is_proven_at_the_end(run: InnerRun, test: str, resource: str, action: str) -> None:
+    (found,) = [found for found in run.subject(test).findings if found.resource == resource]
+    assert found.remedy is not None
+    assert found.remedy.action == action
+
+
+def test_what_a_wider_fixture_put_into_a_cache_is_no_tests_leak(run: InnerRun) -> None:
+    assert run.is_clean("test_1.py::test_warms_up")
+    (found,) = [found for found in run.subject("test_1.py::test_leaks").findings if found.resource == "lru-cache"]
+    assert found.count == 2
