@@ -6,16 +6,25 @@ import dataclasses
 import gc
 import sys
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from types import CellType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any, NamedTuple
 
 from lowtide.leakcheck import declarations
+from lowtide.leakcheck.entries import (
+    can_delete_from_dict,
+    can_discard,
+    delete_from_dict,
+    delete_from_sequence,
+    discard,
+    keys_of,
+    set_in_dict,
+    values_behind,
+)
 from lowtide.probes.foreign import (
     LRU_CACHE,
-    MISSING,
     attribute,
     dict_of_module,
     is_a,
@@ -117,16 +126,22 @@ class Names:
         if self.sizes is None:
             return bound == "absent" and self.is_new(namespace, name)
         # A dict keeps the order; where a name has gone meanwhile, this errs towards what was there.
-        is_added = name in namespace and list(namespace).index(name) >= self.sizes.get(id(namespace), 0)
+        place = _place_of_name(namespace, name)
+        is_added = place is not None and place >= self.sizes.get(id(namespace), 0)
         return is_added and bound in ("absent", "unknown")
 
     def is_new(self, namespace: dict[str, object], name: str) -> bool:
         """Whether a name was added since: a dict keeps the order, so nothing older stands behind it."""
-        if self.older is None or name not in namespace:
+        place = _place_of_name(namespace, name)
+        if self.older is None or place is None:
             return False
-        behind = list(namespace)[list(namespace).index(name) + 1 :]
+        behind = list(dict.values(namespace))[place + 1 :]
         # Nobody notes when numbers and strings are made.
-        return not any(gc.is_tracked(namespace[other]) and id(namespace[other]) in self.older for other in behind)
+        return not any(gc.is_tracked(other) and id(other) in self.older for other in behind)
+
+
+def _place_of_name(namespace: dict[str, object], name: str) -> int | None:
+    return next((place for place, key in enumerate(dict.keys(namespace)) if type(key) is str and key == name), None)
 
 
 def namespace_sizes() -> dict[int, int]:
@@ -170,32 +185,25 @@ def _entry(link: Link, code: str, names: Names) -> Cut | None:
     carrier = link.carrier
     if link.kind not in ("item", "module-global") or not is_a(carrier, dict) or is_a(link.owner, ModuleType):
         return None
-    keys = [key for key, value in dict.items(carrier) if id(value) == link.held]
+    keys = keys_of(carrier, link.held)
     if not keys or (carrier is not link.owner and link.kind == "item"):
         return None
     text = f"{code}{link.edge}"
     found = [declarations.of_key(module, names.holder, keys[0]) for module in names.modules if names.holder]
     bound = "none" if "none" in found else "other" if "other" in found else "absent"
-    behind = list(dict.values(carrier))[list(dict.keys(carrier)).index(keys[0]) + 1 :]
+    behind = values_behind(carrier, link.held)
     del keys
     place = Place(id(carrier), code, link.edge, dict.__len__(carrier)) if link.owner is carrier else None
     if bound == "none":
-        return Cut(f"{text} = None", f"{text} is None", lambda: _with_key(carrier, link.held, "__setitem__", None))
+        return Cut(f"{text} = None", f"{text} is None", lambda: set_in_dict(carrier, link.held, None))
     others = [item for item in dict.values(carrier) if id(item) != link.held]
     is_old = bound == "other" or any(gc.is_tracked(item) and names.may_have_been_there(item) for item in behind)
     if not names.are_free and (is_old or any(item is None for item in others)):
         # It stands where something stood before the leak, or is one of slots, some of them empty.
         raise Refused
-    return Cut(f"del {text}", f"{text} is deleted", lambda: _with_key(carrier, link.held, "__delitem__"), place)
-
-
-def _with_key(entries: Any, held: int, method: str, *value: object) -> None:
-    """Calls a method of dict with the key of what it holds, looked for only now: a key may lead to the same thing."""
-    # A subclass's own methods may do anything; an ordered dict's keep the order.
-    base = OrderedDict if is_a(entries, OrderedDict) else dict
-    key = next((key for key, item in dict.items(entries) if id(item) == held), MISSING)
-    if key is not MISSING:
-        getattr(base, method)(entries, key, *value)
+    if not can_delete_from_dict(carrier, link.held):
+        return None
+    return Cut(f"del {text}", f"{text} is deleted", lambda: delete_from_dict(carrier, link.held), place)
 
 
 def _slot(link: Link, code: str, names: Names) -> Cut | None:
@@ -215,29 +223,16 @@ def _slot(link: Link, code: str, names: Names) -> Cut | None:
         # A list of slots, some of them empty.
         raise Refused
 
-    def apply() -> None:
-        # By identity: other items may have gone meanwhile.
-        for place, item in enumerate(base.__iter__(carrier)):
-            if id(item) == link.held:
-                base.__delitem__(carrier, place)
-                return
-
     text = f"{code}{link.edge}"
     place = Place(id(carrier), code, link.edge, base.__len__(carrier))
-    return Cut(f"del {text}", f"{text} is deleted", apply, place)
+    return Cut(f"del {text}", f"{text} is deleted", lambda: delete_from_sequence(carrier, link.held), place)
 
 
 def _member_of_set(link: Link, code: str, names: Names) -> Cut | None:
-    if link.kind != "item" or not is_a(link.carrier, set):
+    if link.kind != "item" or not is_a(link.carrier, set) or not can_discard(link.carrier, link.held):
         return None
-
-    def apply() -> None:
-        for item in set.__iter__(link.carrier):
-            if id(item) == link.held:
-                set.discard(link.carrier, item)
-                return
-
-    return Cut(f"{code}.discard(…)", f"one element of {code} is gone", apply)
+    changed = f"one element of {code} is gone"
+    return Cut(f"{code}.discard(…)", changed, lambda: discard(link.carrier, link.held))
 
 
 def _global(link: Link, code: str, names: Names) -> Cut | None:
@@ -275,7 +270,8 @@ def _attribute(link: Link, code: str, names: Names) -> Cut | None:
         if bound == "absent" and names.is_bound_elsewhere(name):
             bound = "other"
     elif type(link.owner) is FunctionType:
-        home = sys.modules.get(str(link.owner.__module__))
+        module = link.owner.__module__
+        home = sys.modules.get(module) if type(module) is str else None
         bound = "unknown" if home is None else names.bound(declarations.of_attribute, home, name)
     else:
         bound = names.bound(declarations.of_instance_attribute, type(link.owner), name)

@@ -117,7 +117,7 @@ def of_key(module: ModuleType, holder: str, key: object) -> Binding:
     tree = _tree(module)
     if tree is None:
         return "unknown"
-    if type(key) not in (str, int, bytes, float, bool, type(None)):
+    if not any(type(key) is kind for kind in (str, int, bytes, float, bool, type(None))):
         return "absent"
     found: Binding = "absent"
     for node in _before_use(tree.body):

@@ -11,11 +11,13 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import psutil
 
 from lowtide.probes.counters import child_processes
+from lowtide.probes.foreign import attribute, module_of_class
 from lowtide.reports.schema import Resource
 
 Names = Collection[str]
@@ -167,14 +169,21 @@ def _threads_of(*modules: str) -> Callable[[Names], Names]:
     """The threads that are of a class, or run a function, of one of these modules."""
 
     def is_one(thread: threading.Thread) -> bool:
-        target = getattr(thread, "_target", None)
-        places = (type(thread).__module__, str(getattr(target, "__module__", "")))
+        places = (module_of_class(type(thread)), _module_of(attribute(thread, "_target")))
         return any(place == module or place.startswith(f"{module}.") for place in places for module in modules)
 
     def among(names: Names) -> Names:
         return {name for name, thread in _threads_by_name().items() if name in names and is_one(thread)}
 
     return among
+
+
+def _module_of(target: Any) -> str:
+    """The module of what a thread runs, without asking it where it is an object of the program's."""
+    function = target.__func__ if type(target) is MethodType else target
+    if type(function) is FunctionType or type(function) is BuiltinFunctionType:
+        return str(function.__module__)
+    return module_of_class(type(target))
 
 
 def _threads_by_name() -> dict[str, threading.Thread]:

@@ -31,7 +31,7 @@ from lowtide.probes.edges import Kind
 from lowtide.probes.foreign import is_a, type_name
 from lowtide.probes.heap import Link, Mark, Path, RootKind, Step, Traces, is_library, trace
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, collector_paused
-from lowtide.probes.tensors import plain_tensors
+from lowtide.probes.tensors import plain_tensors, torch_member
 from lowtide.reports.schema import Cause, Hop, Verdict
 
 _CAUSE_OF_KIND: dict[Kind, Cause] = {
@@ -306,9 +306,10 @@ def _held_by_native_code(target: Any) -> Explanation | None:
         return None
     with plain_tensors(torch):
         # Python's own reference to the C++ tensor counts one.
-        if target._use_count() < 2:
+        if torch_member(target, "_use_count")() < 2:
             return None
-        node = "" if target.grad_fn is None else target.grad_fn.name()
+        grad_fn = torch_member(target, "grad_fn")
+        node = "" if grad_fn is None else grad_fn.name()
     if not node:
         return Explanation("native-held", "native", "native code", (), ("native code",))
     holder = f"autograd graph, made by {node}"

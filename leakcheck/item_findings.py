@@ -21,6 +21,7 @@ from lowtide.leakcheck.ladder import ACTIONS, Rung, release
 from lowtide.leakcheck.listing import FROZEN, listed
 from lowtide.leakcheck.remedies import error_text, unraisable_told
 from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
+from lowtide.probes.foreign import type_name
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
 from lowtide.reports.schema import Cause, Finding, Remedy
 from lowtide.reports.sizes import format_bytes
@@ -125,7 +126,7 @@ def with_pool_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     if not reached:
         return leak
     item, explanation = min(reached, key=lambda pair: len(pair[1].path))
-    cause: Cause = "cuda-graph" if "Graph" in type(item).__name__ else explanation.cause
+    cause: Cause = "cuda-graph" if "Graph" in type_name(type(item)) else explanation.cause
     finding = msgspec.structs.replace(
         leak.finding,
         cause=cause,

@@ -14,7 +14,7 @@ from lowtide.leakcheck.listing import first_of
 from lowtide.probes.autograd import Saved, saved_behind
 from lowtide.probes.heap import Link
 from lowtide.probes.objects import Census, all_objects
-from lowtide.probes.tensors import plain_tensors, survey_storages
+from lowtide.probes.tensors import plain_tensors, survey_storages, torch_member
 from lowtide.reports.schema import Hop
 
 _SHOWN_HOLDERS = 4
@@ -38,8 +38,12 @@ def as_gradients(
     with plain_tensors(torch):
         for tensor in Census(all_objects()).instances_of(torch.Tensor):
             # Asking any other one for its gradient makes torch warn.
-            if tensor.requires_grad and (tensor.is_leaf or tensor.retains_grad) and id(tensor.grad) in wanted:
-                owners[id(tensor.grad)] = tensor
+            if not torch_member(tensor, "requires_grad") or not (
+                torch_member(tensor, "is_leaf") or torch_member(tensor, "retains_grad")
+            ):
+                continue
+            if id(gradient := torch_member(tensor, "grad")) in wanted:
+                owners[id(gradient)] = tensor
     holding = list(owners.values())
     return {
         gradient: _gradient_of(tensor, gradient, told, was_there=id(tensor) in older)
@@ -64,7 +68,7 @@ def saved_for_backward(
         outputs = [
             tensor
             for tensor in Census(all_objects()).instances_of(torch.Tensor)
-            if not tensor.is_leaf and id(tensor) not in missing
+            if not torch_member(tensor, "is_leaf") and id(tensor) not in missing
         ]
         seen: set[Any] = set()
         for output in outputs:

@@ -19,7 +19,7 @@ from lowtide.probes.autograd import saved_behind
 from lowtide.probes.counters import Counters
 from lowtide.probes.objects import Census
 from lowtide.probes.reach import reach
-from lowtide.probes.tensors import keys_of_each, plain_tensors
+from lowtide.probes.tensors import keys_of_each, plain_tensors, torch_member
 
 # pytest's own objects lead from any fixture to all of the session, and this checker's to all that it judges.
 _PACKAGES = ("_pytest", "pytest", "pluggy", "lowtide")
@@ -123,9 +123,9 @@ class Claims:
         ids = set(wanted)
         found: dict[int, Owner] = {}
         for owner, reached in self._reached:
-            for tensor in Census(reached.values()).instances_of(tensor_type):
-                if tensor.requires_grad and tensor.is_leaf and id(tensor.grad) in ids:
-                    found[id(tensor.grad)] = owner
+            with plain_tensors(sys.modules["torch"]):
+                gradients = set(map(id, _gradients(Census(reached.values()).instances_of(tensor_type))))
+            found.update(dict.fromkeys(gradients & ids, owner))
         return found
 
     def saved(self, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], Owner]:
@@ -134,11 +134,12 @@ class Claims:
         torch: Any = sys.modules["torch"]
         found: dict[tuple[str, int], Owner] = {}
         for owner, reached in self._reached:
-            outputs = [tensor for tensor in Census(reached.values()).instances_of(torch.Tensor) if not tensor.is_leaf]
+            tensors = Census(reached.values()).instances_of(torch.Tensor)
+            outputs = [tensor for tensor in tensors if not torch_member(tensor, "is_leaf")]
             seen: set[Any] = set()
             with plain_tensors(torch):
                 held = [saved.tensor for output in outputs for saved in saved_behind(output, seen)]
-                held += [tensor.grad for tensor in held if tensor.requires_grad and tensor.is_leaf]
+                held += _gradients(held)
             keys = keys_of_each(tensor for tensor in held if tensor is not None)
             found.update(dict.fromkeys(set().union(*keys).intersection(wanted), owner))
         return found
@@ -149,8 +150,9 @@ class Claims:
         if torch is None:
             return []
         tensors = [t for _, reached in self._reached for t in Census(reached.values()).instances_of(torch.Tensor)]
-        gradients = [tensor.grad for tensor in tensors if tensor.requires_grad and tensor.is_leaf]
-        return [grad.data_ptr() for grad in gradients if grad is not None and grad.layout is torch.strided]
+        with plain_tensors(torch):
+            gradients = [grad for grad in _gradients(tensors) if grad is not None]
+            return [torch_member(grad, "data_ptr")() for grad in gradients if _is_strided(torch, grad)]
 
     def names(self, key: str) -> dict[str, Owner]:
         """The items of a resource, as the counters name them or as prefixes of that, that an owner holds."""
@@ -175,6 +177,16 @@ class Claims:
                 names = []
             found.update(dict.fromkeys(names, owner))
         return found
+
+
+def _is_strided(torch: Any, tensor: Any) -> bool:
+    return torch_member(tensor, "layout") is torch.strided
+
+
+def _gradients(tensors: Iterable[Any]) -> list[Any]:
+    """The gradients of those that collect one."""
+    collecting = (item for item in tensors if torch_member(item, "requires_grad") and torch_member(item, "is_leaf"))
+    return [torch_member(item, "grad") for item in collecting]
 
 
 def _number(file: Any) -> int:

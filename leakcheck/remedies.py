@@ -21,8 +21,9 @@ from lowtide.leakcheck.ladder import ACTIONS, Rung, collect, compiled_anything, 
 from lowtide.leakcheck.listing import first_of
 from lowtide.leakcheck.storages import Key, live_keys, tensors_over
 from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages
+from lowtide.probes.foreign import is_a
 from lowtide.probes.objects import FROZEN_AT_STARTUP
-from lowtide.probes.tensors import plain_tensors
+from lowtide.probes.tensors import plain_tensors, torch_member
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
@@ -55,7 +56,7 @@ class StorageWatch:
         with plain_tensors(torch):
             for item in tensors_over(keys) if over is None else over:
                 try:
-                    storage = item.untyped_storage() if issubclass(type(item), torch.Tensor) else item
+                    storage = torch_member(item, "untyped_storage")() if is_a(item, torch.Tensor) else item
                     key = (str(storage.device), storage.data_ptr())
                 except (RuntimeError, NotImplementedError):
                     continue

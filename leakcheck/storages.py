@@ -13,6 +13,7 @@ from typing import Any
 from lowtide.leakcheck.ladder import collect
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.probes.births import Births, Newborn
+from lowtide.probes.foreign import mro_of, type_name
 from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import merge, total
 from lowtide.probes.tensors import StorageReading, keys_of_each, survey_storages
@@ -227,7 +228,7 @@ def is_tensor(item: object) -> bool:
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return False
-    return any(base is torch.Tensor or base is torch.UntypedStorage for base in type(item).__mro__)
+    return any(base is torch.Tensor or base is torch.UntypedStorage for base in mro_of(type(item)))
 
 
 def storage_keys(items: Iterable[Any]) -> set[Key]:
@@ -264,7 +265,7 @@ def _new_storages(
         if survey.unreadable:
             for item in items:
                 if survey_storages([item]).unreadable:
-                    unreadable[f"{type(item).__name__} {id(item):#x}"] = Newborn(item, label)
+                    unreadable[f"{type_name(type(item)).rpartition('.')[2]} {id(item):#x}"] = Newborn(item, label)
     return readings, unreadable
 
 

@@ -410,7 +410,7 @@ class _CpuRecorder:
         fresh = []
         for tensor in self._tensors(result):
             # What another type says of itself may be made up, or run its own code.
-            if type(tensor) in self._plain:
+            if any(type(tensor) is plain for plain in self._plain):
                 address = self._address(tensor)
                 if address and address not in before:
                     # The program's function modes would see the question for the device.

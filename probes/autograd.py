@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.probes.tensors import torch_member
+
 _MOST_NODES = 10_000
 
 
@@ -38,7 +40,7 @@ def saved_behind(output: Any, seen: set[Any]) -> Iterator[Saved]:
         output: the tensor.
         seen: the nodes that were looked at before; grows by those looked at now.
     """
-    start: tuple[Any, tuple[tuple[str, str], ...]] = (output.grad_fn, (("", ".grad_fn"),))
+    start: tuple[Any, tuple[tuple[str, str], ...]] = (torch_member(output, "grad_fn"), (("", ".grad_fn"),))
     waiting = deque([start])
     while waiting and len(seen) < _MOST_NODES:
         node, hops = waiting.popleft()

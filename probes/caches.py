@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
+from lowtide.probes.foreign import module_of_class, type_name
 from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import Range, merge
 from lowtide.probes.reach import module_namespaces, reach
@@ -155,13 +156,14 @@ def cache_entries(wrapper: Any) -> list[object]:
 
 
 def _type_name(item: object) -> str:
-    kind = type(item)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    name = type_name(type(item))
+    return name if "." in name else f"builtins.{name}"
 
 
 def _name(wrapper: Any) -> str:
     module = getattr(wrapper, "__module__", None)
     name = getattr(wrapper, "__qualname__", None)
     if type(name) is not str:  # a cached partial or callable object has no name of its own
-        name = type(getattr(wrapper, "__wrapped__", wrapper)).__qualname__
+        kind = type(getattr(wrapper, "__wrapped__", wrapper))
+        name = type_name(kind).removeprefix(f"{module_of_class(kind)}.")
     return f"{module}.{name}" if type(module) is str else name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType, WrapperDescriptorType
 from typing import Any
 
 MISSING = object()
@@ -22,7 +22,10 @@ dict_of_module: Callable[[object], Any] = ModuleType.__dict__["__dict__"].__get_
 _qualname_of = type.__dict__["__qualname__"].__get__
 _module_of = type.__dict__["__module__"].__get__
 
-# Types are looked up by their ids, since a metaclass may define `__hash__` and `__eq__`.
+# Types are looked up by their ids, or one by one, since a metaclass may define `__hash__` and `__eq__`.
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), type)
+# Modules whose classes hash by their own few values, and by nothing that the program made.
+_HASHED_PLAINLY = frozenset({"datetime", "decimal", "enum", "fractions", "pathlib", "torch", "uuid"})
 _DEFINITIONS = frozenset(
     map(id, (ModuleType, type, FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, LRU_CACHE))
 )
@@ -66,6 +69,20 @@ def attribute(holder: object, name: str) -> object:
         return object.__getattribute__(holder, name)
     except AttributeError:
         return MISSING
+
+
+def has_plain_hash(key: object) -> bool:
+    """Whether hashing an object, and comparing it with itself, runs nothing but the interpreter's code or torch's."""
+    if type(key) is tuple:
+        return all(map(has_plain_hash, key))
+    for base in mro_of(type(key)):
+        found = namespace_of(base).get("__hash__", MISSING)
+        if found is MISSING:
+            continue
+        if base is object or any(base is kind for kind in _ATOMS):
+            return type(found) is WrapperDescriptorType
+        return module_of_class(base).partition(".")[0] in _HASHED_PLAINLY
+    return False
 
 
 def is_definition(item: object) -> bool:

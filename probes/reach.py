@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
+from lowtide.probes.foreign import dict_of_module, is_a, module_of_class, mro_of
 from lowtide.probes.objects import frame_locals
 
 _CHUNK = 4096
@@ -60,7 +61,7 @@ def reach(
             seen[id(item)] = item
             if kind is FunctionType:
                 waiting.extend(_held_by_function(item))
-            elif kind in _SUSPENDED:
+            elif any(kind is suspended for suspended in _SUSPENDED):
                 waiting.extend(_held_by_suspended(item))
             else:
                 plain.append(item)
@@ -70,15 +71,14 @@ def reach(
 
 def module_namespaces() -> frozenset[int]:
     """Identities of the dicts that hold the modules' globals."""
-    return frozenset(id(vars(module)) for module in list(sys.modules.values()) if issubclass(type(module), ModuleType))
+    modules = (module for module in list(sys.modules.values()) if is_a(module, ModuleType))
+    return frozenset(id(dict_of_module(module)) for module in modules)
 
 
 def _stops(kind: type, stops: Iterable[type], packages: Collection[str]) -> bool:
-    bases = type.__dict__["__mro__"].__get__(kind)
-    if any(base is stop for base in bases for stop in stops):
+    if any(base is stop for base in mro_of(kind) for stop in stops):
         return True
-    module = kind.__dict__.get("__module__")
-    return type(module) is str and module.partition(".")[0] in packages
+    return module_of_class(kind).partition(".")[0] in packages
 
 
 def _held_by_function(function: Any) -> Iterator[object]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
+from lowtide.probes.foreign import mro_of
 from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import Range, common, merge, total
 from lowtide.probes.stages import PoolReading, announced_pools
@@ -179,6 +180,11 @@ def plain_tensors(torch: ModuleType) -> Iterator[None]:
         yield
 
 
+def torch_member(tensor: Any, name: str) -> Any:
+    """An attribute or bound method of a tensor as torch itself has it, past whatever the tensor's class makes of it."""
+    return getattr(sys.modules["torch"]._C.TensorBase, name).__get__(tensor)
+
+
 @dataclass(slots=True)
 class _Entry:
     """What is known so far of one storage."""
@@ -219,7 +225,7 @@ class _Found:
     def add_tensor(self, tensor: Any) -> None:
         """Adds the storage under a tensor, or those under its parts if it is sparse."""
         fake = self._fake_tensor
-        if fake is not None and any(base is fake for base in type(tensor).__mro__):
+        if fake is not None and any(base is fake for base in mro_of(type(tensor))):
             return  # says that it is on a device, and holds nothing there
         try:
             for part in _parts(self._torch, tensor):
@@ -230,11 +236,11 @@ class _Found:
 
     def keys_of(self, item: Any) -> frozenset[tuple[str, int]]:
         """The storages under one tensor, or the one that a storage object is; nothing is added."""
-        if not any(base is self._torch.Tensor for base in type(item).__mro__):
+        if not any(base is self._torch.Tensor for base in mro_of(type(item))):
             alone = _Found(self._torch)
             alone.add_storage(item)
             return frozenset(alone._entries)
-        if any(base is self._fake_tensor for base in type(item).__mro__):
+        if any(base is self._fake_tensor for base in mro_of(type(item))):
             return frozenset()
         try:
             keys = [self._key(part) for part in _parts(self._torch, item)]
@@ -244,14 +250,14 @@ class _Found:
 
     def _key(self, tensor: Any) -> tuple[str, int] | None:
         """Device and address of a strided tensor's storage; None where it has none that can be asked for."""
-        device = tensor.device
+        device = torch_member(tensor, "device")
         if device.type == "meta" or self._torch._C._is_cow_tensor(tensor):
             return None
         address = _storage_address(tensor)
         return (str(device), address) if address else None
 
     def _add_strided(self, tensor: Any) -> None:
-        if tensor.device.type != "meta" and self._torch._C._is_cow_tensor(tensor):
+        if torch_member(tensor, "device").type != "meta" and self._torch._C._is_cow_tensor(tensor):
             # Asking for its address would make the copy that copy-on-write put off.
             self.unreadable += 1
             return
@@ -262,11 +268,11 @@ class _Found:
         if entry is None:
             entry = self._entries[key] = _Entry(_storage_bytes(tensor))
         entry.tensors += 1
-        elements = tensor.numel()
+        elements = torch_member(tensor, "numel")()
         if elements > entry.largest:
             entry.largest = elements
-            entry.shape = "x".join(map(str, tensor.shape))
-            entry.dtype = str(tensor.dtype).removeprefix("torch.")
+            entry.shape = "x".join(map(str, torch_member(tensor, "shape")))
+            entry.dtype = str(torch_member(tensor, "dtype")).removeprefix("torch.")
 
     def readings(self) -> tuple[StorageReading, ...]:
         return tuple(
@@ -277,24 +283,26 @@ class _Found:
 
 def _parts(torch: ModuleType, tensor: Any) -> tuple[Any, ...]:
     """The strided tensors that hold a tensor's data."""
-    layout = tensor.layout
+    layout = torch_member(tensor, "layout")
     if layout is torch.sparse_coo:
-        return (tensor._indices(), tensor._values())
+        return (torch_member(tensor, "_indices")(), torch_member(tensor, "_values")())
+    names: tuple[str, ...] = ()
     if layout in (torch.sparse_csr, torch.sparse_bsr):
-        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+        names = ("crow_indices", "col_indices", "values")
     if layout in (torch.sparse_csc, torch.sparse_bsc):
-        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return (tensor,)
+        names = ("ccol_indices", "row_indices", "values")
+    return tuple(torch_member(tensor, name)() for name in names) or (tensor,)
 
 
 def _storage_address(tensor: Any) -> int:
     """Where the tensor's storage starts; 0 if it holds no memory."""
-    if tensor.numel():
-        address = tensor.data_ptr()
-        return address - tensor.storage_offset() * tensor.element_size() if address else 0
+    if torch_member(tensor, "numel")():
+        address = torch_member(tensor, "data_ptr")()
+        offset = torch_member(tensor, "storage_offset")() * torch_member(tensor, "element_size")()
+        return address - offset if address else 0
     # An empty view has the address 0, and still keeps its whole storage alive.
     try:
-        return int(tensor.as_strided((1,), (1,), 0).data_ptr())
+        return int(torch_member(tensor, "as_strided")((1,), (1,), 0).data_ptr())
     except RuntimeError:
         return 0  # the storage has no room for one element: it is empty
 
@@ -307,13 +315,13 @@ def _storage_bytes(tensor: Any) -> int:
     bounds is asked for, and the refusal read (`checkInBoundsForStorage` in ATen/native/Resize.h). About 40 µs.
     """
     try:
-        tensor.as_strided((1,), (1,), _OUT_OF_BOUNDS)
+        torch_member(tensor, "as_strided")((1,), (1,), _OUT_OF_BOUNDS)
     except RuntimeError as error:
         said = _STORAGE_SIZE.search(str(error))
         if said is not None:
             return int(said.group(1))
     # Layouts that refuse such a view for another reason (nested tensors): better one object more than no figure.
-    return int(tensor.untyped_storage().nbytes())
+    return int(torch_member(tensor, "untyped_storage")().nbytes())
 
 
 def held_ranges(survey: StorageSurvey) -> tuple[tuple[str, int, int], ...]:

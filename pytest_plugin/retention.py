@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import builtins
 import operator
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED
 from types import FrameType, TracebackType
+from typing import Any
 
 import pytest
 
+from lowtide.probes.foreign import attribute, is_a, module_of_class
 from lowtide.probes.objects import frame_locals
+
+# As the interpreter has them, whatever the error's class makes of such a name.
+_TRACEBACK_OF = BaseException.__dict__["__traceback__"].__get__
+_CAUSE_OF = BaseException.__dict__["__cause__"].__get__
+_CONTEXT_OF = BaseException.__dict__["__context__"].__get__
 
 
 def release_test(item: pytest.Item, *, owns_protocol: bool) -> None:
@@ -75,7 +83,7 @@ def errors_of_parameters(item: pytest.Item) -> Iterator[BaseException]:
     """What was raised within a `pytest.raises` that is a parameter's value, and so there for the whole session."""
     callspec = getattr(item, "callspec", None)
     for value in () if callspec is None else callspec.params.values():
-        if type(value).__module__.startswith("_pytest."):
+        if module_of_class(type(value)).startswith("_pytest."):
             raised = getattr(getattr(value, "excinfo", None), "_excinfo", None)
             if raised is not None:
                 yield raised[1]
@@ -94,12 +102,23 @@ def clear_tracebacks(errors: Iterable[BaseException]) -> None:
         if id(error) in seen:
             continue
         seen.add(id(error))
-        if error.__traceback__ is not None:
-            traceback.clear_frames(error.__traceback__)
-            _clear_callers(error.__traceback__)
-            _clear_views(error.__traceback__)
-        waiting += [other for other in (error.__cause__, error.__context__) if other is not None]
-        waiting += getattr(error, "exceptions", ())
+        trace = _TRACEBACK_OF(error)
+        if trace is not None:
+            traceback.clear_frames(trace)
+            _clear_callers(trace)
+            _clear_views(trace)
+        waiting += [other for other in (_CAUSE_OF(error), _CONTEXT_OF(error)) if other is not None]
+        waiting += _exceptions_of(error)
+
+
+def _exceptions_of(error: BaseException) -> Sequence[BaseException]:
+    """Those in a group."""
+    kind = getattr(builtins, "BaseExceptionGroup", None)
+    if kind is not None:
+        return kind.exceptions.__get__(error) if is_a(error, kind) else ()
+    # Python 3.10, and the package that stands in there.
+    found: Any = attribute(error, "_exceptions")
+    return found if type(found) is tuple else ()
 
 
 def _clear_callers(trace: TracebackType) -> None:

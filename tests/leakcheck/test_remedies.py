@@ -262,11 +262,11 @@ def test_a_cut_that_raises_is_told_with_what_it_raised_and_gave_back(findings: l
     assert (found.remedy, found.tried) == (action, (action,))
 
 
-def test_a_cut_that_raises_and_gives_nothing_is_told_as_well(findings: list[Finding], program: Any) -> None:
+def test_an_entry_whose_key_raises_when_it_is_hashed_goes_without_that(findings: list[Finding], program: Any) -> None:
     found = held_by(findings, "BROKEN")
-    action = remedy(f"del {NAME}.BROKEN[<{NAME}.Key>] (raised OSError: no hash)", 0)
-    assert told(found) == (None, (action,), ())
-    assert len(program.BROKEN) == 1
+    action = remedy(f"del {NAME}.BROKEN[<{NAME}.Key>]", 1011)
+    assert told(found) == (action, (action,), (f"{NAME}.BROKEN[<{NAME}.Key>] is deleted",))
+    assert program.BROKEN == {}
 
 
 def test_an_action_that_helps_two_findings_is_told_with_both_and_done_once(findings: list[Finding]) -> None:
@@ -289,6 +289,7 @@ def test_everything_that_can_change_is_listed(findings: list[Finding]) -> None:
         f"{NAME}.{what}"
         for what in (
             "TABLE['a'] is deleted",
+            f"BROKEN[<{NAME}.Key>] is deleted",
             "ONE['x'] is deleted",
             "TWO['x'] is deleted",
             *(f"ROWS[{place}] is deleted" for place in range(3)),
