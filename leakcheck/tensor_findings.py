@@ -84,11 +84,13 @@ class TensorLeak:
         finding: as far as it is known without trying anything.
         sizes: bytes of the storages that are still there, by storage.
         explanations: why each of them is.
+        keys: all storages that the finding is about, those that came back at a rung included.
     """
 
     finding: Finding
     sizes: Mapping[Key, int]
     explanations: Mapping[Key, Explanation]
+    keys: frozenset[Key] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,7 @@ def _leak(
 ) -> TensorLeak:
     largest = max(group, key=lambda row: row.held.bytes)
     device = largest.held.key[0]
+    keys = frozenset(row.held.key for row in group)
     size = sum(row.held.bytes for row in group)
     things = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
     stage = largest.held.stage
@@ -341,11 +344,12 @@ def _leak(
             holder=finding.holder or HOLDER_OF_RUNG.get(largest.rung),
             remedy=Remedy(action=action, returns_bytes=size),
         )
-        return TensorLeak(finding, {}, {})
+        return TensorLeak(finding, {}, {}, keys)
     return TensorLeak(
         finding,
         {row.held.key: row.held.bytes for row in group},
         {row.held.key: row.explanation for row in group if row.explanation is not None},
+        keys,
     )
 
 

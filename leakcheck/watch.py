@@ -103,6 +103,10 @@ class Policy:
     driver: bool = True
 
 
+Thing = tuple[str, str, int | str]
+"""What a finding is about: `storage` with device and address, or `item` with a metric's key and the item's name."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a test, and the owners that ended with it, left behind.
@@ -114,6 +118,7 @@ class Verdict:
             which cannot be told apart.
         climbed: whether the cheap pass was not enough.
         unproven: what is to be given to `prove` at the end, for the test and for each owner.
+        things: what each of the test's findings is about, by the finding's fingerprint.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -122,6 +127,7 @@ class Verdict:
     climbed: bool = False
     unproven: Unproven = field(default_factory=Unproven)
     unproven_of_owners: Mapping[str, Unproven] = field(default_factory=dict)
+    things: Mapping[str, frozenset[Thing]] = field(default_factory=dict)
 
 
 Draft = Union[Finding, TensorLeak, ItemLeak]  # noqa: UP007 - evaluated
@@ -343,6 +349,7 @@ class Watch:
             for turn, subject in enumerate(subjects)
         ]
         del explained
+        things = [_things(draft) for draft in drafts[0]]
         unproven = [Unproven() for _ in subjects]
         read = functools.partial(self._read_deep, subjects, ended, self._seen)
         if final and self.policy.remedies == "now":
@@ -354,6 +361,9 @@ class Watch:
             tuple(draft if isinstance(draft, Finding) else draft.finding for draft in found) for found in drafts
         ]
         drafts.clear()
+        about: dict[str, frozenset[Thing]] = {}
+        for finding, found in zip(findings[0], things, strict=True):
+            about[finding.fingerprint] = about.get(finding.fingerprint, frozenset()) | found
         findings[0], excused = excused_by_libraries(findings[0], self._books.baseline, self._read(), self._first_use)
         self._adopt(self._read(), steps[-1].reading.heap)
         if any(finding.changed for found in findings for finding in found):
@@ -365,6 +375,7 @@ class Watch:
             climbed=True,
             unproven=unproven[0],
             unproven_of_owners={owner.label: later for owner, later in zip(ended, unproven[1:], strict=True)},
+            things=about,
         )
 
     def prove(self, each: Sequence[Unproven]) -> list[dict[str, Finding]]:
@@ -608,6 +619,16 @@ class Watch:
         if self._driver is None:
             self._driver = find_driver()
         return self._driver
+
+
+def _things(draft: Draft) -> frozenset[Thing]:
+    if isinstance(draft, TensorLeak):
+        return frozenset(("storage", device, address) for device, address in draft.keys)
+    if isinstance(draft, ItemLeak):
+        # A level is one thing, and has no names.
+        names = () if draft.key == FROZEN else draft.names
+        return frozenset(("item", draft.key, name) for name in names or ("",))
+    return frozenset()
 
 
 def _reap_children() -> None:

@@ -23,6 +23,7 @@ from lowtide.leakcheck.watch import Policy, Verdict, Watch
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.stages import Stage, listening, stage
 from lowtide.pytest_plugin import terminal
+from lowtide.pytest_plugin.checked import CheckedLeaks
 from lowtide.pytest_plugin.failures import LeakFailure, fail_report, is_strict_xpass
 from lowtide.pytest_plugin.imports import ImportWatch
 from lowtide.pytest_plugin.proven import Proven, proven_as_json, proven_from_json, retell, with_proven
@@ -85,6 +86,7 @@ class Checker:
         self._setup: Owner | None = None
         self._records: StageRecords | None = None
         self._raised: list[BaseException] = []
+        self._checked = CheckedLeaks()
         self._suppressions = _suppressions(config, self.settings.suppressions)
         self._used: set[str] = set()
         self._problems: tuple[str, ...] = ()
@@ -310,6 +312,7 @@ class Checker:
             self._is_open = True
         self._debugged = False
         self._failure = ""
+        self._checked.clear()
         self._setup = None
         self._records = StageRecords(card=self.settings.device != "cpu") if self.settings.report is not None else None
         wrong = ""
@@ -426,10 +429,12 @@ class Checker:
         """Judge in the middle of a test what was made since its call began.
 
         Raises:
-            LeakFailure: something is not back, and a leak fails.
+            LeakFailure: something is not back, and a leak fails; it is one of the test, whoever catches this.
         """
-        subject = self._subject("the test so far", self.watch.check().findings)
+        verdict = self.watch.check()
+        subject = self._subject("the test so far", verdict.findings)
         if _is_bad(subject) and self.settings.action == "fail":
+            self._checked.add(verdict)
             raise LeakFailure(terminal.details(subject, self._config.get_verbosity()))
         return subject.findings
 
@@ -503,7 +508,7 @@ class Checker:
             own = Subject(id=item.nodeid, outcome="skipped", reason=reason)
         else:
             of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
-            own = self._subject(item.nodeid, [*verdict.findings, *of_setup])
+            own = self._subject(item.nodeid, [*verdict.findings, *of_setup, *self._checked.missing_from(verdict)])
         later = sum((verdict.unproven_of_owners.get(owner.label, Unproven()) for owner in own_setup), verdict.unproven)
         self._put_off(own, later)
         own = msgspec.structs.replace(own, not_measured=verdict.not_measured)

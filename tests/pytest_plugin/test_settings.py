@@ -620,6 +620,29 @@ FIXTURE = """
         gc.set_threshold(*before)
         assert leakcheck.check() == ()
 
+    KEPT = []
+
+    def test_check_red_twice_and_at_the_end(leakcheck):
+        KEPT.append(torch.ones(1000))
+        KEPT.append(open("/dev/zero"))
+        for _ in range(2):
+            with pytest.raises(pytest.fail.Exception):
+                leakcheck.check()
+
+    def test_check_red_and_another_leak_at_its_address(leakcheck):
+        tensor = torch.ones(1000)
+        with pytest.raises(pytest.fail.Exception):
+            leakcheck.check()
+        address = tensor.data_ptr()
+        del tensor
+        KEPT.append([torch.ones(1000) for _ in range(50)])
+        assert any(kept.data_ptr() == address for kept in KEPT[-1])
+
+    def test_check_red_for_a_freeze(leakcheck):
+        gc.freeze()
+        with pytest.raises(pytest.fail.Exception):
+            leakcheck.check()
+
     @pytest.fixture
     def engine():
         engine = Engine()
@@ -759,13 +782,28 @@ def test_a_check_in_the_middle_fails_where_something_is_not_back(used: InnerRun)
     assert "tensors/frame: 3.9 KiB in 1 tensor on cpu, since call" in used.message("test_fixture.py::test_check_red")
 
 
-def test_what_was_not_back_in_the_middle_and_is_at_the_end_is_no_leak_of_the_test(used: InnerRun) -> None:
-    assert used.is_clean("test_fixture.py::test_check_red")
+@pytest.mark.parametrize(
+    ("test", "leaks"), [("test_check_red", ("tensors", "call")), ("test_check_red_then_put_back", ("globals", "call"))]
+)
+def test_what_a_failed_check_found_is_a_leak_though_it_is_back_at_the_end(
+    used: InnerRun, test: str, leaks: tuple[str, str]
+) -> None:
+    subject = used.subject(f"test_fixture.py::{test}")
+    assert (subject.outcome, used.leaks(subject.id)) == ("leak", [leaks])
+    assert used.counted(subject.id) == "failed"
+    assert "leakcheck.check() found it" in subject.findings[0].message
 
 
-def test_a_check_after_things_were_put_back_passes(used: InnerRun) -> None:
-    assert used.counted("test_fixture.py::test_check_red_then_put_back") == "passed"
-    assert used.is_clean("test_fixture.py::test_check_red_then_put_back")
+@pytest.mark.parametrize(
+    ("test", "resources"),
+    [
+        ("test_check_red_twice_and_at_the_end", ["file-descriptors", "tensors"]),
+        ("test_check_red_and_another_leak_at_its_address", ["tensors", "tensors"]),
+        ("test_check_red_for_a_freeze", ["gc-frozen"]),
+    ],
+)
+def test_the_same_leak_of_a_check_and_of_the_end_is_told_once(used: InnerRun, test: str, resources: list[str]) -> None:
+    assert sorted(resource for resource, _ in used.leaks(f"test_fixture.py::{test}")) == resources
 
 
 def test_what_a_function_fixture_leaves_is_still_judged_where_there_is_a_check(used: InnerRun) -> None:
