@@ -27,6 +27,7 @@ from typing import Any
 
 from lowtide.leakcheck.cuts import Cut, Names, Refused, cut_of
 from lowtide.leakcheck.inspectors import marks
+from lowtide.leakcheck.path_names import Shown, holder_name, shown_from_landmark
 from lowtide.probes.edges import Kind
 from lowtide.probes.foreign import is_a, type_name
 from lowtide.probes.heap import Link, Mark, Path, RootKind, Step, Traces, is_library, trace
@@ -58,7 +59,6 @@ _KERNEL_LIBRARIES = frozenset(
     {"cutlass", "deep_gemm", "flash_attn", "flashinfer", "torch", "transformer_engine", "triton", "xformers"}
 )
 _CACHED = ("lru-cache-key", "lru-cache-value")
-_LONGEST_HOLDER = 120
 _SWEEPING = 2.0
 """Seconds for finding out what edges retain; a sweep takes 15 ms at 500,000 objects."""
 
@@ -172,7 +172,8 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
     first, last = _suspect_steps(path.steps)
     cause = _telling_cause(path) or _cause_of_edge(path, first)
     links = [found.link(place, turn) for turn in range(first, len(path.steps))]
-    freed = [*[None] * (first + 1), *sweeps.freed(links, place, first, last)]
+    freed = [*[None] * first, *sweeps.freed(links, place, first, last)]
+    shown = shown_from_landmark(path)
     hops = (
         Hop(
             type=step.type_name,
@@ -180,51 +181,56 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
             suspect=first <= turn <= last,
             mark=None if step.mark == "pending" else step.mark,
         )
-        for turn, step in enumerate(path.steps)
+        for turn, step in enumerate(shown.path.steps, shown.skipped)
     )
+    begin = max(0, first - shown.skipped)
     running = path.thread or (path.root_name if path.root_kind == "thread" else "")
     return Explanation(
         verdict=_verdict(path.steps),
         cause=cause,
-        holder=_holder(path, first),
-        path=(Hop(type=path.root_kind, edge=path.root_name), *hops),
-        suspects=_suspects(path, first, last),
-        freed=tuple(freed),
-        cut=_cut_of_new_dict(path, place, found, first, names) or _first_cut(path, links, first, names),
+        holder=holder_name(shown.path, begin),
+        path=(Hop(type=shown.path.root_kind, edge=shown.path.root_name), *hops),
+        suspects=_suspects(shown.path, begin, max(0, last - shown.skipped)),
+        freed=(None, *freed[shown.skipped :]),
+        cut=_cut_of_new_dict(shown, place, found, first, names) or _first_cut(shown, links, first, names),
         thread=running,
         new=frozenset(link.held for link in links),
     )
 
 
-def _cut_of_new_dict(path: Path, place: int, found: Traces, first: int, names: Names) -> Cut | None:
+def _cut_of_new_dict(shown: Shown, place: int, found: Traces, first: int, names: Names) -> Cut | None:
     """The cut of a name whose dict may be new itself: an empty one would be left there, and not what there was.
 
     (A dict passes for older, since the collector does not know an empty one.)
     """
-    if names.older is None or not first or path.steps[first - 1].type_name != "dict":
+    path = shown.whole
+    if names.older is None or not first or path.steps[first - 1].type_name != "dict" or not shown.has_code(first - 1):
         return None
     link = found.link(place, first - 1)
     # A cache keeps what was made for it, and fills itself again.
-    if link.kind not in _CACHED and (link.held in names.older or _is_librarys(path, link)):
+    if link.kind not in _CACHED and (link.held in names.older or _is_librarys(shown.path, link)):
         return None
     try:
         known = dataclasses.replace(names.of(*_home(path, first - 1)), are_free=False)
-        return cut_of(link, _code(path, first - 1), known)
+        return cut_of(link, shown.code(first - 1), known)
     except Refused:
         return None
 
 
-def _first_cut(path: Path, links: Sequence[Link], first: int, names: Names) -> Cut | None:
+def _first_cut(shown: Shown, links: Sequence[Link], first: int, names: Names) -> Cut | None:
     """The first edge from the first suspect on that can be cut without harm; what lies behind it is gone with it."""
+    path = shown.whole
     for turn, link in enumerate(links, first):
+        if not shown.has_code(turn):
+            continue
         if names.older is None and not names.are_free and turn < len(path.steps) - 1 and link.kind not in _CACHED:
             # Nobody knows whether what it leads to was there before; the leaked thing itself, at the end, was not.
             continue
-        if link.kind not in _CACHED and not names.are_free and _is_librarys(path, link):
+        if link.kind not in _CACHED and not names.are_free and _is_librarys(shown.path, link):
             # Its insides are nobody else's to change.
             return None
         try:
-            cut = cut_of(link, _code(path, turn), names.of(*_home(path, turn)))
+            cut = cut_of(link, shown.code(turn), names.of(*_home(path, turn)))
         except Refused:
             return None
         if cut is not None or link.kind in ("frame-local", "thread"):
@@ -383,41 +389,6 @@ _TELLING: tuple[tuple[Cause, Callable[[Path], bool]], ...] = (
     ("pending-transfer", _crosses_type(_TRANSFER)),
     ("library-workspace", _crosses_workspace),
 )
-
-
-def _holder(path: Path, first: int) -> str:
-    """The path as code from its root, up to where a cache or closure holds on to all that follows."""
-    if path.root_kind == "frame" and path.steps:
-        function, _, place = path.root_name.partition(" in ")
-        variable = path.steps[0].edge.removeprefix("f_locals[").removeprefix("f_globals[").removesuffix("]")
-        sort = "local" if path.steps[0].kind == "frame-local" else "global"
-        frame = f"{sort} {variable} of {function}() in {place}"
-        return f"thread '{path.thread}', {frame}" if path.thread else frame
-    if path.root_kind in ("thread", "context"):
-        return path.root
-    for turn, step in enumerate(path.steps):
-        if step.kind in ("lru-cache-key", "lru-cache-value"):
-            return _shortened(_code(path, turn)) + f" ({step.edge})"
-        if step.kind == "closure" and turn >= first:
-            return _shortened(_code(path, turn)) + f", closure {step.edge}"
-    return _shortened(_code(path, len(path.steps)))
-
-
-def _code(path: Path, end: int) -> str:
-    """The path as code from its root up to a step."""
-    code = path.root_name
-    if path.root_kind == "frame":
-        code = path.root_name.partition(" in ")[0]
-    for step in path.steps[:end]:
-        code += step.edge if step.edge.startswith((".", "[", "<", "{")) else f" {step.edge}"
-    return code
-
-
-def _shortened(code: str) -> str:
-    if len(code) <= _LONGEST_HOLDER:
-        return code
-    half = _LONGEST_HOLDER // 2
-    return f"{code[:half]}…{code[1 - half :]}"
 
 
 def _suspects(path: Path, first: int, last: int) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import Context
+from contextvars import Context, Token
 from inspect import CO_OPTIMIZED
 from types import (
     AsyncGeneratorType,
@@ -27,7 +27,7 @@ from types import (
     TracebackType,
 )
 from typing import Any, Literal, NamedTuple
-from weakref import CallableProxyType, ProxyType
+from weakref import CallableProxyType, ProxyType, ReferenceType
 
 from lowtide.probes.foreign import (
     LRU_CACHE,
@@ -57,18 +57,22 @@ Kind = Literal[
     "lru-cache-key",
     "lru-cache-value",
     "bound-self",
+    "opaque",
     "other",
 ]
 
-UNNAMED = ".<unnamed>"
-"""What an edge is called whose name only foreign code could tell."""
+UNNAMED = ".<computed name>"
+"""What an attribute is called that no code names, as one that is set by `setattr` with a name that was put together."""
 
 GENERATORS = {id(GeneratorType): "gi", id(CoroutineType): "cr", id(AsyncGeneratorType): "ag"}
 """What the attributes of suspended functions begin with, by the identity of their type."""
 
 _LONGEST_KEY = 60
+# A subclass's own call is foreign code.
+_target_of: Callable[[object], object] = ReferenceType.__call__  # type: ignore[assignment]
 _HAMT = frozenset({"hamt", "hamt_bitmap_node", "hamt_array_node", "hamt_collision_node"})
 _AUTOGRAD_NODE = re.compile(r"(\w+Backward\d*|AccumulateGrad)")
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Attributes of types written in C that give what is there and do nothing else.
 _PLAIN_GETTERS: dict[int, tuple[str, ...]] = {
     id(BaseException): ("__traceback__", "__context__", "__cause__", "args"),
@@ -76,6 +80,7 @@ _PLAIN_GETTERS: dict[int, tuple[str, ...]] = {
     id(FrameType): ("f_back",),
     id(CellType): ("cell_contents",),
     id(BuiltinFunctionType): ("__self__",),
+    id(Token): ("old_value", "var"),
 }
 
 
@@ -166,7 +171,9 @@ class EdgeNamer:
                 if attribute(holder, name) is held:
                     known.add(name)
                     return Edge(_attribute_text(name), "instance-attribute")
-        return Edge(UNNAMED, "other")
+        if any("__dict__" in namespace_of(base) for base in mro_of(type(holder))):
+            return Edge(UNNAMED, "opaque")
+        return Edge(f"inside {type_name(type(holder))}", "opaque")
 
     def _candidates(self, cls: type, known: set[str]) -> Iterator[set[str]]:
         yield known
@@ -280,7 +287,7 @@ def _of_container(way: Sequence[Any]) -> Edge | None:
             for key in _keys_of(holder, held):
                 return Edge(f"[{_key_text(key)}]", "item")
             if any(key is held for key in dict.keys(holder)):
-                return Edge("<key>", "item")
+                return Edge(f"<key {_definition_text(held)}>" if is_a(held, type) else "<key>", "item")
         elif base is list or base is tuple or base is deque:
             for place, item in enumerate(base.__iter__(holder)):
                 if item is held:
@@ -367,11 +374,17 @@ def _of_member(way: Sequence[Any]) -> Edge | None:
 
 
 def _of_tensor(way: Sequence[Any]) -> Edge | None:
-    """A tensor's autograd node, where Python has seen it. By its type: asking a tensor can run a subclass's code."""
-    if is_autograd_node(type(way[1])) and any(
-        type_name(base) == "torch._C.TensorBase" for base in mro_of(type(way[0]))
-    ):
+    """A tensor's autograd node, where Python has seen it, and the hooks that were registered on the tensor."""
+    base = next((base for base in mro_of(type(way[0])) if type_name(base) == "torch._C.TensorBase"), None)
+    if base is None:
+        return None
+    if is_autograd_node(type(way[1])):
         return Edge(".grad_fn", "other")
+    # Asking a tensor by its class's own getter can run a subclass's code.
+    with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
+        for name in _HOOKS_OF_TENSORS:
+            if name in namespace_of(base) and namespace_of(base)[name].__get__(way[0]) is way[1]:
+                return Edge(f".{name}", "other")
     return None
 
 
@@ -379,6 +392,45 @@ def is_autograd_node(cls: type) -> bool:
     """Whether instances of the class are nodes of torch's autograd graph (`MulBackward0`, a `Function`'s context)."""
     names = [type_name(base) for base in mro_of(cls)]
     return "torch._C._FunctionBase" in names or _AUTOGRAD_NODE.fullmatch(names[0]) is not None
+
+
+def _of_future(way: Sequence[Any]) -> Edge | None:
+    """A future or task of asyncio that is written in C."""
+    module: Any = sys.modules.get("_asyncio")
+    if module is None:
+        return None
+    for base in mro_of(type(way[0])):
+        names = _TEXT_OF_TASK if base is module.Task else _TEXT_OF_FUTURE if base is module.Future else {}
+        for name, text in names.items():
+            if name in namespace_of(base) and namespace_of(base)[name].__get__(way[0]) is way[1]:
+                return Edge(text, "other")
+        if base is module.Future:
+            return _callback(way, namespace_of(base)["_callbacks"].__get__(way[0]) or [])
+    return None
+
+
+_TEXT_OF_TASK = {"_coro": ".get_coro()", "_fut_waiter": "._fut_waiter"}
+_TEXT_OF_FUTURE = {"_result": "._result", "_exception": "._exception", "_loop": "._loop"}
+
+
+def _callback(way: Sequence[Any], callbacks: Sequence[tuple[object, object]]) -> Edge | None:
+    """The first callback and its context lie in the future itself, the others in a list of pairs."""
+    for place, pair in enumerate(callbacks):
+        for part, item in enumerate(pair):
+            if item is way[1]:
+                return Edge(f"._callbacks[{place}][{part}]", "other")
+        if len(way) > 2 and pair is way[2]:
+            return Edge(f"._callbacks[{place}]", "other", 2)
+    return Edge("its context", "opaque") if type(way[1]) is Context else None
+
+
+def _of_queue(way: Sequence[Any]) -> Edge | None:
+    """A `queue.SimpleQueue`, which shows its items to nobody: past the list in which it keeps them."""
+    if not any(type_name(base) == "_queue.SimpleQueue" for base in mro_of(type(way[0]))):
+        return None
+    if sys.version_info >= (3, 13):
+        return Edge("queued item", "opaque")
+    return Edge("queued item", "opaque", 2) if type(way[1]) is list and len(way) > 2 else None
 
 
 # In this order: the first that knows the reference names it.
@@ -395,6 +447,8 @@ _RULES: tuple[_Rule, ...] = (
     _of_tensor,
     _of_instance_dict,
     _of_member,
+    _of_future,
+    _of_queue,
 )
 
 
@@ -410,7 +464,7 @@ def _entry(way: Sequence[Any], kind: Kind, alone: str) -> Edge:
 
 def _item(way: Sequence[Any]) -> str:
     edge = _of_container(way)
-    return UNNAMED if edge is None else edge.text
+    return "[…]" if edge is None else edge.text
 
 
 def _keys_of(holder: dict[Any, object], held: object) -> list[object]:
@@ -424,7 +478,16 @@ def _key_text(key: object) -> str:
         return text if len(text) <= _LONGEST_KEY else f"{text[:_LONGEST_KEY]}…"
     if type(key) is tuple:
         return f"({', '.join(map(_key_text, key))})"
+    if is_a(key, type):
+        return f"<{_definition_text(key)}>"
+    if is_a(key, ReferenceType):
+        referent: object = _target_of(key)
+        return f"<weakref to {type_name(type(referent))}>"
     return f"<{type_name(type(key))}>"
+
+
+def _definition_text(cls: Any) -> str:
+    return f"class {type_name(cls)}"
 
 
 def _names_in_class(cls: type) -> set[str]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from itertools import compress
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -39,6 +39,7 @@ from lowtide.probes.foreign import (
     type_name,
 )
 from lowtide.probes.identities import are_tracked, elements, identities, object_at, objects_at, types_of
+from lowtide.probes.landmarks import landmarks
 from lowtide.probes.objects import FROZEN_AT_STARTUP, collector_paused, frame_locals
 
 RootKind = Literal["module", "frame", "thread", "class", "context", "object"]
@@ -84,6 +85,8 @@ class Step:
         frozen: whether the object lies in the collector's permanent generation, hidden by `gc.freeze()`.
         definition: whether the object is a module, class, function or cache: part of the program, made to stay.
         mark: what the caller's inspector says of the object.
+        landmark: the name by which the program knows the object wherever it is met, as that of a fixture; empty
+            where it has none.
     """
 
     type_name: str
@@ -92,6 +95,7 @@ class Step:
     frozen: bool = False
     definition: bool = False
     mark: Mark | None = None
+    landmark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +236,11 @@ class Traces:
                 frozen=self._heap.is_frozen(node),
                 definition=is_definition(item),
                 mark=mark,
+                landmark=landmark,
             )
-            for (_, edge), node, item, mark in zip(edges, ends, items, marks, strict=True)
+            for (_, edge), node, item, mark, landmark in zip(
+                edges, ends, items, marks, landmarks(items, [edge.text for _, edge in edges]), strict=True
+            )
         )
         return Path(root.kind, root.name, steps, len(nodes) - 1, root.thread)
 
@@ -555,13 +562,14 @@ def _roots() -> Iterator[_Root]:
     for name, module in list(sys.modules.items()):
         if module is not None and id(module) not in seen:
             seen.add(id(module))
-            yield _Root("module", str(name), module, [], turn=_LATER if is_library(str(name)) else _FIRST)
+            known_as = _own_name(module, str(name))
+            yield _Root("module", known_as, module, [], turn=_LATER if is_library(known_as) else _FIRST)
     running = dict(threading._active)  # type: ignore[attr-defined]
     names = {ident: _thread_name(thread) for ident, thread in running.items()}
     for ident, thread in running.items():
         if id(thread) not in seen:
             seen.add(id(thread))
-            yield _Root("thread", names[ident], thread, [], _FIRST)
+            yield _Root("thread", names[ident], thread, [], _LATER if _runs_for_a_library(thread) else _FIRST)
     for variable, value in copy_context().items():
         yield _Root("context", variable.name, variable, [value], _LATER)
     for frame, ident in _running_frames():
@@ -583,6 +591,21 @@ def _roots() -> Iterator[_Root]:
             waiting.extend(type.__subclasses__(cls))
             if not flags_of(cls) & _HEAP_TYPE:
                 yield _Root("class", type_name(cls), cls, [namespace_of_class(cls), mro_of(cls)], _LATER)
+
+
+def _own_name(module: object, name: str) -> str:
+    """The name that a module has itself, where it is found by that too; else the one that it is found by."""
+    own = dict.get(dict_of_module(module), "__name__") if is_a(module, ModuleType) else None
+    return own if type(own) is str and sys.modules.get(own) is module else name
+
+
+def _runs_for_a_library(thread: object) -> bool:
+    """Whether a thread runs a library's function, as a pool's does: what it was given has a name elsewhere."""
+    target = attribute(thread, "_target")
+    if type(target) is not FunctionType:
+        return False
+    module = dict.get(target.__globals__, "__name__")
+    return type(module) is str and is_library(module)
 
 
 def _running_frames() -> Iterator[tuple[FrameType, int]]:
