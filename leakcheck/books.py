@@ -13,6 +13,7 @@ import psutil
 
 from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.owners import Owner
+from lowtide.leakcheck.setting_history import SettingHistory
 from lowtide.leakcheck.shared_memory import MadeSegments
 from lowtide.probes.counters import Counters
 from lowtide.probes.host import mapped_shared_memory
@@ -36,9 +37,16 @@ class Books:
         self._entered: list[tuple[Owner, int]] = []
         self._since: dict[tuple[str, str], str] = {}
         self._levels: list[tuple[str, Counters]] = []
+        # Those whose scope ended with the test.
+        self._ended: list[Owner] = []
+        self._history = SettingHistory()
 
     def begin(self, stage: str, now: Counters) -> None:
         """A test begins."""
+        for subject in (None, *self._ended):
+            for name, before, value in self._changes(now, subject, self._ended):
+                self._history.note(name, before, value)
+        self._ended.clear()
         self.baseline = now
         self._opened.clear()
         self._entered.clear()
@@ -81,12 +89,17 @@ class Books:
         """These owners are alive no more; those of them that were."""
         gone = [owner for owner in owners if any(owner is other for other in self.live)]
         self.live = [owner for owner in self.live if not any(owner is other for other in gone)]
+        self._ended += gone
         return gone
 
     def new_items(self, key: str, now: Counters, subject: Subject, ended: Sequence[Owner]) -> dict[str, int]:
         """What is there now, by name, and should not be: the test's, or an ended owner's."""
         if key == "globals":
-            return self._changed_settings(now, subject, ended)
+            return {
+                _change(name, before, value): 1
+                for name, before, value in self._changes(now, subject, ended)
+                if not self._history.is_earlier(name, value)
+            }
         names = now.items.get(key, {})
         if subject is not None:
             found = {name: amount for name, amount in names.items() if name in subject.items.get(key, ())}
@@ -139,9 +152,10 @@ class Books:
                 growth.append((now - then, stage))
         return max(growth)[1] if growth else ""
 
-    def _changed_settings(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> dict[str, int]:
+    def _changes(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[tuple[str, str, str]]:
+        """The settings that a test or an ended owner left changed: name, value before, value now."""
         if subject is None and now.settings is self.baseline.settings:
-            return {}
+            return []
         if subject is not None:
             before: dict[str, str] = dict(subject.before.settings)
             names: Iterable[str] = subject.items.get("globals", ())
@@ -163,11 +177,11 @@ class Books:
             )
             # What an ended one left as it had set it, is its own.
             names = [name for name, value in now.settings.items() if (name, value) not in left]
-        return {
-            _change(name, before[name], now.settings[name]): 1
+        return [
+            (name, before[name], now.settings[name])
             for name in names
             if name in before and name in now.settings and before[name] != now.settings[name]
-        }
+        ]
 
     def _own_shared_memory(self, names: Mapping[str, int]) -> dict[str, int]:
         """Those entries of /dev/shm that this process has to answer for, with their bytes.

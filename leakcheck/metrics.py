@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from lowtide.leakcheck.ladder import Rung
+from lowtide.probes.objects import frozen_by_program
 from lowtide.probes.ranges import common
 from lowtide.probes.snapshot import Snapshot
 from lowtide.probes.stages import PoolKind
@@ -91,7 +92,7 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
         Metric("arena", device, lambda s: arena_without_tensors(s, device)),
         Metric("pinned", "", lambda s: s.pinned.torch_reserved),
         Metric("pinned", "", lambda s: sum(pinned_pools(s).values()), items=pinned_pools, cause="native"),
-        Metric("gc-frozen", "", lambda s: s.gc.frozen, unit="frozen objects", cause="not-restored"),
+        Metric("gc-frozen", "", lambda s: frozen_by_program(s.gc.frozen), unit="frozen objects", cause="not-restored"),
         Metric(
             "tensors",
             "",

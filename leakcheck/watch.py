@@ -277,7 +277,8 @@ class Watch:
 
         Args:
             ended: the owners whose scope ended with it; they are judged too, and then forgotten.
-            let_go: lets go of what the runner holds and may still need where nothing is suspect.
+            let_go: lets go of what the runner holds and may still need where nothing is suspect; called again while
+                something is waited for.
             hints: advice to give where a finding is held by the object beside it.
         """
         try:
@@ -314,7 +315,7 @@ class Watch:
         collect(is_clean)
         if is_clean():
             return Verdict(not_measured=untold, climbed=True)
-        self._wait(ended)
+        self._wait(ended, let_go)
         devices = ["cpu", *devices_of(self._read())]
         metrics = plain_metrics(devices, self._tolerance)
         subjects: tuple[Subject, ...] = (None, *ended)
@@ -580,11 +581,12 @@ class Watch:
         """Whether a level's growth deserves a full reading: torch keeps free segments, which is no leak."""
         return not key.startswith("reserved ") or self._cards.has_new_empty_pools(key.partition(" ")[2])
 
-    def _wait(self, ended: Sequence[Owner]) -> None:
+    def _wait(self, ended: Sequence[Owner], let_go: Callable[[], None]) -> None:
         """Wait for what comes back by itself: threads and processes that are ending, a driver that takes its time."""
 
         def missing(now: Counters) -> dict[str, object]:
             _reap_children()
+            let_go()
             waiting: dict[str, object] = {
                 key: sorted(found)
                 for subject in (None, *ended)

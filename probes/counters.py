@@ -18,6 +18,7 @@ import psutil
 from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
+from lowtide.probes.objects import frozen_by_program
 from lowtide.probes.stages import announced_pools
 
 _WATCHED_MODULES = ("torch.accelerator", "torch.cuda")
@@ -77,7 +78,10 @@ class CounterReader:
             "shared-memory": _shared_memory(),
             "process-groups": dict.fromkeys(process_groups(), 1),
         }
-        amounts: dict[str, int | None] = {"gc-frozen": gc.get_freeze_count(), "host-memory": anonymous_bytes()}
+        amounts: dict[str, int | None] = {
+            "gc-frozen": frozen_by_program(gc.get_freeze_count()),
+            "host-memory": anonymous_bytes(),
+        }
         mapped: dict[str, int] = {}
         pinned = 0
         for pool in announced_pools():

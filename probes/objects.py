@@ -22,6 +22,15 @@ _FEW = 1000
 FROZEN_AT_STARTUP = 2000
 
 
+def frozen_by_program(count: int) -> int:
+    """How many objects a program has frozen: of so few as the interpreter freezes while it starts, none.
+
+    Args:
+        count: what `gc.get_freeze_count()` said.
+    """
+    return count if count > FROZEN_AT_STARTUP else 0
+
+
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
     """Keeps the garbage collector from running in the block, then leaves it on or off as it was.

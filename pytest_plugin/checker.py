@@ -29,6 +29,7 @@ from lowtide.pytest_plugin.imports import ImportWatch
 from lowtide.pytest_plugin.proven import Proven, proven_as_json, proven_from_json, retell, with_proven
 from lowtide.pytest_plugin.retention import (
     clear_tracebacks,
+    clear_unreported,
     empty_instance,
     errors_of_parameters,
     hints,
@@ -474,6 +475,11 @@ class Checker:
                 with self._guarded():
                     self.watch.leave()
 
+    def _let_go(self) -> None:
+        """Drop what pytest holds of a suspect test for what it has still to report."""
+        release_warnings()
+        clear_unreported(self._config)
+
     def _take_ended(self) -> list[FixtureOwner]:
         ended, self._ended = self._ended, []
         return ended
@@ -499,7 +505,7 @@ class Checker:
         own_setup = [] if self._setup is None else [self._setup]
         verdict = Verdict()
         with self._guarded():
-            verdict = self.watch.end([*own_setup, *ended], let_go=release_warnings, hints=tuple(hints(item)))
+            verdict = self.watch.end([*own_setup, *ended], let_go=self._let_go, hints=tuple(hints(item)))
         if self._failure:
             reason = f"lowtide could not judge this test: {self._failure}"
             return [Subject(id=item.nodeid, outcome="error", reason=reason)]

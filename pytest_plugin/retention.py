@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED
-from types import FrameType, TracebackType
+from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED, getattr_static
+from types import FrameType, FunctionType, TracebackType
 from typing import Any
 
 import pytest
@@ -42,6 +42,7 @@ def release_test(item: pytest.Item, *, owns_protocol: bool) -> None:
     if isinstance(item, pytest.Function) and item.cls is not None:
         # The test class's instance, with whatever the test put on `self`; pytest makes another one if it is asked for,
         # as by a plugin that runs the test again: not if it finds None.
+        _forget_instance(item)
         item._obj = None
         vars(item).pop("_instance", None)
     if owns_protocol:
@@ -54,6 +55,48 @@ def release_test(item: pytest.Item, *, owns_protocol: bool) -> None:
         # Records of the teardown, whose arguments may be anything, stay until the next setup.
         for handler in (logging.caplog_handler, logging.report_handler):
             handler.reset()
+
+
+def _forget_instance(item: pytest.Function) -> None:
+    """Have hypothesis forget the instance that it called a `@given` method on last.
+
+    It keeps that to see that the next call is on the same one, which it is not: pytest makes another.
+    """
+    kind = getattr(sys.modules.get("hypothesis.utils.threading"), "ThreadLocal", None)
+    function = None if kind is None else getattr_static(item.cls, item.originalname, None)
+    if not getattr(function, "is_hypothesis_test", False):
+        return
+    # Hypothesis wraps what it calls in a function with the test's arguments.
+    for held in _closures(function, depth=2):
+        if type(held) is kind:
+            defaults = vars(held).get("_ThreadLocal__kwargs", {})
+            if "prev_self" in defaults:
+                held.prev_self = defaults["prev_self"]()
+
+
+def _closures(function: object, depth: int) -> Iterator[Any]:
+    """What a function's closure holds, and those of the functions in it."""
+    if type(function) is not FunctionType:
+        return
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            yield cell.cell_contents
+            if depth > 1:
+                yield from _closures(cell.cell_contents, depth - 1)
+
+
+def clear_unreported(config: pytest.Config) -> None:
+    """Drop the local variables of what was raised in threads and finalizers, and pytest has still to report.
+
+    That is reported with the next phase of a test; what is printed of it is text by then.
+    """
+    for module, name in (("threadexception", "thread_exceptions"), ("unraisableexception", "unraisable_exceptions")):
+        key = getattr(sys.modules.get(f"_pytest.{module}"), name, None)
+        noted = None if key is None else config.stash.get(key, None)
+        if noted:
+            clear_tracebacks(
+                [error for error in (getattr(entry, "exc_value", entry) for entry in list(noted)) if error is not None]
+            )
 
 
 def empty_instance(held: list[object]) -> None:

@@ -241,6 +241,37 @@ def test_of_two_live_owners_that_changed_a_setting_the_later_one_s_is_expected(b
     assert new(books, first, key="globals") == {f"{DTYPE} was float16, is float64"}
 
 
+def test_a_setting_that_an_earlier_test_changed_may_be_put_back(books: Books) -> None:
+    first, second, third = (counters(settings={DTYPE: value}) for value in ("float32", "float64", "float16"))
+    books.begin("setup", first)
+    books.begin("setup", second)
+    assert new(books, third, key="globals") == {f"{DTYPE} was float64, is float16"}
+    books.begin("setup", third)
+    assert new(books, second, key="globals") == set()
+    assert new(books, first, key="globals") == set()
+    books.begin("setup", first)
+    assert new(books, second, key="globals") == {f"{DTYPE} was float32, is float64"}
+
+
+def test_a_setting_that_an_ended_owner_left_changed_may_be_put_back(books: Books) -> None:
+    before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
+    books.begin("setup", before)
+    owner = owned(books, "fixture", before, after)
+    books.close([owner])
+    books.begin("setup", after)
+    assert new(books, before, key="globals") == set()
+
+
+def test_to_set_what_an_ended_owner_had_set_and_put_back_is_a_change(books: Books) -> None:
+    before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
+    books.begin("setup", before)
+    owner = owned(books, "fixture", before, after)
+    books.begin("setup", after)
+    books.close([owner])
+    books.begin("setup", before)
+    assert new(books, after, key="globals") == {f"{DTYPE} was float32, is float64"}
+
+
 def test_a_setting_that_an_ended_owner_changed_and_left_is_the_owner_s(books: Books) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)

@@ -164,6 +164,14 @@ def test_frozen_objects_are_counted() -> None:
     assert read().amounts["gc-frozen"] == 0
 
 
+@pytest.mark.parametrize(("count", "counted"), [(0, 0), (375, 0), (2000, 0), (2001, 2001)])
+def test_so_few_frozen_objects_as_the_interpreter_starts_with_are_no_program_s(
+    monkeypatch: pytest.MonkeyPatch, count: int, counted: int
+) -> None:
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: count)
+    assert read().amounts["gc-frozen"] == counted
+
+
 def test_the_process_s_own_memory_grows_and_shrinks_with_what_it_touches() -> None:
     size = 64 << 20
     before = anonymous_bytes()

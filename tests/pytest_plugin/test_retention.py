@@ -97,6 +97,7 @@ EXPECTED = """
 """
 
 GIVEN = """
+    import unittest
     import torch
     from helper import probe
     from hypothesis import HealthCheck, given, settings, strategies
@@ -111,6 +112,59 @@ GIVEN = """
     @given(size=strategies.integers(0, 3))
     def test_passing_examples(size):
         engine = probe("passing example")
+
+    class TestMethods:
+        @settings(max_examples=5, database=None, deadline=None)
+        @given(size=strategies.integers(0, 3))
+        def test_passing(self, size):
+            self.engine = probe("passing @given method")
+
+        @settings(max_examples=5, database=None, deadline=None)
+        @given(size=strategies.integers(0, 3))
+        def test_failing(self, size):
+            self.engine = probe("failing @given method")
+            assert size < 2
+
+    class TestUnit(unittest.TestCase):
+        @settings(max_examples=5, database=None, deadline=None)
+        @given(size=strategies.integers(0, 3))
+        def test_passing(self, size):
+            self.engine = probe("@given method of a TestCase")
+"""
+
+UNREPORTED = """
+    import select
+    import threading
+    import time
+    import pytest
+    from helper import probe
+
+    def raising_later():
+        def run():
+            time.sleep(0.1)
+            engine, polls = probe("raised in a thread"), select.epoll()
+            raise RuntimeError("no")
+        threading.Thread(target=run).start()
+
+    def test_thread_that_raises_after_its_test():
+        raising_later()
+
+    def test_where_it_is_reported():
+        pass
+
+    class Raising:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            engine, polls = probe("raised in a finalizer"), select.epoll()
+            raise RuntimeError("no")
+
+    def test_finalizer_that_raises_when_it_is_collected():
+        Raising()
+
+    def test_where_that_is_reported():
+        pass
 """
 
 FIXTURES = """
@@ -401,6 +455,7 @@ def run(run_inner: RunInner) -> InnerRun:
             "test_raised.py": RAISED,
             "test_expected.py": EXPECTED,
             "test_given.py": GIVEN,
+            "test_unreported.py": UNREPORTED,
             "test_fixtures.py": FIXTURES,
             "test_failed_module_fixture.py": FAILED_MODULE_FIXTURE,
             "test_failed_session_fixture.py": FAILED_SESSION_FIXTURE,
@@ -449,6 +504,27 @@ def test_the_locals_of_a_failing_example_are_no_leak(run: InnerRun) -> None:
 
 def test_the_locals_of_passing_examples_are_no_leak(run: InnerRun) -> None:
     assert held_back(run, "test_given.py::test_passing_examples") == "passed"
+
+
+@pytest.mark.parametrize("test", ["TestMethods::test_passing", "TestUnit::test_passing"])
+def test_the_instance_that_hypothesis_keeps_of_a_given_method_is_no_leak(run: InnerRun, test: str) -> None:
+    assert held_back(run, f"test_given.py::{test}") == "passed"
+
+
+def test_the_instance_of_a_failing_given_method_is_no_leak(run: InnerRun) -> None:
+    assert held_back(run, "test_given.py::TestMethods::test_failing") == "failed"
+
+
+@pytest.mark.parametrize(
+    "test", ["test_thread_that_raises_after_its_test", "test_finalizer_that_raises_when_it_is_collected"]
+)
+def test_the_locals_of_what_pytest_has_still_to_report_are_no_leak(run: InnerRun, test: str) -> None:
+    assert held_back(run, f"test_unreported.py::{test}") == "passed"
+
+
+@pytest.mark.parametrize("test", ["test_where_it_is_reported", "test_where_that_is_reported"])
+def test_what_was_raised_in_a_thread_or_a_finalizer_is_reported_all_the_same(run: InnerRun, test: str) -> None:
+    assert run.counted(f"test_unreported.py::{test}") == "error"
 
 
 @pytest.mark.parametrize("test", ["test_fixture", "test_yield_fixture", "test_fixture_by_name"])

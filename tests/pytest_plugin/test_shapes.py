@@ -1154,6 +1154,7 @@ THIRD_PARTY = {
         import unittest
         import pytest
         import torch
+        from hypothesis import given, settings, strategies
         from helper import Engine, leak
 
         RUNS = []
@@ -1205,6 +1206,18 @@ THIRD_PARTY = {
                 self.weights = torch.ones(1000)
                 self.runs.append(1)
                 self.assertEqual(len(self.runs), 2)
+
+        class TestGiven:
+            runs = []
+
+            @pytest.mark.flaky(reruns=1)
+            @settings(max_examples=1, database=None, deadline=None)
+            @given(strategies.booleans())
+            def test_rerun(self, value):
+                assert len(self.runs) == 2
+
+            def setup_method(self):
+                self.runs.append(1)
 
         @pytest.mark.flaky(reruns=1)
         def test_rerun_and_failing(engine):
@@ -1264,7 +1277,7 @@ def test_where_pytest_rerunfailures_is_installed_a_leak_is_a_failure_of_its_test
     assert leaking_outcome(rerun, "test_rerun.py::test_leaking") == "failed"
 
 
-@pytest.mark.parametrize("kind", ["TestClass", "TestUnit"])
+@pytest.mark.parametrize("kind", ["TestClass", "TestUnit", "TestGiven"])
 def test_a_test_of_a_class_that_is_run_again_has_an_instance(rerun: InnerRun, kind: str) -> None:
     assert rerun.counted(f"test_rerun.py::{kind}::test_rerun") == "rerun passed"
     assert not [name for name in rerun.blamed if kind in name]
