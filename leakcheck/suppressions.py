@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib import metadata, resources
@@ -123,16 +123,9 @@ class Suppressions:
     def apply(self, findings: Iterable[Finding], today: date) -> Applied:
         """Mark the findings that an entry in force matches; one that is suppressed already stays as it is."""
         in_force = [entry for entry in self.entries if entry.applies and not entry.is_expired(today)]
-        marked: list[Finding] = []
         used: set[str] = set()
-        for finding in findings:
-            open_ = finding.suppressed_by is None
-            matching = [entry for entry in in_force if open_ and entry.matches(finding)]
-            # Not only the first: an entry that another one hides is still one that matches something.
-            used.update(entry.id for entry in matching)
-            note = matching[0].note if matching else finding.suppressed_by
-            marked.append(msgspec.structs.replace(finding, suppressed_by=note))
-        return Applied(tuple(marked), frozenset(used))
+        marked = tuple(_marked(finding, in_force, used) for finding in findings)
+        return Applied(marked, frozenset(used))
 
     def judge(self, subject: Subject, today: date) -> tuple[Subject, frozenset[str]]:
         """A subject with the findings marked that an entry matches, its outcome as that of the others, and who matched.
@@ -145,6 +138,18 @@ class Suppressions:
         if outcome == "leak" and is_known:
             outcome = "error" if subject.reason else "clean"
         return msgspec.structs.replace(subject, findings=applied.findings, outcome=outcome), applied.used
+
+
+def _marked(finding: Finding, in_force: Sequence[Suppression], used: set[str]) -> Finding:
+    """The finding with why it is known, if it is, and its parts; what is known of a part says nothing of the rest."""
+    matching = [entry for entry in in_force if finding.suppressed_by is None and entry.matches(finding)]
+    # Not only the first: an entry that another one hides is still one that matches something.
+    used.update(entry.id for entry in matching)
+    note = matching[0].note if matching else finding.suppressed_by
+    parts = [_marked(part, in_force, used) for part in finding.parts]
+    if note is not None:
+        parts = [msgspec.structs.replace(part, suppressed_by=part.suppressed_by or note) for part in parts]
+    return msgspec.structs.replace(finding, suppressed_by=note, parts=tuple(parts))
 
 
 def problems(entries: Iterable[Suppression], used: Collection[str], today: date) -> tuple[str, ...]:

@@ -50,18 +50,20 @@ def with_proven(subjects: Sequence[Subject], proven: Sequence[Proven]) -> list[S
 
 
 def _with_remedies(subject: Subject, proven: Proven) -> Subject:
-    findings = tuple(_with_remedy(finding, proven.findings.get(finding.fingerprint)) for finding in subject.findings)
+    findings = tuple(_with_remedy(finding, proven.findings) for finding in subject.findings)
     return msgspec.structs.replace(subject, findings=findings)
 
 
-def _with_remedy(finding: Finding, proven: Finding | None) -> Finding:
-    if proven is None:
-        return finding
-    if proven.fingerprint != finding.fingerprint:
+def _with_remedy(finding: Finding, proven: Mapping[str, Finding]) -> Finding:
+    parts = tuple(_with_remedy(part, proven) for part in finding.parts)
+    known = proven.get(finding.fingerprint)
+    if known is None:
+        return msgspec.structs.replace(finding, parts=parts)
+    if known.fingerprint != finding.fingerprint:
         # It turned out to be something else, and so is not known.
-        return proven
+        return msgspec.structs.replace(known, parts=parts)
     return msgspec.structs.replace(
-        finding, remedy=proven.remedy, tried=proven.tried, changed=proven.changed, message=proven.message
+        finding, remedy=known.remedy, tried=known.tried, changed=known.changed, message=known.message, parts=parts
     )
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from lowtide.leakcheck.plain import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.pytest_plugin.settings import Settings
-from lowtide.reports.finding_lines import amount, finding_lines, holder_text, one_line
+from lowtide.reports.finding_lines import amount, first_line, holder_text, one_line, terminal_lines
 from lowtide.reports.markdown import not_measured
 from lowtide.reports.schema import Finding, Subject
 from lowtide.reports.sizes import format_amount, format_bytes
@@ -120,6 +120,7 @@ def details(subject: Subject, verbosity: int) -> str:
     for finding in subject.findings:
         if finding.suppressed_by is not None:
             continue
-        lines.append(f"  {finding.resource}/{finding.cause}: {finding.message}")
-        lines += [f"    {one_line(told.text)}" for told in finding_lines(finding, whole=verbosity > 0, rest="with -v")]
+        lines.append(f"  {finding.resource}/{finding.cause}: {first_line(finding)}")
+        shown = terminal_lines(finding, "with -v", whole=verbosity > 0)
+        lines += [f"    {one_line(told.text)}" for told in shown]
     return "\n".join(lines)

@@ -15,6 +15,9 @@ from lowtide.reports.sizes import format_amount, format_bytes
 SHOWN_HOPS = 12
 """Hops of a path that is not shown whole."""
 
+MOST_LINES = 12
+"""Lines that a finding takes on a terminal, the first with its message included."""
+
 SHOWN_FRAMES = 3
 """Frames of an allocation stack that is not shown whole."""
 
@@ -72,6 +75,41 @@ def finding_lines(finding: Finding, *, whole: bool = True, rest: str = "") -> li
     return lines
 
 
+def terminal_lines(finding: Finding, rest: str, *, whole: bool = False) -> list[DetailLine]:
+    """What a terminal shows of a finding below its first line: with that `MOST_LINES` lines at most.
+
+    Args:
+        finding: the finding.
+        rest: where the hops, frames and other things are that are left out, as `with -v`.
+        whole: whether to show everything, however long it is.
+    """
+    if whole:
+        return finding_lines(finding)
+    for hops, frames in [*((hops, SHOWN_FRAMES) for hops in range(SHOWN_HOPS, 3, -1)), (4, 1), (3, 1), (3, 0)]:
+        lines = _short_lines(finding, rest, hops, frames)
+        if len(lines) < MOST_LINES:
+            break
+    # The fingerprint stays: it is what a suppression names.
+    return [*lines[: MOST_LINES - 2], lines[-1]] if len(lines) >= MOST_LINES else lines
+
+
+def _short_lines(finding: Finding, rest: str, hops: int, frames: int) -> list[DetailLine]:
+    lines = [DetailLine(text) for text in _before_path(finding)]
+    if finding.path:
+        lines.append(DetailLine("path:"))
+        lines += _path_lines(finding.path, hops, rest)
+    lines += _frame_lines(finding, frames, rest) if frames else []
+    lines += [DetailLine(text) for text in _after_path(finding, most=2)]
+    lines.append(DetailLine(f"fingerprint {finding.fingerprint}", quiet=True))
+    return lines
+
+
+def first_line(finding: Finding) -> str:
+    """What did not come back, and what to change, where the message does not say that already."""
+    advice = advice_text(finding)
+    return finding.message if not advice or advice in finding.message else f"{finding.message}; {advice}"
+
+
 def amount(finding: Finding) -> str:
     """`1.5 MiB`; `3 threads` for what has no bytes."""
     return format_bytes(finding.bytes) if finding.bytes else format_amount(finding.count, finding.resource)
@@ -101,7 +139,8 @@ def remedy_effect(remedy: Remedy, finding: Finding) -> str:
 
 def advice_text(finding: Finding) -> str:
     """What to change, as far as that was not tried; empty where something that was tried gave it back."""
-    return finding.advice or "" if finding.remedy is None else ""
+    # To let go of a loss gives its graph back, and yet the next loss is to be kept without one.
+    return finding.advice or "" if finding.remedy is None or finding.cause == "autograd" else ""
 
 
 def in_vain(finding: Finding) -> list[Remedy]:
@@ -176,7 +215,8 @@ def _left_out(count: int, rest: str, indent: str = "") -> DetailLine:
     return DetailLine(f"{indent}… {count} more {rest}".rstrip(), quiet=True)
 
 
-def _after_path(finding: Finding) -> Iterator[str]:
+def _after_path(finding: Finding, most: int | None = None) -> Iterator[str]:
+    """What is known beside the path; of what was tried, what that changed and of the parts, `most` lines each."""
     shared, trend = shared_text(finding), trend_text(finding)
     if shared:
         yield shared
@@ -186,5 +226,17 @@ def _after_path(finding: Finding) -> Iterator[str]:
         yield f"remedy: {finding.remedy.action} {remedy_effect(finding.remedy, finding)}"
     if advice_text(finding):
         yield f"advice: {advice_text(finding)}"
-    yield from (f"tried: {tried.action} ({format_bytes(tried.returns_bytes)})" for tried in in_vain(finding))
-    yield from (f"changed by trying: {change}" for change in finding.changed)
+    yield from _at_most(
+        [f"tried: {tried.action} ({format_bytes(tried.returns_bytes)})" for tried in in_vain(finding)], most
+    )
+    yield from _at_most([f"changed by trying: {change}" for change in finding.changed], most)
+    yield from _at_most([f"part of it: {part.resource}/{part.cause}: {part.message}" for part in finding.parts], most)
+
+
+def _at_most(lines: Sequence[str], most: int | None) -> Iterator[str]:
+    """The first lines, the last one with how many more there are; all of them if `most` is None."""
+    if most is None or len(lines) <= most:
+        yield from lines
+        return
+    yield from lines[: most - 1]
+    yield f"{lines[most - 1]} and {len(lines) - most} more"

@@ -180,6 +180,8 @@ class Finding(_Record, frozen=True, kw_only=True):
         tried: every action that was tried, in order, with what each one alone gave back.
         changed: what trying them changed in the program.
         advice: what to change where that cannot be tried from outside: in the engine's code, or while it goes on.
+        parts: what else the same cause left, each as the finding that it would be by itself: the threads and
+            descriptors of a pool whose processes did not end. What suppresses the finding suppresses them.
     """
 
     resource: Resource
@@ -201,6 +203,7 @@ class Finding(_Record, frozen=True, kw_only=True):
     advice: str | None = None
     suppressed_by: str | None = None
     trend: Literal["residue", "bounded", "growth"] | None = None
+    parts: tuple[Finding, ...] = ()
 
 
 class Return(_Record, frozen=True, kw_only=True):

@@ -15,9 +15,10 @@ from lowtide.reports.finding_lines import (
     GROWTH_HEAD,
     GROWTH_TITLE,
     DetailLine,
-    finding_lines,
+    first_line,
     growth_cells,
     one_line,
+    terminal_lines,
 )
 from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.schema import Finding, Ledger, NotMeasured, Readings, Report, Stage, Subject, TypeGrowth
@@ -174,8 +175,8 @@ def finding_text(finding: Finding) -> Text:
     text = Text()
     text.append("known " if known else "", style="yellow")
     text.append(f"{finding.resource}/{finding.cause}", style="yellow" if known else "bold red")
-    text.append(f" {finding.message}")
-    for line in finding_lines(finding):
+    text.append(f" {first_line(finding)}")
+    for line in terminal_lines(finding, "in the report (--report DIR)"):
         text.append("\n    ")
         text.append(_detail_text(line))
     return text

@@ -139,6 +139,33 @@ def test_the_first_entry_that_matches_gives_the_reason_and_all_that_match_are_us
     assert applied.used == {"lowtide.toml:1", "lowtide.toml:4"}
 
 
+def with_parts() -> Finding:
+    parts = tuple(msgspec.structs.replace(LEAK, fingerprint=digit * 16) for digit in "12")
+    return msgspec.structs.replace(LEAK, parts=parts)
+
+
+def test_what_suppresses_a_finding_suppresses_its_parts_and_keeps_their_own_reasons(tmp_path: Path) -> None:
+    text = "".join(
+        f"[[suppressions]]\nreason = '{reason}'\nfingerprint = '{mark}'\n"
+        for reason, mark in (("the whole", LEAK.fingerprint), ("a part", "2" * 16))
+    )
+    entries = load(written(tmp_path, text))
+    applied = entries.apply([with_parts()], TODAY)
+    (found,) = applied.findings
+    reasons = [(part.suppressed_by or "").partition(": ")[2] for part in (found, *found.parts)]
+    assert reasons == ["the whole", "the whole", "a part"]
+    assert applied.used == {known.id for known in entries.entries}
+
+
+def test_what_suppresses_a_part_hides_nothing_else_and_is_used(tmp_path: Path) -> None:
+    entries = entry(tmp_path, f'fingerprint = "{"1" * 16}"')
+    subject, used = entries.judge(Subject(id="a", outcome="leak", findings=(with_parts(),)), TODAY)
+    (found,) = subject.findings
+    assert subject.outcome == "leak"
+    assert [part.suppressed_by is None for part in (found, *found.parts)] == [True, False, True]
+    assert used == {known.id for known in entries.entries}
+
+
 def test_what_is_suppressed_already_keeps_its_note_and_uses_nothing(tmp_path: Path) -> None:
     before = msgspec.structs.replace(LEAK, suppressed_by="other.toml:1: known")
     applied = entry(tmp_path, 'path = "*"').apply([before], TODAY)

@@ -7,7 +7,14 @@ import pytest
 
 from lowtide.pytest_plugin.terminal import details, line
 from lowtide.reports import schema
-from lowtide.reports.finding_lines import SHOWN_FRAMES, SHOWN_HOPS, finding_lines, growth_cells, one_line
+from lowtide.reports.finding_lines import (
+    MOST_LINES,
+    SHOWN_FRAMES,
+    SHOWN_HOPS,
+    finding_lines,
+    growth_cells,
+    one_line,
+)
 
 BARE = schema.Finding(
     resource="tensors",
@@ -208,14 +215,40 @@ def test_under_pytest_a_path_is_cut_and_whole_with_v() -> None:
         "       .e0  (T)",
     ]
     assert short[-4:] == [
-        "       … 8 more with -v",
+        "       … 13 more with -v",
         "    -> .e19  (T)",
         "    trend: residue (once, and no more)",
         "    fingerprint 0123456789abcdef",
     ]
+    # The line with the test, and the finding's.
+    assert len(short) == 1 + MOST_LINES
     whole = details(long, 1).splitlines()
-    assert len(whole) == len(short) + 7
+    assert len(whole) == 1 + 1 + 1 + 20 + 2
     assert "more with -v" not in "".join(whole)
+
+
+def test_a_finding_of_which_much_is_known_takes_twelve_lines_and_begins_with_what_to_change() -> None:
+    remedies = tuple(schema.Remedy(action=f"tried_{turn}()", returns_bytes=0) for turn in range(30))
+    much = changed(
+        path=path_of(40, 19, 30),
+        allocated_at=tuple(schema.Frame(file="a.py", line=turn, function="f") for turn in range(9)),
+        tried=remedies,
+        changed=tuple(f"{turn} is deleted" for turn in range(30)),
+        parts=tuple(changed(resource="threads", message=f"thread {turn}") for turn in range(30)),
+        holder="a.B",
+        count=8,
+        trend="growth",
+        shared_bytes=1,
+        advice="detach it",
+    )
+    shown = details(leaking(much), 0).splitlines()[1:]
+    assert shown[0] == "  tensors/lru-cache: 32.0 MiB did not come back; detach it"
+    assert len(shown) <= MOST_LINES
+    assert shown[-1] == "    fingerprint 0123456789abcdef"
+    with_little = msgspec.structs.replace(much, path=(), allocated_at=(), changed=(), tried=())
+    shown = details(leaking(with_little), 0).splitlines()
+    assert "    part of it: threads/lru-cache: thread 1 and 28 more" in shown
+    assert "    part of it: threads/lru-cache: thread 0" in shown
 
 
 def test_under_pytest_known_leaks_have_no_details_and_lines_stay_lines() -> None:

@@ -44,14 +44,15 @@ def shown(subject: schema.Subject) -> str:
     return captured.get()
 
 
-def test_a_finding_is_shown_with_its_whole_path_and_all_that_was_tried() -> None:
+def test_a_finding_is_shown_in_twelve_lines_with_where_the_rest_is() -> None:
     assert finding_text(FINDING).plain.splitlines() == [
         "tensors/lru-cache 32.0 MiB in 8 tensors [red]",
         "    held by engine.supports_kw",
         "    path:",
         "       engine  (module)  meant to live",
         "    -> ['[bold]']  (dict)  should be gone, retains 32.0 MiB",
-        *(f"       .e{turn}�  (T�)" for turn in range(30)),
+        *(f"       .e{turn}�  (T�)" for turn in range(2)),
+        "       … 28 more in the report (--report DIR)",
         "    remedy: CACHE.clear() gives back 32.0 MiB of 32.0 MiB",
         "    tried: gc.collect() (0 B)",
         "    changed by trying: CACHE is empty�",
@@ -63,7 +64,7 @@ def test_a_leak_is_red_its_suspects_underlined_and_its_fingerprint_dim() -> None
     text = finding_text(FINDING)
     assert styled(text, "bold red") == ["tensors/lru-cache"]
     assert styled(text, "underline") == ["['[bold]']"]
-    assert styled(text, "dim") == ["fingerprint 0123456789abcdef"]
+    assert styled(text, "dim") == ["   … 28 more in the report (--report DIR)", "fingerprint 0123456789abcdef"]
 
 
 def test_what_is_known_is_yellow_with_its_reason_and_nothing_is_red() -> None:
