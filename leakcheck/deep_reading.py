@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.leakcheck.books import Books, Subject
-from lowtide.leakcheck.cards import Cards
+from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.plain import Reading
@@ -65,7 +65,7 @@ class DeepReader:
         now = self.read()
         claims = Claims(self.books.live)
         heap = read_heap(self.births, claims, ended, seen)
-        cards = self.cards.new_items(devices_of(now), {address for _, address in heap.alive})
+        cards = self.cards.new_items(now, devices_of(now), {address for _, address in heap.alive})
         readings = []
         for subject in subjects:
             items: dict[str, Mapping[str, int]] = {}
@@ -73,11 +73,13 @@ class DeepReader:
                 items[key] = self.books.new_items(key, now, subject, ended)
                 if subject is None:
                     items[key] = _unclaimed(key, items[key], claims)
+            items |= self._idle_pools(now, subject, ended)
             for key in [key for key in items if key.startswith("arena ")]:
                 items[key] = _without_tensors(key.partition(" ")[2], items[key], heap.alive)
             for held in heap.held:
                 if held.owner is subject:
                     items[f"tensors {held.key[0]}"] = {**items.get(f"tensors {held.key[0]}", {}), held.name: held.bytes}
+            items |= self._own_allocations(now, subject)
             if subject is None:
                 items |= {key: _without_gradients(key, found, claims) for key, found in cards.items()}
                 items["unreadable"] = dict.fromkeys(heap.unreadable, 1)
@@ -87,6 +89,24 @@ class DeepReader:
             readings.append(Reading(items, self._levels(now, subject, ended, heap)))
         return Deep(tuple(readings), heap)
 
+    def _own_allocations(self, now: Counters, owner: Subject) -> dict[str, dict[str, int]]:
+        """The driver's allocations that an owner's setup made and that are still there."""
+        found = {}
+        for key, names in () if owner is None else owner.items.items():
+            if names and key.startswith("allocations "):
+                there = self.cards.all_items(now, key.partition(" ")[2], ()).get(key, {})
+                found[key] = {name: size for name, size in there.items() if name in names}
+        return found
+
+    def _idle_pools(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> dict[str, dict[str, int]]:
+        """What the driver's memory pools keep of what a subject has freed."""
+        found = {}
+        for key in now.amounts:
+            share = self.books.shares(key, now, ended)[id(subject)] if key.startswith(MEMORY_POOL) else None
+            if share is not None and share > 0:
+                found[key] = {IDLE_POOL: share}
+        return found
+
     def _levels(
         self, now: Counters, subject: Subject, ended: Sequence[Owner], heap: HeapReading
     ) -> dict[str, int | None]:
@@ -94,7 +114,7 @@ class DeepReader:
         levels: dict[str, int | None] = {}
         for key in now.amounts:
             share = self.books.shares(key, now, ended)[id(subject)]
-            if key.startswith(("allocated ", "reserved ")):
+            if key.startswith(("allocated ", "reserved ", MEMORY_POOL)):
                 continue  # their parts are judged one by one
             if key.startswith("driver ") and self.cards.lists_allocations(key.partition(" ")[2]):
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import importlib
 import re
 import sys
 import threading
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from lowtide.leakcheck.cards import MEMORY_POOL
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.filled_caches import CachedItem
 from lowtide.leakcheck.fingerprints import fingerprint
@@ -38,6 +40,11 @@ HARMLESS = ("threads",)
 No cache is emptied, process group destroyed or heap unfrozen while tests follow: these may be older than the leak, and
 a later test may need them.
 """
+
+
+def is_harmless(leak: ItemLeak) -> bool:
+    """Whether a remedy takes nothing that a program that goes on could need."""
+    return leak.finding.resource in HARMLESS or leak.key.startswith(MEMORY_POOL)
 
 _POOL = re.compile(r"pool \((\d+), (\d+)\)")
 
@@ -209,6 +216,8 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[
     if resource == "lru-cache":
         by_cache = {item.cache: item for name, item in leak.cached.items() if name in leak.names}
         return [Action(f"{item.code}.cache_clear()", f"{item.code} is empty", item.clear) for item in by_cache.values()]
+    if leak.key.startswith(MEMORY_POOL):
+        return _trimming(int(leak.finding.device.partition(":")[2]))
     if resource == "process-groups":
         return [Action(*_destroying(group)) for group in _groups(leak.names)]
     if resource == "reserved" and leak.explanation is not None and leak.explanation.cut is not None:
@@ -283,6 +292,17 @@ def _pool_id(item: Any) -> tuple[int, ...] | None:
         return tuple(map(int, identity))
     except RuntimeError:
         return None
+
+
+def _trimming(index: int) -> list[Action]:
+    """What has the driver's default memory pool of a card give back what nobody uses; nothing without the bindings."""
+    try:
+        runtime: Any = importlib.import_module("cuda.bindings.runtime")
+    except ImportError:
+        return []
+    module = "cuda.bindings.runtime"
+    name = f"{module}.cudaMemPoolTrimTo({module}.cudaDeviceGetDefaultMemPool({index})[1], 0)"
+    return [Action(name, "", lambda: runtime.cudaMemPoolTrimTo(runtime.cudaDeviceGetDefaultMemPool(index)[1], 0))]
 
 
 def _groups(names: Iterable[str]) -> list[tuple[str, Any]]:

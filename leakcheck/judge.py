@@ -61,11 +61,19 @@ def excesses(metrics: Iterable[Metric[R]], baseline: R, now: R) -> tuple[Excess,
 
 @dataclass(frozen=True)
 class Judgement:
-    """What one climb of the ladder showed."""
+    """What one climb of the ladder showed.
+
+    Attributes:
+        findings: what is a leak.
+        returns: what came back later than at once.
+        not_measured: what this machine does not say.
+        keys: the key of the metric that each finding is about.
+    """
 
     findings: tuple[Finding, ...]
     returns: tuple[Return, ...]
     not_measured: tuple[NotMeasured, ...]
+    keys: tuple[str, ...] = ()
 
 
 def judge(
@@ -87,7 +95,7 @@ def judge(
         cycle: which life, from 1.
         actions: what was done at each rung.
     """
-    findings, returns, not_measured = [], [], []
+    findings, returns, not_measured, keys = [], [], [], []
     table = [excesses(metrics, baseline, step.reading) for step in steps]
     for column, metric in enumerate(metrics):
         excess = [row[column] for row in table]
@@ -117,7 +125,8 @@ def judge(
             # What could be told before, and cannot now, has not come back for that.
             above.append(above[-1] if item.above is None else item.above)
         findings.append(_finding(metric, baseline, steps, above, back, stage, actions))
-    return Judgement(tuple(findings), tuple(returns), tuple(not_measured))
+        keys.append(metric.key)
+    return Judgement(tuple(findings), tuple(returns), tuple(not_measured), tuple(keys))
 
 
 def _finding(

@@ -49,6 +49,7 @@ class Metric(Generic[R]):
         what: how a finding calls it, if not by the resource.
         cause: what a finding says when no rung brings it back.
         verdict: likewise.
+        key: under which a plain test's reading has it; empty for the metrics of an engine's life.
     """
 
     resource: Resource
@@ -63,6 +64,7 @@ class Metric(Generic[R]):
     what: str = ""
     cause: Cause = "unknown"
     verdict: Verdict | None = None
+    key: str = ""
 
     def above(self, baseline: R, now: R) -> int | None:
         """How far `now` is above `baseline`; None where one of them cannot say."""

@@ -19,6 +19,10 @@ DRIVER_TOLERANCE = 64 * MIB
 """Bytes that the driver may count more where its allocations cannot be listed: kernels load on first use."""
 
 
+UNLISTED_TOLERANCE = 16 * MIB
+"""Bytes that the driver may count more beyond what it lists: it takes memory for code in steps of 2 MiB."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """What one test, or one fixture, is judged by at one moment.
@@ -109,6 +113,28 @@ def plain_metrics(devices: Collection[str], tolerance: int = 0) -> tuple[Metric[
                 verdict="native-held",
                 what="driver memory that was allocated outside torch",
             ),
+            _items(
+                "driver",
+                device,
+                key=f"memory-pool {device}",
+                tolerance=max(tolerance, UNLISTED_TOLERANCE),
+                rung=Rung.EMPTY_CACHE,
+                settles=True,
+                cause="allocator-cache",
+                verdict="cached",
+                what="freed memory that the driver's memory pool keeps",
+            ),
+            _items(
+                "driver",
+                device,
+                key=f"unlisted {device}",
+                tolerance=max(tolerance, UNLISTED_TOLERANCE),
+                rung=Rung.EMPTY_CACHE,
+                settles=True,
+                cause="driver",
+                verdict="unexplained",
+                what="memory that the driver counts and does not list",
+            ),
             _level(
                 "driver",
                 device,
@@ -153,6 +179,7 @@ def _items(
         cause=cause,
         verdict=verdict,
         what=what,
+        key=place,
     )
 
 
@@ -179,4 +206,5 @@ def _level(
         settles=settles,
         cause=cause,
         verdict=verdict,
+        key=place,
     )

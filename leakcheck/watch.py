@@ -19,19 +19,20 @@ from typing import Literal, Union
 
 import msgspec
 
+from lowtide.leakcheck.blas_handles import BlasHandles
 from lowtide.leakcheck.books import Books, Subject
-from lowtide.leakcheck.cards import Cards
+from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards
 from lowtide.leakcheck.cuts import namespace_sizes
 from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.first_use import FirstUse, excused_by_libraries
 from lowtide.leakcheck.item_findings import (
-    HARMLESS,
     UNFROZEN,
     ItemLeak,
     actions_for,
     confirmed_workspaces,
     frozen_items,
+    is_harmless,
     try_actions,
     with_pool_holder,
 )
@@ -40,7 +41,7 @@ from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, collect, r
 from lowtide.leakcheck.listing import FROZEN, listed
 from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric
 from lowtide.leakcheck.owners import Claims, Owner
-from lowtide.leakcheck.plain import DRIVER_TOLERANCE, Reading, host_memory_tolerance, plain_metrics
+from lowtide.leakcheck.plain import DRIVER_TOLERANCE, UNLISTED_TOLERANCE, Reading, host_memory_tolerance, plain_metrics
 from lowtide.leakcheck.remedies import prove
 from lowtide.leakcheck.shared_memory import MadeSegments
 from lowtide.leakcheck.storages import HeapReading, Key, is_tensor, live_keys, read_heap, storage_keys, thaw
@@ -56,6 +57,7 @@ from lowtide.leakcheck.tensor_findings import (
     told_as_frozen,
 )
 from lowtide.leakcheck.unproven import Unproven, prove_now, put_off
+from lowtide.leakcheck.warm_up import WarmUp
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.births import Births
 from lowtide.probes.caches import LRU_CACHE
@@ -91,6 +93,8 @@ class Policy:
             `later`, when `prove` is called and nothing of the program runs any more; `never`.
         explain: whether it is told who holds a tensor that stays, which takes walks through the whole heap.
         card: whether cards are judged.
+        warm_up: whether a card is used once before a test uses it: `now`, as soon as the watch opens; `first-use`, when
+            torch initialises it; `off`.
         driver: whether the driver's figures are (not where several workers share a card).
     """
 
@@ -100,6 +104,7 @@ class Policy:
     remedies: Literal["now", "later", "never"] = "later"
     explain: bool = True
     card: bool = True
+    warm_up: Literal["now", "first-use", "off"] = "off"
     driver: bool = True
 
 
@@ -151,6 +156,8 @@ class Watch:
         self._driver: Driver | None = None
         self._counters = CounterReader(self._ask_driver if self.policy.driver else None, card=self.policy.card)
         self._first_use = FirstUse()
+        self._handles = BlasHandles()
+        self._warm_up = WarmUp(self._handles, self._warming_up)
         self._stacks = AllocationStacks(
             card=self.policy.card and self.policy.stacks != "off", cpu=self.policy.stacks == "all"
         )
@@ -159,12 +166,15 @@ class Watch:
         self._seen: frozenset[Key] = frozenset()
         self._turns: dict[str, int] = {}
         self._begun = self._forgetting = 0.0
+        self._is_in_a_test = False
         self._namespaces: dict[int, int] = {}
         self._workspaces_cleared = 0
         self._read_deep = DeepReader(self._read, self._books, self._births, self._cards, self._caches)
 
     def open(self) -> None:
         """Begin to watch; goes through the heap once."""
+        if self.policy.card and self.policy.warm_up == "now":
+            self._warm_up.now()
         self._births.start()
         self._segments.start()
         with collector_paused():
@@ -174,6 +184,7 @@ class Watch:
 
     def close(self) -> None:
         """End it; legal twice."""
+        self._warm_up.close()
         self._stacks.stop()
         self._births.stop()
         self._segments.stop()
@@ -191,6 +202,7 @@ class Watch:
         if gc.isenabled():
             # What earlier tests left in young garbage must not come back during this one.
             gc.collect(1)
+        self._queue_warm_up()
         self._tolerance = self.policy.tolerance if tolerance is None else tolerance
         # Again before every test: torch may have come meanwhile, or a card's context.
         self._stacks.start()
@@ -201,8 +213,29 @@ class Watch:
         self._namespaces = namespace_sizes()
         now = self._read()
         self._books.begin(stage, now)
-        if any(not self._cards.knows(device) for device in devices_of(now)):
+        if any(not self._cards.knows(device) or self._cards.has_shrunk(device, now) for device in devices_of(now)):
             self._adopt(now, read_heap(self._births, Claims(()), (), ()))
+        self._is_in_a_test = True
+
+    def _queue_warm_up(self) -> None:
+        """Again and again: torch may have been imported meanwhile, or a card used by another thread."""
+        if self.policy.card and self.policy.warm_up != "off":
+            self._warm_up.queue()
+
+    def _warming_up(self, use: Callable[[], None]) -> None:
+        """What the first use of a card takes belongs to the process, whoever's test it is in."""
+        if not self._is_in_a_test:
+            use()
+            return
+        self.enter(Owner("the card's warm-up"))
+        try:
+            use()
+        finally:
+            self.leave()
+            now = self._read()
+            self._first_use.adopt()
+            # Nothing of the program is on a card that was used by nobody before.
+            self._cards.adopt(now, [device for device in devices_of(now) if not self._cards.knows(device)], ())
 
     @property
     def stage_now(self) -> str:
@@ -260,11 +293,22 @@ class Watch:
         now = self._read()
         owner = self._books.leave(now)
         self._books.attribute(owner.stage, now)
+        for device in devices_of(now):
+            # Listing takes some tenths of a second.
+            if owner.growth.get(f"driver {device}", 0) > 0 and self._cards.knows(device):
+                self._take_allocations(owner, device, now)
         survivors = self._births.survivors()
         self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
         self._caches.leave()
         own = [born.item for born in survivors if born.label == owner.label and is_tensor(born.item)]
         owner.storages = dict.fromkeys(storage_keys(own), owner.stage)
+        self._queue_warm_up()
+
+    def _take_allocations(self, owner: Owner, device: str, now: Counters) -> None:
+        """The driver's allocations that an owner's setup made are its own, unless a library was first used there."""
+        names = self._cards.adopt_allocations(now, device)
+        if names and not self._first_use.libraries():
+            owner.items[f"allocations {device}"] = set(names)
 
     def end(
         self,
@@ -284,6 +328,7 @@ class Watch:
         try:
             return self._judge(self._books.close(ended), let_go, hints, final=True)
         finally:
+            self._is_in_a_test = False
             self._caches.forget()
 
     def check(self) -> Verdict:
@@ -391,7 +436,9 @@ class Watch:
         device = key.partition(" ")[2]
         if device not in devices_of(now):
             return now.items.get(key)
-        return self._cards.all_items(device, {address for _, address in live_keys()}).get(key)
+        if key.startswith(MEMORY_POOL):
+            return {IDLE_POOL: now.amounts.get(key) or 0}
+        return self._cards.all_items(now, device, {address for _, address in live_keys()}).get(key)
 
     def _put_off(self, drafts: list[list[Draft]], context: Context, read: Callable[[], Deep]) -> list[Unproven]:
         """Tries what changes nothing that the next test could need; the rest is for the end."""
@@ -401,7 +448,7 @@ class Watch:
                 if not isinstance(draft, ItemLeak):
                     continue
                 found[place] = draft = self._confirmed(draft, read)
-                if draft.finding.resource in HARMLESS:
+                if is_harmless(draft):
                     actions = actions_for(draft, context.patience, may_unfreeze=False)
                     found[place] = try_actions(draft, actions, self._left(draft, read), self._driver_bytes)
             tensors = [draft for draft in found if isinstance(draft, TensorLeak)]
@@ -481,6 +528,8 @@ class Watch:
             may_thaw: whether a freeze that was done since the baseline may be undone: not that of an owner that lives.
         """
         first = self._read_deep(subjects, ended, self._seen)
+        if self._keeps_blas_handles(first):
+            first = self._read_deep(subjects, ended, self._seen)
         frozen_before = self._books.baseline.amounts.get("gc-frozen") or 0
         steps: list[Step[Deep]] = []
         frozen: frozenset[Key] = frozenset()
@@ -499,6 +548,18 @@ class Watch:
                 steps.append(Step(rung, self._read_deep(subjects, ended, self._seen), 0.0))
         return steps, frozen
 
+    def _keeps_blas_handles(self, deep: Deep) -> bool:
+        """Whether some of the test's allocations are handles that torch keeps for the next thread; they are known now.
+
+        What a second run of the same call does not take again is a first use.
+        """
+        found = False
+        for key, items in deep.readings[0].items.items():
+            if key.startswith("allocations ") and (kept := self._handles.kept(int(key.rpartition(":")[2]), items)):
+                self._cards.forget_allocations(key.partition(" ")[2], kept)
+                found = True
+        return found
+
     def _findings(
         self,
         subject: Subject,
@@ -512,7 +573,8 @@ class Watch:
     ) -> list[Draft]:
         own = [Step(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
         found: list[Draft] = []
-        for finding in judge(metrics, Reading(), own, stage=stage, cycle=1).findings:
+        judged = judge(metrics, Reading(), own, stage=stage, cycle=1)
+        for finding, key in zip(judged.findings, judged.keys, strict=True):
             if finding.resource == "tensors" and finding.verdict not in NOT_OF_PYTHON and finding.bytes:
                 held = [
                     [
@@ -524,14 +586,9 @@ class Watch:
                 ]
                 found += tensor_leaks(held, [step.rung for step in steps], explained, context)
             else:
-                key = f"{finding.resource} {finding.device}".strip()
-                if finding.resource == "tensors":
-                    kind = "workspaces" if finding.cause == "library-workspace" else "native"
-                    kind = "in-flight" if finding.verdict == "in-flight" else kind
-                    key = f"{kind} {finding.device}" if finding.verdict in NOT_OF_PYTHON else "unreadable"
                 names = frozen_items() if key == FROZEN else own[0].reading.items.get(key, {})
-                told = [stage for name in names if (stage := self._caches.stage_of(name))]
-                since = told[0] if told else self._books.since(key, names)
+                filled = [self._caches.stage_of(name) for name in names]
+                since = next(filter(None, filled), "") or self._books.since(_level_of(key, finding.device), names)
                 dated = restaged(finding, subject.stage if subject is not None else since or stage)
                 stack = self._stack_of(finding.device, key, names)
                 changed = (UNFROZEN,) if key == FROZEN and finding.remedy is not None else ()
@@ -575,6 +632,8 @@ class Watch:
             return max(self._tolerance, host_memory_tolerance(devices_of(self._books.baseline)))
         if key.startswith("driver ") and not self._cards.lists_allocations(key.partition(" ")[2]):
             return max(self._tolerance, DRIVER_TOLERANCE)
+        if key.startswith(MEMORY_POOL):
+            return max(self._tolerance, UNLISTED_TOLERANCE)
         return 0
 
     def _is_worth(self, key: str) -> bool:
@@ -612,7 +671,7 @@ class Watch:
         self._seen = heap.alive
         if devices_of(now):
             self._first_use.adopt()
-        self._cards.adopt(devices_of(now), {address for _, address in heap.alive})
+        self._cards.adopt(now, devices_of(now), {address for _, address in heap.alive})
 
     def _read(self) -> Counters:
         return self._counters.read()
@@ -631,6 +690,11 @@ def _things(draft: Draft) -> frozenset[Thing]:
         names = () if draft.key == FROZEN else draft.names
         return frozenset(("item", draft.key, name) for name in names or ("",))
     return frozenset()
+
+
+def _level_of(key: str, device: str) -> str:
+    """The key of the level that tells since when something on a card is there."""
+    return f"driver {device}" if key == f"allocations {device}" or key == f"unlisted {device}" else key
 
 
 def _reap_children() -> None:

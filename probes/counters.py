@@ -17,6 +17,7 @@ import psutil
 
 from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.memory_pool import idle_pool_bytes
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.objects import frozen_by_program
 from lowtide.probes.stages import announced_pools
@@ -157,6 +158,7 @@ class CounterReader:
             allocated = reserved = None
         amounts: dict[str, int | None] = {f"allocated {device}": allocated, f"reserved {device}": reserved}
         if self._driver is not None:
+            amounts[f"memory-pool {device}"] = idle_pool_bytes(index)
             # Each time: that as much is free on the card as before says nothing where other processes use it, too.
             reading = self._driver().read(index)
             held = reading.process_bytes

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Generator, Iterator, Sequence
 from datetime import date, datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -37,7 +37,7 @@ from lowtide.pytest_plugin.retention import (
     release_warnings,
 )
 from lowtide.pytest_plugin.scopes import FixtureOwner
-from lowtide.pytest_plugin.settings import read_markers, read_settings
+from lowtide.pytest_plugin.settings import Settings, read_markers, read_settings
 from lowtide.pytest_plugin.stage_records import MOST_STAGES, StageRecords
 from lowtide.reports.folder import write_folder
 from lowtide.reports.schema import Finding, NotMeasured, Report, ReportError, Subject
@@ -70,6 +70,7 @@ class Checker:
                 stacks=self.settings.stacks,
                 remedies="later" if self.settings.remedies else "never",
                 card=self.settings.device != "cpu",
+                warm_up=_warm_up(self.settings),
                 driver=not self.shares_card,
             )
         )
@@ -568,6 +569,13 @@ class Checker:
 
     def _record(self, subjects: Sequence[Subject]) -> None:
         self.subjects += subjects
+
+
+def _warm_up(settings: Settings) -> Literal["now", "first-use", "off"]:
+    """When a card is used for the first time: a run that insists on one has it from the beginning."""
+    if not settings.warmup or settings.device == "cpu":
+        return "off"
+    return "now" if settings.device == "cuda" else "first-use"
 
 
 _PENDING = pytest.StashKey[str]()

@@ -29,6 +29,11 @@ _SETTINGS = (
         "record where memory is allocated: on cards, which is cheap; on the host too; nowhere (default: auto)",
     ),
     ("remedies", "on|off", "when the last test is over, try what gives each leak back (default: on)"),
+    (
+        "warmup",
+        "on|off",
+        "use a card once before a test does, so that what its first use takes hides no leak (default: on)",
+    ),
 )
 
 

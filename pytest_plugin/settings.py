@@ -42,6 +42,7 @@ class Settings:
         device: what is judged.
         stacks: whose memory's allocation is recorded with its stack.
         remedies: whether to try what would give a leak back.
+        warmup: whether a card is used once before a test uses it.
     """
 
     tolerance: int
@@ -53,6 +54,7 @@ class Settings:
     device: Device
     stacks: Stacks
     remedies: bool
+    warmup: bool
 
 
 def read_settings(config: pytest.Config) -> Settings:
@@ -79,6 +81,7 @@ def read_settings(config: pytest.Config) -> Settings:
         device=cast(Device, _read(config, "device", _one_of("auto", "cpu", "cuda"), "auto")),
         stacks=cast(Stacks, _read(config, "stacks", _one_of("auto", "all", "off"), "auto")),
         remedies=_read(config, "remedies", _one_of("on", "off"), "on") == "on",
+        warmup=_read(config, "warmup", _one_of("on", "off"), "on") == "on",
     )
 
 
@@ -153,7 +156,7 @@ def _own_table(root: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}  # none, or one that pytest itself has refused
     table = document.get("tool", {}).get("lowtide", {})
-    known = ("tolerance", "settle", "action", "report", "device", "stacks", "remedies", "suppressions")
+    known = ("tolerance", "settle", "action", "report", "device", "stacks", "remedies", "warmup", "suppressions")
     unknown = sorted(set(table) - set(known))
     if unknown:
         raise pytest.UsageError(f"[tool.lowtide] of pyproject.toml: {unknown[0]!r} is unknown: use {', '.join(known)}")

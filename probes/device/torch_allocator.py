@@ -128,7 +128,11 @@ def initialized_torch() -> ModuleType | None:
     """The torch module if it is loaded and has initialised CUDA (or HIP), else None; initialises nothing."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
-    return torch if cuda is not None and cuda.is_initialized() else None
+    if cuda is None:
+        return None
+    # While torch runs what was queued for this moment, all is there but the flag.
+    is_there = cuda.is_initialized() or hasattr(getattr(cuda, "_tls", None), "is_initializing")
+    return torch if is_there else None
 
 
 def has_context(torch: ModuleType, index: int) -> bool:
