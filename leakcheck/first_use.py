@@ -120,5 +120,10 @@ def _opened_the_driver(before: Counters, now: Counters) -> bool:
 def _may_be_a_library(finding: Finding) -> bool:
     if finding.resource == "driver":
         return True
-    targets = re.findall(r" -> (\S+?):", finding.message)
-    return finding.resource == "file-descriptors" and set(targets) <= {"socket", "pipe", "anon_inode"}
+    names = re.findall(r"\d+ -> \S+", finding.message)
+    return finding.resource == "file-descriptors" and all(map(may_be_a_drivers, names))
+
+
+def may_be_a_drivers(name: str) -> bool:
+    """Whether a descriptor, as the counters name it, is of a kind that drivers and libraries open for themselves."""
+    return name.partition(" -> ")[2].partition(":")[0] in ("socket", "pipe", "anon_inode")

@@ -42,10 +42,6 @@ a later test may need them.
 """
 
 
-def is_harmless(leak: ItemLeak) -> bool:
-    """Whether a remedy takes nothing that a program that goes on could need."""
-    return leak.finding.resource in HARMLESS or leak.key.startswith(MEMORY_POOL)
-
 _POOL = re.compile(r"pool \((\d+), (\d+)\)")
 
 
@@ -98,6 +94,11 @@ class ItemLeak:
             return {name: size for name, size in self.names.items() if self.cached[name].is_there}
         now = read(self.key)
         return self.names if now is None else now
+
+
+def is_harmless(leak: ItemLeak) -> bool:
+    """Whether a remedy takes nothing that a program that goes on could need."""
+    return leak.finding.resource in HARMLESS or leak.key.startswith(MEMORY_POOL)
 
 
 @dataclass(frozen=True)

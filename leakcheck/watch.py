@@ -25,7 +25,7 @@ from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards
 from lowtide.leakcheck.cuts import namespace_sizes
 from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of
 from lowtide.leakcheck.filled_caches import FilledCaches
-from lowtide.leakcheck.first_use import FirstUse, excused_by_libraries
+from lowtide.leakcheck.first_use import FirstUse, excused_by_libraries, may_be_a_drivers
 from lowtide.leakcheck.item_findings import (
     UNFROZEN,
     ItemLeak,
@@ -166,7 +166,7 @@ class Watch:
         self._seen: frozenset[Key] = frozenset()
         self._turns: dict[str, int] = {}
         self._begun = self._forgetting = 0.0
-        self._is_in_a_test = False
+        self._is_in_a_test = self._card_came_in_this_test = False
         self._namespaces: dict[int, int] = {}
         self._workspaces_cleared = 0
         self._read_deep = DeepReader(self._read, self._books, self._births, self._cards, self._caches)
@@ -216,6 +216,7 @@ class Watch:
         if any(not self._cards.knows(device) or self._cards.has_shrunk(device, now) for device in devices_of(now)):
             self._adopt(now, read_heap(self._births, Claims(()), (), ()))
         self._is_in_a_test = True
+        self._card_came_in_this_test = False
 
     def _queue_warm_up(self) -> None:
         """Again and again: torch may have been imported meanwhile, or a card used by another thread."""
@@ -227,13 +228,18 @@ class Watch:
         if not self._is_in_a_test:
             use()
             return
-        self.enter(Owner("the card's warm-up"))
+        owner = Owner("the card's warm-up")
+        self.enter(owner)
         try:
             use()
         finally:
             self.leave()
             now = self._read()
             self._first_use.adopt()
+            self._card_came_in_this_test = True
+            # The driver has opened its own before it could be known that it would.
+            new = now.items["file-descriptors"].keys() - self._books.baseline.items["file-descriptors"].keys()
+            owner.items.setdefault("file-descriptors", set()).update(filter(may_be_a_drivers, new))
             # Nothing of the program is on a card that was used by nobody before.
             self._cards.adopt(now, [device for device in devices_of(now) if not self._cards.knows(device)], ())
 
@@ -410,7 +416,10 @@ class Watch:
         about: dict[str, frozenset[Thing]] = {}
         for finding, found in zip(findings[0], things, strict=True):
             about[finding.fingerprint] = about.get(finding.fingerprint, frozenset()) | found
-        findings[0], excused = excused_by_libraries(findings[0], self._books.baseline, self._read(), self._first_use)
+        now = self._read()
+        # What a card's first use takes is known where the card was warmed up.
+        before = now if self._card_came_in_this_test else self._books.baseline
+        findings[0], excused = excused_by_libraries(findings[0], before, now, self._first_use)
         self._adopt(self._read(), steps[-1].reading.heap)
         if any(finding.changed for found in findings for finding in found):
             self._seen &= live_keys()
