@@ -15,6 +15,7 @@ from typing import Any
 from lowtide.leakcheck.blas_handles import BlasHandles, multiply
 from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.device.torch_allocator import initialized_torch
+from lowtide.reports.schema import NotMeasured
 
 
 class WarmUp:
@@ -33,7 +34,7 @@ class WarmUp:
         self._around = around
         self._queued: Callable[[], None] | None = None
         self.is_done = False
-        self.problem = ""
+        self._problem = ""
 
     def queue(self) -> None:
         """Have it done as soon as torch initialises a card; legal again and again, before torch is there too."""
@@ -63,6 +64,11 @@ class WarmUp:
         self.is_done = True
         self._around(self._use_once)
 
+    def told(self) -> tuple[NotMeasured, ...]:
+        """What a warm-up that failed leaves unknown; said once."""
+        why, self._problem = self._problem, ""
+        return (NotMeasured(what="what a card's first use takes", why=why),) if why else ()
+
     def close(self) -> None:
         """Take back what is queued; legal twice."""
         torch: Any = sys.modules.get("torch")
@@ -89,7 +95,7 @@ class WarmUp:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(index)
         except Exception as error:  # noqa: BLE001 - whatever it is, the program has not asked for it
-            self.problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _capture_once(torch: Any, ones: Any) -> None:

@@ -350,7 +350,7 @@ class Watch:
         self._caches.note(stage)
         # Before anything is collected: what is young now will be old then.
         self._caches.born(self._births.born() if self._caches.any_filled else ())
-        untold = tuple(NotMeasured(what=key, why=why) for key, why in now.untold.items())
+        untold = tuple(NotMeasured(what=key, why=why) for key, why in now.untold.items()) + self._warm_up.told()
         if not self._suspects(now, ended):
             return Verdict(not_measured=untold)
         born = self._births.born()

@@ -158,7 +158,9 @@ class CounterReader:
             allocated = reserved = None
         amounts: dict[str, int | None] = {f"allocated {device}": allocated, f"reserved {device}": reserved}
         if self._driver is not None:
-            amounts[f"memory-pool {device}"] = idle_pool_bytes(index)
+            idle = idle_pool_bytes(index)
+            if idle is not None:
+                amounts[f"memory-pool {device}"] = idle
             # Each time: that as much is free on the card as before says nothing where other processes use it, too.
             reading = self._driver().read(index)
             held = reading.process_bytes

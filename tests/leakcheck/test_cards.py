@@ -1,0 +1,130 @@
+"""What is new on a card beside tensors, also where the driver counts it and lists it nowhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from lowtide.leakcheck import cards
+from lowtide.leakcheck.cards import UNLISTED, Cards
+from lowtide.leakcheck.plain import UNLISTED_TOLERANCE
+from lowtide.probes.counters import Counters
+from lowtide.probes.device.torch_allocator import UnexplainedBlocks
+
+CARD = "cuda:0"
+MIB = 1 << 20
+
+
+@dataclass
+class FakeCard:
+    """A card as its driver counts and lists it; torch has nothing on it."""
+
+    context: int = 600 * MIB
+    listed: dict[int, int] = field(default_factory=dict)
+    mapped: dict[int, int] = field(default_factory=dict)
+    created: int = 0
+    idle_pool: int = 0
+    searches: int = 0
+
+    def now(self) -> Counters:
+        counted = self.context + self.created + self.idle_pool + sum(self.listed.values()) + sum(self.mapped.values())
+        amounts = {f"driver {CARD}": counted, f"reserved {CARD}": 0, f"memory-pool {CARD}": self.idle_pool}
+        return Counters({}, amounts, {})
+
+    def allocations(self, index: int) -> tuple[tuple[int, int], ...]:
+        return tuple(sorted(self.listed.items()))
+
+    def mappings(self, index: int, listed: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        self.searches += 1
+        return tuple(sorted(self.mapped.items()))
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
+    fake = FakeCard()
+    monkeypatch.setattr(cards, "read_allocations", fake.allocations)
+    monkeypatch.setattr(cards, "read_mappings_without_access", fake.mappings)
+    monkeypatch.setattr(cards, "read_segments", lambda index: [])
+    monkeypatch.setattr(cards, "unexplained_blocks", lambda index, claimed: UnexplainedBlocks({}, {}, {}))
+    monkeypatch.setattr(cards, "announced_pools", lambda: ())
+    return fake
+
+
+@pytest.fixture
+def known(card: FakeCard) -> Cards:
+    """The card as it is at first."""
+    known = Cards(driver=True)
+    known.adopt(card.now(), [CARD], ())
+    return known
+
+
+def new(known: Cards, card: FakeCard) -> dict[str, dict[str, int]]:
+    return {key: items for key, items in known.new_items(card.now(), [CARD], ()).items() if any(items.values())}
+
+
+def test_an_allocation_is_new_by_its_address(card: FakeCard, known: Cards) -> None:
+    card.listed[0x1000] = 24 * MIB
+    assert new(known, card) == {f"allocations {CARD}": {"allocation at 0x1000": 24 * MIB}}
+
+
+def test_memory_without_any_address_is_what_the_driver_counts_and_does_not_list(card: FakeCard, known: Cards) -> None:
+    card.created = 128 * MIB
+    assert new(known, card) == {f"unlisted {CARD}": {UNLISTED: 128 * MIB}}
+
+
+def test_memory_that_is_mapped_without_access_is_listed_by_its_handle(card: FakeCard, known: Cards) -> None:
+    card.mapped[0x2000] = 64 * MIB
+    assert new(known, card) == {f"allocations {CARD}": {"mapping without access at 0x2000": 64 * MIB}}
+
+
+def test_what_code_takes_is_no_leak_and_nothing_is_searched_for_it(card: FakeCard, known: Cards) -> None:
+    card.context += UNLISTED_TOLERANCE
+    assert new(known, card) == {}
+    assert card.searches == 0
+
+
+def test_what_a_memory_pool_keeps_is_counted_with_the_pool_alone(card: FakeCard, known: Cards) -> None:
+    card.idle_pool = 256 * MIB
+    assert new(known, card) == {}
+
+
+def test_what_was_adopted_is_known(card: FakeCard, known: Cards) -> None:
+    card.created, card.mapped[0x2000], card.listed[0x1000] = 128 * MIB, 64 * MIB, MIB
+    known.adopt(card.now(), [CARD], ())
+    assert new(known, card) == {}
+    card.mapped[0x8000] = 32 * MIB
+    assert new(known, card) == {f"allocations {CARD}": {"mapping without access at 0x8000": 32 * MIB}}
+
+
+def test_a_card_that_shrank_is_to_be_read_again_so_that_growth_shows(card: FakeCard, known: Cards) -> None:
+    card.created = 128 * MIB
+    known.adopt(card.now(), [CARD], ())
+    assert not known.has_shrunk(CARD, card.now())
+    card.created = 0
+    assert known.has_shrunk(CARD, card.now())
+
+
+def test_allocations_of_an_owner_are_adopted_by_name_and_blocks_stay_as_they_were(
+    card: FakeCard, known: Cards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card.listed[0x1000] = MIB
+    monkeypatch.setattr(cards, "unexplained_blocks", lambda index, claimed: UnexplainedBlocks({0x7000: 512}, {}, {}))
+    assert known.adopt_allocations(card.now(), CARD) == {"allocation at 0x1000": MIB}
+    assert new(known, card) == {f"native {CARD}": {"block at 0x7000": 512}}
+
+
+def test_allocations_that_a_library_keeps_can_be_forgotten(card: FakeCard, known: Cards) -> None:
+    card.listed |= {0x1000: 64 * MIB, 0x9000: 64 * MIB}
+    known.forget_allocations(CARD, ["allocation at 0x1000"])
+    assert new(known, card) == {f"allocations {CARD}": {"allocation at 0x9000": 64 * MIB}}
+
+
+def test_without_a_figure_of_the_driver_s_its_list_is_all_there_is(card: FakeCard) -> None:
+    blind = Counters({}, {f"driver {CARD}": None, f"reserved {CARD}": 0}, {})
+    known = Cards(driver=True)
+    known.adopt(blind, [CARD], ())
+    card.created, card.listed[0x1000] = 128 * MIB, MIB
+    assert known.new_items(blind, [CARD], ())[f"allocations {CARD}"] == {"allocation at 0x1000": MIB}
+    assert f"unlisted {CARD}" not in known.new_items(blind, [CARD], ())
