@@ -54,13 +54,20 @@ class DeepReader:
     cards: Cards
     caches: FilledCaches
 
-    def __call__(self, subjects: Sequence[Subject], ended: Sequence[Owner], seen: Collection[Key]) -> Deep:
+    def __call__(
+        self,
+        subjects: Sequence[Subject],
+        ended: Sequence[Owner],
+        seen: Collection[Key],
+        note: Callable[[Claims, HeapReading, Counters], None] = lambda claims, heap, now: None,
+    ) -> Deep:
         """One reading.
 
         Args:
             subjects: who is judged.
             ended: the owners among them.
             seen: the storages at the last full reading.
+            note: is shown what the owners that are alive hold, which costs a walk and is forgotten afterwards.
         """
         now = self.read()
         claims = Claims(self.books.live)
@@ -72,7 +79,7 @@ class DeepReader:
             for key in (*now.items, "globals"):
                 items[key] = self.books.new_items(key, now, subject, ended)
                 if subject is None:
-                    items[key] = _unclaimed(key, items[key], claims)
+                    items[key] = unclaimed(key, items[key], claims)
             items |= self._idle_pools(now, subject, ended)
             for key in [key for key in items if key.startswith("arena ")]:
                 items[key] = _without_tensors(key.partition(" ")[2], items[key], heap.alive)
@@ -87,6 +94,7 @@ class DeepReader:
                 born = self.births.survivors() if self.caches.any_filled else ()
                 items["lru-cache"] = self.caches.held(born, judged)
             readings.append(Reading(items, self._levels(now, subject, ended, heap)))
+        note(claims, heap, now)
         return Deep(tuple(readings), heap)
 
     def _own_allocations(self, now: Counters, owner: Subject) -> dict[str, dict[str, int]]:
@@ -142,7 +150,7 @@ def _without_gradients(key: str, items: Mapping[str, int], claims: Claims) -> Ma
     }
 
 
-def _unclaimed(key: str, items: Mapping[str, int], claims: Claims) -> dict[str, int]:
+def unclaimed(key: str, items: Mapping[str, int], claims: Claims) -> dict[str, int]:
     """Without what grew under an owner that is alive; it is the owner's from now on."""
     if not items:
         return {}

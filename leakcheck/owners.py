@@ -11,15 +11,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from lowtide.leakcheck.ledger import Key, Ledger
 from lowtide.probes.autograd import saved_behind
 from lowtide.probes.counters import Counters
 from lowtide.probes.objects import Census
 from lowtide.probes.reach import reach
-from lowtide.probes.tensors import keys_of_each, plain_tensors, torch_member
+from lowtide.probes.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
 
 # pytest's own objects lead from any fixture to all of the session, and this checker's to all that it judges.
 _PACKAGES = ("_pytest", "pytest", "pluggy", "lowtide")
@@ -45,6 +46,7 @@ class Owner:
         settings: the process-wide settings that its setup changed, as it left them.
         has_settled: whether its setup is over.
         before: the counters before its setup.
+        ledger: what lies under it, test by test.
     """
 
     def __init__(self, name: str, roots: Callable[[], Iterable[object]] = tuple, stage: str | None = None) -> None:
@@ -60,6 +62,11 @@ class Owner:
         self.storages: dict[tuple[str, int], str] = {}
         self.growth: dict[str, int] = {}
         self.before = Counters({}, {}, {})
+        self.ledger = Ledger()
+
+    def named(self) -> Iterable[tuple[str, object]]:
+        """What of its roots has a name that tells whose it is; drop it soon."""
+        return ()
 
     @property
     def holds_anything(self) -> bool:
@@ -144,6 +151,29 @@ class Claims:
             found.update(dict.fromkeys(set().union(*keys).intersection(wanted), owner))
         return found
 
+    def storages(self, known: Mapping[int, Mapping[Key, int]], fresh: Collection[Key]) -> dict[int, dict[Key, int]]:
+        """The storages that each owner holds, by its identity, with their bytes; each counts for the first that does.
+
+        Those of gradients and those that a graph has saved are among them.
+
+        Args:
+            known: the bytes of storages that were asked before, by owner: to ask again would take 40 µs each.
+            fresh: storages that may have another length than one at their address had before.
+        """
+        torch: Any = sys.modules.get("torch")
+        found: dict[int, dict[Key, int]] = {}
+        taken: set[Key] = set()
+        for owner, reached in self._reached if torch is not None and hasattr(torch, "UntypedStorage") else ():
+            tensors = _held_in_all(torch, Census(reached.values()))
+            sizes = {key: size for key, size in known.get(id(owner), {}).items() if key not in fresh}
+            keys = keys_of_each(tensors)
+            unknown = [tensor for tensor, under in zip(tensors, keys, strict=True) if under - sizes.keys()]
+            sizes.update(((item.device, item.address), item.bytes) for item in survey_storages(unknown).storages)
+            under_it = set().union(*keys) - taken
+            found[id(owner)] = {key: sizes[key] for key in under_it if key in sizes}
+            taken |= under_it
+        return found
+
     def gradient_addresses(self) -> list[int]:
         """Where the gradients of the owners' tensors lie."""
         torch = sys.modules.get("torch")
@@ -187,6 +217,17 @@ def _gradients(tensors: Iterable[Any]) -> list[Any]:
     """The gradients of those that collect one."""
     collecting = (item for item in tensors if torch_member(item, "requires_grad") and torch_member(item, "is_leaf"))
     return [torch_member(item, "grad") for item in collecting]
+
+
+def _held_in_all(torch: Any, census: Census) -> list[Any]:
+    """The tensors and storage objects among some objects, the tensors' gradients, and what their graphs have saved."""
+    tensors = census.instances_of(torch.Tensor)
+    seen: set[Any] = set()
+    with plain_tensors(torch):
+        outputs = [tensor for tensor in tensors if not torch_member(tensor, "is_leaf")]
+        saved = [saved.tensor for output in outputs for saved in saved_behind(output, seen)]
+        gradients = [gradient for gradient in _gradients([*tensors, *saved]) if gradient is not None]
+    return [*tensors, *census.instances_of(torch.UntypedStorage), *saved, *gradients]
 
 
 def _number(file: Any) -> int:

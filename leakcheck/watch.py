@@ -7,13 +7,14 @@ appears while a module is imported belongs to the process.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Union
 
@@ -23,7 +24,7 @@ from lowtide.leakcheck.blas_handles import BlasHandles
 from lowtide.leakcheck.books import Books, Subject
 from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards
 from lowtide.leakcheck.cuts import namespace_sizes
-from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of
+from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of, unclaimed
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.first_use import FirstUse, excused_by_libraries, may_be_a_drivers
 from lowtide.leakcheck.item_findings import (
@@ -40,6 +41,7 @@ from lowtide.leakcheck.judge import excesses, judge
 from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, collect, release
 from lowtide.leakcheck.listing import FROZEN, listed
 from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric
+from lowtide.leakcheck.owner_growth import COUNTED, growth_of, limit_passed, merged, note_growth, rest_of
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, UNLISTED_TOLERANCE, Reading, host_memory_tolerance, plain_metrics
 from lowtide.leakcheck.remedies import prove
@@ -96,6 +98,8 @@ class Policy:
         warm_up: whether a card is used once before a test uses it: `now`, as soon as the watch opens; `first-use`, when
             torch initialises it; `off`.
         driver: whether the driver's figures are (not where several workers share a card).
+        growth: bytes by which an owner may grow, test after test, before that is reported at once; None: it is reported
+            when the owner ends.
     """
 
     tolerance: int = 0
@@ -106,6 +110,7 @@ class Policy:
     card: bool = True
     warm_up: Literal["now", "first-use", "off"] = "off"
     driver: bool = True
+    growth: int | None = None
 
 
 Thing = tuple[str, str, int | str]
@@ -169,6 +174,9 @@ class Watch:
         self._is_in_a_test = self._card_came_in_this_test = False
         self._namespaces: dict[int, int] = {}
         self._workspaces_cleared = 0
+        self._users: dict[int, Owner] = {}
+        self._grown: dict[str, list[Finding]] = {}
+        self._passed: list[Finding] = []
         self._read_deep = DeepReader(self._read, self._books, self._births, self._cards, self._caches)
 
     def open(self) -> None:
@@ -204,6 +212,7 @@ class Watch:
             gc.collect(1)
         self._queue_warm_up()
         self._tolerance = self.policy.tolerance if tolerance is None else tolerance
+        self._users.clear()
         # Again before every test: torch may have come meanwhile, or a card's context.
         self._stacks.start()
         self._births.mark(stage)
@@ -316,6 +325,33 @@ class Watch:
         if names and not self._first_use.libraries():
             owner.items[f"allocations {device}"] = set(names)
 
+    def used(self, owners: Iterable[Owner], *, allowed: int | None = None) -> None:
+        """The test uses these owners: what it leaves under them may be growth.
+
+        Args:
+            owners: those that are alive.
+            allowed: bytes that it may leave there, if not what it may leave of its own.
+        """
+        for owner in owners:
+            if id(owner) not in self._users:
+                self._users[id(owner)] = owner
+                owner.ledger.begin_turn(self._tolerance if allowed is None else allowed)
+
+    def ending(self, owner: Owner) -> None:
+        """An owner is about to end, and still holds all that it held for the tests: judge what has grown under it."""
+        if not owner.ledger.may_grow or not any(owner is other for other in self._books.live):
+            return
+        now = self._read()
+        # Again even where its last test was read: others may have emptied since what they had filled.
+        claims = Claims(self._books.live)
+        for key in COUNTED:
+            unclaimed(key, self._books.new_items(key, now, None, ()), claims)
+        note_growth([owner], claims, frozenset(), now, self._books.baseline)
+        # What it reached is not to be found there as a holder.
+        del claims
+        self._grown[owner.label] = growth_of(owner, self._stacks.stacks_at, now)
+        self._report_limits([owner])
+
     def end(
         self,
         ended: Sequence[Owner] = (),
@@ -332,10 +368,12 @@ class Watch:
             hints: advice to give where a finding is held by the object beside it.
         """
         try:
-            return self._judge(self._books.close(ended), let_go, hints, final=True)
+            return self._with_growth(self._judge(self._books.close(ended), let_go, hints, final=True))
         finally:
             self._is_in_a_test = False
             self._caches.forget()
+            self._grown.clear()
+            self._passed.clear()
 
     def check(self) -> Verdict:
         """Judge in the middle of a test: as `end`, but nothing ends, and nothing is changed to prove a remedy."""
@@ -389,7 +427,16 @@ class Watch:
             namespaces=self._namespaces,
             patience=self.policy.settle,
         )
-        steps, frozen = self._climb(subjects, ended, above, context, may_thaw=final and not self._owners_froze)
+        steps, frozen = self._climb(
+            subjects,
+            ended,
+            above,
+            context,
+            self._note_growth if final else _no_note,
+            may_thaw=final and not self._owners_froze,
+        )
+        if final:
+            self._report_limits(self._users.values())
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)
         left = {held.key for held in steps[-1].reading.heap.held}
@@ -402,6 +449,8 @@ class Watch:
         ]
         del explained
         things = [_things(draft) for draft in drafts[0]]
+        for owner, of_owner in zip(ended, drafts[1:], strict=True):
+            of_owner[:] = [_merged(draft, self._grown.get(owner.label, ())) for draft in of_owner]
         unproven = [Unproven() for _ in subjects]
         read = functools.partial(self._read_deep, subjects, ended, self._seen)
         if final and self.policy.remedies == "now":
@@ -432,6 +481,36 @@ class Watch:
             unproven_of_owners={owner.label: later for owner, later in zip(ended, unproven[1:], strict=True)},
             things=about,
         )
+
+    def _note_growth(self, claims: Claims, heap: HeapReading, now: Counters) -> None:
+        """Writes down what lies under the owners that the test used, or under which it left something."""
+        before = self._books.baseline
+        claimed = set(map(id, heap.claimed.values()))
+        changed = [
+            owner
+            for owner in self._books.live
+            if id(owner) in claimed
+            or any(owner.items.get(key, set()) - before.items.get(key, {}).keys() for key in COUNTED)
+        ]
+        self.used(owner for owner in changed if owner.has_settled)
+        known = [owner for owner in self._users.values() if not owner.ledger.is_empty]
+        wanted = {id(owner): owner for owner in (*changed, *known)}
+        note_growth(wanted.values(), claims, heap.claimed.keys(), now, before)
+
+    def _report_limits(self, owners: Iterable[Owner]) -> None:
+        if self.policy.growth is not None:
+            for owner in owners:
+                self._passed += limit_passed(owner, self.policy.growth, self._stacks.stacks_at)
+
+    def _with_growth(self, verdict: Verdict) -> Verdict:
+        """The verdict with what has grown under the owners that ended, and with what has grown past the limit."""
+        of_owners = {
+            label: (*found, *rest_of(self._grown.get(label, ()), found))
+            for label in {**verdict.of_owners, **self._grown}
+            for found in [verdict.of_owners.get(label, ())]
+        }
+        findings = (*verdict.findings, *self._passed)
+        return dataclasses.replace(verdict, findings=findings, of_owners=of_owners)
 
     def prove(self, each: Sequence[Unproven]) -> list[dict[str, Finding]]:
         """The findings of some subjects, by their fingerprints before, with what gave each back.
@@ -522,6 +601,7 @@ class Watch:
         ended: Sequence[Owner],
         above: Callable[[Deep], Sequence[Metric[Reading]]],
         context: Context,
+        note: Callable[[Claims, HeapReading, Counters], None],
         *,
         may_thaw: bool,
     ) -> tuple[list[Step[Deep]], frozenset[Key]]:
@@ -534,9 +614,10 @@ class Watch:
             ended: the owners among them.
             above: which metrics of a reading are not back.
             context: what is known around the leaks.
+            note: is shown what the owners that are alive hold.
             may_thaw: whether a freeze that was done since the baseline may be undone: not that of an owner that lives.
         """
-        first = self._read_deep(subjects, ended, self._seen)
+        first = self._read_deep(subjects, ended, self._seen, note)
         if self._keeps_blas_handles(first):
             first = self._read_deep(subjects, ended, self._seen)
         frozen_before = self._books.baseline.amounts.get("gc-frozen") or 0
@@ -704,6 +785,16 @@ def _things(draft: Draft) -> frozenset[Thing]:
 def _level_of(key: str, device: str) -> str:
     """The key of the level that tells since when something on a card is there."""
     return f"driver {device}" if key == f"allocations {device}" or key == f"unlisted {device}" else key
+
+
+def _merged(draft: Draft, grown: Sequence[Finding]) -> Draft:
+    if isinstance(draft, Finding):
+        return merged(draft, grown)
+    return dataclasses.replace(draft, finding=merged(draft.finding, grown))
+
+
+def _no_note(claims: Claims, heap: HeapReading, now: Counters) -> None:
+    """In the middle of a test nothing is known yet of what it will have left."""
 
 
 def _reap_children() -> None:

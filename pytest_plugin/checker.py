@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import traceback
 from collections.abc import Generator, Iterator, Sequence
@@ -15,6 +16,7 @@ import pytest
 from _pytest.runner import call_and_report, show_test_item
 
 import lowtide
+from lowtide.leakcheck.ledger import ANYTHING
 from lowtide.leakcheck.owners import Owner
 from lowtide.leakcheck.readings import this_machine
 from lowtide.leakcheck.suppressions import SuppressionError, Suppressions, find, load, problems, shipped
@@ -72,6 +74,7 @@ class Checker:
                 card=self.settings.device != "cpu",
                 warm_up=_warm_up(self.settings),
                 driver=not self.shares_card,
+                growth=self.settings.growth,
             )
         )
         if self.settings.device == "cuda":
@@ -354,6 +357,7 @@ class Checker:
         """The outermost part of the teardown; where another plugin runs the test, the verdict too."""
         with self._guarded():
             self.watch.phase("teardown")
+            self.watch.used(self._owners_used_by(item), allowed=ANYTHING if read_markers(item).excused else None)
         instance = getattr(item, "_instance", None)
         # In a list, so that no variable of this function has it while it is judged.
         held = [] if self._owns_protocol or instance is None else [instance]
@@ -407,12 +411,23 @@ class Checker:
         finally:
             owner.was_set_up()
             self._owners[id(fixturedef)] = owner
+            # Called after the teardown of all that depends on the fixture, and before its own.
+            fixturedef.addfinalizer(functools.partial(self._ending, owner))
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         """Its scope has ended: it is judged once the teardown is over."""
         owner = self._owners.pop(id(fixturedef), None)
         if owner is not None:
             self._ended.append(owner)
+
+    def _ending(self, owner: Owner) -> None:
+        with self._guarded():
+            self.watch.ending(owner)
+
+    def _owners_used_by(self, item: Any) -> list[Owner]:
+        """The fixtures of a wider scope that a test uses, by whatever way it asked for them."""
+        fixtures = getattr(getattr(item, "_request", None), "_fixture_defs", {})
+        return [self._owners[id(fixture)] for fixture in fixtures.values() if id(fixture) in self._owners]
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -28,6 +28,12 @@ _SETTINGS = (
         "auto|all|off",
         "record where memory is allocated: on cards, which is cheap; on the host too; nowhere (default: auto)",
     ),
+    (
+        "growth",
+        "SIZE",
+        "report at once what grows test after test under a class, module, package or session fixture by more than this "
+        "(default: when the fixture ends)",
+    ),
     ("remedies", "on|off", "when the last test is over, try what gives each leak back (default: on)"),
     (
         "warmup",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import re
 import weakref
@@ -52,6 +53,12 @@ class FixtureOwner(Owner):
                 names = [name for name, value in vars(place).items() if before.get(name) != id(value)]
                 self._bound += [(reference, name) for name in names]
         self._before = []
+
+    def named(self) -> Iterator[tuple[str, object]]:
+        """What the fixture returned, by the fixture's name."""
+        fixture = self._fixture()
+        if fixture is not None and fixture.cached_result is not None and gc.is_tracked(fixture.cached_result[0]):
+            yield self.name, fixture.cached_result[0]
 
     def _roots(self) -> Iterator[object]:
         fixture = self._fixture()

@@ -43,6 +43,8 @@ class Settings:
         stacks: whose memory's allocation is recorded with its stack.
         remedies: whether to try what would give a leak back.
         warmup: whether a card is used once before a test uses it.
+        growth: bytes by which a fixture of a wider scope may grow, test after test, before that is reported at once;
+            None: when its scope ends.
     """
 
     tolerance: int
@@ -55,6 +57,7 @@ class Settings:
     stacks: Stacks
     remedies: bool
     warmup: bool
+    growth: int | None
 
 
 def read_settings(config: pytest.Config) -> Settings:
@@ -82,6 +85,7 @@ def read_settings(config: pytest.Config) -> Settings:
         stacks=cast(Stacks, _read(config, "stacks", _one_of("auto", "all", "off"), "auto")),
         remedies=_read(config, "remedies", _one_of("on", "off"), "on") == "on",
         warmup=_read(config, "warmup", _one_of("on", "off"), "on") == "on",
+        growth=_read(config, "growth", _size, None),
     )
 
 
@@ -156,7 +160,18 @@ def _own_table(root: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}  # none, or one that pytest itself has refused
     table = document.get("tool", {}).get("lowtide", {})
-    known = ("tolerance", "settle", "action", "report", "device", "stacks", "remedies", "warmup", "suppressions")
+    known = (
+        "tolerance",
+        "settle",
+        "action",
+        "report",
+        "device",
+        "stacks",
+        "remedies",
+        "warmup",
+        "growth",
+        "suppressions",
+    )
     unknown = sorted(set(table) - set(known))
     if unknown:
         raise pytest.UsageError(f"[tool.lowtide] of pyproject.toml: {unknown[0]!r} is unknown: use {', '.join(known)}")

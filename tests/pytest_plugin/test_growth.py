@@ -1,0 +1,199 @@
+"""What grows test after test under a fixture that lives, as a user of `--leakcheck` sees it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.pytest_plugin.conftest import InnerRun, RunInner
+
+ENGINE = """
+    import torch
+
+    REGISTRY = {}
+
+    class Engine:
+        def __init__(self):
+            self.adapters = {}
+            self.loss = torch.zeros(())
+            self.net = torch.nn.Linear(64, 64)
+
+    def add(engine, name):
+        engine.adapters[name] = torch.zeros(1 << 18)
+"""
+
+SUITE = """
+    import unittest
+
+    import pytest
+    import torch
+    from helper import REGISTRY, Engine, add
+
+    THREE = pytest.mark.parametrize("turn", range(3))
+
+    @pytest.fixture(scope="session")
+    def model():
+        return Engine()
+
+    @pytest.fixture(scope="module", params=["a", "b"])
+    def served(request, model):
+        engine = Engine()
+        engine.model = model
+        yield engine
+        engine.adapters.clear()
+
+    @THREE
+    def test_adds_to_the_model(served, turn):
+        add(served.model, f"{id(served)} {turn}")
+        add(served, turn)
+
+    @pytest.fixture(scope="module")
+    def metric():
+        return Engine()
+
+    @THREE
+    def test_keeps_the_graph(metric, turn):
+        metric.loss += metric.net(torch.rand(64, 64)).mean()
+
+    @pytest.fixture(scope="module")
+    def registered():
+        engine = Engine()
+        engine.registry = REGISTRY
+        yield engine
+        REGISTRY.clear()
+
+    @THREE
+    def test_fills_the_registry(registered, turn):
+        REGISTRY[f"adapter {turn}"] = torch.zeros(1 << 18)
+
+    class TestShared(unittest.TestCase):
+        @classmethod
+        def setUpClass(cls):
+            cls.engine = Engine()
+
+        @classmethod
+        def tearDownClass(cls):
+            del cls.engine
+
+        def test_a(self):
+            add(self.engine, "a")
+
+        def test_b(self):
+            add(self.engine, "b")
+
+        def test_c(self):
+            add(self.engine, "c")
+
+    KEPT = []
+
+    @pytest.fixture(scope="module")
+    def kept():
+        KEPT.append(Engine())
+        return KEPT[0]
+
+    @THREE
+    def test_adds_to_what_is_kept(kept, turn):
+        add(kept, turn)
+
+    @pytest.fixture(scope="module")
+    def cached():
+        return Engine()
+
+    @pytest.mark.parametrize("turn", range(6))
+    def test_fills_a_cache(cached, turn):
+        if turn % 3 not in cached.adapters:
+            add(cached, turn % 3)
+
+    @pytest.fixture(scope="module")
+    def cleaned():
+        return Engine()
+
+    @pytest.fixture
+    def adapter(cleaned):
+        add(cleaned, "adapter")
+        add(cleaned, f"{id(object())}")
+        yield
+        cleaned.adapters.clear()
+
+    @THREE
+    def test_cleans_up(adapter, turn):
+        pass
+
+    @pytest.fixture(scope="module")
+    def excused():
+        return Engine()
+
+    @THREE
+    @pytest.mark.no_leakcheck(reason="on purpose")
+    def test_adds_on_purpose(excused, turn):
+        add(excused, turn)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(run_inner: RunInner) -> InnerRun:
+    return run_inner({"helper.py": ENGINE, "test_suite.py": SUITE})
+
+
+@pytest.mark.parametrize(
+    ("fixture", "rate", "holder"),
+    [
+        ("session fixture 'model'", "+1.0 MiB in each of 6 tests", "session fixture 'model'.adapters["),
+        ("module fixture 'registered'", "+1.0 MiB in each of 3 tests", "module fixture 'registered'.registry["),
+        ("setUpClass of TestShared", "+1.0 MiB in each of 3 tests", "test_suite.TestShared.engine.adapters["),
+        ("module fixture 'metric'", "in each of 3 tests", "module fixture 'metric'.loss.grad_fn"),
+    ],
+)
+def test_growth_is_reported_at_the_fixtures_end(run: InnerRun, fixture: str, rate: str, holder: str) -> None:
+    (finding,) = run.subject(fixture).findings
+    assert f"{rate} under {fixture}" in finding.message
+    assert finding.trend == "growth"
+    assert finding.holder is not None
+    assert finding.holder.startswith(holder)
+
+
+def test_growth_under_a_parametrized_fixture_is_reported_for_each_parameter(run: InnerRun) -> None:
+    assert run.report is not None
+    subjects = [subject for subject in run.report.subjects if subject.id.startswith("module fixture 'served'")]
+    assert [len(subject.findings) for subject in subjects] == [1, 1]
+
+
+def test_growth_that_survives_the_fixture_is_one_finding(run: InnerRun) -> None:
+    largest = run.subject("module fixture 'kept'").findings[0]
+    assert largest.trend == "growth"
+    assert "it grew by +1.0 MiB in each of 3 tests under module fixture 'kept'" in largest.message
+    assert largest.remedy is not None
+
+
+def test_nothing_else_is_reported(run: InnerRun) -> None:
+    fixtures = {name.partition(" (")[0] for name in run.blamed}
+    assert fixtures == {
+        "session fixture 'model'",
+        "module fixture 'served'",
+        "module fixture 'registered'",
+        "module fixture 'metric'",
+        "module fixture 'kept'",
+        "setUpClass of TestShared",
+    }
+    assert run.totals["passed"] == 36 - 3 - 3
+
+
+def test_growth_past_the_limit_is_a_failure_of_the_test_that_passes_it(run_inner: RunInner) -> None:
+    suite = """
+        import pytest
+        from helper import Engine, add
+
+        @pytest.fixture(scope="module")
+        def engine():
+            return Engine()
+
+        @pytest.mark.parametrize("turn", range(4))
+        def test_adds(engine, turn):
+            add(engine, turn)
+    """
+    run = run_inner({"helper.py": ENGINE, "test_it.py": suite}, "--leakcheck-growth=2.5MiB")
+    assert [run.counted(f"test_it.py::test_adds[{turn}]") for turn in range(3)] == ["passed", "passed", "failed"]
+    assert "+1.0 MiB in each of 3 tests under module fixture 'engine'" in run.message("test_it.py::test_adds[2]")
+    assert "past the limit of 2.5 MiB" in run.message("test_it.py::test_adds[2]")
