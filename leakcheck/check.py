@@ -68,7 +68,7 @@ class LeakCheck:
             stack.callback(self._watch.close)
             self._watch.open()
             stack.enter_context(listening(self))
-            self._watch.begin("block")
+            self._watch.begin("block", module=self._name)
             self._stack = stack.pop_all()
         return self
 

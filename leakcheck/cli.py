@@ -223,8 +223,7 @@ def _live(
             _refuse(str(error))
     console.print(render(written, *(() if where is None else (f"report: {where}",))))
     # A run that ended early may not have come to what an entry is for.
-    used = frozenset(entry.id for entry in suppressions.entries) if subject.reason else used
-    wrong = problems(suppressions.entries, used, today)
+    wrong = problems(suppressions.entries, used, today, subject.findings, ran_all=not subject.reason)
     for problem in wrong:
         console.print(HangingText(Text(f"SUPPRESSION {problem}", style="red")))
     if life.interrupted:

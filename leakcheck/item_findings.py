@@ -18,11 +18,12 @@ import msgspec
 from lowtide.leakcheck.cards import MEMORY_POOL
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.filled_caches import CachedItem
-from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.ladder import ACTIONS, Rung, release
 from lowtide.leakcheck.listing import FROZEN, listed
 from lowtide.leakcheck.remedies import error_text, unraisable_told
 from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
+from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.foreign import type_name
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
 from lowtide.reports.schema import Cause, Finding, Remedy
@@ -56,6 +57,7 @@ class ItemLeak:
         subject: whose it is, by its place among those that are judged.
         explanation: who holds it, where there is a path to that.
         cached: of what caches keep, where each of the names is.
+        module: the test module in which it leaked, or the file of the fixture.
     """
 
     finding: Finding
@@ -64,6 +66,7 @@ class ItemLeak:
     subject: int
     explanation: Explanation | None = None
     cached: Mapping[str, CachedItem] = field(default_factory=dict)
+    module: str = ""
 
     def without(self, left: Mapping[str, int], action: str) -> ItemLeak:
         """The same after an action that was meant for something else, and may have ended some of this too."""
@@ -146,6 +149,34 @@ def with_pool_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     return ItemLeak(finding, leak.key, leak.names, leak.subject, explanation)
 
 
+def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:
+    """The leak with the fingerprint that names it.
+
+    Args:
+        leak: with all that is known of it.
+        module: the test module in which it leaked.
+    """
+    told = leak.explanation
+    holders = () if told is None or not told.path else told.suspects[:1]
+    mark = fingerprint_of_items(
+        leak.key,
+        # Which segments of a pool are empty says nothing where it is known who holds the pool.
+        () if leak.key == FROZEN or holders else leak.names,
+        resource=leak.finding.resource,
+        device=leak.finding.device,
+        stage=leak.finding.stage,
+        suspects=(leak.finding.cause, *holders),
+        allocated_in=allocating_function(_stack(leak.finding)),
+        module="" if holders else module,
+    )
+    finding = msgspec.structs.replace(leak.finding, fingerprint=mark)
+    return dataclasses.replace(leak, finding=finding, module=module)
+
+
+def _stack(finding: Finding) -> list[StackFrame]:
+    return [StackFrame(frame.file, frame.line, frame.function) for frame in finding.allocated_at]
+
+
 def confirmed_workspaces(leak: ItemLeak, left: Callable[[], Mapping[str, int]], *, is_first: bool) -> ItemLeak:
     """Tells BLAS workspaces from other blocks of their size: clearing the workspaces gives the former back.
 
@@ -178,7 +209,17 @@ def _as_native(leak: ItemLeak, names: Mapping[str, int]) -> Finding:
         bytes=size,
         holder=listed(leak.key, blocks),
         message=f"{message}, since {leak.finding.stage}: {', '.join(sorted(blocks))} (of a BLAS workspace's size)",
-        fingerprint=fingerprint(
+        fingerprint=fingerprint_of_items(
+            f"native {leak.finding.device}",
+            blocks,
+            resource="tensors",
+            device=leak.finding.device,
+            stage=leak.finding.stage,
+            suspects=("native",),
+            allocated_in=allocating_function(_stack(leak.finding)),
+            module=leak.module,
+        ),
+        former_fingerprint=fingerprint(
             resource="tensors", device=leak.finding.device, stage=leak.finding.stage, suspects=("native",)
         ),
     )

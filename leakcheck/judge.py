@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.ladder import ACTIONS, Rung, Step
 from lowtide.leakcheck.listing import listed
 from lowtide.leakcheck.metrics import ALLOCATOR_HOLDER, DRIVER_ADVICE, DRIVER_HOLDER, Metric
@@ -170,6 +170,17 @@ def _finding(
     if new:
         message += ": " + ", ".join(new)
     message += returns
+    former = fingerprint(resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause))
+    mark = former
+    if new:
+        mark = fingerprint_of_items(
+            metric.resource,
+            new,
+            resource=metric.resource,
+            device=metric.device,
+            stage=stage,
+            suspects=(metric.what, cause),
+        )
     return Finding(
         resource=metric.resource,
         cause=cause,
@@ -178,9 +189,8 @@ def _finding(
         device=metric.device,
         stage=stage,
         message=message,
-        fingerprint=fingerprint(
-            resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause)
-        ),
+        fingerprint=mark,
+        former_fingerprint=former if former != mark else "",
         verdict=verdict,
         holder=holder,
         remedy=remedy,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from lowtide.leakcheck.explain import Explanation
-from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.ledger import Count, Key
 from lowtide.leakcheck.level_growth import rate
 from lowtide.leakcheck.listing import listed
@@ -155,6 +155,7 @@ def _of_tensors(owner: Owner, key: str, stacks: Stacks, past: int | None = None)
             stage=f"tests with {owner.name}",
             suspects=("growth", *suspects),
             allocated_in=allocating_function(stack),
+            module="" if suspects else owner.where,
         ),
         verdict="unexplained" if explanation is None else explanation.verdict,
         holder=holder or None,
@@ -232,7 +233,15 @@ def _of_items(owner: Owner, resource: Resource, now: Counters) -> Finding:
         device="",
         stage=f"tests with {owner.name}",
         message=f"{message}: {holder}" if holder else message,
-        fingerprint=fingerprint(resource=resource, device="", stage=f"tests with {owner.name}", suspects=("growth",)),
+        fingerprint=fingerprint_of_items(
+            resource,
+            names,
+            resource=resource,
+            device="",
+            stage=f"tests with {owner.name}",
+            suspects=("growth",),
+            module=owner.where,
+        ),
         holder=holder,
         advice=ADVICE,
         trend="growth",

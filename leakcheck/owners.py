@@ -39,6 +39,7 @@ class Owner:
 
     Attributes:
         label: what the births during its setup are called; no other owner's is the same.
+        where: the file that defines it; empty if none does.
         serial: its place in the order in which owners were made.
         items: what is its own, by name, per resource.
         storages: the storages that are its own.
@@ -52,6 +53,7 @@ class Owner:
     def __init__(self, name: str, roots: Callable[[], Iterable[object]] = tuple, stage: str | None = None) -> None:
         self.name = name
         self.stage = stage or f"setup of {name}"
+        self.where = ""
         self.serial = next(_serial)
         # The same fixture is set up again for every parameter.
         self.label = f"{self.stage} #{self.serial}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.item_findings import Action, ItemLeak, actions_for, try_actions
 from lowtide.leakcheck.listing import listed
 from lowtide.probes.counters import CounterReader, Counters, process_groups
@@ -75,6 +75,12 @@ def _leak(resource: Resource, names: Mapping[str, int], stage: str, unit: str) -
     holder = listed(resource, names)
     # Groups are numbered through the process's life; settings have names of their own.
     suspects = tuple(names) if resource == "globals" else ()
+    former = fingerprint(resource=resource, device="", stage=stage, suspects=(*suspects, "not-restored"))
+    mark = former
+    if resource != "globals":
+        mark = fingerprint_of_items(
+            resource, names, resource=resource, device="", stage=stage, suspects=("not-restored",)
+        )
     finding = Finding(
         resource=resource,
         cause="not-restored",
@@ -83,7 +89,8 @@ def _leak(resource: Resource, names: Mapping[str, int], stage: str, unit: str) -
         device="",
         stage=stage,
         message=f"{format_amount(len(names), unit)} did not come back at {stage}: {holder}",
-        fingerprint=fingerprint(resource=resource, device="", stage=stage, suspects=(*suspects, "not-restored")),
+        fingerprint=mark,
+        former_fingerprint=former if former != mark else "",
         holder=holder,
     )
     return ItemLeak(finding, resource, names, 0)

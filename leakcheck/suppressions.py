@@ -16,6 +16,7 @@ import msgspec
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
+from lowtide.leakcheck.listing import first_of
 from lowtide.leakcheck.suppression_toml import (
     OWN_TABLE,
     PYPROJECT_TABLE,
@@ -47,6 +48,9 @@ KEYS = ("fingerprint", "path", "resource", "cause", "reason", "owner", "expires"
 """What an entry may say; the shipped list also has `evidence`."""
 
 _SHIPPED = "shipped_suppressions.toml"
+
+_SHOWN = 5
+"""Fingerprints that a replaced entry is told to be replaced by; a report has all of them."""
 
 
 @dataclass(frozen=True)
@@ -152,22 +156,47 @@ def _marked(finding: Finding, in_force: Sequence[Suppression], used: set[str]) -
     return msgspec.structs.replace(finding, suppressed_by=note, parts=tuple(parts))
 
 
-def problems(entries: Iterable[Suppression], used: Collection[str], today: date) -> tuple[str, ...]:
-    """What is wrong with the entries after a whole run, a line each: expired, or nothing that they match.
+def problems(
+    entries: Iterable[Suppression],
+    used: Collection[str],
+    today: date,
+    findings: Iterable[Finding] = (),
+    *,
+    ran_all: bool = True,
+) -> tuple[str, ...]:
+    """What is wrong with the entries after a run, a line each: expired, replaced, or nothing that they match.
 
     Args:
         entries: all that were loaded.
         used: the ids of those that matched something, in any process.
         today: the day of the run.
+        findings: all of the run, by which an entry with a former fingerprint is told what replaces it.
+        ran_all: whether everything was run, so that an entry that matched nothing has nothing to match.
     """
+    replacements: dict[str, dict[str, Finding]] = {}
+    for finding in findings:
+        for item in (finding, *finding.parts):
+            replacements.setdefault(item.former_fingerprint, {}).setdefault(item.fingerprint, item)
     lines = []
     for entry in entries:
         owner = f" (owner: {entry.owner})" if entry.owner else ""
         if entry.is_expired(today):
             lines.append(f"{entry.id}: expired on {entry.expires}{owner}: fix the leak, or renew the entry")
-        elif entry.applies and not entry.evidence and entry.id not in used:
+        elif not entry.applies or entry.evidence or entry.id in used:
+            continue
+        elif entry.fingerprint is not None and (known := replacements.get(entry.fingerprint)) is not None:
+            lines.append(f"{entry.id}: replaced{owner}: {_replaced(entry.fingerprint, list(known.values()))}")
+        elif ran_all:
             lines.append(f"{entry.id}: unused{owner}: no finding matches it, delete the entry")
     return tuple(lines)
+
+
+def _replaced(former: str, findings: Sequence[Finding]) -> str:
+    texts = [
+        f"{finding.fingerprint} ({finding.resource}: {textwrap.shorten(finding.message, 80, placeholder=' …')})"
+        for finding in findings
+    ]
+    return f"each leak has a fingerprint of its own now; write instead of {former}: {first_of(texts, _SHOWN)}"
 
 
 def load(path: Path) -> Suppressions:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,6 +17,7 @@ from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.ladder import ACTIONS, Rung
 from lowtide.leakcheck.native_holders import as_gradients, saved_for_backward, together
+from lowtide.leakcheck.stable_names import without_numbers
 from lowtide.leakcheck.storages import Held, Key, is_tensor, storage_keys, tensors_in
 from lowtide.leakcheck.trend import trend_of
 from lowtide.probes.allocation_stacks import StackFrame, allocating_function
@@ -62,6 +64,7 @@ class Context:
         lives: how often every stage has, if all of them belong to one life that was repeated.
         namespaces: how many names each module had before the leak; None if that is not known.
         patience: seconds to wait for a thread to end, to prove that it is the holder.
+        module: the test module, or the fixture's file, to which the leaks belong; empty if there is none.
     """
 
     born: Collection[int] | None = None
@@ -74,6 +77,7 @@ class Context:
     lives: int = 1
     namespaces: Mapping[int, int] | None = None
     patience: float = 2.0
+    module: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,25 +186,21 @@ def tensor_leaks(
             )
         )
     sizes = {storage.key: storage.bytes for storage in held[0]}
-    groups: dict[str, list[_Row]] = {}
+    groups: dict[_Marks, list[_Row]] = {}
     for edge in _by_edge(rows):
-        groups.setdefault(_fingerprint(edge), []).extend(edge)
+        groups.setdefault(_fingerprint(edge, context.module), []).extend(edge)
     leaks = [_leak(mark, group, explained, advised, sizes, context) for mark, group in groups.items()]
     return sorted(leaks, key=lambda leak: -leak.finding.bytes)
 
 
 def restaged(finding: Finding, stage: str) -> Finding:
-    """The same finding, said to be there since `stage`."""
-    if finding.stage == stage:
-        return finding
+    """The same finding, said to be there since `stage`; its former fingerprint is that which it had for that."""
+    parts: tuple[str, ...] = (finding.cause, finding.verdict or "")
     message = finding.message.replace(f" did not come back at {finding.stage}", f" did not come back, since {stage}")
-    parts = (finding.cause, finding.verdict or "")
-    return msgspec.structs.replace(
-        finding,
-        stage=stage,
-        message=message,
-        fingerprint=fingerprint(resource=finding.resource, device=finding.device, stage=stage, suspects=parts),
-    )
+    former = fingerprint(resource=finding.resource, device=finding.device, stage=stage, suspects=parts)
+    if finding.stage == stage:
+        message, former = finding.message, finding.former_fingerprint or finding.fingerprint
+    return msgspec.structs.replace(finding, stage=stage, message=message, former_fingerprint=former)
 
 
 class Older(Container[int]):
@@ -270,7 +270,14 @@ def _by_edge(rows: Sequence[_Row]) -> list[list[_Row]]:
     return list(groups.values())
 
 
-def _fingerprint(group: Sequence[_Row]) -> str:
+class _Marks(NamedTuple):
+    """A finding's fingerprint, and the one that it had in lowtide 0.1; empty if that is the same."""
+
+    now: str
+    former: str
+
+
+def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
     """Of what hangs on one edge, the largest thing says where it was allocated."""
     row = max(group, key=lambda row: row.held.bytes)
     told = row.explanation
@@ -281,17 +288,23 @@ def _fingerprint(group: Sequence[_Row]) -> str:
         suspects = (told.cause, *told.suspects[:1])
     else:
         suspects = ("unknown",)
-    return fingerprint(
+    mark = functools.partial(
+        fingerprint,
         resource="tensors",
         device=row.held.key[0],
         stage=row.held.stage,
         suspects=suspects,
         allocated_in=allocating_function(row.stack),
     )
+    if told is not None and told.path:
+        return _Marks(mark(), "")
+    # Nothing names it: by its data type and its number of dimensions.
+    dtype, _, shape = row.held.text.partition(" ")
+    return _Marks(mark(kind=f"{dtype} {without_numbers(shape)}", module=module), mark())
 
 
 def _leak(
-    mark: str,
+    marks: _Marks,
     group: Sequence[_Row],
     explained: Explained,
     advised: Mapping[Key, str],
@@ -314,7 +327,8 @@ def _leak(
         device=device,
         stage=stage,
         message=message,
-        fingerprint=mark,
+        fingerprint=marks.now,
+        former_fingerprint=marks.former,
         verdict="unexplained",
         allocated_at=frames(largest.stack),
         trend=trend_of([row.held.turn for row in group], context.turns.get(stage, context.lives)),

@@ -35,6 +35,7 @@ from lowtide.leakcheck.item_findings import (
     frozen_items,
     is_harmless,
     try_actions,
+    with_fingerprint,
     with_pool_holder,
 )
 from lowtide.leakcheck.judge import excesses, judge
@@ -177,6 +178,7 @@ class Watch:
         self._users: dict[int, Owner] = {}
         self._grown: dict[str, list[Finding]] = {}
         self._passed: list[Finding] = []
+        self._module = ""
         self._read_deep = DeepReader(self._read, self._books, self._births, self._cards, self._caches)
 
     def open(self) -> None:
@@ -200,13 +202,15 @@ class Watch:
             self._driver.close()
             self._driver = None
 
-    def begin(self, stage: str = "setup", tolerance: int | None = None) -> None:
+    def begin(self, stage: str = "setup", tolerance: int | None = None, module: str = "") -> None:
         """A test begins: what is there now is its baseline.
 
         Args:
             stage: to what it is attributed that appears now.
             tolerance: bytes that this test may leave, if not what the policy says.
+            module: the test module, by which leaks of what has no name are told apart.
         """
+        self._module = module
         if gc.isenabled():
             # What earlier tests left in young garbage must not come back during this one.
             gc.collect(1)
@@ -662,6 +666,7 @@ class Watch:
         context: Context,
     ) -> list[Draft]:
         own = [Step(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
+        context = dataclasses.replace(context, module=(subject.where if subject is not None else "") or self._module)
         found: list[Draft] = []
         judged = judge(metrics, Reading(), own, stage=stage, cycle=1)
         for finding, key in zip(judged.findings, judged.keys, strict=True):
@@ -684,7 +689,7 @@ class Watch:
                 changed = (UNFROZEN,) if key == FROZEN and finding.remedy is not None else ()
                 dated = msgspec.structs.replace(dated, holder=listed(key, names), allocated_at=stack, changed=changed)
                 leak = ItemLeak(dated, key, names, turn, cached=self._caches.of(names))
-                found.append(with_pool_holder(leak, context))
+                found.append(with_fingerprint(with_pool_holder(leak, context), context.module))
         return found
 
     def _stack_of(self, device: str, key: str, names: Mapping[str, int]) -> tuple[Frame, ...]:

@@ -328,7 +328,7 @@ class Checker:
         except pytest.UsageError as error:
             wrong = str(error)
         with self._guarded():
-            self.watch.begin("setup", tolerance)
+            self.watch.begin("setup", tolerance, module=item.nodeid.partition("::")[0])
             self._imports.active = True
         if "leakcheck" not in getattr(item, "fixturenames", ()):
             with listening(self):
@@ -568,10 +568,10 @@ class Checker:
         return applied.findings
 
     def _suppression_problems(self) -> tuple[str, ...]:
-        """Expired entries, and after a run of everything the unused ones too."""
-        entries = self._suppressions.entries
-        used = self._used if self._ran_everything() else {entry.id for entry in entries}
-        return problems(entries, used, date.today())
+        """Expired and replaced entries, and after a run of everything the unused ones too."""
+        findings = [finding for subject in self.subjects for finding in subject.findings]
+        ran_all = self._ran_everything()
+        return problems(self._suppressions.entries, self._used, date.today(), findings, ran_all=ran_all)
 
     def _ran_everything(self) -> bool:
         """Whether no test was left out of this run, as far as the command line tells."""

@@ -175,6 +175,8 @@ class Finding(_Record, frozen=True, kw_only=True):
     Attributes:
         bytes: how much of it; 0 where it is counted only.
         count: how many things are in it (tensors, threads, …).
+        fingerprint: what stays the same about the leak from run to run.
+        former_fingerprint: that which lowtide 0.1 would have given, where it is another one.
         shared_bytes: those of the bytes that more than one edge holds, so that no single cut gives them back.
         remedy: what gave it back when it was tried; None if nothing did.
         tried: every action that was tried, in order, with what each one alone gave back.
@@ -204,6 +206,7 @@ class Finding(_Record, frozen=True, kw_only=True):
     suppressed_by: str | None = None
     trend: Literal["residue", "bounded", "growth"] | None = None
     parts: tuple[Finding, ...] = ()
+    former_fingerprint: str = ""
 
 
 class Return(_Record, frozen=True, kw_only=True):
