@@ -56,8 +56,8 @@ class Settings:
     device: Device
     stacks: Stacks
     remedies: bool
-    warmup: bool
-    growth: int | None
+    warmup: bool = True
+    growth: int | None = None
 
 
 def read_settings(config: pytest.Config) -> Settings:

@@ -64,3 +64,9 @@ def test_what_concerns_most_tests_comes_first_and_the_rest_is_counted() -> None:
     assert lines[1] == "not judged in 1 test: thing 0 (it is late)"
     assert len(lines) == MOST_NOT_MEASURED + 1
     assert lines[-1] == "not judged: 4 more, which a report (--leakcheck-report) lists"
+
+
+def test_what_may_be_a_library_s_is_counted_on_the_terminal_and_listed_in_a_report_only() -> None:
+    pipes = ", ".join(f"{number} -> pipe:[{number}]" for number in range(20, 41))
+    missing = NotMeasured(what=f"21 file descriptors did not come back, since call: {pipes}", why="libnccl.so.2 is new")
+    assert said([clean("a", missing)]) == ["not judged in 1 test: 21 file descriptors (libnccl.so.2 is new)"]
