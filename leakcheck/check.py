@@ -18,7 +18,8 @@ from lowtide.leakcheck.watch import Policy, Watch
 from lowtide.probes.births import young_generations_tell
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.stages import Stage, listening
-from lowtide.reports.schema import Outcome, Report, Subject
+from lowtide.reports.outcomes import judged_as
+from lowtide.reports.schema import Report, Subject
 
 
 class LeakCheckError(RuntimeError):
@@ -85,9 +86,15 @@ class LeakCheck:
             verdict = self._watch.end()
             findings = shipped().apply(verdict.findings, date.today()).findings
             leaks = any(finding.suppressed_by is None for finding in findings)
-            outcome: Outcome = "leak" if leaks else "clean"
+            outcome, reason = judged_as("leak" if leaks else "clean", verdict.not_measured)
             self._report = self._reported(
-                Subject(id=self._name, outcome=outcome, findings=findings, not_measured=verdict.not_measured)
+                Subject(
+                    id=self._name,
+                    outcome=outcome,
+                    reason=reason,
+                    findings=findings,
+                    not_measured=verdict.not_measured,
+                )
             )
 
     @property

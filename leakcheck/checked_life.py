@@ -26,6 +26,7 @@ from lowtide.leakcheck.watch import Policy, Watch
 from lowtide.probes.counters import CounterReader, Counters, anonymous_bytes
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.stages import announced_pools, listening
+from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Resource
 from lowtide.reports.sizes import format_bytes
 
@@ -123,6 +124,11 @@ class Lives:
         self.not_measured: dict[NotMeasured, None] = {}
         # By prompt length: how many tokens were asked for, and what came.
         self._tokens: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    @property
+    def untold(self) -> tuple[NotMeasured, ...]:
+        """What could not be judged; of other processes of one program only the largest, since each life has its own."""
+        return largest_of_each(self.not_measured)
 
     def __enter__(self) -> Lives:
         """Loads what a first life loads, so that it is no life's."""
@@ -473,6 +479,8 @@ class CheckedLife:
                 raise
             self._judge_error(name, error, injection)
             failed = True
+        # What another process has now, no check below sees: also where the call is found to have failed.
+        self._lives.not_measured.update(dict.fromkeys(self._lives.watch.unseen()))
         self.points = 0 if injection is None else len(injection.passed)
         if injection is not None and injection.raised is not None and not failed:
             if injection.kind == "interrupt":

@@ -213,13 +213,13 @@ def fuzz(
             seconds = time.perf_counter() - started
             # Only now, of the one life that is shown, who holds what.
             findings = replay(factory, life) or failure.findings
-            return Found(lives.coverage, seconds, findings, life, not_measured=tuple(lives.not_measured))
+            return Found(lives.coverage, seconds, findings, life, not_measured=lives.untold)
         except hypothesis.errors.Flaky as error:
             seconds = time.perf_counter() - started
             why = f"a life that failed did not fail again: {error}"
-            untold = tuple(lives.not_measured)
-            return Found(lives.coverage, seconds, tuple(machine.findings), tuple(machine.last), why, untold)
-    return Found(lives.coverage, time.perf_counter() - started, not_measured=tuple(lives.not_measured))
+            findings = tuple(machine.findings)
+            return Found(lives.coverage, seconds, findings, tuple(machine.last), why, lives.untold)
+    return Found(lives.coverage, time.perf_counter() - started, not_measured=lives.untold)
 
 
 def replay(factory: TargetFactory, life: Sequence[Call]) -> tuple[Finding, ...]:

@@ -25,6 +25,7 @@ from lowtide.leakcheck.target import TargetError, TargetFactory, load_factory, m
 from lowtide.leakcheck.witness import Killed, kill_in_each_stage
 from lowtide.probes.device.driver import find_driver
 from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.outcomes import judged_as, largest_of_each
 from lowtide.reports.schema import Finding, NotMeasured, ReportError, Subject
 from lowtide.reports.terminal import finding_text, not_judged_text
 
@@ -139,10 +140,11 @@ def search(
 
         found = fuzz(subjected.factory, examples=examples, seed=seed, steps=steps, listener=show)
     program = as_program(found.life, subjected.source) if found.life else ""
+    outcome, unseen = judged_as("leak" if found.findings else "clean", found.not_measured)
     subject = Subject(
         id=f"fuzz[{subjected.name}]",
-        outcome="error" if found.reason else "leak" if found.findings else "clean",
-        reason=found.reason,
+        outcome="error" if found.reason else outcome,
+        reason=found.reason or unseen,
         findings=found.findings,
         not_measured=found.not_measured,
     )
@@ -213,12 +215,14 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
         # The same in several stages is one.
         findings.setdefault(found.fingerprint, found)
     table.add_row("all", "", str(sum(item.points for item in swept)), str(sum(item.raised for item in swept)), "")
+    not_measured = (*subjected.not_measured, *largest_of_each(untold))
+    outcome, unseen = judged_as("leak" if findings else "error" if unknown else "clean", not_measured)
     subject = Subject(
         id=f"faults[{subjected.name}]",
-        outcome="leak" if findings else "error" if unknown else "clean",
-        reason=unknown,
+        outcome=outcome,
+        reason=unknown or unseen,
         findings=tuple(findings.values()),
-        not_measured=(*subjected.not_measured, *dict.fromkeys(untold)),
+        not_measured=not_measured,
     )
     life = next((item.life for item in swept if item.findings), ())
     return subject, as_program(life, subjected.source) if life else "", table
@@ -229,16 +233,21 @@ def verdict(subject: Subject, told: str | Table) -> Iterator[RenderableType]:
     if isinstance(told, Table):
         yield told
     for missing in subject.not_measured:
+        if missing.process is not None and subject.outcome == "unsupported":
+            continue  # its reason says so
         yield HangingText(not_judged_text(missing))
     for finding in subject.findings:
         yield HangingText(finding_text(finding))
     if isinstance(told, str):
         tried = told
     else:
-        tried = "not everything was tried" if subject.reason else "every fault point was failed once"
+        tried = "not everything was tried" if subject.outcome == "error" else "every fault point was failed once"
     if subject.outcome == "clean":
         yield Text(f"CLEAN: {tried}", style="bold green")
-    if subject.reason:
+    if subject.outcome == "unsupported":
+        yield HangingText(Text(subject.reason, style="yellow"))
+        yield Text(f"NOT JUDGED: nothing can be concluded; {tried}", style="bold yellow")
+    elif subject.reason:
         yield Text(f"NOT MEASURED: {subject.reason}; {tried}", style="bold yellow")
     if subject.outcome == "leak":
         yield Text(f"LEAK: {len(subject.findings)} finding(s); {tried}", style="bold red")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import threading
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from lowtide.leakcheck import contract
+from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.growth import GrowthWatch
 from lowtide.leakcheck.interrupts import Interrupts
 from lowtide.leakcheck.judge import excesses, grouped, judge
@@ -26,12 +28,15 @@ from lowtide.leakcheck.survival import Survival
 from lowtide.leakcheck.target import TargetError
 from lowtide.leakcheck.trend import trend_of
 from lowtide.leakcheck.type_growth import TypeCounts
+from lowtide.leakcheck.unseen import UnseenMemory
 from lowtide.probes.counters import child_processes
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.ledger import LedgerBase, base_from
+from lowtide.probes.process_tree import ProcessTree, name_of
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announced_pools, listening
-from lowtide.reports.schema import Finding, NotMeasured, Outcome, Return, Stage, Subject, TypeGrowth
+from lowtide.reports.outcomes import judged_as, largest_of_each
+from lowtide.reports.schema import Finding, NotMeasured, Return, Stage, Subject, TypeGrowth
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -133,6 +138,8 @@ class LifecycleRun:
         self._turns: dict[str, int] = {}
         self._types: TypeCounts | None = None
         self._type_growth: tuple[TypeGrowth, ...] = ()
+        self._tree = ProcessTree()
+        self._unseen = UnseenMemory(self._tree, lambda: self._driver)
         self._process = ProcessState(self._driver_bytes)
         self._survival = Survival(device)
         self._growth = GrowthWatch(device)
@@ -145,6 +152,8 @@ class LifecycleRun:
         try:
             self._open_device()
             self._leftovers.open()
+            self._tree.start()
+            self._unseen.begin()
             with listening(self._growth), Interrupts() as interrupts:
                 for cycle in range(1, self._cycles + 1):
                     self._live(cycle)
@@ -158,6 +167,7 @@ class LifecycleRun:
             self._interrupt()
         finally:
             self._leftovers.close()
+            self._tree.stop()
         return self._subject()
 
     def _open_device(self) -> None:
@@ -231,6 +241,7 @@ class LifecycleRun:
                 self._failure = f"cycle {cycle}: {name} raised {type(error).__name__}: {error}"
                 return
             seconds = time.perf_counter() - started
+            self._unseen.look(always=True)
             if name.startswith("sleep"):
                 self._wait_for_driver(name, cycle, before)
             after = self._snapshot(f"cycle {cycle}, after {name}")
@@ -288,6 +299,7 @@ class LifecycleRun:
         except Exception as error:  # noqa: BLE001 - whatever an engine's shutdown raises is a finding
             self._findings.append(contract.failed_teardown("shutdown", error))
         seconds = time.perf_counter() - started
+        self._unseen.look(always=True)
         metrics = self._metrics(cycle)
         baselines = self._baselines(cycle, baseline)
         try:
@@ -418,7 +430,7 @@ class LifecycleRun:
             moved=lambda then, now: waiting(then) != waiting(now),
             rungs=rungs,
             policy=DRIVER_PATIENCE if self._indices else SettlePolicy(),
-            peek=lambda: (self._driver_bytes(), threading.active_count(), len(child_processes())),
+            peek=lambda: (self._driver_bytes(), threading.active_count(), len(child_processes()), self._tree.orphans()),
         )
 
     def _metrics(self, cycle: int) -> tuple[Metric[Snapshot], ...]:
@@ -467,7 +479,14 @@ class LifecycleRun:
         return sum(self._driver.read(index).process_bytes or 0 for index in self._indices)
 
     def _snapshot(self, label: str) -> Snapshot:
-        return take_snapshot(label, driver=self._driver, devices=self._indices)
+        snapshot = take_snapshot(label, driver=self._driver, devices=self._indices)
+        # Those that serve a library for the whole process are no engine's; those whose parent has ended are.
+        children = {name.partition(" ")[0]: name for name in snapshot.host.children}
+        children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self._tree.orphans()}
+        stays = exempt("processes", children)
+        left = sorted(int(pid) for pid in children if pid not in stays)
+        host = dataclasses.replace(snapshot.host, children=tuple(children[str(pid)] for pid in left))
+        return dataclasses.replace(snapshot, host=host)
 
     def _unexplained(self, snapshot: Snapshot) -> dict[str, int]:
         known = {"cpu": base_from(snapshot, "cpu")}
@@ -482,8 +501,8 @@ class LifecycleRun:
 
     def _subject(self) -> Subject:
         findings = tuple(map(self._with_trend, grouped(self._findings)))
-        outcome: Outcome = "leak" if findings else "clean"
-        reason = ""
+        not_measured = (*self._not_measured.values(), *largest_of_each(self._unseen.not_measured))
+        outcome, reason = judged_as("leak" if findings else "clean", not_measured)
         if self._failure and not findings:
             outcome, reason = "error", self._failure
         elif self._failure:
@@ -495,7 +514,7 @@ class LifecycleRun:
             stages=tuple(self._stage(*row) for row in self._stages),
             findings=findings,
             returns=tuple(self._returns),
-            not_measured=tuple(self._not_measured.values()),
+            not_measured=not_measured,
             type_growth=self._type_growth if findings else (),
         )
 

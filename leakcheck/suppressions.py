@@ -29,7 +29,8 @@ from lowtide.leakcheck.suppression_toml import (
     written_entries,
 )
 from lowtide.leakcheck.suppression_writing import write_entries
-from lowtide.reports.schema import Cause, Finding, Outcome, Resource, Subject
+from lowtide.reports.outcomes import judged_as
+from lowtide.reports.schema import Cause, Finding, Resource, Subject
 
 __all__ = [
     "KEYS",
@@ -137,11 +138,14 @@ class Suppressions:
         What is known is no leak; but what failed for another reason too is not clean either.
         """
         applied = self.apply(subject.findings, today)
-        outcome: Outcome = subject.outcome
+        outcome, reason = subject.outcome, subject.reason
         is_known = bool(applied.findings) and all(finding.suppressed_by is not None for finding in applied.findings)
-        if outcome == "leak" and is_known:
-            outcome = "error" if subject.reason else "clean"
-        return msgspec.structs.replace(subject, findings=applied.findings, outcome=outcome), applied.used
+        if outcome == "leak" and is_known and reason:
+            outcome = "error"
+        elif outcome == "leak" and is_known:
+            outcome, reason = judged_as("clean", subject.not_measured)
+        judged = msgspec.structs.replace(subject, findings=applied.findings, outcome=outcome, reason=reason)
+        return judged, applied.used
 
 
 def _marked(finding: Finding, in_force: Sequence[Suppression], used: set[str]) -> Finding:

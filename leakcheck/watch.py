@@ -60,6 +60,7 @@ from lowtide.leakcheck.tensor_findings import (
     told_as_frozen,
 )
 from lowtide.leakcheck.unproven import Unproven, prove_now, put_off
+from lowtide.leakcheck.unseen import UnseenMemory
 from lowtide.leakcheck.warm_up import WarmUp
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.births import Births
@@ -67,6 +68,7 @@ from lowtide.probes.caches import LRU_CACHE
 from lowtide.probes.counters import CounterReader, Counters
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects, collector_paused
+from lowtide.probes.process_tree import ProcessTree
 from lowtide.probes.tensors import survey_storages
 from lowtide.reports.schema import Finding, Frame, NotMeasured
 
@@ -167,6 +169,8 @@ class Watch:
         self._stacks = AllocationStacks(
             card=self.policy.card and self.policy.stacks != "off", cpu=self.policy.stacks == "all"
         )
+        self._tree = ProcessTree()
+        self._unseen = UnseenMemory(self._tree, self._ask_driver if self.policy.card else None)
         self._labels: list[str] = []
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
@@ -187,6 +191,7 @@ class Watch:
             self._warm_up.now()
         self._births.start()
         self._segments.start()
+        self._tree.start()
         with collector_paused():
             census = Census(all_objects())
             self._caches.add(census.exactly(LRU_CACHE))
@@ -198,6 +203,7 @@ class Watch:
         self._stacks.stop()
         self._births.stop()
         self._segments.stop()
+        self._tree.stop()
         if self._driver is not None:
             self._driver.close()
             self._driver = None
@@ -223,6 +229,7 @@ class Watch:
         self._begun, self._forgetting = time.perf_counter(), 0.0
         self._turns = {stage: 1}
         self._caches.mark()
+        self._unseen.begin()
         self._namespaces = namespace_sizes()
         now = self._read()
         self._books.begin(stage, now)
@@ -268,6 +275,10 @@ class Watch:
             label: the stage.
             again: whether this is a new turn of it, not the return from a stage inside it.
         """
+        self._unseen.look()
+        self._attribute_births(label, again=again)
+
+    def _attribute_births(self, label: str, *, again: bool = False) -> None:
         self._births.note()
         if again:
             self._turns[label] = self._turns.get(label, 0) + 1
@@ -288,7 +299,8 @@ class Watch:
     def phase(self, label: str, *, again: bool = False) -> None:
         """As `stage`, and for all that is counted but the cards' levels."""
         ending = self._births.label
-        self.stage(label, again=again)
+        self._unseen.look(always=True)
+        self._attribute_births(label, again=again)
         self._caches.note(ending)
         self._books.attribute(ending, self._counters.read(self._books.last))
 
@@ -379,6 +391,11 @@ class Watch:
             self._grown.clear()
             self._passed.clear()
 
+    def unseen(self) -> tuple[NotMeasured, ...]:
+        """The other processes whose memory had to be seen since the test began, as of now."""
+        self._unseen.look()
+        return self._unseen.not_measured
+
     def check(self) -> Verdict:
         """Judge in the middle of a test: as `end`, but nothing ends, and nothing is changed to prove a remedy."""
         return self._judge([], lambda: None, (), final=False)
@@ -389,10 +406,12 @@ class Watch:
         stage = self._births.label
         now = self._read()
         self._books.attribute(stage, now)
+        self._unseen.look(always=True)
         self._caches.note(stage)
         # Before anything is collected: what is young now will be old then.
         self._caches.born(self._births.born() if self._caches.any_filled else ())
-        untold = tuple(NotMeasured(what=key, why=why) for key, why in now.untold.items()) + self._warm_up.told()
+        untold = tuple(NotMeasured(what=key, why=why) for key, why in now.untold.items())
+        untold += self._warm_up.told() + self._unseen.not_measured
         if not self._suspects(now, ended):
             return Verdict(not_measured=untold)
         born = self._births.born()
@@ -474,6 +493,12 @@ class Watch:
         before = now if self._card_came_in_this_test else self._books.baseline
         findings[0], excused = excused_by_libraries(findings[0], before, now, self._first_use)
         self._adopt(self._read(), steps[-1].reading.heap)
+        self._unseen.is_told(
+            int(name)
+            for subject in subjects
+            for name in self._books.new_items("processes", self._read(), subject, ended)
+            if final
+        )
         if any(finding.changed for found in findings for finding in found):
             self._seen &= live_keys()
         return Verdict(

@@ -42,6 +42,7 @@ from lowtide.pytest_plugin.scopes import FixtureOwner
 from lowtide.pytest_plugin.settings import Settings, read_markers, read_settings
 from lowtide.pytest_plugin.stage_records import MOST_STAGES, StageRecords
 from lowtide.reports.folder import write_folder
+from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Finding, NotMeasured, Report, ReportError, Subject
 
 _SUBJECTS = "lowtide_subjects"
@@ -531,6 +532,8 @@ class Checker:
         else:
             of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
             own = self._subject(item.nodeid, [*verdict.findings, *of_setup, *self._checked.missing_from(verdict)])
+            outcome, reason = judged_as(own.outcome, verdict.not_measured)
+            own = msgspec.structs.replace(own, outcome=outcome, reason=reason)
         later = sum((verdict.unproven_of_owners.get(owner.label, Unproven()) for owner in own_setup), verdict.unproven)
         self._put_off(own, later)
         own = msgspec.structs.replace(own, not_measured=verdict.not_measured)
@@ -616,7 +619,8 @@ def _expected_to_leak(subject: Subject, reason: str) -> Subject:
         msgspec.structs.replace(finding, suppressed_by=finding.suppressed_by or f"xfail: {reason}")
         for finding in subject.findings
     )
-    return msgspec.structs.replace(subject, findings=findings, outcome="clean")
+    outcome, unseen = judged_as("clean", subject.not_measured)
+    return msgspec.structs.replace(subject, findings=findings, outcome=outcome, reason=unseen or subject.reason)
 
 
 def _was_skipped(setup: Any, call: Any) -> bool:

@@ -13,7 +13,8 @@ from lowtide.leakcheck.plain import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.reports.finding_lines import amount, first_line, holder_text, one_line, terminal_lines
 from lowtide.reports.markdown import not_measured
-from lowtide.reports.schema import Finding, Subject
+from lowtide.reports.outcomes import held_by_process
+from lowtide.reports.schema import Finding, NotMeasured, Subject
 from lowtide.reports.sizes import format_amount, format_bytes
 
 MOST_NOT_MEASURED = 5
@@ -60,7 +61,7 @@ def summary(
 ) -> None:
     """The section at the end of the run; `problems` are those of the suppressions."""
     shown = [subject for subject in subjects if subject.findings or subject.outcome == "error"]
-    skipped = [subject for subject in subjects if subject.outcome == "skipped"]
+    skipped = [subject for subject in subjects if subject.outcome in ("skipped", "unsupported")]
     leaking = [subject for subject in subjects if subject.outcome == "leak"]
     if not subjects:
         return
@@ -90,13 +91,30 @@ def summary(
 
 def _not_measured(subjects: Sequence[Subject]) -> Iterator[str]:
     """What tests could not be judged by, and why: what concerns most of them first."""
-    found = sorted(not_measured(subjects).items(), key=lambda item: -item[1])
+    yield from _other_processes(subjects)
+    known = ((missing, tests) for missing, tests in not_measured(subjects).items() if missing.process is None)
+    found = sorted(known, key=lambda item: -item[1])
     for missing, tests in found[:MOST_NOT_MEASURED]:
         # The names of what may be a library's are in a report: here they would be lines of pipes.
         amount_of = missing.what.partition(" did not come back")[0]
         yield f"not judged in {format_amount(tests, 'tests')}: {amount_of} ({missing.why})"
     if len(found) > MOST_NOT_MEASURED:
         yield f"not judged: {len(found) - MOST_NOT_MEASURED} more, which a report (--leakcheck-report) lists"
+
+
+def _other_processes(subjects: Sequence[Subject]) -> Iterator[str]:
+    """In one line for each advice: in how many tests other processes held memory that was not seen."""
+    advice: dict[str, list[tuple[str, NotMeasured]]] = {}
+    for subject in subjects:
+        for missing in subject.not_measured:
+            if missing.process is not None:
+                advice.setdefault(missing.why, []).append((subject.id, missing))
+    for why, found in advice.items():
+        tests = len({name for name, _ in found})
+        pids = {missing.process.pid for _, missing in found if missing.process is not None}
+        largest = max((missing for _, missing in found), key=held_by_process)
+        others = "" if len(pids) == 1 else f", the largest of {len(pids)} processes"
+        yield f"not judged in {format_amount(tests, 'tests')}: {largest.what}{others}; {why}"
 
 
 def line(subject: Subject, finding: Finding) -> str:

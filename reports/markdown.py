@@ -159,7 +159,10 @@ def _missing(report: Report) -> Iterator[str]:
     for subject in report.subjects:
         if subject.outcome in ("error", "unsupported"):
             yield f"- {_code(subject.id)}: {subject.outcome}: {_text(subject.reason or 'no reason given')}"
+    reasons = [subject.reason for subject in report.subjects if subject.outcome == "unsupported"]
     for missing, subjects in not_measured(report.subjects).items():
+        if missing.process is not None and any(missing.what in reason for reason in reasons):
+            continue
         yield f"- {_text(missing.what)} in {subjects} subject(s): {_text(missing.why)}"
 
 

@@ -221,11 +221,36 @@ class Return(_Record, frozen=True, kw_only=True):
     seconds: float
 
 
+class CardMemory(_Record, frozen=True, kw_only=True):
+    """What a process holds on one card; None where it has a context there and the driver does not tell its size."""
+
+    device: str
+    bytes: int | None
+
+
+class OtherProcess(_Record, frozen=True, kw_only=True):
+    """A process of the program's whose memory had to be seen, and was not.
+
+    Attributes:
+        host: bytes of host memory that only it maps; None where that may not be read.
+    """
+
+    pid: int
+    name: str
+    host: int | None
+    cards: tuple[CardMemory, ...] = ()
+
+
 class NotMeasured(_Record, frozen=True, kw_only=True):
-    """Something that could not be judged here, and why."""
+    """Something that could not be judged here, and why.
+
+    Attributes:
+        process: whose memory it is, where it is that of another process; then nothing else makes its subject clean.
+    """
 
     what: str
     why: str
+    process: OtherProcess | None = None
 
 
 class Subject(_Record, frozen=True, kw_only=True):
@@ -273,13 +298,14 @@ class Report(_Record, frozen=True, kw_only=True):
         Raises:
             LeaksFoundError: something did not, or could not be judged.
         """
+        unjudged = ("error", "unsupported")
         lines = [
             f"{subject.id}: {finding.resource}/{finding.cause}: {finding.message}"
             for subject in self.subjects
             for finding in subject.findings
             if finding.suppressed_by is None
         ]
-        lines += [f"{subject.id}: {subject.reason}" for subject in self.subjects if subject.outcome == "error"]
+        lines += [f"{subject.id}: {subject.reason}" for subject in self.subjects if subject.outcome in unjudged]
         if lines:
             raise LeaksFoundError("\n".join(lines))
 

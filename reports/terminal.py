@@ -154,7 +154,9 @@ def verdict_lines(subject: Subject) -> list[RenderableType]:
             what += f" ({format_bytes(item.bytes)})"
         came = f"came back at rung {item.rung}, {item.seconds:.2f} s after {item.stage}"
         lines.append(HangingText(Text(f"cycle {item.cycle}: {what} {came}")))
-    lines += [HangingText(not_judged_text(missing)) for missing in subject.not_measured]
+    # A reason that names other processes says all of them.
+    missed = [missing for missing in subject.not_measured if missing.process is None or not subject.reason]
+    lines += [HangingText(not_judged_text(missing)) for missing in missed]
     lines += [HangingText(finding_text(finding)) for finding in subject.findings]
     if subject.type_growth:
         lines.append(growth_table(subject.type_growth))
@@ -166,7 +168,8 @@ def verdict_lines(subject: Subject) -> list[RenderableType]:
 
 def not_judged_text(missing: NotMeasured) -> Text:
     """One thing that could not be judged, and why."""
-    return Text(one_line(f"not judged: {missing.what} ({missing.why})"), style="yellow")
+    why = f" ({missing.why})" if missing.process is None else f"; {missing.why}"
+    return Text(one_line(f"not judged: {missing.what}{why}"), style="yellow")
 
 
 def finding_text(finding: Finding) -> Text:
@@ -224,7 +227,8 @@ def _outcome_text(subject: Subject) -> Text:
         also = f", and {known} known" if known else ""
         counted = len(subject.findings) - known
         return Text(f"LEAK: {counted} finding(s) in {len(judged)} cycle(s){also}", style="bold red")
-    return Text(f"{subject.outcome.upper()}: nothing can be concluded", style="bold yellow")
+    word = "NOT JUDGED" if subject.outcome == "unsupported" else subject.outcome.upper()
+    return Text(f"{word}: nothing can be concluded", style="bold yellow")
 
 
 def _machine_line(report: Report) -> Text:

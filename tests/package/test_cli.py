@@ -21,6 +21,8 @@ from typer.testing import CliRunner
 
 from lowtide.engine.defects import DEFECTS
 from lowtide.leakcheck import cli, fuzz_command, lifecycle, verify
+from lowtide.leakcheck.checked_life import Coverage
+from lowtide.leakcheck.fuzz import Found
 from lowtide.leakcheck.suppressions import load
 from lowtide.reports import schema
 
@@ -575,6 +577,28 @@ def test_what_a_users_engine_leaves_fails_its_check(tmp_path: Path) -> None:
     done = lowtide("check", "tests.leakcheck.test_target_life:Keeps", "--cycles", "1")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "tests.leakcheck.test_target_life.KEPT" in done.stdout
+
+
+def test_a_check_of_an_engine_in_another_process_is_not_measured(tmp_path: Path) -> None:
+    target = "tests.leakcheck.spawned_target:SpawnedTarget"
+    done = lowtide("check", target, "--cycles", "1", "--report", tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len(re.findall(r"not judged: memory of pid \d+ \(EngineCore\)", done.stdout)) == 1
+    assert "CLEAN" not in done.stdout
+    assert "NOT JUDGED: nothing can be concluded" in done.stdout
+    summary = (tmp_path / "summary.md").read_text()
+    assert "NOT MEASURED: 1 of 1 subject(s)" in summary
+    assert summary.count("EngineCore") == 1
+
+
+def test_random_lives_of_an_engine_in_another_process_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = schema.OtherProcess(pid=7, name="EngineCore", host=1 << 30)
+    missing = schema.NotMeasured(what="memory of pid 7 (EngineCore): 1.0 GiB host", why="move it", process=process)
+    monkeypatch.setattr(fuzz_command, "fuzz", lambda *args, **kwargs: Found(Coverage(), 1.0, not_measured=(missing,)))
+    done = invoke("fuzz", "--device", "cpu")
+    assert done.exit_code == 2
+    assert done.stdout.count("not judged: memory of pid 7 (EngineCore): 1.0 GiB host; move it") == 1
+    assert "CLEAN" not in done.stdout
 
 
 # --- fuzz -----------------------------------------------------------------------------------------------------------

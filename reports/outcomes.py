@@ -1,0 +1,47 @@
+"""What a subject's outcome is where other processes of the program hold memory that was not seen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from lowtide.reports.schema import NotMeasured, Outcome
+
+_SHOWN = 3
+
+
+def judged_as(outcome: Outcome, not_measured: Sequence[NotMeasured]) -> tuple[Outcome, str]:
+    """The outcome of a subject in which nothing went wrong, and its reason: never clean where an engine was not seen.
+
+    Args:
+        outcome: as far as this process tells.
+        not_measured: what was not judged.
+    """
+    others = [missing for missing in not_measured if missing.process is not None]
+    if outcome != "clean" or not others:
+        return outcome, ""
+    shown = "; ".join(missing.what for missing in others[:_SHOWN])
+    more = f"; and of {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    return "unsupported", f"not judged: {shown}{more}; {others[0].why}"
+
+
+def largest_of_each(not_measured: Iterable[NotMeasured]) -> tuple[NotMeasured, ...]:
+    """Of the processes of one program, which each life starts anew, the one that held most; all else once."""
+    found: dict[object, NotMeasured] = {}
+    for missing in not_measured:
+        key: object = missing
+        if missing.process is not None:
+            # `SpawnProcess-7` is the seventh of its kind.
+            key = re.sub(r"\d+", "", missing.process.name), missing.why
+        before = found.get(key)
+        if before is None or held_by_process(missing) > held_by_process(before):
+            found[key] = missing
+    return tuple(found.values())
+
+
+def held_by_process(missing: NotMeasured) -> tuple[int, int]:
+    """Bytes on cards and on the host of the process that it is about; 0 where it is about none."""
+    process = missing.process
+    if process is None:
+        return 0, 0
+    return sum(card.bytes or 1 for card in process.cards), process.host or 0

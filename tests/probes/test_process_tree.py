@@ -1,0 +1,231 @@
+"""The tree of processes from outside: who is in it, also when its parent is gone, and what is a process's own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.driver.nvml import NvmlDriver
+from lowtide.probes.process_tree import MARK, ProcessMemory, ProcessTree, TreeMemory, name_of
+from tests.probes.test_driver import FakeNvml, FakeNvmlError
+
+MIB = 1 << 20
+WAITS = "import sys; print('ready', flush=True); sys.stdin.read()"
+
+
+class TwoCards(FakeNvml):
+    """As NVML, it knows no third card."""
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index >= len(self.uuids):
+            raise FakeNvmlError("Invalid Argument")
+        return super().nvmlDeviceGetHandleByIndex(index)
+
+
+@pytest.fixture
+def tree() -> Iterator[ProcessTree]:
+    tree = ProcessTree()
+    tree.start()
+    yield tree
+    tree.stop()
+
+
+@contextlib.contextmanager
+def child(code: str = WAITS, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A Python that says when it is ready, and ends with the block."""
+    command = options.pop("args", [sys.executable, "-c", code])
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, executable=sys.executable, **options
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def only(tree: ProcessTree, driver: Any = None) -> ProcessMemory:
+    _, (found,) = TreeMemory(tree).read(None if driver is None else lambda: driver, floor=16 * MIB)
+    return found
+
+
+def test_without_children_there_is_nothing(tree: ProcessTree) -> None:
+    assert not tree.any_alive()
+    assert tree.descendants() == tree.orphans() == []
+
+
+def test_children_and_theirs_are_the_tree(tree: ProcessTree) -> None:
+    code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {WAITS!r}]); p.wait()"
+    with child(code) as process:
+        (grandchild,) = psutil.Process(process.pid).children()
+        assert tree.any_alive()
+        assert tree.descendants() == sorted([process.pid, grandchild.pid])
+        assert tree.orphans() == []
+
+
+@pytest.mark.parametrize("own_session", [False, True])
+def test_an_orphan_is_known_by_its_mark(tree: ProcessTree, *, own_session: bool) -> None:
+    code = f"""import subprocess, sys
+p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session={own_session})
+print(p.pid, flush=True)
+sys.stdin.read()"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        left = int(process.stdout.readline())
+        process.kill()
+    try:
+        assert tree.any_alive()
+        assert tree.orphans() == tree.descendants() == [left]
+    finally:
+        os.kill(left, signal.SIGKILL)
+    assert until(lambda: not tree.orphans())
+
+
+def _leave(pipe: Any) -> None:
+    left = os.fork()
+    if not left:
+        time.sleep(60)
+        os._exit(0)
+    pipe.send(left)
+    signal.pause()
+
+
+def test_an_orphan_that_was_only_forked_is_known_by_its_group(tree: ProcessTree) -> None:
+    fork = get_context("fork")
+    mine, theirs = fork.Pipe()
+    process = fork.Process(target=_leave, args=(theirs,))
+    process.start()
+    left = mine.recv()
+    process.kill()
+    process.join()
+    try:
+        if psutil.Process(left).ppid() != 1:
+            pytest.skip("another process than number 1 takes orphans in here")
+        assert tree.orphans() == [left]
+    finally:
+        os.kill(left, signal.SIGKILL)
+
+
+def test_the_mark_goes_with_the_tree_and_leaves_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MARK, "outer")
+    tree = ProcessTree()
+    tree.start()
+    assert os.environ[MARK].startswith("outer:")
+    tree.stop()
+    assert os.environ[MARK] == "outer"
+
+
+def test_what_a_child_holds_is_its_own(tree: ProcessTree) -> None:
+    with child(f"held = b'x' * {64 * MIB}; {WAITS}"):
+        found = only(tree)
+    assert found.private is not None
+    assert 64 * MIB < found.own <= found.private < 90 * MIB
+    assert found.cards == {}
+
+
+def test_a_child_below_the_floor_is_not_read(tree: ProcessTree) -> None:
+    with child():
+        assert TreeMemory(tree).read(lambda: NoDriver("a test"), floor=64 * MIB)[1] == []
+
+
+def _collect(pipe: Any, own: int) -> None:
+    held = b"x" * own
+    gc.collect()
+    pipe.send(len(held))
+    signal.pause()
+
+
+@pytest.mark.parametrize("own", [0, 64 * MIB])
+def test_copies_of_a_forks_parents_pages_are_not_its_own(tree: ProcessTree, own: int) -> None:
+    filler = [[] for _ in range(400_000)]
+    memory = TreeMemory(tree)
+    fork = get_context("fork")
+    mine, theirs = fork.Pipe()
+    process = fork.Process(target=_collect, args=(theirs, own))
+    process.start()
+    try:
+        mine.recv()
+        _, (found,) = memory.read(None, floor=16 * MIB)
+    finally:
+        process.kill()
+        process.join()
+    del filler
+    assert found.private is not None
+    assert found.private > own + 16 * MIB
+    assert own <= found.own < own + 16 * MIB
+
+
+def test_memory_that_may_not_be_read_is_unknown_and_told_as_resident(
+    tree: ProcessTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowtide.probes.process_tree._rollup", lambda pid: None)
+    with child(f"held = b'x' * {64 * MIB}; {WAITS}"):
+        found = only(tree)
+    assert found.private is None
+    assert found.own == found.resident > 64 * MIB
+
+
+def test_memory_on_cards_is_that_of_the_drivers_list(tree: ProcessTree, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    nvml = TwoCards()
+    driver = NvmlDriver(nvml)
+    with child() as process:
+        nvml.compute[0] = [(process.pid, 700 * MIB), (1, 5)]
+        nvml.compute[1] = [(process.pid, None)]
+        # Also where it holds next to nothing on the host.
+        _, (found,) = TreeMemory(tree).read(lambda: driver, floor=10**12)
+    assert found.cards == {"cuda:0": 700 * MIB, "cuda:1": None}
+
+
+def test_the_driver_is_asked_for_nothing_without_children(tree: ProcessTree) -> None:
+    def ask() -> NoDriver:
+        raise AssertionError
+
+    assert TreeMemory(tree).read(ask, floor=0)[1] == []
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["VLLM::EngineCore", "-c", WAITS], "VLLM::EngineCore"),
+        ([sys.executable, "-m", "tests.probes.read_again"], "python -m tests.probes.read_again"),
+    ],
+)
+def test_a_process_is_called_what_a_person_calls_it(command: list[str], name: str) -> None:
+    with subprocess.Popen(
+        command, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        # The kernel shows the command once it has been executed.
+        assert until(lambda: Path(f"/proc/{process.pid}/exe").resolve() == Path(sys.executable).resolve())
+        assert name_of(process.pid) == name
+        process.kill()
+
+
+def test_a_process_of_multiprocessing_has_its_name() -> None:
+    process = get_context("fork").Process(target=signal.pause, name="EngineCore")
+    process.start()
+    try:
+        assert name_of(process.pid or 0) == "EngineCore"
+    finally:
+        process.kill()
+        process.join()
+    assert name_of(process.pid or 0) == "gone"

@@ -1,0 +1,133 @@
+"""An engine in a process of its own under `--leakcheck`: its tests stay as they are, and are not called clean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.pytest_plugin.conftest import InnerRun, RunInner
+
+TARGET = Path(__file__).parents[1] / "leakcheck" / "spawned_target.py"
+
+TESTS = """
+import subprocess, sys
+import pytest, torch
+from spawned_target import SpawnedTarget
+
+@pytest.fixture(scope="module")
+def served():
+    target = SpawnedTarget()
+    target.create({})
+    yield target
+    target.shutdown()
+
+def test_staged(leakcheck):
+    target = leakcheck.engine(SpawnedTarget(), infer="infer", sleep="sleep")
+    target.create({})
+    target.infer([3], 1)
+    target.sleep(1, "wait")
+    target.shutdown()
+
+def test_fails(leakcheck):
+    target = leakcheck.engine(SpawnedTarget(), infer="infer")
+    target.create({})
+    try:
+        target.infer([3], 1)
+        assert False
+    finally:
+        target.shutdown()
+
+def test_without():
+    subprocess.run([sys.executable, "-c", "held = b'x' * (64 << 20)"], check=True)
+
+def test_served(served):
+    served.infer([3], 1)
+
+def test_served_leaks(served):
+    global KEPT
+    KEPT = torch.ones(1000)
+"""
+
+CARD = """
+import subprocess, sys
+
+def test_on_a_card():
+    # The driver below lists the children that say so.
+    with subprocess.Popen([sys.executable, "-c", "input()  # on a card"], stdin=subprocess.PIPE) as child:
+        import lowtide
+        with lowtide.stage("at work"):
+            pass
+        child.communicate(b"\\n")
+"""
+
+NVML = """
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+class NVMLError(Exception):
+    pass
+
+nvmlInit = nvmlShutdown = lambda: None
+nvmlDeviceGetCount = lambda: 1
+nvmlDeviceGetMemoryInfo = lambda handle: SimpleNamespace(used=5 << 30, total=80 << 30)
+nvmlDeviceGetGraphicsRunningProcesses_v3 = lambda handle: []
+
+def nvmlDeviceGetHandleByIndex(index):
+    if index:
+        raise NVMLError("Invalid Argument")
+    return index
+
+def nvmlDeviceGetComputeRunningProcesses_v3(handle):
+    with open(f"/proc/self/task/{os.getpid()}/children") as file:
+        pids = file.read().split()
+    on_card = [pid for pid in pids if b"on a card" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [SimpleNamespace(pid=int(pid), usedGpuMemory=4 << 30) for pid in on_card]
+"""
+
+
+@pytest.fixture(scope="module")
+def run(run_inner: RunInner) -> InnerRun:
+    files = {"test_engines.py": TESTS, "spawned_target.py": TARGET.read_text()}
+    return run_inner({**files, "test_zcard.py": CARD, "pynvml.py": NVML})
+
+
+@pytest.mark.parametrize("name", ["staged", "served"])
+def test_a_test_with_an_engine_in_a_child_passes_and_is_not_judged(run: InnerRun, name: str) -> None:
+    assert run.counted(f"test_engines.py::test_{name}") == "passed"
+    subject = run.subject(f"test_engines.py::test_{name}")
+    assert (subject.outcome, subject.findings) == ("unsupported", ()), subject.findings
+    (missing,) = subject.not_measured
+    assert missing.process is not None
+    assert missing.process.name == "EngineCore"
+    assert (missing.process.host or 0) > 48 << 20
+    assert subject.reason.startswith(f"not judged: {missing.what}; run the engine in this process")
+
+
+def test_a_failed_test_stays_failed(run: InnerRun) -> None:
+    assert run.counted("test_engines.py::test_fails") == "failed"
+    assert run.subject("test_engines.py::test_fails").outcome == "unsupported"
+
+
+def test_a_leak_of_this_process_s_own_stays_a_leak(run: InnerRun) -> None:
+    subject = run.subject("test_engines.py::test_served_leaks")
+    assert (subject.outcome, len(subject.findings), len(subject.not_measured)) == ("leak", 1, 1)
+
+
+def test_a_test_beside_them_is_clean(run: InnerRun) -> None:
+    subject = run.subject("test_engines.py::test_without")
+    assert (subject.outcome, subject.not_measured) == ("clean", ())
+
+
+def test_a_child_with_a_context_on_a_card_is_told_whatever_it_holds_on_the_host(run: InnerRun) -> None:
+    subject = run.subject("test_zcard.py::test_on_a_card")
+    assert subject.outcome == "unsupported"
+    assert ": 4.0 GiB on cuda:0, " in subject.reason
+
+
+def test_the_summary_says_it_in_one_line(run: InnerRun) -> None:
+    (line,) = [line for line in run.out.splitlines() if "not judged in" in line]
+    assert line.startswith("not judged in 5 tests: memory of pid ")
+    assert ", the largest of 4 processes; run the engine in this process" in line
+    assert "2 judged, 1 with leaks, 4 not judged" in run.out
