@@ -241,7 +241,8 @@ def verdict(subject: Subject, told: str | Table) -> Iterator[RenderableType]:
     if isinstance(told, str):
         tried = told
     else:
-        tried = "not everything was tried" if subject.outcome == "error" else "every fault point was failed once"
+        ended = bool(subject.reason) and subject.outcome != "unsupported"
+        tried = "not everything was tried" if ended else "every fault point was failed once"
     if subject.outcome == "clean":
         yield Text(f"CLEAN: {tried}", style="bold green")
     if subject.outcome == "unsupported":
