@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lowtide.probes.counters import child_processes
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
 from lowtide.probes.process_tree import MARK, ProcessMemory, ProcessTree, TreeMemory, name_of
@@ -36,7 +37,13 @@ class TwoCards(FakeNvml):
 
 
 @pytest.fixture
-def tree() -> Iterator[ProcessTree]:
+def tree(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessTree]:
+    """Without what earlier tests of this process have started, such as multiprocessing's resource tracker."""
+    earlier = set(child_processes())
+    monkeypatch.setattr(
+        "lowtide.probes.process_tree.child_processes",
+        lambda: [pid for pid in child_processes() if pid not in earlier],
+    )
     tree = ProcessTree()
     tree.start()
     yield tree
