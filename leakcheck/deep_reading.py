@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from lowtide.leakcheck.books import Books, Subject
 from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards
 from lowtide.leakcheck.filled_caches import FilledCaches
+from lowtide.leakcheck.library_items import Sorted
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.plain import Reading
 from lowtide.leakcheck.storages import HeapReading, Held, Key, read_heap
@@ -34,6 +35,16 @@ class Deep:
             items[key] = {**items.get(key, {}), held.name: held.bytes}
         heap = dataclasses.replace(self.heap, held=(*self.heap.held, *hidden))
         return Deep((Reading(items, own.amounts), *others), heap)
+
+    def settled(self, told_apart: Sorted, now: Counters) -> Deep:
+        """The same without what libraries are excused for, and with what they were excused for and are not any more."""
+        readings = []
+        for reading in self.readings:
+            items = {
+                key: told_apart.applied(key, found, now.items.get(key, {})) for key, found in reading.items.items()
+            }
+            readings.append(Reading(items, reading.amounts))
+        return Deep(tuple(readings), self.heap)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import multiprocessing
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Union
 
@@ -40,6 +40,7 @@ from lowtide.leakcheck.item_findings import (
 )
 from lowtide.leakcheck.judge import excesses, judge
 from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, collect, release
+from lowtide.leakcheck.library_items import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.listing import FROZEN, listed
 from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric
 from lowtide.leakcheck.owner_growth import COUNTED, growth_of, limit_passed, merged, note_growth, rest_of
@@ -67,6 +68,7 @@ from lowtide.probes.births import Births
 from lowtide.probes.caches import LRU_CACHE
 from lowtide.probes.counters import CounterReader, Counters
 from lowtide.probes.device.driver import Driver, find_driver
+from lowtide.probes.makers import Makers
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects, collector_paused
 from lowtide.probes.process_tree import ProcessTree
 from lowtide.probes.tensors import survey_storages
@@ -183,7 +185,11 @@ class Watch:
         self._grown: dict[str, list[Finding]] = {}
         self._passed: list[Finding] = []
         self._module = ""
-        self._read_deep = DeepReader(self._read, self._books, self._births, self._cards, self._caches)
+        self._makers = Makers()
+        self._library_items = LibraryItems(self._makers)
+        self._sorted: Sorted | None = None
+        self._subject = ""
+        self._reader = DeepReader(self._read, self._books, self._births, self._cards, self._caches)
 
     def open(self) -> None:
         """Begin to watch; goes through the heap once."""
@@ -192,6 +198,7 @@ class Watch:
         self._births.start()
         self._segments.start()
         self._tree.start()
+        self._makers.start()
         with collector_paused():
             census = Census(all_objects())
             self._caches.add(census.exactly(LRU_CACHE))
@@ -204,17 +211,19 @@ class Watch:
         self._births.stop()
         self._segments.stop()
         self._tree.stop()
+        self._makers.stop()
         if self._driver is not None:
             self._driver.close()
             self._driver = None
 
-    def begin(self, stage: str = "setup", tolerance: int | None = None, module: str = "") -> None:
+    def begin(self, stage: str = "setup", tolerance: int | None = None, module: str = "", subject: str = "") -> None:
         """A test begins: what is there now is its baseline.
 
         Args:
             stage: to what it is attributed that appears now.
             tolerance: bytes that this test may leave, if not what the policy says.
             module: the test module, by which leaks of what has no name are told apart.
+            subject: the test's name.
         """
         self._module = module
         if gc.isenabled():
@@ -223,6 +232,7 @@ class Watch:
         self._queue_warm_up()
         self._tolerance = self.policy.tolerance if tolerance is None else tolerance
         self._users.clear()
+        self._subject = subject
         # Again before every test: torch may have come meanwhile, or a card's context.
         self._stacks.start()
         self._births.mark(stage)
@@ -428,6 +438,7 @@ class Watch:
         if is_clean():
             return Verdict(not_measured=untold, climbed=True)
         self._wait(ended, let_go)
+        self._sorted = None
         devices = ["cpu", *devices_of(self._read())]
         metrics = plain_metrics(devices, self._tolerance)
         subjects: tuple[Subject, ...] = (None, *ended)
@@ -503,7 +514,7 @@ class Watch:
             self._seen &= live_keys()
         return Verdict(
             findings=findings[0],
-            not_measured=(*untold, *excused),
+            not_measured=(*untold, *excused, *(self._sorted.listed if self._sorted is not None else ())),
             of_owners={owner.label: found for owner, found in zip(ended, findings[1:], strict=True)},
             climbed=True,
             unproven=unproven[0],
@@ -624,6 +635,20 @@ class Watch:
         amounts = self._read().amounts
         return sum(amount or 0 for key, amount in amounts.items() if key.startswith("driver "))
 
+    def _read_deep(
+        self,
+        subjects: Sequence[Subject],
+        ended: Sequence[Owner],
+        seen: Collection[Key],
+        note: Callable[[Claims, HeapReading, Counters], None] = lambda claims, heap, now: None,
+    ) -> Deep:
+        """A full reading, without what libraries are excused for; that is settled with the first of a judgement."""
+        deep, now = self._reader(subjects, ended, seen, note), self._read()
+        if self._sorted is None:
+            new = {key: {name: 1 for part in deep.readings for name in part.items.get(key, ())} for key in JUDGED}
+            self._sorted = self._library_items.sort(new, now, self._subject)
+        return deep.settled(self._sorted, now)
+
     def _climb(
         self,
         subjects: Sequence[Subject],
@@ -712,6 +737,8 @@ class Watch:
                 dated = restaged(finding, subject.stage if subject is not None else since or stage)
                 stack = self._stack_of(finding.device, key, names)
                 changed = (UNFROZEN,) if key == FROZEN and finding.remedy is not None else ()
+                more = "" if self._sorted is None else self._sorted.addition(key, names)
+                dated = msgspec.structs.replace(dated, message=dated.message + more)
                 dated = msgspec.structs.replace(dated, holder=listed(key, names), allocated_at=stack, changed=changed)
                 leak = ItemLeak(dated, key, names, turn, cached=self._caches.of(names))
                 found.append(with_fingerprint(with_pool_holder(leak, context), context.module))

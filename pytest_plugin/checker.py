@@ -329,7 +329,7 @@ class Checker:
         except pytest.UsageError as error:
             wrong = str(error)
         with self._guarded():
-            self.watch.begin("setup", tolerance, module=item.nodeid.partition("::")[0])
+            self.watch.begin("setup", tolerance, module=item.nodeid.partition("::")[0], subject=item.nodeid)
             self._imports.active = True
         if "leakcheck" not in getattr(item, "fixturenames", ()):
             with listening(self):

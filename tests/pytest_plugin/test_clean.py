@@ -189,6 +189,27 @@ def test_first_process_group():
         torch.distributed.destroy_process_group()
 
 
+def test_first_store_over_a_network():
+    import socket
+
+    import torch.distributed
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("gloo", init_method=address, world_size=1, rank=0)
+    torch.distributed.destroy_process_group()
+
+
+def test_first_descriptor_for_another_process():
+    import os
+    from multiprocessing import reduction
+
+    shared = reduction.DupFd(0)
+    os.close(shared.detach())
+
+
 def test_first_loader_with_workers():
     data = torch.utils.data.TensorDataset(torch.arange(20.0))
     for (batch,) in torch.utils.data.DataLoader(data, batch_size=5, num_workers=2):

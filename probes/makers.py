@@ -1,0 +1,156 @@
+"""Which code made the threads, child processes and nameless descriptors of a process: a library's or the program's."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.process
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+_PLUMBING = frozenset(
+    {"threading", "socket", "selectors", "subprocess", "os", "multiprocessing.process", "multiprocessing.context"}
+    | {f"multiprocessing.popen_{way}" for way in ("fork", "spawn_posix", "forkserver")}
+)
+"""Modules through which everybody makes such things: who calls them has made it."""
+
+_MOST_FRAMES = 60
+
+
+@dataclass(frozen=True)
+class Maker:
+    """The code that made something.
+
+    Attributes:
+        modules: the library's modules whose functions were running, the innermost first; empty if the program's own
+            code made it, and not a library that it called.
+        identity: what tells a descriptor from another one that gets its number later.
+    """
+
+    modules: tuple[str, ...]
+    identity: tuple[int, int] = (0, 0)
+
+
+class Makers:
+    """Notes, from `start` to `stop`, who makes threads, child processes, sockets, pipes and the like.
+
+    The functions of Python's library that make them are stood in for meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._threads: dict[int, Maker] = {}
+        self._processes: dict[int, Maker] = {}
+        self._descriptors: dict[int, Maker] = {}
+        self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+
+    def start(self) -> None:
+        """Begin to note; legal twice."""
+        if self._replaced:
+            return
+        self._after(threading.Thread, "start", lambda thread, result: self._note(self._threads, thread.ident))
+        self._after(subprocess.Popen, "__init__", lambda child, result: self._note(self._processes, child.pid))
+        kind = multiprocessing.process.BaseProcess
+        self._after(kind, "start", lambda child, result: self._note(self._processes, child.pid))
+        self._after(socket.socket, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
+        self._after(selectors._PollLikeSelector, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
+        for name in ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open"):
+            if hasattr(os, name):
+                self._after(os, name, lambda first, result: self._note_descriptors(result))
+
+    def stop(self) -> None:
+        """End it; legal twice. What somebody else has replaced meanwhile stays as it is."""
+        for place, name, original, ours in reversed(self._replaced):
+            if vars(place).get(name) is ours:
+                setattr(place, name, original)
+        self._replaced.clear()
+
+    @property
+    def originals(self) -> tuple[Callable[..., Any], ...]:
+        """The functions of `os` that are stood in for: who imported one by name calls it unseen."""
+        return tuple(original for place, _, original, _ in self._replaced if place is os)
+
+    def of_thread(self, ident: int) -> Maker | None:
+        """Who started a Python thread; None if that was not seen."""
+        return self._threads.get(ident)
+
+    def of_process(self, pid: int) -> Maker | None:
+        """Who started a child process; None if that was not seen."""
+        return self._processes.get(pid)
+
+    def of_descriptor(self, number: int) -> Maker | None:
+        """Who made what a descriptor is open on; None if that was not seen."""
+        maker = self._descriptors.get(number)
+        return maker if maker is not None and maker.identity == _identity(number) else None
+
+    def _after(self, place: Any, name: str, note: Callable[[Any, Any], None]) -> None:
+        original = vars(place)[name]
+
+        @functools.wraps(original)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            try:
+                note(args[0] if args else None, result)
+            except Exception:  # noqa: BLE001 - the program's call has succeeded, and nothing here may change that
+                return result
+            return result
+
+        setattr(place, name, ours)
+        self._replaced.append((place, name, original, ours))
+
+    def _note(self, where: dict[int, Maker], key: int | None) -> None:
+        if key is not None:
+            where[key] = Maker(_library_modules(sys._getframe(3)))
+
+    def _note_descriptor(self, number: int) -> None:
+        self._descriptors[number] = Maker(_library_modules(sys._getframe(3)), _identity(number))
+
+    def _note_descriptors(self, made: int | tuple[int, int]) -> None:
+        modules = _library_modules(sys._getframe(3))
+        for number in (made,) if type(made) is int else made:  # type: ignore[union-attr]
+            self._descriptors[number] = Maker(modules, _identity(number))
+
+
+@functools.lru_cache(maxsize=4096)
+def is_library(file: str) -> bool:
+    """Whether code in this file belongs to Python, or to an installed package, and not to the program."""
+    return file.startswith((*_PLACES, "<frozen "))
+
+
+_INSTALLED = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+
+_PLACES = tuple(f"{place}/" for place in {*_INSTALLED, *map(os.path.realpath, _INSTALLED)})
+
+
+def _identity(number: int) -> tuple[int, int]:
+    try:
+        facts = os.fstat(number)
+    except OSError:  # closed
+        return (0, 0)
+    return (facts.st_dev, facts.st_ino)
+
+
+def _library_modules(frame: FrameType | None) -> tuple[str, ...]:
+    """The library's modules from a frame outwards, up to the program's own code."""
+    found: dict[str, None] = {}
+    for module, file in _callers(frame):
+        if not is_library(file):
+            break
+        if module not in _PLUMBING:
+            found[module] = None
+    return tuple(found)
+
+
+def _callers(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        yield str(dict.get(frame.f_globals, "__name__", "")), frame.f_code.co_filename
+        frame = frame.f_back

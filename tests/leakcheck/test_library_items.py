@@ -1,0 +1,281 @@
+"""First use of a library: what it makes and keeps once is listed; what becomes more, or is the program's, is told."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from lowtide.leakcheck.library_items import LibraryItems, Sorted
+from lowtide.probes.counters import CounterReader, Counters
+from lowtide.probes.makers import Makers
+
+LIBRARY = """
+import os, socket, threading
+from concurrent.futures import ThreadPoolExecutor
+
+KEPT = []
+POOL = []
+
+class Server:
+    served = None
+
+def keep_thread(done):
+    thread = threading.Thread(target=done.wait, daemon=True)
+    thread.start()
+    KEEP = KEPT.append(thread)
+
+def keep_thread_in_class(done):
+    Server.served = threading.Thread(target=done.wait, daemon=True)
+    Server.served.start()
+
+def start_thread(done):
+    threading.Thread(target=done.wait, daemon=True).start()
+
+def keep_pipe():
+    KEPT.append(os.pipe())
+
+def keep_socket():
+    KEPT.append(socket.socket())
+
+def make_socket():
+    return socket.socket()
+
+def submit(done):
+    if not POOL:
+        POOL.append(ThreadPoolExecutor(3))
+    POOL[0].submit(done.wait)
+
+def call(function, *args):
+    return function(*args)
+"""
+
+
+class Process:
+    """This process, test by test."""
+
+    def __init__(self, makers: Makers) -> None:
+        self._items = LibraryItems(makers)
+        self._reader = CounterReader(None, card=False)
+        self._before = self._read()
+
+    def _read(self) -> Counters:
+        return self._reader.read()
+
+    def end(self, name: str) -> tuple[dict[str, set[str]], Sorted]:
+        """What is told of a test by resource, and how its items were told apart."""
+        now = self._read()
+        new = {
+            key: {item: 1 for item in names if item not in self._before.items[key]} for key, names in now.items.items()
+        }
+        found = self._items.sort(new, now, name)
+        told = {key: set(found.applied(key, names, now.items[key])) for key, names in new.items()}
+        self._before = now
+        return {key: names for key, names in told.items() if names}, found
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    makers = Makers()
+    makers.start()
+    yield Process(makers)
+    makers.stop()
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A module as if it were installed."""
+    module = ModuleType("installed_library")
+    module.__file__ = f"{sysconfig.get_path('purelib')}/installed_library.py"
+    exec(compile(LIBRARY, module.__file__, "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield module
+    for kept in module.KEPT:
+        if type(kept) is tuple:
+            os.close(kept[0])
+            os.close(kept[1])
+        elif type(kept) is socket.socket:
+            kept.close()
+
+
+@pytest.fixture
+def done() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+def test_nothing_new_is_nothing(process: Process) -> None:
+    told, found = process.end("test_a")
+    assert (told, found.listed) == ({}, ())
+
+
+@pytest.mark.parametrize(
+    ("use", "resource", "listed"),
+    [
+        (lambda library, done: library.keep_thread(done), "threads", "1 thread of installed_library: "),
+        (lambda library, done: library.keep_pipe(), "file-descriptors", "2 file descriptors of installed_library: "),
+        (lambda library, done: library.keep_socket(), "file-descriptors", "1 file descriptor of installed_library: "),
+    ],
+    ids=["thread", "pipe", "socket"],
+)
+def test_what_a_library_keeps_is_listed_once_and_told_with_the_first_if_it_becomes_more(
+    process: Process,
+    library: Any,
+    done: threading.Event,
+    use: Callable[[Any, threading.Event], object],
+    resource: str,
+    listed: str,
+) -> None:
+    use(library, done)
+    told, first = process.end("test_a")
+    assert told == {}
+    assert [item.what.startswith(listed) for item in first.listed] == [True]
+    assert "once so far" in first.listed[0].why
+    told, nothing = process.end("test_b")
+    assert (told, nothing.listed) == ({}, ())
+    use(library, done)
+    told, second = process.end("test_c")
+    assert told.keys() == {resource}
+    assert told[resource] > set(first.excused[resource])
+    assert len(told[resource]) == 2 * len(first.excused[resource])
+    assert "test_a" in second.addition(resource, told[resource])
+    use(library, done)
+    told, third = process.end("test_d")
+    assert told.keys() == {resource}
+    assert not third.listed
+
+
+def test_what_takes_the_place_of_a_library_s_first_is_no_more(
+    process: Process, library: Any, done: threading.Event
+) -> None:
+    library.keep_socket()
+    process.end("test_a")
+    library.KEPT.pop().close()
+    library.keep_socket()
+    told, found = process.end("test_b")
+    assert told == {}
+    assert len(found.listed) == 1
+
+
+def test_a_thread_in_a_class_of_the_library_is_the_library_s(
+    process: Process, library: Any, done: threading.Event
+) -> None:
+    library.keep_thread_in_class(done)
+    assert process.end("test_a")[0] == {}
+
+
+def test_a_pool_of_a_library_may_start_all_of_its_threads(
+    process: Process, library: Any, done: threading.Event
+) -> None:
+    for _ in range(3):
+        library.submit(done)
+        assert process.end("test")[0] == {}
+    library.POOL[:] = [ThreadPoolExecutor(3)]
+    library.submit(done)
+    assert process.end("test")[0].keys() == {"threads"}
+
+
+HELD: list[object] = []
+
+
+def own_pool(library: Any, done: threading.Event) -> None:
+    HELD.append(ThreadPoolExecutor(1))
+    HELD[0].submit(done.wait)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "leak",
+    [
+        lambda library, done: threading.Thread(target=done.wait, daemon=True).start(),
+        lambda library, done: library.start_thread(done),
+        lambda library, done: library.call(threading.Thread(target=done.wait, daemon=True).start),
+        own_pool,
+    ],
+    ids=["started here", "kept by nobody", "started for us", "pool"],
+)
+def test_a_thread_that_no_library_keeps_is_told_at_once(
+    process: Process, library: Any, done: threading.Event, leak: Callable[[Any, threading.Event], None]
+) -> None:
+    leak(library, done)
+    told, found = process.end("test_a")
+    assert told.keys() == {"threads"}
+    assert not found.listed
+    HELD.clear()
+
+
+@pytest.mark.parametrize("made", [lambda library: library.make_socket(), lambda library: socket.socket()])
+def test_what_the_program_holds_is_told_at_once(
+    process: Process, library: Any, made: Callable[[Any], socket.socket]
+) -> None:
+    HELD.append(made(library))
+    # Although the library holds it as well.
+    library.KEPT.append(HELD[0])
+    try:
+        assert process.end("test_a")[0].keys() == {"file-descriptors"}
+    finally:
+        HELD.clear()
+
+
+def test_a_descriptor_of_the_program_is_told_at_once(process: Process) -> None:
+    made = [*os.pipe(), os.dup(0), os.eventfd(0) if hasattr(os, "eventfd") else os.dup(0)]
+    try:
+        assert len(process.end("test_a")[0]["file-descriptors"]) == 4
+    finally:
+        for number in made:
+            os.close(number)
+
+
+def test_a_file_is_told_at_once_whoever_opened_it(process: Process, library: Any) -> None:
+    number = library.call(os.open, "/dev/zero", os.O_RDONLY)
+    try:
+        assert process.end("test_a")[0].keys() == {"file-descriptors"}
+    finally:
+        os.close(number)
+
+
+@pytest.fixture
+def native_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Makes a pipe past Python, as libuv does for its signals when it is first used."""
+    made: list[int] = []
+    libc = ctypes.CDLL(None)
+
+    def make() -> None:
+        ends = (ctypes.c_int * 2)()
+        assert libc.pipe(ends) == 0
+        made.extend(ends)
+
+    yield make
+    for number in made:
+        with contextlib.suppress(OSError):
+            os.close(number)
+
+
+def test_what_native_code_makes_is_listed_once_and_told_with_the_first_if_it_becomes_more(
+    process: Process, native_pipe: Callable[[], None]
+) -> None:
+    native_pipe()
+    told, found = process.end("test_a")
+    assert told == {}
+    assert found.listed[0].what.startswith("2 file descriptors of native code: ")
+    native_pipe()
+    assert len(process.end("test_b")[0]["file-descriptors"]) == 4
+
+
+def test_where_the_program_may_have_made_it_unseen_it_is_told_at_once(
+    process: Process, native_pipe: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As after `from os import pipe` in a module that was imported earlier.
+    monkeypatch.setattr(sys.modules[__name__], "pipe", os.pipe.__wrapped__, raising=False)  # type: ignore[attr-defined]
+    native_pipe()
+    assert process.end("test_a")[0].keys() == {"file-descriptors"}
