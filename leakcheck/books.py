@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -27,10 +27,14 @@ class Books:
 
     Args:
         segments: the shared memory that this process made.
+        left: which of some new entries of /dev/shm were left by a process that has ended.
     """
 
-    def __init__(self, segments: MadeSegments) -> None:
+    def __init__(
+        self, segments: MadeSegments, left: Callable[[Collection[str]], set[str]] = lambda names: set()
+    ) -> None:
         self._segments = segments
+        self._left = left
         self.baseline = Counters({}, {}, {})
         self.live: list[Owner] = []
         self._opened: list[Owner] = []
@@ -186,12 +190,12 @@ class Books:
     def _own_shared_memory(self, names: Mapping[str, int]) -> dict[str, int]:
         """Those entries of /dev/shm that this process has to answer for, with their bytes.
 
-        It made them, or it or a child of it has them open, or they carry the number of one of these.
+        It made them, or it or a child of it has or had them open, or they carry the number of one of these.
         """
         if not names:
             return {}
         family = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-        mine = mapped_shared_memory(family) | self._segments.names
+        mine = mapped_shared_memory(family) | self._segments.names | self._left(names)
         found = {}
         for name in names:
             own = name in mine or bool({str(pid) for pid in family} & set(re.findall(r"\d+", name)))

@@ -24,6 +24,8 @@ from lowtide.leakcheck.leftovers import Leftovers
 from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric, shutdown_metrics
 from lowtide.leakcheck.process_state import ProcessState
 from lowtide.leakcheck.readings import to_readings
+from lowtide.leakcheck.remains import Remains
+from lowtide.leakcheck.shared_memory import MadeSegments
 from lowtide.leakcheck.survival import Survival
 from lowtide.leakcheck.target import TargetError
 from lowtide.leakcheck.trend import trend_of
@@ -139,6 +141,8 @@ class LifecycleRun:
         self._types: TypeCounts | None = None
         self._type_growth: tuple[TypeGrowth, ...] = ()
         self._tree = ProcessTree()
+        self._segments = MadeSegments()
+        self._remains = Remains(self._tree, self._segments)
         self._unseen = UnseenMemory(self._tree, lambda: self._driver)
         self._process = ProcessState(self._driver_bytes)
         self._survival = Survival(device)
@@ -153,6 +157,9 @@ class LifecycleRun:
             self._open_device()
             self._leftovers.open()
             self._tree.start()
+            self._segments.start()
+            self._remains.start()
+            self._remains.mark()
             self._unseen.begin()
             with listening(self._growth), Interrupts() as interrupts:
                 for cycle in range(1, self._cycles + 1):
@@ -167,6 +174,8 @@ class LifecycleRun:
             self._interrupt()
         finally:
             self._leftovers.close()
+            self._remains.stop()
+            self._segments.stop()
             self._tree.stop()
         return self._subject()
 
@@ -485,7 +494,16 @@ class LifecycleRun:
         children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self._tree.orphans()}
         stays = exempt("processes", children)
         left = sorted(int(pid) for pid in children if pid not in stays)
-        host = dataclasses.replace(snapshot.host, children=tuple(children[str(pid)] for pid in left))
+        segments = {entry.name for entry in snapshot.host.shared_memory}
+        remain = self._remains.shared_memory(segments) | self._segments.names
+        host = dataclasses.replace(
+            snapshot.host,
+            children=tuple(children[str(pid)] for pid in left),
+            shared_memory=tuple(
+                dataclasses.replace(entry, left_here=entry.name in remain) for entry in snapshot.host.shared_memory
+            ),
+            temporary_files=tuple(self._remains.temporary_files()),
+        )
         return dataclasses.replace(snapshot, host=host)
 
     def _unexplained(self, snapshot: Snapshot) -> dict[str, int]:

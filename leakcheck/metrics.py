@@ -106,6 +106,7 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
         _counted("processes", lambda s: s.host.children, settles=True),
         _counted("file-descriptors", lambda s: s.host.descriptors, first_use=True),
         Metric("shared-memory", "", lambda s: sum(own_shared_memory(s).values()), items=own_shared_memory),
+        _counted("temporary-files", lambda s: s.host.temporary_files, settles=True, unit="temporary files"),
         Metric("host-memory", "", lambda s: sum(host_pools(s).values()), items=host_pools, cause="native"),
         Metric("host-memory", "cpu", unaccounted_host_memory, tolerance=of_host, first_use=True),
     ]
@@ -151,13 +152,14 @@ def _counted(
     *,
     first_use: bool = False,
     settles: bool = False,
+    unit: str = "",
 ) -> Metric[Snapshot]:
     """A metric of things that are counted and have names."""
     return Metric(
         resource,
         "",
         lambda s: len(names(s)),
-        unit=resource,
+        unit=unit or resource,
         first_use=first_use,
         settles=settles,
         items=lambda s: dict.fromkeys(names(s), 1),
@@ -165,7 +167,8 @@ def _counted(
 
 
 def own_shared_memory(snapshot: Snapshot) -> dict[str, int]:
-    """Bytes of what this process has in /dev/shm, by name: what it maps, and what carries its process id in its name.
+    """Bytes of what this process has in /dev/shm, by name: what it maps, what processes of its left there, and what
+    carries its process id in its name.
 
     (An entry that is neither may be another process's: nobody can be blamed for it from here.)
     """
@@ -173,7 +176,7 @@ def own_shared_memory(snapshot: Snapshot) -> dict[str, int]:
     return {
         entry.name: entry.bytes
         for entry in snapshot.host.shared_memory
-        if entry.mapped_here or pid in re.findall(r"\d+", entry.name)
+        if entry.mapped_here or entry.left_here or pid in re.findall(r"\d+", entry.name)
     }
 
 

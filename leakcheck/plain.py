@@ -63,6 +63,7 @@ def plain_metrics(devices: Collection[str], tolerance: int = 0) -> tuple[Metric[
         _items("processes", unit="processes", settles=True),
         _items("file-descriptors", unit="file descriptors", settles=True),
         _items("shared-memory", unit="bytes", tolerance=tolerance, settles=True),
+        _items("temporary-files", unit="temporary files", settles=True),
         _items("process-groups", unit="process groups", cause="not-restored"),
         _items("globals", unit="process-wide settings", cause="not-restored"),
         _level("host-memory", tolerance=max(tolerance, host_memory_tolerance(devices)), rung=Rung.CLEAR_HOST_CACHE),

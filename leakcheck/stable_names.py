@@ -212,6 +212,7 @@ _NAMERS: dict[str, Callable[[str], _Name]] = {
     "processes": _process,
     "file-descriptors": _descriptor,
     "shared-memory": _segment,
+    "temporary-files": _path,
     "process-groups": _group,
     "globals": _setting,
     "lru-cache": _cached,

@@ -46,6 +46,7 @@ from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric
 from lowtide.leakcheck.owner_growth import COUNTED, growth_of, limit_passed, merged, note_growth, rest_of
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, UNLISTED_TOLERANCE, Reading, host_memory_tolerance, plain_metrics
+from lowtide.leakcheck.remains import Remains
 from lowtide.leakcheck.remedies import prove
 from lowtide.leakcheck.shared_memory import MadeSegments
 from lowtide.leakcheck.storages import HeapReading, Key, is_tensor, live_keys, read_heap, storage_keys, thaw
@@ -84,7 +85,7 @@ _FORGETTING_SHARE = 0.1
 _MOST_CLEARINGS = 5
 """How often a process's BLAS workspaces are cleared to tell them from other blocks: the next test takes them again."""
 
-_WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory")
+_WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory", "temporary-files")
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Policy:
         card: whether cards are judged.
         warm_up: whether a card is used once before a test uses it: `now`, as soon as the watch opens; `first-use`, when
             torch initialises it; `off`.
-        driver: whether the driver's figures are (not where several workers share a card).
+        driver: whether the driver's figures are; not where several workers share a card, and make what nobody has open.
         growth: bytes by which an owner may grow, test after test, before that is reported at once; None: it is reported
             when the owner ends.
     """
@@ -159,19 +160,25 @@ class Watch:
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
         self._segments = MadeSegments()
-        self._books = Books(self._segments)
+        self._tree = ProcessTree()
+        self._remains = Remains(self._tree, self._segments, is_alone=self.policy.driver)
+        self._books = Books(self._segments, self._remains.shared_memory)
         self._births = Births()
         self._caches = FilledCaches()
         self._cards = Cards(driver=self.policy.driver)
         self._driver: Driver | None = None
-        self._counters = CounterReader(self._ask_driver if self.policy.driver else None, card=self.policy.card)
+        self._counters = CounterReader(
+            self._ask_driver if self.policy.driver else None,
+            card=self.policy.card,
+            orphans=self._tree.orphans,
+            temporary_files=self._remains.temporary_files,
+        )
         self._first_use = FirstUse()
         self._handles = BlasHandles()
         self._warm_up = WarmUp(self._handles, self._warming_up)
         self._stacks = AllocationStacks(
             card=self.policy.card and self.policy.stacks != "off", cpu=self.policy.stacks == "all"
         )
-        self._tree = ProcessTree()
         self._unseen = UnseenMemory(self._tree, self._ask_driver if self.policy.card else None)
         self._labels: list[str] = []
         self._tolerance = self.policy.tolerance
@@ -199,6 +206,7 @@ class Watch:
         self._segments.start()
         self._tree.start()
         self._makers.start()
+        self._remains.start()
         with collector_paused():
             census = Census(all_objects())
             self._caches.add(census.exactly(LRU_CACHE))
@@ -210,6 +218,7 @@ class Watch:
         self._stacks.stop()
         self._births.stop()
         self._segments.stop()
+        self._remains.stop()
         self._tree.stop()
         self._makers.stop()
         if self._driver is not None:
@@ -240,6 +249,7 @@ class Watch:
         self._turns = {stage: 1}
         self._caches.mark()
         self._unseen.begin()
+        self._remains.mark()
         self._namespaces = namespace_sizes()
         now = self._read()
         self._books.begin(stage, now)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import mmap
 import os
 import stat
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -56,10 +57,21 @@ class CounterReader:
     Args:
         driver: gives whom to ask for the driver's figures, once torch has initialised a card; None leaves them out.
         card: whether to read cards at all.
+        orphans: which processes belong to this one besides its children: those whose parent has ended.
+        temporary_files: those that processes have left which belonged to this one and have ended.
     """
 
-    def __init__(self, driver: Callable[[], Driver] | None, *, card: bool = True) -> None:
+    def __init__(
+        self,
+        driver: Callable[[], Driver] | None,
+        *,
+        card: bool = True,
+        orphans: Callable[[list[int]], Sequence[int]] = lambda children: (),
+        temporary_files: Callable[[], Items] = lambda: _NOTHING,
+    ) -> None:
         self._driver = driver
+        self._orphans = orphans
+        self._temporary_files = temporary_files
         self._card = card
         self._descriptors: Items = _NOTHING
         self._numbers: list[str] = []
@@ -72,11 +84,13 @@ class CounterReader:
 
         Then the cards' amounts are taken over, and descriptors too if the same numbers are open.
         """
+        children = child_processes()
         items: dict[str, Items] = {
             "threads": _threads(),
-            "processes": {str(pid): 1 for pid in child_processes()},
+            "processes": {str(pid): 1 for pid in (*children, *self._orphans(children))},
             "file-descriptors": self._read_descriptors(last),
             "shared-memory": _shared_memory(),
+            "temporary-files": self._temporary_files(),
             "process-groups": dict.fromkeys(process_groups(), 1),
         }
         amounts: dict[str, int | None] = {
@@ -191,6 +205,11 @@ def child_processes() -> list[int]:
     """
     found: list[int] = []
     told = False
+    server = _fork_server()
+    if server:
+        # What it forks for this process, `multiprocessing` takes for this process's children.
+        with contextlib.suppress(OSError), open(f"/proc/{server}/task/{server}/children", "rb") as file:
+            found += map(int, file.read().split())
     for thread in {os.getpid(), *(thread.native_id for thread in threading.enumerate())}:
         try:
             with open(f"/proc/self/task/{thread}/children", "rb") as file:
@@ -199,6 +218,11 @@ def child_processes() -> list[int]:
         except OSError:  # the thread ended, or the kernel was built without this file
             continue
     return sorted(found) if told else sorted(child.pid for child in psutil.Process().children())
+
+
+def _fork_server() -> int | None:
+    module: Any = sys.modules.get("multiprocessing.forkserver")
+    return getattr(getattr(module, "_forkserver", None), "_forkserver_pid", None)
 
 
 def process_groups() -> list[str]:

@@ -40,11 +40,13 @@ class SharedMemoryEntry:
         name: its name there.
         bytes: its length.
         mapped_here: whether this process maps it.
+        left_here: whether a process of this one's had it that has ended, as far as whoever asks has seen.
     """
 
     name: str
     bytes: int
     mapped_here: bool
+    left_here: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class HostReading:
         descriptors: open descriptors as `number -> target`, sorted by number; without those of the reading itself.
         shared_memory: files in /dev/shm that this user owns, sorted by name.
         notes: what could not be read, and why.
+        temporary_files: those that processes of this one's have left which have ended, as far as whoever asks has seen.
     """
 
     rss: int
@@ -74,6 +77,7 @@ class HostReading:
     descriptors: tuple[str, ...]
     shared_memory: tuple[SharedMemoryEntry, ...]
     notes: tuple[str, ...]
+    temporary_files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import os
 import resource
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,12 +114,15 @@ class ProcessTree:
         children = child_processes()
         return bool(children or self._look_for_orphans(children))
 
-    def orphans(self) -> list[int]:
+    def orphans(self, children: list[int] | None = None) -> list[int]:
         """The descendants whose parent has ended, and not those below them; sorted.
 
         All processes are gone through only where one of this process's children has started or ended since.
+
+        Args:
+            children: this process's own, where they have just been read.
         """
-        return sorted(self._look_for_orphans(child_processes()))
+        return sorted(self._look_for_orphans(child_processes() if children is None else children))
 
     def _look_for_orphans(self, children: list[int]) -> dict[int, int]:
         state = (*_ended_children(), *children)
@@ -137,9 +140,16 @@ class ProcessTree:
         """All of them that are alive, orphans and what they have started included; sorted."""
         return sorted(self._family())
 
+    def with_descendants(self, pids: Iterable[int]) -> set[int]:
+        """Those of some processes that are of the tree, and what they have started."""
+        family = self._family()
+        return self._from([pid for pid in pids if pid in family])
+
     def _family(self) -> set[int]:
+        return self._from([*child_processes(), *self._orphans])
+
+    def _from(self, waiting: list[int]) -> set[int]:
         found: set[int] = set()
-        waiting = [*child_processes(), *self._orphans]
         while waiting:
             pid = waiting.pop()
             process = _stat(pid) if pid not in found else None

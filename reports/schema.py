@@ -26,6 +26,7 @@ Resource = Literal[
     "processes",
     "file-descriptors",
     "shared-memory",
+    "temporary-files",
     "process-groups",
     "globals",
     "teardown",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,36 @@ def test_served_leaks(served):
     KEPT = torch.ones(1000)
 """
 
+KILLED = """
+import subprocess, sys
+
+ENGINE = '''
+import os, subprocess, sys, tempfile
+from multiprocessing import resource_tracker, shared_memory
+held = []
+if sys.argv[1:]:
+    quiet = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}
+    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)'], **quiet)
+    segment = os.open(f'/dev/shm/lowtide_test_{os.getpid()}', os.O_CREAT | os.O_RDWR)
+    os.ftruncate(segment, 1 << 20)
+    held.append(tempfile.NamedTemporaryFile(prefix='lowtide_test_'))
+print('ready', flush=True)
+sys.stdin.read()
+'''
+
+def kill(*kinds):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", ENGINE, *kinds], **pipes) as process:
+        assert process.stdout.readline() == b"ready\\n"
+        process.kill()
+
+def test_killed():
+    kill("leaves")
+
+def test_killed_tidily():
+    kill()
+"""
+
 CARD = """
 import subprocess, sys
 
@@ -90,7 +122,7 @@ def nvmlDeviceGetComputeRunningProcesses_v3(handle):
 @pytest.fixture(scope="module")
 def run(run_inner: RunInner) -> InnerRun:
     files = {"test_engines.py": TESTS, "spawned_target.py": TARGET.read_text()}
-    return run_inner({**files, "test_zcard.py": CARD, "pynvml.py": NVML})
+    return run_inner({**files, "test_zcard.py": CARD, "test_killed.py": KILLED, "pynvml.py": NVML})
 
 
 @pytest.mark.parametrize("name", ["staged", "served"])
@@ -126,8 +158,21 @@ def test_a_child_with_a_context_on_a_card_is_told_whatever_it_holds_on_the_host(
     assert ": 4.0 GiB on cuda:0, " in subject.reason
 
 
+def test_what_a_killed_child_left_fails_its_test(run: InnerRun) -> None:
+    found = {finding.resource: finding for finding in run.subject("test_killed.py::test_killed").findings}
+    assert set(found) == {"processes", "shared-memory", "temporary-files"}
+    assert (found["shared-memory"].bytes, found["temporary-files"].count) == (1 << 20, 1)
+    Path("/dev/shm", found["shared-memory"].holder or "").unlink()
+    Path(found["temporary-files"].holder or "").unlink()
+    os.kill(int((found["processes"].holder or "").partition(" ")[0]), signal.SIGKILL)
+
+
+def test_a_killed_child_that_left_nothing_is_clean(run: InnerRun) -> None:
+    assert run.subject("test_killed.py::test_killed_tidily").outcome == "clean"
+
+
 def test_the_summary_says_it_in_one_line(run: InnerRun) -> None:
     (line,) = [line for line in run.out.splitlines() if "not judged in" in line]
     assert line.startswith("not judged in 5 tests: memory of pid ")
     assert ", the largest of 4 processes; run the engine in this process" in line
-    assert "2 judged, 1 with leaks, 4 not judged" in run.out
+    assert "4 judged, 2 with leaks, 4 not judged" in run.out

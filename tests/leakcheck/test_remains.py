@@ -1,0 +1,197 @@
+"""What a killed child leaves: the process that it had started, its shared memory, its temporary files."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide import LeakCheck
+from lowtide.leakcheck.remains import Remains
+from lowtide.leakcheck.shared_memory import MadeSegments
+from lowtide.leakcheck.target import Capabilities
+from lowtide.leakcheck.target_life import check_run
+from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.process_tree import ProcessTree
+from lowtide.reports.schema import Subject
+
+ENGINE = """
+import os, subprocess, sys, tempfile
+from multiprocessing import resource_tracker, shared_memory
+kinds = sys.argv[1:]
+if 'process' in kinds:
+    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(30)'], stdout=subprocess.DEVNULL)
+if 'segment' in kinds:
+    # As of a library of C++: no tracker of Python's removes it.
+    descriptor = os.open('/dev/shm/lowtide_test_segment', os.O_CREAT | os.O_RDWR)
+    os.ftruncate(descriptor, 4096)
+    os.close(descriptor)
+if 'file' in kinds:
+    held = tempfile.NamedTemporaryFile(prefix='lowtide_test_')
+if 'folder' in kinds:
+    os.mkdir(f'{tempfile.gettempdir()}/lowtide_test_{os.getpid()}')
+if 'socket' in kinds:
+    import socket
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(tempfile.mktemp(prefix='lowtide_test_'))
+print('ready', flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def tidy() -> Iterator[None]:
+    """What the engines below leave on purpose goes after each test."""
+    tree = ProcessTree()
+    tree.start()
+    yield
+    for pid in tree.orphans():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    tree.stop()
+    Path("/dev/shm/lowtide_test_segment").unlink(missing_ok=True)
+    for path in Path(tempfile.gettempdir()).glob("lowtide_test_*"):
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def engine(*kinds: str) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", ENGINE, *kinds], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    return process
+
+
+def killed(*kinds: str) -> None:
+    with engine(*kinds) as process:
+        process.kill()
+
+
+def ended(*kinds: str) -> None:
+    """The tidy twin: an engine whose owner removes what it made."""
+    with engine(*kinds) as process:
+        for path in Path(tempfile.gettempdir()).glob("lowtide_test_*"):
+            path.rmdir() if path.is_dir() else path.unlink()
+        Path("/dev/shm/lowtide_test_segment").unlink(missing_ok=True)
+        for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+        process.kill()
+
+
+def left_by(block: Callable[[], None]) -> list[str]:
+    with LeakCheck(settle=0.1) as check:
+        block()
+    (subject,) = check.report.subjects
+    return sorted(finding.resource for finding in subject.findings)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "resources"),
+    [
+        (["process"], ["processes"]),
+        (["segment"], ["shared-memory"]),
+        (["file"], ["temporary-files"]),
+        (["folder"], ["temporary-files"]),
+        (["socket"], ["temporary-files"]),
+        ([], []),
+    ],
+)
+def test_what_a_killed_child_leaves_is_found(kinds: list[str], resources: list[str]) -> None:
+    assert left_by(lambda: killed(*kinds)) == resources
+
+
+def test_what_somebody_removes_is_not() -> None:
+    assert left_by(lambda: ended("process", "segment", "file", "folder", "socket")) == []
+
+
+def test_files_that_this_process_made_are_its_own() -> None:
+    def log() -> None:
+        # Its child has it open as well, and it stays: whether that is right is for its maker to know.
+        with (
+            tempfile.NamedTemporaryFile(prefix="lowtide_test_", delete=False) as file,
+            subprocess.Popen(
+                [sys.executable, "-c", ENGINE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file
+            ) as process,
+        ):
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.kill()
+
+    assert left_by(log) == []
+
+
+def test_a_folder_of_this_process_is_its_own_though_a_killed_child_wrote_in_it() -> None:
+    def serve() -> None:
+        folder = tempfile.mkdtemp(prefix="lowtide_test_")
+        code = ENGINE.replace("print('ready'", f"held = open('{folder}/log', 'w'); print('ready'")
+        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.kill()
+        Path(folder, "log").unlink()
+
+    assert left_by(serve) == []
+
+
+def test_a_segment_without_a_dead_child_is_nobodys() -> None:
+    assert left_by(lambda: Path("/dev/shm/lowtide_test_segment").touch()) == []
+
+
+class Killed:
+    """An engine whose core is killed in its shutdown, with what the core had made."""
+
+    capabilities = Capabilities(prompt_lengths=(3,), max_tokens=2)
+    kinds: Sequence[str] = ("process", "segment", "file")
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        self.core = engine(*self.kinds)
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        return [list(range(max_tokens)) for _ in prompt_lengths]
+
+    def shutdown(self) -> None:
+        with self.core:
+            self.core.kill()
+
+
+class Tidy(Killed):
+    kinds = ()
+
+
+def lived(target: type[Killed]) -> Subject:
+    return check_run("check", target, driver=NoDriver("a test"), cycles=1).run()
+
+
+def test_what_a_killed_core_leaves_after_a_shutdown_is_found() -> None:
+    found = {finding.resource: finding for finding in lived(Killed).findings}
+    assert set(found) == {"processes", "shared-memory", "temporary-files"}
+    assert "lowtide_test_segment" in found["shared-memory"].message
+    assert "lowtide_test_" in found["temporary-files"].message
+
+
+def test_a_killed_core_that_leaves_nothing_is_clean() -> None:
+    assert lived(Tidy).findings == ()
+
+
+def test_os_kill_is_as_before_once_nobody_looks() -> None:
+    originals = os.kill, os.killpg
+    names = tempfile._get_candidate_names()
+    remains = Remains(ProcessTree(), MadeSegments())
+    remains.start()
+    remains.start()
+    assert os.kill is not originals[0]
+    with pytest.raises(ProcessLookupError):
+        os.kill(2**22 + 1, signal.SIGKILL)
+    with pytest.raises(TypeError):
+        os.kill("1", signal.SIGKILL)  # type: ignore[arg-type]
+    remains.stop()
+    remains.stop()
+    assert (os.kill, os.killpg) == originals
+    assert tempfile._get_candidate_names() is names
