@@ -92,6 +92,8 @@ class NvmlDriver:
         """The card behind torch's index, which CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER make another than NVML's."""
         torch = initialized_torch()
         if torch is not None:
+            if device_index >= torch.cuda.device_count():
+                raise DriverError(f"torch sees no card of index {device_index}")
             return self._by_uuid(str(torch.cuda.get_device_properties(device_index).uuid))
         card = visible_card(os.environ, CUDA, device_index)
         if card is None:
