@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.ladder import Rung
-from lowtide.leakcheck.owners import Claims
+from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.remedies import prove
-from lowtide.leakcheck.storages import Held, Key, read_heap, thaw
+from lowtide.leakcheck.storages import Held, Key, is_tensor, read_heap, thaw
 from lowtide.leakcheck.tensor_findings import (
     Context,
     TensorLeak,
@@ -28,6 +29,9 @@ from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
 from lowtide.probes.stages import PoolReading
 from lowtide.probes.tensors import survey_storages
 from lowtide.reports.schema import Finding
+
+_IMPORT = "by the "
+"""How the births of an import are called, with its owner's name after it."""
 
 
 @dataclass
@@ -47,6 +51,8 @@ class Leftovers:
 
     def __init__(self, *, card: bool) -> None:
         self._births = Births()
+        self._imports = ImportWatch(self._importing, self._imported)
+        self._around_import = ("", 1)
         self._stacks = AllocationStacks(card=card)
         self._seen: frozenset[Key] = frozenset()
         self._found = _Found()
@@ -64,9 +70,12 @@ class Leftovers:
         self._frozen_before = gc.get_freeze_count()
         storages = survey_storages(Census(all_objects())).storages
         self._seen = frozenset((held.device, held.address) for held in storages)
+        self._imports.install()
+        self._imports.active = True
 
     def close(self) -> None:
         """End it; legal twice."""
+        self._imports.remove()
         self._births.stop()
         self._stacks.stop()
 
@@ -77,10 +86,31 @@ class Leftovers:
             self._births.forget_dead()
         self._births.label, self._births.turn = name, cycle
 
+    def _importing(self, owner: Owner) -> None:
+        self._births.note()
+        self._around_import = (self._births.label, self._births.turn)
+        self._births.label = _IMPORT + owner.name
+
+    def _imported(self) -> None:
+        self._births.note()
+        self._births.label, self._births.turn = self._around_import
+
+    def imported_bytes(self) -> dict[str, int]:
+        """Bytes, by device, of what modules that were imported during a life have made for themselves and still have.
+
+        As in tests, that belongs to the process: a module is imported once.
+        """
+        made = [born.item for born in self._births.survivors() if born.label.startswith(_IMPORT)]
+        found: dict[str, int] = {}
+        for storage in survey_storages(item for item in made if is_tensor(item)).storages:
+            found[storage.device] = found.get(storage.device, 0) + storage.bytes
+        return found
+
     def read(self, rung: Rung) -> None:
         """Take down what is left after a rung."""
         self._found.rungs.append(rung)
-        self._found.rows.append(read_heap(self._births, Claims(()), (), self._seen).held)
+        held = read_heap(self._births, Claims(()), (), self._seen).held
+        self._found.rows.append(tuple(storage for storage in held if not storage.stage.startswith(_IMPORT)))
 
     def thaw(self) -> bool:
         """Undo a freeze that a life did, and collect; False if there was none."""

@@ -145,6 +145,8 @@ class LifecycleRun:
         self._remains = Remains(self._tree, self._segments)
         self._unseen = UnseenMemory(self._tree, lambda: self._driver)
         self._process = ProcessState(self._driver_bytes)
+        # By the time of each snapshot.
+        self._imported: dict[float, dict[str, int]] = {}
         self._survival = Survival(device)
         self._growth = GrowthWatch(device)
         self._cycle = 0
@@ -443,7 +445,7 @@ class LifecycleRun:
         )
 
     def _metrics(self, cycle: int) -> tuple[Metric[Snapshot], ...]:
-        metrics = shutdown_metrics(self._device)
+        metrics = tuple(map(self._without_imports, shutdown_metrics(self._device)))
         if self._judges_first_use(cycle):
             return metrics
         late = [metric for metric in metrics if metric.first_use]
@@ -453,6 +455,17 @@ class LifecycleRun:
                     what=metric.resource, why="libraries move it in a first life: run at least two cycles to judge it"
                 )
         return tuple(metric for metric in metrics if not metric.first_use)
+
+    def _without_imports(self, metric: Metric[Snapshot]) -> Metric[Snapshot]:
+        """Of tensors that Python holds, without those that modules made for themselves when a life imported them."""
+        if metric.resource != "tensors" or metric.unit != "bytes" or metric.cause != "unknown":
+            return metric
+
+        def read(snapshot: Snapshot) -> int:
+            imported = self._imported.get(snapshot.taken_at, {})
+            return snapshot.tensors.bytes_on(metric.device) - imported.get(metric.device, 0)
+
+        return dataclasses.replace(metric, read=read)
 
     def _judges_first_use(self, cycle: int) -> bool:
         return cycle > 1
@@ -489,6 +502,7 @@ class LifecycleRun:
 
     def _snapshot(self, label: str) -> Snapshot:
         snapshot = take_snapshot(label, driver=self._driver, devices=self._indices)
+        self._imported[snapshot.taken_at] = self._leftovers.imported_bytes()
         # Those that serve a library for the whole process are no engine's; those whose parent has ended are.
         children = {name.partition(" ")[0]: name for name in snapshot.host.children}
         children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self._tree.orphans()}

@@ -16,6 +16,7 @@ import pytest
 from _pytest.runner import call_and_report, show_test_item
 
 import lowtide
+from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.ledger import ANYTHING
 from lowtide.leakcheck.owners import Owner
 from lowtide.leakcheck.readings import this_machine
@@ -27,7 +28,6 @@ from lowtide.probes.stages import Stage, listening, stage
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.checked import CheckedLeaks
 from lowtide.pytest_plugin.failures import LeakFailure, fail_report, is_strict_xpass
-from lowtide.pytest_plugin.imports import ImportWatch
 from lowtide.pytest_plugin.proven import Proven, proven_as_json, proven_from_json, retell, with_proven
 from lowtide.pytest_plugin.retention import (
     clear_tracebacks,

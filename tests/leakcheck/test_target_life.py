@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,3 +216,40 @@ def test_a_target_that_cannot_be_made_again_is_said_to_be_the_reason() -> None:
     assert subject.outcome == "error"
     assert "made no target: it raised OSError: no licence" in subject.reason
     assert "lowtide itself" not in subject.reason
+
+
+class Imports(SmallTarget):
+    """Imports, as an engine does in its create, a module that has a table and a list of its own."""
+
+    keeps = False
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
+        import table_of_a_life
+
+        if self.keeps:
+            table_of_a_life.KEPT.append(torch.ones(1000))
+
+
+class ImportsAndKeeps(Imports):
+    keeps = True
+
+
+@pytest.fixture
+def module_with_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "table_of_a_life.py").write_text("import torch\nTABLE = torch.ones(1000)\nKEPT = []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("table_of_a_life", None)
+
+
+@pytest.mark.usefixtures("module_with_table")
+def test_what_a_module_makes_when_a_life_imports_it_is_the_process_s() -> None:
+    subject = lived(Imports, cycles=2)
+    assert (subject.outcome, subject.findings) == ("clean", ())
+
+
+@pytest.mark.usefixtures("module_with_table")
+def test_what_a_life_puts_into_such_a_module_is_a_leak() -> None:
+    finding = only(ImportsAndKeeps)
+    assert (finding.stage, finding.bytes, finding.holder) == ("create", 4000, "table_of_a_life.KEPT[0]")
