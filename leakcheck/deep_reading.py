@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lowtide.leakcheck.books import Books, Subject
 from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards
@@ -15,16 +17,24 @@ from lowtide.leakcheck.plain import Reading
 from lowtide.leakcheck.storages import HeapReading, Held, Key, read_heap
 from lowtide.probes.births import Births
 from lowtide.probes.counters import Counters
+from lowtide.probes.host import mapped_shared_memory
 from lowtide.probes.ranges import common
 from lowtide.probes.stages import announced_pools
 
 
 @dataclass(frozen=True)
 class Deep:
-    """A full reading: one `Reading` per subject, and the storages behind them."""
+    """A full reading.
+
+    Attributes:
+        readings: one per subject.
+        heap: the storages behind them.
+        explained: bytes of new host memory that are judged by name: under new tensors and in new files of /dev/shm.
+    """
 
     readings: tuple[Reading, ...]
     heap: HeapReading
+    explained: int
 
     def with_hidden(self, hidden: Sequence[Held]) -> Deep:
         """The same, with storages of the test's that no walk could find."""
@@ -34,7 +44,7 @@ class Deep:
             key = f"tensors {held.key[0]}"
             items[key] = {**items.get(key, {}), held.name: held.bytes}
         heap = dataclasses.replace(self.heap, held=(*self.heap.held, *hidden))
-        return Deep((Reading(items, own.amounts), *others), heap)
+        return Deep((Reading(items, own.amounts), *others), heap, self.explained)
 
     def settled(self, told_apart: Sorted, now: Counters) -> Deep:
         """The same without what libraries are excused for, and with what they were excused for and are not any more."""
@@ -44,7 +54,7 @@ class Deep:
                 key: told_apart.applied(key, found, now.items.get(key, {})) for key, found in reading.items.items()
             }
             readings.append(Reading(items, reading.amounts))
-        return Deep(tuple(readings), self.heap)
+        return Deep(tuple(readings), self.heap, self.explained)
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,7 @@ class DeepReader:
         now = self.read()
         claims = Claims(self.books.live)
         heap = read_heap(self.births, claims, ended, seen)
+        explained = heap.new_on_cpu + self._named_shared_memory(now)
         cards = self.cards.new_items(now, devices_of(now), {address for _, address in heap.alive})
         readings = []
         for subject in subjects:
@@ -104,9 +115,15 @@ class DeepReader:
                 judged = {held.key for held in heap.held}
                 born = self.births.survivors() if self.caches.any_filled else ()
                 items["lru-cache"] = self.caches.held(born, judged)
-            readings.append(Reading(items, self._levels(now, subject, ended, heap)))
+            readings.append(Reading(items, self._levels(now, subject, ended, explained)))
         note(claims, heap, now)
-        return Deep(tuple(readings), heap)
+        return Deep(tuple(readings), heap, explained)
+
+    def _named_shared_memory(self, now: Counters) -> int:
+        """Bytes of the new files in /dev/shm that are mapped here: they are judged by name, whoever's they are."""
+        new = now.items.get("shared-memory", {}).keys() - self.books.baseline.items.get("shared-memory", {}).keys()
+        mapped = new & mapped_shared_memory([os.getpid()]) if new else set()
+        return sum(_size_of(name) for name in mapped)
 
     def _own_allocations(self, now: Counters, owner: Subject) -> dict[str, dict[str, int]]:
         """The driver's allocations that an owner's setup made and that are still there."""
@@ -126,9 +143,7 @@ class DeepReader:
                 found[key] = {IDLE_POOL: share}
         return found
 
-    def _levels(
-        self, now: Counters, subject: Subject, ended: Sequence[Owner], heap: HeapReading
-    ) -> dict[str, int | None]:
+    def _levels(self, now: Counters, subject: Subject, ended: Sequence[Owner], explained: int) -> dict[str, int | None]:
         """By how much each level is above what it should be, as far as nothing finer explains it."""
         levels: dict[str, int | None] = {}
         for key in now.amounts:
@@ -138,9 +153,16 @@ class DeepReader:
             if key.startswith("driver ") and self.cards.lists_allocations(key.partition(" ")[2]):
                 continue
             if share is not None and subject is None and key == "host-memory":
-                share -= heap.new_on_cpu
+                share -= explained
             levels[key] = share
         return levels
+
+
+def _size_of(name: str) -> int:
+    try:
+        return Path("/dev/shm", name).stat().st_size
+    except OSError:  # it is gone by now
+        return 0
 
 
 def devices_of(now: Counters) -> list[str]:

@@ -178,7 +178,7 @@ def release(rung: Rung) -> bool:
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
     elif rung is Rung.CLEAR_HOST_CACHE:
-        trimmed = _trim_heap()
+        trimmed = trim_heap()
         if on_card:
             torch._C._host_emptyCache()
         return trimmed or on_card
@@ -218,7 +218,7 @@ def compiled_anything() -> bool:
     return bool(counters.get("frames", {}).get("total", 0))
 
 
-def _trim_heap() -> bool:
+def trim_heap() -> bool:
     """Give the free parts of the C library's heap back to the kernel; False where it is not glibc."""
     try:
         ctypes.CDLL(None).malloc_trim(0)

@@ -39,7 +39,8 @@ from lowtide.leakcheck.item_findings import (
     with_pool_holder,
 )
 from lowtide.leakcheck.judge import excesses, judge
-from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, collect, release
+from lowtide.leakcheck.kept_memory import LEAST_KEPT, KeptMemory
+from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, collect, release, trim_heap
 from lowtide.leakcheck.library_items import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.listing import FROZEN, listed
 from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric
@@ -67,7 +68,7 @@ from lowtide.leakcheck.warm_up import WarmUp
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.births import Births
 from lowtide.probes.caches import LRU_CACHE
-from lowtide.probes.counters import CounterReader, Counters
+from lowtide.probes.counters import CounterReader, Counters, anonymous_bytes
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.makers import Makers
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects, collector_paused
@@ -188,6 +189,9 @@ class Watch:
         self._is_in_a_test = self._card_came_in_this_test = False
         self._namespaces: dict[int, int] = {}
         self._workspaces_cleared = 0
+        self._kept = KeptMemory()
+        self._level_at_end: int | None = None
+        self._is_judged = True
         self._users: dict[int, Owner] = {}
         self._grown: dict[str, list[Finding]] = {}
         self._passed: list[Finding] = []
@@ -211,6 +215,8 @@ class Watch:
             census = Census(all_objects())
             self._caches.add(census.exactly(LRU_CACHE))
             self._seen = frozenset((held.device, held.address) for held in survey_storages(census).storages)
+            del census
+        trim_heap()
 
     def close(self) -> None:
         """End it; legal twice."""
@@ -225,14 +231,23 @@ class Watch:
             self._driver.close()
             self._driver = None
 
-    def begin(self, stage: str = "setup", tolerance: int | None = None, module: str = "", subject: str = "") -> None:
+    def begin(
+        self,
+        stage: str = "setup",
+        tolerance: int | None = None,
+        module: str = "",
+        subject: str = "",
+        *,
+        judged: bool = True,
+    ) -> None:
         """A test begins: what is there now is its baseline.
 
         Args:
             stage: to what it is attributed that appears now.
             tolerance: bytes that this test may leave, if not what the policy says.
             module: the test module, by which leaks of what has no name are told apart.
-            subject: the test's name.
+            subject: the test's name; without one, what it keeps of host memory does not add up with what others do.
+            judged: whether what it leaves counts.
         """
         self._module = module
         if gc.isenabled():
@@ -252,6 +267,9 @@ class Watch:
         self._remains.mark()
         self._namespaces = namespace_sizes()
         now = self._read()
+        self._is_judged = judged
+        if self._level_at_end is not None:
+            self._kept.fell(max(self._level_at_end - (now.amounts["host-memory"] or 0), 0))
         self._books.begin(stage, now)
         if any(not self._cards.knows(device) or self._cards.has_shrunk(device, now) for device in devices_of(now)):
             self._adopt(now, read_heap(self._births, Claims(()), (), ()))
@@ -424,7 +442,7 @@ class Watch:
         self, ended: list[Owner], let_go: Callable[[], None], hints: Sequence[tuple[str, object]], *, final: bool
     ) -> Verdict:
         stage = self._births.label
-        now = self._read()
+        now = self._read_trimmed(ended)
         self._books.attribute(stage, now)
         self._unseen.look(always=True)
         self._caches.note(stage)
@@ -433,20 +451,24 @@ class Watch:
         untold = tuple(NotMeasured(what=key, why=why) for key, why in now.untold.items())
         untold += self._warm_up.told() + self._unseen.not_measured
         if not self._suspects(now, ended):
-            return Verdict(not_measured=untold)
+            return Verdict(not_measured=untold, findings=self._kept_in_all(now, ended, final=final))
         born = self._births.born()
         let_go()
 
         def is_clean() -> bool:
-            return not self._suspects(self._read(), ended)
+            nonlocal now
+            now = self._read_trimmed(ended)
+            return not self._suspects(now, ended)
 
         # Young garbage first, at a hundredth of the cost of a full collection.
         gc.collect(1)
         if is_clean():
-            return Verdict(not_measured=untold)
+            return Verdict(not_measured=untold, findings=self._kept_in_all(now, ended, final=final))
         collect(is_clean)
         if is_clean():
-            return Verdict(not_measured=untold, climbed=True)
+            kept = self._kept_in_all(now, ended, final=final)
+            return Verdict(not_measured=untold, findings=kept, climbed=True)
+        share = self._books.shares("host-memory", now, ended)[id(None)]
         self._wait(ended, let_go)
         self._sorted = None
         devices = ["cpu", *devices_of(self._read())]
@@ -522,8 +544,12 @@ class Watch:
         )
         if any(finding.changed for found in findings for finding in found):
             self._seen &= live_keys()
+        # Of before the climb, which takes memory itself; and what is a finding is not told again as part of a sum.
+        share = None if findings[0] or share is None else share - steps[-1].reading.explained
+        trim_heap()
+        kept = self._keeping(share, self._read(), final=final)
         return Verdict(
-            findings=findings[0],
+            findings=(*findings[0], *kept),
             not_measured=(*untold, *excused, *(self._sorted.listed if self._sorted is not None else ())),
             of_owners={owner.label: found for owner, found in zip(ended, findings[1:], strict=True)},
             climbed=True,
@@ -531,6 +557,42 @@ class Watch:
             unproven_of_owners={owner.label: later for owner, later in zip(ended, unproven[1:], strict=True)},
             things=about,
         )
+
+    def _read_trimmed(self, ended: Sequence[Owner]) -> Counters:
+        """The counters; where host memory has moved, without what is free in the heap.
+
+        What a verdict itself leaves free goes back, too. So baselines and verdicts are read alike, and what one test
+        left free cannot hide what the next one keeps.
+        """
+        now = self._read()
+        share = self._books.shares("host-memory", now, ended)[id(None)]
+        if share is None or abs(share) < LEAST_KEPT:
+            return now
+        trim_heap()
+        return self._read()
+
+    def _kept_in_all(self, now: Counters, ended: Sequence[Owner], *, final: bool) -> tuple[Finding, ...]:
+        """What the tests until now have kept of host memory together, if this clean one makes it too much."""
+        return self._keeping(self._books.shares("host-memory", now, ended)[id(None)], now, final=final)
+
+    def _keeping(self, share: int | None, now: Counters, *, final: bool) -> tuple[Finding, ...]:
+        if not final:
+            return ()
+        self._level_at_end = now.amounts["host-memory"]
+        if not self._subject:
+            return ()
+        self._kept.add(self._subject, share or 0, counts=self._is_judged)
+        tolerance = max(self.policy.tolerance, host_memory_tolerance(devices_of(now)))
+        if not self._is_judged or not self._kept.is_too_much(tolerance):
+            return ()
+        # A clean test is not collected for: what it left may be garbage.
+        gc.collect()
+        trim_heap()
+        self._level_at_end = anonymous_bytes()
+        self._kept.fell(max((now.amounts["host-memory"] or 0) - self._level_at_end, 0))
+        if not self._kept.is_too_much(tolerance):
+            return ()
+        return (self._kept.finding(self._books.since("host-memory", ())),)
 
     def _note_growth(self, claims: Claims, heap: HeapReading, now: Counters) -> None:
         """Writes down what lies under the owners that the test used, or under which it left something."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import mmap
 import os
 import stat
 import sys
@@ -192,10 +191,24 @@ class CounterReader:
 
 
 def anonymous_bytes() -> int:
-    """Resident memory of the process's own (heap, stacks, private maps), in bytes."""
-    with open("/proc/self/statm", "rb") as file:
-        fields = file.read().split()
-    return (int(fields[1]) - int(fields[2])) * mmap.PAGESIZE
+    """Memory of the process's own, in bytes; see `own_bytes`."""
+    with open("/proc/self/status", "rb") as file:
+        return own_bytes(file.read())
+
+
+def own_bytes(status: bytes) -> int:
+    """Of /proc/self/status, what is neither code nor a file's: heap, stacks, anonymous maps, what of it is swapped out.
+
+    `mmap.mmap(-1, …)` and what a card's driver pins are shared memory to the kernel (`/dev/zero (deleted)`), as are the
+    files of /dev/shm that are mapped here.
+    """
+    return sum(_kilobytes(status, name) for name in (b"RssAnon:", b"RssShmem:", b"VmSwap:")) * 1024
+
+
+def _kilobytes(status: bytes, name: bytes) -> int:
+    """A line's figure; 0 where this kernel does not have it (one without swap)."""
+    _, found, rest = status.partition(b"\n" + name)
+    return int(rest.split(maxsplit=1)[0]) if found else 0
 
 
 def child_processes() -> list[int]:

@@ -322,14 +322,16 @@ class Checker:
         self._setup = None
         self._records = StageRecords(card=self.settings.device != "cpu") if self.settings.report is not None else None
         wrong = ""
-        tolerance = None
+        tolerance, judged = None, True
         try:
             markers = read_markers(item)
+            judged = not markers.excused
             tolerance = None if self.settings.tolerance_is_final else markers.tolerance
         except pytest.UsageError as error:
             wrong = str(error)
         with self._guarded():
-            self.watch.begin("setup", tolerance, module=item.nodeid.partition("::")[0], subject=item.nodeid)
+            module = item.nodeid.partition("::")[0]
+            self.watch.begin("setup", tolerance, module=module, subject=item.nodeid, judged=judged)
             self._imports.active = True
         if "leakcheck" not in getattr(item, "fixturenames", ()):
             with listening(self):
