@@ -23,6 +23,7 @@ from lowtide.leakcheck.entries import (
     set_in_dict,
     values_behind,
 )
+from lowtide.leakcheck.expressions import call, entry_of, is_name, is_plain, is_this_threads, key_of
 from lowtide.probes.foreign import (
     LRU_CACHE,
     attribute,
@@ -35,21 +36,31 @@ from lowtide.probes.foreign import (
 from lowtide.probes.heap import Link
 from lowtide.probes.identities import namespaces_of
 
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
 
 class Place(NamedTuple):
     """Where a container's entry is, for one action on several entries of it.
 
     Attributes:
         container: its identity.
-        code: the container as code.
+        code: the container as code; in words where there is none.
         key: the entry, as code: `['a']`.
         size: how many entries the container has.
+        position: the entry's place in it.
+        clear: what empties the container, as code; empty where there is none.
+        is_plain: whether `del` with code and key is what deletes the entry.
+        ordered: the container's built-in type: `list`, `dict`, `deque`.
     """
 
     container: int
     code: str
     key: str
     size: int
+    position: int = 0
+    clear: str = ""
+    is_plain: bool = True
+    ordered: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +73,7 @@ class Cut:
         apply: makes it. Raises what the holder's own code raises.
         place: for an entry of a container, where.
         ends_anyway: whether the change is made even where making it raises.
+        is_code: whether the action is code that runs as it stands, and not words.
     """
 
     action: str
@@ -69,6 +81,12 @@ class Cut:
     apply: Callable[[], object]
     place: Place | None = None
     ends_anyway: bool = False
+    is_code: bool = True
+
+    @property
+    def is_deletion(self) -> bool:
+        """Whether something is taken away, and not replaced by None."""
+        return not self.changed.endswith(" is None")
 
 
 @dataclass(frozen=True)
@@ -156,7 +174,39 @@ class Refused(Exception):  # noqa: N818 - it is an answer, not a failure
     """Cutting here could break what the program has had before; so nothing behind it may be cut either."""
 
 
-def cut_of(link: Link, code: str, names: Names) -> Cut | None:
+@dataclass(frozen=True)
+class _Owner:
+    """What a link starts from, for a reader.
+
+    Attributes:
+        words: as a path has it.
+        code: as an expression that leads to it; None where there is none.
+    """
+
+    words: str
+    code: str | None
+
+    @property
+    def text(self) -> str:
+        """The expression, or the words."""
+        return self.words if self.code is None else self.code
+
+    def cut(
+        self,
+        action: str | None,
+        instead: str,
+        changed: str,
+        apply: Callable[[], object],
+        *,
+        place: Place | None = None,
+        ends_anyway: bool = False,
+    ) -> Cut:
+        """A change by its code, or where there is none, by words for it."""
+        is_code = self.code is not None and action is not None
+        return Cut(action if is_code and action else instead, changed, apply, place, ends_anyway, is_code)
+
+
+def cut_of(link: Link, code: str | None, names: Names, words: str = "") -> Cut | None:
     """How to cut a link, None if it cannot be: what lies in a tuple, a bound method, a running function.
 
     What is new is deleted.  A name or key that the program had before becomes None if it began as None, by the
@@ -164,23 +214,25 @@ def cut_of(link: Link, code: str, names: Names) -> Cut | None:
 
     Args:
         link: the edge.
-        code: its owner, as code.
+        code: its owner, as code; None where no expression leads to it.
         names: what was there before.
+        words: its owner as a path has it; default: the code.
 
     Raises:
         Refused: it could be cut, but not without harm.
     """
-    return next((cut for make in _MAKERS if (cut := make(link, code, names)) is not None), None)
+    owner = _Owner(words or code or "", code)
+    return next((cut for make in _MAKERS if (cut := make(link, owner, names)) is not None), None)
 
 
-def _cache(link: Link, code: str, names: Names) -> Cut | None:
+def _cache(link: Link, of: _Owner, names: Names) -> Cut | None:
     if link.kind not in ("lru-cache-key", "lru-cache-value") or type(link.owner) is not LRU_CACHE:
         return None
     clear: Callable[[], None] = LRU_CACHE.__dict__["cache_clear"].__get__(link.owner)
-    return Cut(f"{code}.cache_clear()", f"{code} is empty", clear)
+    return of.cut(f"{of.code}.cache_clear()", f"clear the cache {of.words}", f"{of.text} is empty", clear)
 
 
-def _entry(link: Link, code: str, names: Names) -> Cut | None:
+def _entry(link: Link, of: _Owner, names: Names) -> Cut | None:
     """An entry of a dict."""
     carrier = link.carrier
     if link.kind not in ("item", "module-global") or not is_a(carrier, dict) or is_a(link.owner, ModuleType):
@@ -188,14 +240,20 @@ def _entry(link: Link, code: str, names: Names) -> Cut | None:
     keys = keys_of(carrier, link.held)
     if not keys or (carrier is not link.owner and link.kind == "item"):
         return None
-    text = f"{code}{link.edge}"
     found = [declarations.of_key(module, names.holder, keys[0]) for module in names.modules if names.holder]
     bound = "none" if "none" in found else "other" if "other" in found else "absent"
     behind = values_behind(carrier, link.held)
+    key = keys[0]
     del keys
-    place = Place(id(carrier), code, link.edge, dict.__len__(carrier)) if link.owner is carrier else None
+    where = of.code if link.owner is carrier else None
+    if type(link.owner) is FunctionType and of.code is not None:
+        where = f"{of.code}.__globals__"
+    index = next(place for place, value in enumerate(dict.values(carrier)) if id(value) == link.held)
+    key_text = None if where is None else key_of(where, carrier, index, key)
+    text = f"{of.text}[{key_text}]" if key_text is not None and link.owner is carrier else f"{of.words}{link.edge}"
     if bound == "none":
-        return Cut(f"{text} = None", f"{text} is None", lambda: set_in_dict(carrier, link.held, None))
+        set_none = None if where is None or key_text is None else _setting(where, carrier, key_text)
+        return of.cut(set_none, f"set {text} to None", f"{text} is None", lambda: set_in_dict(carrier, link.held, None))
     others = [item for item in dict.values(carrier) if id(item) != link.held]
     is_old = bound == "other" or any(gc.is_tracked(item) and names.may_have_been_there(item) for item in behind)
     if not names.are_free and (is_old or any(item is None for item in others)):
@@ -203,10 +261,41 @@ def _entry(link: Link, code: str, names: Names) -> Cut | None:
         raise Refused
     if not can_delete_from_dict(carrier, link.held):
         return None
-    return Cut(f"del {text}", f"{text} is deleted", lambda: delete_from_dict(carrier, link.held), place)
+    is_last = index == dict.__len__(carrier) - 1
+    delete = None if where is None else _deleting(where, carrier, key_text, is_last=is_last)
+    place = _place_in(of, carrier, index, f"[{key_text}]", "dict") if link.owner is carrier else None
+    return of.cut(
+        delete,
+        f"delete {text}",
+        f"{text} is deleted",
+        lambda: delete_from_dict(carrier, link.held),
+        place=place and place._replace(is_plain=delete is not None and delete.startswith("del ")),
+    )
 
 
-def _slot(link: Link, code: str, names: Names) -> Cut | None:
+def _setting(code: str, entries: object, key: str) -> str:
+    if is_plain(type(entries), "__setitem__"):
+        return f"{code}[{key}] = None"
+    return call(code, entries, "__setitem__", key, "None")
+
+
+def _deleting(code: str, entries: object, key: str | None, *, is_last: bool) -> str | None:
+    """The deletion of an entry of a dict as code; the last one can go without its key."""
+    if key is None:
+        return call(code, entries, "popitem") if is_last else None
+    if is_plain(type(entries), "__delitem__"):
+        return f"del {code}[{key}]"
+    return call(code, entries, "__delitem__", key)
+
+
+def _place_in(of: _Owner, items: Any, index: int, key: str, ordered: str) -> Place:
+    kind: Any = {"dict": dict, "list": list, "deque": deque}[ordered]
+    clear = f"{of.code}.clear()" if is_plain(type(items), "clear") else call(of.text, items, "clear")
+    size = kind.__len__(items)
+    return Place(id(items), of.text, key, size, index, clear if of.code is not None else "", True, ordered)
+
+
+def _slot(link: Link, of: _Owner, names: Names) -> Cut | None:
     """An item of a list or deque."""
     carrier: Any = link.carrier
     base: Any = list if is_a(carrier, list) else deque
@@ -223,19 +312,34 @@ def _slot(link: Link, code: str, names: Names) -> Cut | None:
         # A list of slots, some of them empty.
         raise Refused
 
-    text = f"{code}{link.edge}"
-    place = Place(id(carrier), code, link.edge, base.__len__(carrier))
-    return Cut(f"del {text}", f"{text} is deleted", lambda: delete_from_sequence(carrier, link.held), place)
+    place = _place_in(of, carrier, places[0], f"[{places[0]}]", "list" if base is list else "deque")
+    text = f"{of.text}{place.key}"
+    plain = is_plain(type(carrier), "__delitem__")
+    delete = f"del {text}" if plain else call(of.text, carrier, "__delitem__", str(places[0]))
+    return of.cut(
+        delete,
+        f"delete {text}",
+        f"{text} is deleted",
+        lambda: delete_from_sequence(carrier, link.held),
+        place=place._replace(is_plain=plain),
+    )
 
 
-def _member_of_set(link: Link, code: str, names: Names) -> Cut | None:
+def _member_of_set(link: Link, of: _Owner, names: Names) -> Cut | None:
     if link.kind != "item" or not is_a(link.carrier, set) or not can_discard(link.carrier, link.held):
         return None
-    changed = f"one element of {code} is gone"
-    return Cut(f"{code}.discard(…)", changed, lambda: discard(link.carrier, link.held))
+    is_only = set.__len__(link.carrier) == 1
+    clear = f"{of.code}.clear()" if is_plain(type(link.carrier), "clear") else call(of.text, link.carrier, "clear")
+    kind = next(type_name(type(item)) for item in set.__iter__(link.carrier) if id(item) == link.held)
+    return of.cut(
+        clear if is_only else None,
+        f"discard the {kind} from {of.text}",
+        f"one element of {of.text} is gone",
+        lambda: discard(link.carrier, link.held),
+    )
 
 
-def _global(link: Link, code: str, names: Names) -> Cut | None:
+def _global(link: Link, of: _Owner, names: Names) -> Cut | None:
     if not is_a(link.owner, ModuleType) or link.kind != "module-global":
         return None
     namespace, name = dict_of_module(link.owner), link.edge[1:]
@@ -243,18 +347,33 @@ def _global(link: Link, code: str, names: Names) -> Cut | None:
         return None
     bound = names.bound(declarations.of_global, link.owner, name)
     if names.is_new_global(namespace, name, bound):
-        return Cut(f"del {code}.{name}", f"{code}.{name} is deleted", lambda: namespace.pop(name, None))
+        return _removal(of, link.owner, name, lambda: namespace.pop(name, None))
     if not names.are_free and bound != "none":
         raise Refused
-    return Cut(f"{code}.{name} = None", f"{code}.{name} is None", lambda: namespace.__setitem__(name, None))
+    return _emptying(of, link.owner, name, lambda: namespace.__setitem__(name, None))
 
 
-def _attribute(link: Link, code: str, names: Names) -> Cut | None:
+def _removal(of: _Owner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
+    """The deletion of an attribute, past a `__delattr__` of the program's own."""
+    text = f"{of.text}.{name}"
+    code = f"del {text}" if is_plain(type(owner), "__delattr__") else call(of.text, owner, "__delattr__", repr(name))
+    return of.cut(code if is_name(name) else None, f"delete {text}", f"{text}{where} is deleted", apply)
+
+
+def _emptying(of: _Owner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
+    """None for an attribute, past a `__setattr__` of the program's own."""
+    text = f"{of.text}.{name}"
+    plain = is_plain(type(owner), "__setattr__")
+    code = f"{text} = None" if plain else call(of.text, owner, "__setattr__", repr(name), "None")
+    return of.cut(code if is_name(name) else None, f"set {text} to None", f"{text}{where} is None", apply)
+
+
+def _attribute(link: Link, of: _Owner, names: Names) -> Cut | None:
     name = link.edge[1:]
     if link.kind not in ("instance-attribute", "class-attribute"):
         return None
-    if any(link.carrier is attribute(link.owner, registry) for registry in ("_parameters", "_buffers", "_modules")):
-        return _registered(link, code, names)
+    if any(link.carrier is attribute(link.owner, registry) for registry in _REGISTRIES):
+        return _registered(link, of, names)
     if not name.isidentifier():
         return None
     of_class = link.kind == "class-attribute"
@@ -278,11 +397,11 @@ def _attribute(link: Link, code: str, names: Names) -> Cut | None:
         if bound == "absent" and names.is_bound_elsewhere(name):
             bound = "other"
     if bound == "absent" and namespace is not None and names.is_new(namespace, name):
-        return Cut(f"del {code}.{name}", f"{code}.{name} is deleted", lambda: deleter(link.owner, name))
+        return _removal(of, link.owner, name, lambda: deleter(link.owner, name))
     # An exception's traceback, the gradient of a tensor: nobody relies on them.
     if not (names.are_free or bound == "none" or _is_left_over(link.owner, name)):
         raise Refused
-    return Cut(f"{code}.{name} = None", f"{code}.{name} is None", lambda: setter(link.owner, name, None))
+    return _emptying(of, link.owner, name, lambda: setter(link.owner, name, None))
 
 
 def _is_left_over(owner: object, name: str) -> bool:
@@ -292,7 +411,7 @@ def _is_left_over(owner: object, name: str) -> bool:
     return name == "grad" and any(type_name(base) == "torch.Tensor" for base in mro_of(type(owner)))
 
 
-def _registered(link: Link, code: str, names: Names) -> Cut | None:
+def _registered(link: Link, of: _Owner, names: Names) -> Cut | None:
     """What a `torch.nn.Module` has registered; None is legal for each of them."""
     entries = link.carrier
     keys = [key for key, value in entries.items() if id(value) == link.held]
@@ -300,18 +419,27 @@ def _registered(link: Link, code: str, names: Names) -> Cut | None:
         return None
     if not names.are_free:
         raise Refused
-    text = f"{code}{link.edge}"
-    return Cut(f"{text} = None", f"{text} is None", lambda: entries.__setitem__(keys[0], None))
+    text = f"{of.text}{link.edge}"
+    sets = "__setattr__" if link.edge.startswith(".") else "__setitem__"
+    plain = is_plain(type(link.owner), sets) and is_plain(type(link.owner), "__getattr__")
+    other = None if of.code is None else entry_of(f"{of.code}.{_registry(link)}", entries, link.held)
+    code = f"{text} = None" if plain or other is None else f"{other} = None"
+    return of.cut(code, f"set {text} to None", f"{text} is None", lambda: entries.__setitem__(keys[0], None))
 
 
-def _cell(link: Link, code: str, names: Names) -> Cut | None:
+def _registry(link: Link) -> str:
+    return next(name for name in _REGISTRIES if link.carrier is attribute(link.owner, name))
+
+
+def _cell(link: Link, of: _Owner, names: Names) -> Cut | None:
     if link.kind != "closure" or type(link.carrier) is not CellType:
         return None
     if not names.are_free:
         raise Refused
     name = link.edge.removeprefix("cell ").strip("'")
-    index = f"{code}.__closure__[{_cell_index(link)}].cell_contents = None"
-    return Cut(index, f"{name}, in the closure of {code}, is None", lambda: _empty(link.carrier))
+    index = f"{of.code}.__closure__[{_cell_index(link)}].cell_contents = None"
+    changed = f"{name}, in the closure of {of.text}, is None"
+    return of.cut(index, f"set {name}, in the closure of {of.words}, to None", changed, lambda: _empty(link.carrier))
 
 
 def _empty(cell: CellType) -> None:
@@ -323,39 +451,41 @@ def _cell_index(link: Link) -> int:
     return next((place for place, cell in enumerate(cells) if cell is link.carrier), 0)
 
 
-def _suspended(link: Link, code: str, names: Names) -> Cut | None:
+def _suspended(link: Link, of: _Owner, names: Names) -> Cut | None:
     """A generator or coroutine that waits: closing it ends it."""
     if link.kind != "generator-local" or not (type(link.owner) is GeneratorType or type(link.owner) is CoroutineType):
         return None
     if not names.are_free and names.may_have_been_there(link.owner):
         # It may be waiting for the next thing to do.
         raise Refused
-    return Cut(f"{code}.close()", f"{code} is closed", link.owner.close, ends_anyway=True)
+    return of.cut(f"{of.code}.close()", f"close {of.words}", f"{of.text} is closed", link.owner.close, ends_anyway=True)
 
 
-def _thread_local(link: Link, code: str, names: Names) -> Cut | None:
+def _thread_local(link: Link, of: _Owner, names: Names) -> Cut | None:
     if link.kind != "thread" or type(link.carrier) is not dict or not is_a(link.owner, threading.local):
         return None
     values, name = link.carrier, link.edge[1:]
     if id(values.get(name)) != link.held:
         return None
     bound = "unknown" if names.home is None else names.bound(declarations.of_attribute, names.home, name)
+    where = " of this thread"
+    if not is_this_threads(link):
+        of, where = _Owner(of.words, None), " of another thread"
     if bound == "none" or (names.are_free and bound != "absent"):
-        return Cut(
-            f"{code}.{name} = None", f"{code}.{name} of this thread is None", lambda: values.__setitem__(name, None)
-        )
+        return _emptying(of, link.owner, name, lambda: values.__setitem__(name, None), where)
     if bound != "absent":
         raise Refused
-    return Cut(f"del {code}.{name}", f"{code}.{name} of this thread is deleted", lambda: values.pop(name, None))
+    return _removal(of, link.owner, name, lambda: values.pop(name, None), where)
 
 
-def _context_variable(link: Link, code: str, names: Names) -> Cut | None:
+def _context_variable(link: Link, of: _Owner, names: Names) -> Cut | None:
     if link.kind != "context-variable" or link.edge != ".get()":
         return None
     if not names.are_free:
         # Nobody can tell what it was before.
         raise Refused
-    return Cut(f"{code}.set(None)", f"{code} is None in this context", lambda: link.owner.set(None))
+    changed = f"{of.words} is None in this context"
+    return of.cut(f"{of.code}.set(None)", f"set {of.words} to None", changed, lambda: link.owner.set(None))
 
 
 _MAKERS = (

@@ -14,22 +14,23 @@ is `.ENGINE`. If the caller names the engine as innocent, the same path is an `i
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import re
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.cuts import Cut, Names, Refused, cut_of
+from lowtide.leakcheck.expressions import of_public_global, of_root, one_step
 from lowtide.leakcheck.inspectors import marks
 from lowtide.leakcheck.path_names import Shown, holder_name, shown_from_landmark
+from lowtide.leakcheck.territory import Territory, advice_for, offered_function, offered_method, territories
 from lowtide.probes.edges import Kind
-from lowtide.probes.foreign import is_a, type_name
+from lowtide.probes.foreign import type_name
 from lowtide.probes.heap import Link, Mark, Path, RootKind, Step, Traces, is_library, trace
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, collector_paused
 from lowtide.probes.tensors import plain_tensors, torch_member
@@ -82,6 +83,7 @@ class Explanation:
         thread: the name of the running thread that holds it, if one does.
         new: the identities of what lies behind the first suspect edge of the path, that of the suspect last.
         also: how to cut what else holds a part of the same memory.
+        advice: what to do where what holds it lies inside a library, and is not to be cut; empty elsewhere.
     """
 
     verdict: Verdict
@@ -94,6 +96,7 @@ class Explanation:
     thread: str = ""
     new: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
     also: tuple[Cut, ...] = field(default=(), repr=False, compare=False)
+    advice: str = field(default="", compare=False)
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -144,6 +147,14 @@ def explain(
     return [told if told is not None else without.pop(0) for told in explained]
 
 
+def expression_to(item: object) -> str | None:
+    """The expression that leads to an object from a module, say; None where there is none. Walks the heap once."""
+    with trace([item]) as found:
+        path = found.path(0)
+        way = None if path is None else _Way(shown_from_landmark(path), 0, found)
+        return None if way is None else way.code(len(way.links))
+
+
 class _Sweeps:
     """What each edge retains, each asked for once: the suspects behind one edge share the answer."""
 
@@ -171,9 +182,10 @@ class _Sweeps:
 def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Names) -> Explanation:
     first, last = _suspect_steps(path.steps)
     cause = _telling_cause(path) or _cause_of_edge(path, first)
-    links = [found.link(place, turn) for turn in range(first, len(path.steps))]
-    freed = [*[None] * first, *sweeps.freed(links, place, first, last)]
     shown = shown_from_landmark(path)
+    way = _Way(shown, place, found)
+    links = way.links[first:]
+    freed = [*[None] * first, *sweeps.freed(links, place, first, last)]
     hops = (
         Hop(
             type=step.type_name,
@@ -192,62 +204,123 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         path=(Hop(type=shown.path.root_kind, edge=shown.path.root_name), *hops),
         suspects=_suspects(shown.path, begin, max(0, last - shown.skipped)),
         freed=(None, *freed[shown.skipped :]),
-        cut=_cut_of_new_dict(shown, place, found, first, names) or _first_cut(shown, links, first, names),
+        cut=_cut_of_new_dict(way, first, names) or _first_cut(way, first, names),
         thread=running,
         new=frozenset(link.held for link in links),
+        advice=way.advice(first),
     )
 
 
-def _cut_of_new_dict(shown: Shown, place: int, found: Traces, first: int, names: Names) -> Cut | None:
+class _Way:
+    """A path with its objects, each as the expression that leads to it, and with what of it lies inside a library."""
+
+    def __init__(self, shown: Shown, place: int, found: Traces) -> None:
+        self.shown = shown
+        self.links = [found.link(place, turn) for turn in range(len(shown.whole.steps))]
+        self.begin, root = shown.skipped, shown.path.root_name if shown.path.root_kind == "module" else ""
+        code = shown.path.root_name if shown.is_code else None
+        if not self.begin:
+            code = of_root(shown.whole, found.root(place))
+        public = self._public_name()
+        if public is not None:
+            self.begin, code, root = 1, *public
+        self._code: list[str | None] = [*[None] * self.begin, code]
+        self._territories = territories(root, self.links[self.begin :])
+
+    def _public_name(self) -> tuple[str, str] | None:
+        """By what a module that is written in C holds something, under no name of its own: another module's name."""
+        if self.begin or len(self.links) < 2 or self.links[0].kind != "opaque":
+            return None
+        return of_public_global(self.links[1].owner)
+
+    def can_cut(self, turn: int) -> bool:
+        """Whether changing what a step starts from may be of use: not past what nobody can look into."""
+        return turn >= self.begin and all(link.kind != "opaque" for link in self.links[self.begin : turn + 1])
+
+    def code(self, turn: int) -> str | None:
+        """What a step starts from, as code; None where no expression leads to it."""
+        while len(self._code) <= turn:
+            before = self._code[-1]
+            self._code.append(None if before is None else one_step(before, self.links[len(self._code) - 1]))
+        return self._code[turn]
+
+    def territory(self, turn: int) -> Territory:
+        """Whose the object is that a step starts from."""
+        return self._territories[max(0, turn - self.begin)]
+
+    def advice(self, first: int) -> str:
+        """What to do where the first suspect edge lies inside a library."""
+        turn = max(first, self.begin)
+        if turn >= len(self.links) or self.links[turn].kind in _CACHED or not self.territory(turn).is_librarys:
+            return ""
+        library, words = self.territory(turn).inside, self.shown.code(turn + 1)
+        if not library:
+            return f"{words} is {self.territory(turn).shared}'s: put back what was there, or take out what was added"
+        return advice_for(library, [link.owner for link in self.links[: turn + 1]], words)
+
+    def offer(self, turn: int) -> Cut | None:
+        """What the library offers by which what lies inside it is let go of."""
+        offer = offered_function(self.shown.code(turn + 1))
+        if offer is not None:
+            return Cut(offer.call, offer.changed, functools.partial(offer.do, None), ends_anyway=True)
+        for before in reversed(range(self.begin, turn + 1)):
+            code, owner = self.code(before), self.links[before].owner
+            method = offered_method(owner)
+            if method is not None and code is not None:
+                do = functools.partial(method.do, owner)
+                return Cut(f"{code}.{method.call}", f"{code} {method.changed}", do, ends_anyway=True)
+        return None
+
+
+def _cut_of_new_dict(way: _Way, first: int, names: Names) -> Cut | None:
     """The cut of a name whose dict may be new itself: an empty one would be left there, and not what there was.
 
     (A dict passes for older, since the collector does not know an empty one.)
     """
-    path = shown.whole
-    if names.older is None or not first or path.steps[first - 1].type_name != "dict" or not shown.has_code(first - 1):
+    shown, before = way.shown, first - 1
+    if names.older is None or not first or shown.whole.steps[before].type_name != "dict" or not way.can_cut(before):
         return None
-    link = found.link(place, first - 1)
+    link = way.links[before]
     # A cache keeps what was made for it, and fills itself again.
-    if link.kind not in _CACHED and (link.held in names.older or _is_librarys(shown.path, link)):
+    if link.kind not in _CACHED and (link.held in names.older or way.territory(before).is_librarys):
         return None
     try:
-        known = dataclasses.replace(names.of(*_home(path, first - 1)), are_free=False)
-        return cut_of(link, shown.code(first - 1), known)
+        known = dataclasses.replace(names.of(*_home(shown.whole, before)), are_free=False)
+        return cut_of(link, way.code(before), known, shown.code(before))
     except Refused:
         return None
 
 
-def _first_cut(shown: Shown, links: Sequence[Link], first: int, names: Names) -> Cut | None:
+def _first_cut(way: _Way, first: int, names: Names) -> Cut | None:
     """The first edge from the first suspect on that can be cut without harm; what lies behind it is gone with it."""
-    path = shown.whole
-    for turn, link in enumerate(links, first):
-        if not shown.has_code(turn):
+    for turn, link in enumerate(way.links[first:], first):
+        inside = bool(turn >= way.begin and way.territory(turn).inside and link.kind not in _CACHED)
+        if inside and names.are_free and (offer := way.offer(turn)) is not None:
+            # Once nothing runs any more, the library may be told to let go.
+            return offer
+        if not way.can_cut(turn):
             continue
-        if names.older is None and not names.are_free and turn < len(path.steps) - 1 and link.kind not in _CACHED:
+        if names.older is None and not names.are_free and turn < len(way.links) - 1 and link.kind not in _CACHED:
             # Nobody knows whether what it leads to was there before; the leaked thing itself, at the end, was not.
             continue
-        if link.kind not in _CACHED and not names.are_free and _is_librarys(shown.path, link):
-            # Its insides are nobody else's to change.
-            return None
+        known = names.of(*_home(way.shown.whole, turn))
+        is_librarys = link.kind not in _CACHED and way.territory(turn).is_librarys
+        if is_librarys:
+            if inside or names.older is None:
+                # Its insides are nobody else's to change.
+                return None
+            # To what is public the program may have added something, and that it can take back.
+            known = dataclasses.replace(known, are_free=False)
         try:
-            cut = cut_of(link, shown.code(turn), names.of(*_home(path, turn)))
+            cut = cut_of(link, way.code(turn), known, way.shown.code(turn))
+            if is_librarys and cut is not None and not cut.is_deletion:
+                return None
         except Refused:
             return None
         if cut is not None or link.kind in ("frame-local", "thread"):
             # Running code that holds something should let go of all of it; what lies behind is only a part.
             return cut
     return None
-
-
-def _is_librarys(path: Path, link: Link) -> bool:
-    """Whether a link starts from an object of the interpreter's or torch's own, or lies behind one of their modules."""
-    if path.root_kind == "module" and is_library(path.root_name):
-        return True
-    if any(is_a(link.owner, container) for container in (dict, list, set, deque, threading.local, BaseException)):
-        return False
-    cls = link.owner if is_a(link.owner, type) else type(link.owner)
-    module = type_name(cls).rpartition(".")[0]
-    return bool(module) and is_library(module)
 
 
 def _home(path: Path, turn: int) -> tuple[ModuleType | None, ModuleType | None, str]:

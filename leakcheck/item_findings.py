@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.cards import MEMORY_POOL
-from lowtide.leakcheck.explain import Explanation, explain
+from lowtide.leakcheck.explain import Explanation, explain, expression_to
+from lowtide.leakcheck.expressions import of_cache, of_thread
 from lowtide.leakcheck.filled_caches import CachedItem
 from lowtide.leakcheck.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.ladder import ACTIONS, Rung, release
@@ -112,11 +113,13 @@ class Action:
         name: as code, or in words.
         changed: what is different afterwards; empty if nothing of the program's is.
         do: does it.
+        is_code: whether the name is code that runs as it stands.
     """
 
     name: str
     changed: str
     do: Callable[[], object]
+    is_code: bool = True
 
 
 def with_pool_holder(leak: ItemLeak, context: Context) -> ItemLeak:
@@ -251,17 +254,17 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[
         return [Action(name, UNFROZEN, functools.partial(release, Rung.UNFREEZE))]
     if resource == "threads":
         return [
-            Action(f"thread '{thread.name}': join()", "", functools.partial(thread.join, patience))
+            Action(f"{of_thread(thread.name)}.join()", "", functools.partial(thread.join, patience))
             for thread in threading.enumerate()
             if f"{thread.name} ({thread.ident})" in leak.names and thread is not threading.current_thread()
         ]
     if resource == "lru-cache":
         by_cache = {item.cache: item for name, item in leak.cached.items() if name in leak.names}
-        return [Action(f"{item.code}.cache_clear()", f"{item.code} is empty", item.clear) for item in by_cache.values()]
+        return [_clearing(item) for item in by_cache.values()]
     if leak.key.startswith(MEMORY_POOL):
         return _trimming(int(leak.finding.device.partition(":")[2]))
     if resource == "process-groups":
-        return [Action(*_destroying(group)) for group in _groups(leak.names)]
+        return [_destroying(name, group) for name, group in _groups(leak.names)]
     if resource == "reserved" and leak.explanation is not None and leak.explanation.cut is not None:
         cut = leak.explanation.cut
 
@@ -270,8 +273,19 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[
             release(Rung.COLLECT)
             release(Rung.EMPTY_CACHE)
 
-        return [Action(f"{cut.action}; gc.collect(); torch.cuda.empty_cache()", cut.changed, do)]
+        after = "gc.collect(); torch.cuda.empty_cache()"
+        if cut.is_code:
+            return [Action(f"{cut.action}; {after}", cut.changed, do)]
+        return [Action(f"{cut.action}, then {after}", cut.changed, do, is_code=False)]
     return []
+
+
+def _clearing(item: CachedItem) -> Action:
+    cache = item.cache()
+    code = None if cache is None else of_cache(cache) or expression_to(cache)
+    if code is None:
+        return Action(f"clear the cache {item.code}", f"{item.code} is empty", item.clear, is_code=False)
+    return Action(f"{code}.cache_clear()", f"{code} is empty", item.clear)
 
 
 def try_actions(
@@ -316,6 +330,10 @@ def try_actions(
         came = sum(item.returns_bytes for item in tried)
         remedy = Remedy(action="; ".join([*before_that, *helped]), returns_bytes=came)
         gave = format_bytes(came) if came else "it"
+        if not {action.name for action in actions if not action.is_code}.isdisjoint(helped):
+            # What is no code that runs is advice.
+            advice = f"{remedy.action}: tried, it returns {gave}"
+            return msgspec.structs.replace(finding, advice=advice, tried=tuple(tried), changed=tuple(changed))
         message = f"{message}; {remedy.action} returns {gave}"
     return msgspec.structs.replace(finding, message=message, remedy=remedy, tried=tuple(tried), changed=tuple(changed))
 
@@ -352,18 +370,20 @@ def _groups(names: Iterable[str]) -> list[tuple[str, Any]]:
     world = getattr(distributed, "_world", None)
     known = {} if world is None else {name: group for group, name in world.pg_names.items()}
     found = [(str(name), group) for name, group in known.items() if str(name) in set(names)]
-    # Destroying the default group destroys all of them.
     default = getattr(world, "default_pg", None)
-    return sorted(found, key=lambda entry: entry[1] is default)
+    # Destroying the default group destroys all of them.
+    return [entry for entry in found if entry[1] is default] or found
 
 
-def _destroying(named: tuple[str, Any]) -> tuple[str, str, Callable[[], object]]:
-    name, group = named
+def _destroying(name: str, group: Any) -> Action:
     distributed: Any = sys.modules["torch.distributed"]
-    return (
-        f"torch.distributed.destroy_process_group() of group {name}",
-        f"process group {name} is destroyed",
+    is_default = group is getattr(sys.modules["torch.distributed.distributed_c10d"]._world, "default_pg", None)
+    own = f"torch.distributed.destroy_process_group(group) with group {name}, which new_group() returned"
+    return Action(
+        "torch.distributed.destroy_process_group()" if is_default else own,
+        "all process groups are destroyed" if is_default else f"process group {name} is destroyed",
         lambda: _within(DESTROY_LIMIT, lambda: distributed.destroy_process_group(group)),
+        is_code=is_default,
     )
 
 

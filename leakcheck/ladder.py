@@ -44,10 +44,10 @@ ACTIONS = {
     Rung.COLLECT: "gc.collect()",
     Rung.UNFREEZE: "gc.unfreeze(); gc.collect()",
     Rung.EMPTY_CACHE: "torch.cuda.empty_cache()",
-    Rung.CLEAR_CACHES: "cache_clear() on every functools cache",
+    Rung.CLEAR_CACHES: "[c.cache_clear() for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]",
     Rung.RESET_COMPILED: "torch._dynamo.reset()",
     Rung.CLEAR_WORKSPACES: "torch._C._cuda_clearCublasWorkspaces()",
-    Rung.CLEAR_HOST_CACHE: "malloc_trim(0); torch._C._host_emptyCache()",
+    Rung.CLEAR_HOST_CACHE: "ctypes.CDLL(None).malloc_trim(0); getattr(torch._C, '_host_emptyCache', int)()",
 }
 """What each rung does, as code that a user could run; `raw` and `settle` do nothing but look and wait."""
 

@@ -29,11 +29,6 @@ class Shown:
     skipped: int
     is_code: bool
 
-    def has_code(self, turn: int) -> bool:
-        """Whether there is an expression for what a step of the whole path starts from, and a use in changing that."""
-        is_opaque = any(step.kind == "opaque" for step in self.whole.steps[: turn + 1])
-        return self.is_code and turn >= self.skipped and not is_opaque
-
     def code(self, turn: int) -> str:
         """What a step of the whole path starts from, as code."""
         return code_of(self.path, turn - self.skipped)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import re
 import sys
 import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ import msgspec
 
 from lowtide.leakcheck.cuts import Cut, Place
 from lowtide.leakcheck.explain import Explanation
+from lowtide.leakcheck.expressions import of_thread
 from lowtide.leakcheck.ladder import ACTIONS, Rung, collect, compiled_anything, release, reset_compiled
 from lowtide.leakcheck.listing import first_of
 from lowtide.leakcheck.storages import Key, live_keys, tensors_over
@@ -31,6 +33,9 @@ _MOST_ROUNDS = 3
 """Holders that are cut one after the other, where each of them alone keeps something alive."""
 
 _SHOWN = 3
+
+_MOST_TOLD = 8
+"""Cuts that are written out one by one in one action."""
 
 
 class StorageWatch:
@@ -78,25 +83,34 @@ class _Attempt:
     tried: list[Remedy] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     cuts: set[str] = field(default_factory=set)
+    words: set[str] = field(default_factory=set)
+    raised: dict[str, str] = field(default_factory=dict)
 
     def finding(self) -> Finding:
-        """The finding with its remedy: the action that gave most, or all those that it took together."""
+        """The finding with its remedy: the action that gave most, or all those that it took together.
+
+        What gave it back is a remedy only if it is code that runs; else it is advice.
+        """
         helped = [remedy for remedy in self.tried if remedy.returns_bytes]
-        finding = self.leak.finding
+        tried = tuple(msgspec.structs.replace(item, action=self._with_error(item.action)) for item in self.tried)
+        finding = msgspec.structs.replace(self.leak.finding, tried=tried, changed=tuple(self.changed))
         if not helped:
-            return msgspec.structs.replace(finding, tried=tuple(self.tried), changed=tuple(self.changed))
+            return finding
         # A cut that gave nothing by itself was still needed where a second holder came to light.
         last = max(turn for turn, remedy in enumerate(self.tried) if remedy.returns_bytes)
         needed = [remedy for remedy in self.tried[: last + 1] if remedy.returns_bytes or remedy.action in self.cuts]
         total = sum(remedy.returns_bytes for remedy in needed)
-        remedy = Remedy(action="; ".join(item.action for item in needed), returns_bytes=total)
-        return msgspec.structs.replace(
-            finding,
-            remedy=remedy,
-            message=f"{finding.message}; {remedy.action} returns {format_bytes(total)}",
-            tried=tuple(self.tried),
-            changed=tuple(self.changed),
-        )
+        actions = [item.action for item in needed]
+        is_compound = len(actions) > 1 and any(action.startswith("for ") for action in actions)
+        if is_compound or not self.words.isdisjoint(actions):
+            advice = f"{'; '.join(map(self._with_error, actions))}: tried, it returns {format_bytes(total)}"
+            return msgspec.structs.replace(finding, advice=advice)
+        remedy = Remedy(action="; ".join(actions), returns_bytes=total)
+        message = f"{finding.message}; {remedy.action} returns {format_bytes(total)}"
+        return msgspec.structs.replace(finding, remedy=remedy, message=message)
+
+    def _with_error(self, action: str) -> str:
+        return f"{action} (raised {self.raised[action]})" if action in self.raised else action
 
 
 def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool = False) -> list[Finding]:
@@ -124,13 +138,18 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
             if not cuts:
                 break
             done |= {cut.action for cut in cuts}
-            action = named(cuts)
-            with unraisable_told() as raised:
-                raised += _apply(cuts, attempt)
-                gone, returned = _measure(watch, gone, attempts, attempt)
-            action += f" (raised {raised[0]})" if raised else ""
-            _take_down(action, returned, attempts, attempt)
-            attempt.cuts.add(action)
+            wording = named(cuts)
+            with unraisable_told() as unraisable:
+                raised = _apply(cuts, attempt)
+                # What runs code may let go of more than what it is made for, some of it in cycles.
+                runs_code = any(cut.ends_anyway for cut in cuts)
+                gone, returned = _measure(watch, gone, attempts, attempt, runs_code=runs_code)
+            attempt.cuts.add(wording.text)
+            if raised or not wording.is_code:
+                # What raises is no code that runs.
+                attempt.words.add(wording.text)
+            errors = [*raised, *unraisable]
+            _take_down(wording.text, returned, attempts, attempt, errors)
         for rung in _rungs(told, waited, context.patience, may_unfreeze=may_unfreeze):
             if attempt.leak.sizes.keys() <= gone:
                 break
@@ -143,21 +162,66 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
     return [attempt.finding() for attempt in attempts]
 
 
-def named(cuts: Sequence[Cut]) -> str:
+@dataclass(frozen=True)
+class Wording:
+    """What some cuts do together.
+
+    Attributes:
+        text: it.
+        is_code: whether that is code that runs as it stands, and not words.
+    """
+
+    text: str
+    is_code: bool = True
+
+
+def named(cuts: Sequence[Cut]) -> Wording:
     """Several cuts as one action."""
-    places = sorted((cut.place for cut in cuts if cut.place is not None), key=_last_first)
-    if len(cuts) > 1 and len(places) == len(cuts) and len({place.container for place in places}) == 1:
-        if places[0].size == len(places):
-            return f"{places[0].code}.clear()"
-        return f"del {first_of([f'{place.code}{place.key}' for place in places], _SHOWN)}"
-    shown = "; ".join(cut.action for cut in cuts[:_SHOWN])
-    return shown + (f" and {len(cuts) - _SHOWN} more like it" if len(cuts) > _SHOWN else "")
+    places = [cut.place for cut in cuts if cut.place is not None]
+    is_one_container = len(places) == len(cuts) and len({place.container for place in places}) == 1
+    if len(cuts) > 1 and is_one_container and all(cut.is_code for cut in cuts):
+        return _of_one_container(sorted(places, key=lambda place: -place.position))
+    # The last first, so that what is told of the others' places stays true.
+    ordered = sorted(cuts, key=lambda cut: -cut.place.position if cut.place is not None else 0)
+    if len(cuts) <= _MOST_TOLD and all(cut.is_code for cut in cuts):
+        return Wording("; ".join(cut.action for cut in ordered))
+    repeated = _repeated([cut.action for cut in cuts]) if all(cut.is_code for cut in cuts) else None
+    if repeated is not None:
+        return Wording(repeated)
+    return Wording(first_of([cut.action for cut in ordered], _SHOWN), is_code=len(cuts) == 1 and cuts[0].is_code)
 
 
-def _last_first(place: Place) -> tuple[int, str]:
-    """An order in which the entries of a list can be deleted one after the other by these very indices."""
-    index = place.key.strip("[]")
-    return (-int(index), "") if index.isdigit() else (0, place.key)
+def _of_one_container(places: Sequence[Place]) -> Wording:
+    """The deletion of some entries of a container, which come in the order last to first."""
+    first = places[0]
+    count = len(places)
+    if first.size == count and first.clear:
+        return Wording(first.clear)
+    if count <= _MOST_TOLD and all(place.is_plain for place in places):
+        return Wording(f"del {', '.join(f'{place.code}{place.key}' for place in places)}")
+    is_run = first.position - places[-1].position == count - 1
+    if is_run and first.ordered == "list" and first.is_plain:
+        return Wording(f"del {first.code}[{places[-1].position}:{first.position + 1}]")
+    if is_run and first.position == first.size - 1 and first.is_plain:
+        take = "popitem" if first.ordered == "dict" else "pop"
+        return Wording(f"[{first.code}.{take}() for _ in range({count})]")
+    return Wording(f"delete {count} of the {first.size} entries of {first.code}", is_code=False)
+
+
+def _repeated(actions: Sequence[str]) -> str | None:
+    """Actions that differ by one number only, as a loop; None if they differ by more."""
+    split = [re.split(r"(\d+)", action) for action in actions]
+    if len({len(parts) for parts in split}) != 1:
+        return None
+    differing = [turn for turn, parts in enumerate(zip(*split, strict=True)) if len(set(parts)) > 1]
+    if len(differing) != 1 or not split[0][differing[0]].isdigit():
+        return None
+    (turn,) = differing
+    numbers = sorted((int(parts[turn]) for parts in split), reverse=True)
+    run = range(numbers[-1], numbers[0] + 1)
+    within = f"reversed(range({run.start}, {run.stop}))" if len(run) == len(numbers) else str(tuple(numbers))
+    before, after = "".join(split[0][:turn]), "".join(split[0][turn + 1 :])
+    return f"for i in {within}: {before}i{after}" if before.endswith("[") and after.startswith("]") else None
 
 
 def _distinct(cuts: Iterable[Cut]) -> list[Cut]:
@@ -214,22 +278,31 @@ def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
 
 
 def _measure(
-    watch: StorageWatch, before: set[Key], attempts: Sequence[_Attempt], current: _Attempt
+    watch: StorageWatch,
+    before: set[Key],
+    attempts: Sequence[_Attempt],
+    current: _Attempt,
+    *,
+    runs_code: bool = False,
 ) -> tuple[set[Key], list[int]]:
     """What is gone after an action, and the bytes that each leak got back by it."""
     gone = watch.gone()
-    if not current.leak.sizes.keys() <= gone:
+    if runs_code or not current.leak.sizes.keys() <= gone:
         collect(lambda: current.leak.sizes.keys() <= watch.gone())
         gone = watch.gone()
     new = gone - before
     return gone, [sum(size for key, size in attempt.leak.sizes.items() if key in new) for attempt in attempts]
 
 
-def _take_down(action: str, returned: Sequence[int], attempts: Sequence[_Attempt], current: _Attempt) -> None:
+def _take_down(
+    action: str, returned: Sequence[int], attempts: Sequence[_Attempt], current: _Attempt, errors: Sequence[str] = ()
+) -> None:
     """Notes an action with the leak that it was for, and with every other that it gave something back of."""
     for attempt, size in zip(attempts, returned, strict=True):
         if size or attempt is current:
             attempt.tried.append(Remedy(action=action, returns_bytes=size))
+            attempt.raised.update({action: errors[0]} if errors else {})
+            attempt.words.update({action} & current.words)
 
 
 @dataclass(frozen=True)
@@ -260,7 +333,7 @@ def _rungs(
     names = {told.thread for told in explanations} - {""}
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
     actions = [
-        _RungAction(f"thread '{thread.name}': join()", thread=thread, patience=patience)
+        _RungAction(f"{of_thread(thread.name)}.join()", thread=thread, patience=patience)
         for thread in others
         if thread.name in names and thread is not threading.current_thread() and id(thread) not in waited
     ]

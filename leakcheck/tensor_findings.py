@@ -344,6 +344,7 @@ def _leak(
             message=message + (f", held by {holder}" if holder else "") + advice,
             verdict=told.verdict,
             holder=holder,
+            advice=told.advice or None,
             path=_with_sizes(told, explained, sizes),
             shared_bytes=_shared(group, explained),
         )

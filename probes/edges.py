@@ -172,7 +172,7 @@ class EdgeNamer:
                     known.add(name)
                     return Edge(_attribute_text(name), "instance-attribute")
         if any("__dict__" in namespace_of(base) for base in mro_of(type(holder))):
-            return Edge(UNNAMED, "opaque")
+            return _of_hidden_attribute(way) or Edge(UNNAMED, "opaque")
         return Edge(f"inside {type_name(type(holder))}", "opaque")
 
     def _candidates(self, cls: type, known: set[str]) -> Iterator[set[str]]:
@@ -311,6 +311,15 @@ def _of_instance_dict(way: Sequence[Any]) -> Edge | None:
         for key in _keys_of(way[1], way[2]):
             if type(key) is str and (attribute(way[0], key) is way[2] or _is_cached_property(type(way[0]), key)):
                 return Edge(_attribute_text(key), "instance-attribute", 2)
+    return None
+
+
+def _of_hidden_attribute(way: Sequence[Any]) -> Edge | None:
+    """An entry of the instance's `__dict__` whose name the class has for a property or the like, which hides it."""
+    if len(way) > 2 and type(way[1]) is dict:
+        for key in _keys_of(way[1], way[2]):
+            if type(key) is str and any(key in namespace_of(base) for base in mro_of(type(way[0]))):
+                return Edge(f".__dict__[{key!r}]", "instance-attribute", 2)
     return None
 
 

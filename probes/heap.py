@@ -276,6 +276,11 @@ class Traces:
             for unreached in self._heap.sweep(nodes, cuts)
         ]
 
+    def root(self, place: int) -> object:
+        """What the path to a target begins at; None where there is none."""
+        nodes = self._nodes(place)
+        return self._heap.objects[nodes[0]] if self._heap is not None and nodes else None
+
     def _nodes(self, place: int) -> list[int]:
         """The nodes from the root to a target; none if it was not reached."""
         if self._heap is None:

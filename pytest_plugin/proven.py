@@ -63,7 +63,13 @@ def _with_remedy(finding: Finding, proven: Mapping[str, Finding]) -> Finding:
         # It turned out to be something else, and so is not known.
         return msgspec.structs.replace(known, parts=parts)
     return msgspec.structs.replace(
-        finding, remedy=known.remedy, tried=known.tried, changed=known.changed, message=known.message, parts=parts
+        finding,
+        remedy=known.remedy,
+        tried=known.tried,
+        changed=known.changed,
+        message=known.message,
+        advice=known.advice,
+        parts=parts,
     )
 
 

@@ -367,7 +367,9 @@ class Worker(Quiet):
 def test_a_thread_that_ends_late_gives_it_back_when_it_is_joined() -> None:
     (found,) = [finding for finding in live(Worker, 1).findings if finding.resource == "tensors"]
     assert (found.cause, found.holder) == ("thread", "thread 'finisher'")
-    assert found.remedy == remedy("thread 'finisher': join()", 4001)
+    assert found.remedy == remedy(
+        "next(thread for thread in threading.enumerate() if thread.name == 'finisher').join()", 4001
+    )
 
 
 # --- by itself ------------------------------------------------------------------------------------------------------

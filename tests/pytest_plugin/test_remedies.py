@@ -210,7 +210,7 @@ PROOFS: Mapping[str, Proof] = {
         "engine.NOISY.append(engine.Noisy(1019))",
         1019,
         "engine.NOISY[0].weight.numel() == 1019",
-        "del engine.NOISY[0] (raised RuntimeError: in the end)",
+        "del engine.NOISY[0]",
         "engine.NOISY == []",
     ),
     "new_global": Proof(
@@ -401,7 +401,9 @@ def test_each_leak_is_found_with_its_bytes_and_its_holder(proofs: InnerRun, name
 def test_what_gives_it_back_was_measured(proofs: InnerRun, name: str) -> None:
     found, proof = finding_of(proofs, f"test_proofs.py::test_{name}"), PROOFS[name]
     remedy = Remedy(action=proof.remedy, returns_bytes=proof.size)
-    assert (found.remedy, found.tried) == (remedy, (remedy,))
+    assert found.remedy == remedy
+    # What was raised stands with the attempt.
+    assert [item.action.partition(" (raised ")[0] for item in found.tried] == [proof.remedy]
     assert len(found.changed) == 1
 
 
