@@ -74,6 +74,17 @@ def _runs(*modules: str) -> Callable[[Names], Names]:
     return _each(lambda pid: any(module in _command_line(pid) for module in modules))
 
 
+def _serves_multiprocessing(pid: str) -> bool:
+    """Whether a process is one of the two, and none that the fork server has forked: these have its command line."""
+    command = _command_line(pid)
+    if "multiprocessing.forkserver" not in command:
+        return "multiprocessing.resource_tracker" in command
+    try:
+        return "multiprocessing.forkserver" not in _command_line(str(psutil.Process(int(pid)).ppid()))
+    except psutil.Error:  # it ended meanwhile
+        return True
+
+
 def _has_ended(pid: str) -> bool:
     try:
         return bool(psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
@@ -210,7 +221,7 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "processes",
         "multiprocessing's resource tracker and fork server",
         "Python starts one of each per process, when shared memory, a semaphore or a start method first asks for it",
-        _runs("multiprocessing.resource_tracker", "multiprocessing.forkserver"),
+        _each(_serves_multiprocessing),
     ),
     Exemption(
         "processes",

@@ -49,6 +49,7 @@ class UnseenMemory:
         self._memory = TreeMemory(tree)
         self._found: dict[int, ProcessMemory] = {}
         self._told: set[int] = set()
+        self._is_looking = False
         self._begun, self._spent = time.perf_counter(), 0.0
 
     def begin(self) -> None:
@@ -67,6 +68,15 @@ class UnseenMemory:
         Args:
             always: whether it must be looked at however long earlier looks have taken.
         """
+        if self._is_looking:
+            return  # asking the driver for the first time imports its library, which is noticed like any import
+        self._is_looking = True
+        try:
+            self._look(always=always)
+        finally:
+            self._is_looking = False
+
+    def _look(self, *, always: bool) -> None:
         started = time.perf_counter()
         if not always and self._spent > _BUDGET_S + _BUDGET_SHARE * (started - self._begun):
             return

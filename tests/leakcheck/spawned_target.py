@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from lowtide.leakcheck.target import Capabilities
@@ -28,15 +28,16 @@ class SpawnedTarget:
 
     capabilities = Capabilities(prompt_lengths=(3,), max_tokens=2, sleep_levels=(1,))
     weights = WEIGHTS
+    method = "spawn"
 
     def __init__(self) -> None:
-        self.child: SpawnProcess | None = None
+        self.child: BaseProcess | None = None
 
     def create(self, config: Mapping[str, Any]) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self.requests, theirs = spawn.Pipe()
-        self.child = spawn.Process(target=serve, args=(theirs, self.weights), name="EngineCore")
-        self.child.start()
+        context: Any = multiprocessing.get_context(self.method)
+        self.requests, theirs = context.Pipe()
+        self.child = context.Process(target=serve, args=(theirs, self.weights), name="EngineCore")
+        self.child.start()  # type: ignore[union-attr]
         theirs.close()
         self.ask("create")
 

@@ -247,6 +247,49 @@ def test_looks_cost_a_share_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch)
     assert len(seen.not_measured) == 1
 
 
+def test_a_look_during_a_look_is_none() -> None:
+    class Asks(FakeTree):
+        """As where the driver's library is imported for the first time, under a watch over imports."""
+
+        def read(self, ask: object, *, floor: int) -> tuple[int, list[ProcessMemory]]:
+            seen.look(always=True)
+            return super().read(ask, floor=floor)
+
+    tree = Asks(process(7, 900 * MIB))
+    seen = UnseenMemory(ProcessTree(), None)
+    vars(seen).update(_tree=tree, _memory=tree)
+    seen.look(always=True)
+    assert len(seen.not_measured) == 1
+
+
+class ForkedByServer(SpawnedTarget):
+    method = "forkserver"
+
+
+def test_an_engine_that_the_fork_server_has_forked_is_no_server() -> None:
+    (process,) = others(lived(ForkedByServer))
+    assert process.name == "EngineCore"
+
+
+class LeftWithServer(SmallHelper):
+    method = "forkserver"
+
+    def shutdown(self) -> None:
+        KEPT.append(self.child)
+
+
+def test_a_process_that_the_fork_server_has_forked_is_found_where_it_stays() -> None:
+    with LeakCheck(settle=0.05) as check:
+        target = LeftWithServer()
+        target.create({})
+        target.shutdown()
+    (child,) = KEPT
+    (found,) = [item for item in check.report.subjects[0].findings if item.resource == "processes"]
+    assert (found.count, found.holder) == (1, f"{child.pid} (python)")
+    child.kill()
+    child.join()
+
+
 def test_of_many_lives_of_one_program_the_largest_is_told() -> None:
     def missing(pid: int, name: str, host: int) -> NotMeasured:
         return NotMeasured(what=str(pid), why="", process=OtherProcess(pid=pid, name=name, host=host))
