@@ -234,7 +234,12 @@ class _Way:
         return of_public_global(self.links[1].owner)
 
     def can_cut(self, turn: int) -> bool:
-        """Whether changing what a step starts from may be of use: not past what nobody can look into."""
+        """Whether changing what a step starts from may be of use: not past what nobody can look into.
+
+        Nor where what is leaked is itself what the runner keeps, as a fixture's value: that is not the program's entry.
+        """
+        if self.shown.skipped and not self.shown.path.steps[0].edge:
+            return False
         return turn >= self.begin and all(link.kind != "opaque" for link in self.links[self.begin : turn + 1])
 
     def code(self, turn: int) -> str | None:
