@@ -197,6 +197,7 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
     )
     begin = max(0, first - shown.skipped)
     running = path.thread or (path.root_name if path.root_kind == "thread" else "")
+    cut = _cut_of_new_dict(way, first, names) or _first_cut(way, first, names)
     return Explanation(
         verdict=_verdict(path.steps),
         cause=cause,
@@ -204,10 +205,10 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         path=(Hop(type=shown.path.root_kind, edge=shown.path.root_name), *hops),
         suspects=_suspects(shown.path, begin, max(0, last - shown.skipped)),
         freed=(None, *freed[shown.skipped :]),
-        cut=_cut_of_new_dict(way, first, names) or _first_cut(way, first, names),
+        cut=cut,
         thread=running,
         new=frozenset(link.held for link in links),
-        advice=way.advice(first),
+        advice=way.advice(first, has_cut=cut is not None),
     )
 
 
@@ -253,9 +254,11 @@ class _Way:
         """Whose the object is that a step starts from."""
         return self._territories[max(0, turn - self.begin)]
 
-    def advice(self, first: int) -> str:
-        """What to do where the first suspect edge lies inside a library."""
+    def advice(self, first: int, *, has_cut: bool) -> str:
+        """What to do where the first suspect edge lies inside a library, unless it can be cut there."""
         turn = max(first, self.begin)
+        if has_cut and turn < len(self.links) and not self.territory(turn).is_ground:
+            return ""
         if turn >= len(self.links) or self.links[turn].kind in _CACHED or not self.territory(turn).is_librarys:
             return ""
         library, words = self.territory(turn).inside, self.shown.code(turn + 1)
@@ -287,7 +290,7 @@ def _cut_of_new_dict(way: _Way, first: int, names: Names) -> Cut | None:
         return None
     link = way.links[before]
     # A cache keeps what was made for it, and fills itself again.
-    if link.kind not in _CACHED and (link.held in names.older or way.territory(before).is_librarys):
+    if link.kind not in _CACHED and (link.held in names.older or way.territory(before).is_ground):
         return None
     try:
         known = dataclasses.replace(names.of(*_home(shown.whole, before)), are_free=False)
@@ -309,8 +312,8 @@ def _first_cut(way: _Way, first: int, names: Names) -> Cut | None:
             # Nobody knows whether what it leads to was there before; the leaked thing itself, at the end, was not.
             continue
         known = names.of(*_home(way.shown.whole, turn))
-        is_librarys = link.kind not in _CACHED and way.territory(turn).is_librarys
-        if is_librarys:
+        is_ground = link.kind not in _CACHED and way.territory(turn).is_ground
+        if is_ground:
             if inside or names.older is None:
                 # Its insides are nobody else's to change.
                 return None
@@ -318,7 +321,7 @@ def _first_cut(way: _Way, first: int, names: Names) -> Cut | None:
             known = dataclasses.replace(known, are_free=False)
         try:
             cut = cut_of(link, way.code(turn), known, way.shown.code(turn))
-            if is_librarys and cut is not None and not cut.is_deletion:
+            if is_ground and cut is not None and not cut.is_deletion:
                 return None
         except Refused:
             return None

@@ -42,8 +42,17 @@ class Territory:
 
     @property
     def is_librarys(self) -> bool:
-        """Whether it is not the program's own to change."""
+        """Whether it is not the program's own."""
         return bool(self.shared or self.inside)
+
+    @property
+    def is_ground(self) -> bool:
+        """Whether it is the interpreter's, torch's or the test runner's, which a process needs to its last step.
+
+        Of another library, as an engine that is installed, what a leak added is taken out like the program's own: when
+        no test follows, and only where the name had no other value before.
+        """
+        return is_library(self.shared) or is_library(self.inside)
 
 
 def territories(root: str, links: Sequence[Link]) -> list[Territory]:

@@ -45,6 +45,7 @@ import unittest.mock
 
 import torch._dynamo.convert_frame
 
+import engine_of_others
 import kept
 from kept import Own
 
@@ -120,6 +121,14 @@ def custom_operator():
         return x + own.weight.sum()
 
 
+def entry_of_an_installed_engine():
+    engine_of_others._BUFFERS["workspace"] = torch.ones(115)
+
+
+def singleton_of_an_installed_engine():
+    engine_of_others.Allocator.instance = Own(116)
+
+
 def test_leaks():
     for leak in (
         dispatch_table,
@@ -137,6 +146,8 @@ def test_leaks():
         public_attribute,
         finder_before_the_others,
         custom_operator,
+        entry_of_an_installed_engine,
+        singleton_of_an_installed_engine,
     ):
         leak()
 """
@@ -158,6 +169,8 @@ SIZES = {
     "public_attribute": 448,
     "finder_before_the_others": 452,
     "custom_operator": 456,
+    "entry_of_an_installed_engine": 460,
+    "singleton_of_an_installed_engine": 464,
 }
 """How many bytes each of them leaks."""
 
@@ -165,8 +178,14 @@ CONFTEST = """
 import json
 import multiprocessing
 import pathlib
+import sys
 
 import pytest
+
+SITE = pathlib.Path(__file__).with_name("site")
+(SITE / "engine_of_others-1.0.dist-info").mkdir(parents=True)
+(SITE / "engine_of_others.py").write_text("_BUFFERS = {}\\nclass Allocator:\\n    instance = None\\n")
+sys.path.insert(0, str(SITE))
 
 
 def compiles():
@@ -222,6 +241,8 @@ def tensors_of(run: InnerRun, leak: str) -> Finding:
         ("backlog", "kept.POOL.shutdown(wait=False, cancel_futures=True)"),
         ("public_name", "del json.kept"),
         ("public_attribute", "kept.LINEAR.extra = None"),
+        ("entry_of_an_installed_engine", "del engine_of_others._BUFFERS['workspace']"),
+        ("singleton_of_an_installed_engine", "engine_of_others.Allocator.instance = None"),
     ],
 )
 def test_the_remedy_is_what_the_owner_offers(run: InnerRun, leak: str, action: str) -> None:
