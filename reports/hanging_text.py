@@ -20,6 +20,9 @@ class HangingText:
 
     text: Text
 
+    def __str__(self) -> str:
+        return self.text.plain
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The lines, as wide as the terminal at most; whole where its console does not fold."""
         if options.no_wrap:
