@@ -32,23 +32,30 @@ class Exemption:
         what: its name for people.
         reason: why it stays.
         among: which of some items, by the names that they have in the counters, are it.
+        is_end: whether it says that an item has ended meanwhile, and so nothing of one in an earlier reading.
     """
 
     resource: Resource
     what: str
     reason: str
     among: Callable[[Names], Names]
+    is_end: bool = False
 
 
-def exempt(resource: str, names: Names) -> set[str]:
+def exempt(resource: str, names: Names, *, as_read: bool = False) -> set[str]:
     """Those items of `resource` that are there to stay.
+
+    Args:
+        resource: of the items.
+        names: as the counters call them.
+        as_read: whether they are of an earlier reading, in which those that have ended since were there.
 
     This is asked at every poll while something is waited for: no entry looks at the whole heap, and what an entry
     reads, it reads once for all names.
     """
     left = set(names)
     for entry in EXEMPTIONS:
-        if left and entry.resource == resource:
+        if left and entry.resource == resource and not (as_read and entry.is_end):
             left.difference_update(entry.among(left))
     return set(names) - left
 
@@ -228,6 +235,7 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "a child that has ended",
         "only its exit code is left, until somebody asks for it",
         _each(_has_ended),
+        is_end=True,
     ),
     Exemption(
         "processes",
@@ -246,6 +254,7 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "a thread that has ended",
         "it was listed while it ended",
         _ended_threads,
+        is_end=True,
     ),
     Exemption(
         "threads",

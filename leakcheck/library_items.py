@@ -26,9 +26,10 @@ from typing import Any
 
 from lowtide.leakcheck.listing import first_of
 from lowtide.probes.counters import Counters
-from lowtide.probes.makers import Maker, Makers, is_library
+from lowtide.probes.makers import Maker, Makers
 from lowtide.probes.objects import Census
 from lowtide.probes.reach import module_namespaces, reach
+from lowtide.probes.whose_code import is_library, program_modules
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount
 
@@ -201,7 +202,7 @@ class _Owners:
 
     def _of_program(self) -> _State:
         if self._program is None:
-            self._program = _State(_state_of_program())
+            self._program = _State(program_modules())
         return self._program
 
 
@@ -218,6 +219,8 @@ class _State:
         # What a module imports is another's, and so is what it has of a library's own globals.
         objects, self._is_more = reach(values, namespaces=module_namespaces(), max_objects=_MOST_OBJECTS)
         behind = gc.get_referents(*objects)
+        # The collector does not track a tuple or a dict of numbers.
+        behind += gc.get_referents(*(item for item in behind if type(item) in (tuple, dict)))
         census = Census([*objects, *behind])
         threads = census.instances_of(threading.Thread)
         self._names = {f"{thread.name} ({thread.ident})" for thread in threads}
@@ -260,17 +263,6 @@ def _state_of(package: str) -> list[ModuleType]:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] == package and name not in _REGISTRIES and issubclass(type(module), ModuleType)
     ]
-
-
-def _state_of_program() -> list[ModuleType]:
-    """The modules that are no library's."""
-    found = []
-    for module in list(sys.modules.values()):
-        if issubclass(type(module), ModuleType):
-            file = vars(module).get("__file__")
-            if type(file) is str and not is_library(file) and not module.__name__.startswith("lowtide."):
-                found.append(module)
-    return found
 
 
 def _executable(pid: str) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.ladder import Rung
 from lowtide.probes.objects import frozen_by_program
 from lowtide.probes.ranges import common
@@ -154,16 +155,27 @@ def _counted(
     settles: bool = False,
     unit: str = "",
 ) -> Metric[Snapshot]:
-    """A metric of things that are counted and have names."""
+    """A metric of things that are counted and have names, without what is there to stay."""
+
+    def left(snapshot: Snapshot) -> dict[str, int]:
+        by_item = {as_counted(resource, name): name for name in names(snapshot)}
+        stays = exempt(resource, by_item, as_read=True)
+        return {name: 1 for item, name in by_item.items() if item not in stays}
+
     return Metric(
         resource,
         "",
-        lambda s: len(names(s)),
+        lambda s: len(left(s)),
         unit=unit or resource,
         first_use=first_use,
         settles=settles,
-        items=lambda s: dict.fromkeys(names(s), 1),
+        items=left,
     )
+
+
+def as_counted(resource: str, name: str) -> str:
+    """What the counters call an item of a snapshot: a child process by its number alone."""
+    return name.partition(" ")[0] if resource == "processes" else name
 
 
 def own_shared_memory(snapshot: Snapshot) -> dict[str, int]:

@@ -19,8 +19,9 @@ from lowtide.leakcheck.ledger import Key, Ledger
 from lowtide.probes.autograd import saved_behind
 from lowtide.probes.counters import Counters
 from lowtide.probes.objects import Census
-from lowtide.probes.reach import reach
+from lowtide.probes.reach import module_namespaces, reach
 from lowtide.probes.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
+from lowtide.probes.whose_code import library_globals
 
 # pytest's own objects lead from any fixture to all of the session, and this checker's to all that it judges.
 _PACKAGES = ("_pytest", "pytest", "pluggy", "lowtide")
@@ -113,10 +114,13 @@ class Claims:
     def _reached(self) -> list[tuple[Owner, dict[int, Any]]]:
         """Walked when first asked for: most tests claim nothing."""
         reached = []
+        stops: frozenset[int] = frozenset()
         for owner in self.owners:
             roots = list(owner.roots())
             if roots:
-                objects, _ = reach(roots, packages=_PACKAGES)
+                # What a library keeps in a global lives with the library: a fixture that gives it out does not hold it.
+                stops = stops or module_namespaces() | library_globals()
+                objects, _ = reach(roots, packages=_PACKAGES, namespaces=stops)
                 reached.append((owner, {id(item): item for item in objects}))
         return reached
 

@@ -9,12 +9,13 @@ import selectors
 import socket
 import subprocess
 import sys
-import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
+
+from lowtide.probes.whose_code import is_library
 
 _PLUMBING = frozenset(
     {"threading", "socket", "selectors", "subprocess", "os", "multiprocessing.process", "multiprocessing.context"}
@@ -116,17 +117,6 @@ class Makers:
         modules = _library_modules(sys._getframe(3))
         for number in (made,) if type(made) is int else made:  # type: ignore[union-attr]
             self._descriptors[number] = Maker(modules, _identity(number))
-
-
-@functools.lru_cache(maxsize=4096)
-def is_library(file: str) -> bool:
-    """Whether code in this file belongs to Python, or to an installed package, and not to the program."""
-    return file.startswith((*_PLACES, "<frozen "))
-
-
-_INSTALLED = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
-
-_PLACES = tuple(f"{place}/" for place in {*_INSTALLED, *map(os.path.realpath, _INSTALLED)})
 
 
 def _identity(number: int) -> tuple[int, int]:

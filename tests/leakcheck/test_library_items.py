@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import socket
 import sys
@@ -138,6 +139,7 @@ def test_what_a_library_keeps_is_listed_once_and_told_with_the_first_if_it_becom
     listed: str,
 ) -> None:
     use(library, done)
+    gc.collect()
     told, first = process.end("test_a")
     assert told == {}
     assert [item.what.startswith(listed) for item in first.listed] == [True]

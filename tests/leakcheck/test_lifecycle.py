@@ -9,11 +9,13 @@ import gc
 import mmap
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from multiprocessing import resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -620,6 +622,24 @@ def test_host_memory_may_move_more_where_an_engine_uses_a_card(device: str, stay
     for left, is_back in ((stays, True), (stays + 1, False)):
         (excess,) = excesses((metric,), before, read((1 << 30) + left))
         assert excess.is_back is is_back
+
+
+def test_what_is_there_to_stay_is_not_judged_and_another_process_is() -> None:
+    def read(*children: str, descriptors: tuple[str, ...] = ()) -> Any:
+        return SimpleNamespace(host=SimpleNamespace(children=children, descriptors=descriptors))
+
+    metrics = {metric.resource: metric for metric in shutdown_metrics("cpu") if metric.resource != "tensors"}
+    resource_tracker.ensure_running()
+    tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        now = read(f"{tracker._pid} python3", f"{child.pid} sleep", descriptors=(f"{tracker._fd} -> pipe:[1]",))
+        assert metrics["processes"].new_items(read(), now) == {f"{child.pid} sleep": 1}
+        assert metrics["processes"].above(read(), now) == 1
+        assert metrics["file-descriptors"].above(read(), now) == 0
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,13 @@ import os
 import select
 import socket
 import subprocess
+import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -101,6 +104,25 @@ def test_of_two_that_hold_it_the_first_has_it(owner: Owner, engine: Engine) -> N
     later = Owner("later", lambda: [engine])
     engine.held.append(mine := torch.ones(3))
     assert Claims([owner, later]).owner_of(mine) is owner
+
+
+def test_what_a_library_keeps_in_a_global_is_not_held_by_who_gives_it_out(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = ModuleType("installed_library")
+    library.__file__ = f"{sysconfig.get_path('purelib')}/installed_library.py"
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    given, under, mine = Engine(), torch.ones(3), torch.ones(3)
+    given.held.append(under)
+    engine.held += [given, mine]
+    owners = [Owner("fixture", lambda: [engine]), Owner("event_loop_policy", lambda: [given])]
+    assert Claims(owners).owner_of(under) is owners[0]
+    library.POLICY = given  # type: ignore[attr-defined]
+    assert Claims(owners).owner_of(under) is None
+    assert Claims(owners).owner_of(mine) is owners[0]
+    # The program's own global does live with who gives it out.
+    library.__file__ = __file__
+    assert Claims(owners).owner_of(under) is owners[0]
 
 
 def test_an_owner_without_roots_has_nothing(engine: Engine) -> None:

@@ -1150,6 +1150,20 @@ THIRD_PARTY = {
         async def test_leaking():
             leak()
     """,
+    "test_policy.py": """
+        import asyncio
+        import threading
+
+        def test_leaking_a_loop_with_a_thread():
+            loop = asyncio.new_event_loop()
+            asyncio.set_event_loop(loop)
+
+            async def wait():
+                # Python waits for it at its exit.
+                loop.run_in_executor(None, threading.Event().wait, 6)
+
+            loop.run_until_complete(wait())
+    """,
     "test_rerun.py": """
         import unittest
         import pytest
@@ -1242,7 +1256,7 @@ THIRD_PARTY = {
 @pytest.fixture(scope="module")
 def asynchronous(run_inner: RunInner) -> InnerRun:
     pytest.importorskip("pytest_asyncio", reason="pytest-asyncio is not installed")
-    files = {name: THIRD_PARTY[name] for name in ("conftest.py", "test_async.py")}
+    files = {name: THIRD_PARTY[name] for name in ("conftest.py", "test_async.py", "test_policy.py")}
     return run_inner(files, "-o", "asyncio_default_fixture_loop_scope=function", using=["asyncio"])
 
 
@@ -1251,6 +1265,13 @@ def test_a_test_of_pytest_asyncio_that_leaves_nothing_is_counted_as_without_leak
     asynchronous: InnerRun, test: str, counted: str
 ) -> None:
     assert outcome(asynchronous, f"test_async.py::{test}") == counted
+
+
+def test_what_a_test_leaves_in_the_process_s_loop_is_the_test_s_and_not_pytest_asyncio_s(
+    asynchronous: InnerRun,
+) -> None:
+    assert asynchronous.leaks("test_policy.py::test_leaking_a_loop_with_a_thread")[0] == ("threads", "call")
+    assert not [name for name in asynchronous.blamed if "event_loop_policy" in name]
 
 
 def test_a_leak_of_a_test_of_pytest_asyncio_is_its_failure(asynchronous: InnerRun) -> None:
