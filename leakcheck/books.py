@@ -11,6 +11,8 @@ from typing import Optional
 
 import psutil
 
+from lowtide.leakcheck.changed_settings import ABSENT, Change, changes_between, told
+from lowtide.leakcheck.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.owners import Owner
 from lowtide.leakcheck.setting_history import SettingHistory
@@ -28,18 +30,24 @@ class Books:
     Args:
         segments: the shared memory that this process made.
         left: which of some new entries of /dev/shm were left by a process that has ended.
+        environment: who set which environment variable.
     """
 
     def __init__(
-        self, segments: MadeSegments, left: Callable[[Collection[str]], set[str]] = lambda names: set()
+        self,
+        segments: MadeSegments,
+        left: Callable[[Collection[str]], set[str]] = lambda names: set(),
+        environment: EnvironmentSetters | None = None,
     ) -> None:
         self._segments = segments
-        self._left = left
+        self._left_behind = left
+        self._environment = environment or EnvironmentSetters()
         self.baseline = Counters({}, {}, {})
         self.live: list[Owner] = []
         self._opened: list[Owner] = []
         self._entered: list[tuple[Owner, int]] = []
         self._since: dict[tuple[str, str], str] = {}
+        self._unread = ""
         self._levels: list[tuple[str, Counters]] = []
         # Those whose scope ended with the test.
         self._ended: list[Owner] = []
@@ -48,26 +56,33 @@ class Books:
     def begin(self, stage: str, now: Counters) -> None:
         """A test begins."""
         for subject in (None, *self._ended):
-            for name, before, value in self._changes(now, subject, self._ended):
-                self._history.note(name, before, value)
+            for change in self._changes(now, subject, self._ended):
+                self._history.note(change.name, change.before, change.now)
         self._ended.clear()
         self.baseline = now
         self._opened.clear()
         self._entered.clear()
         self._since.clear()
+        self._unread = ""
         self._levels = [(stage, now)]
 
-    def attribute(self, stage: str, now: Counters) -> None:
-        """What is new since the last call appeared in `stage`."""
+    def attribute(self, stage: str, now: Counters, *, settings_later: bool = False) -> None:
+        """What is new since the last call appeared in `stage`.
+
+        Args:
+            stage: the one that ends.
+            now: the counters.
+            settings_later: whether the settings in it are old: what has changed at the next call changed in `stage`.
+        """
         before = self.last
         for key, names in now.items.items():
             known = before.items.get(key, {})
             if names is not known and names.keys() != known.keys():
                 self._since.update(dict.fromkeys(((key, name) for name in names.keys() - known.keys()), stage))
         if now.settings is not before.settings:
-            for name, value in now.settings.items():
-                if before.settings.get(name, value) != value:
-                    self._since[("globals", name)] = stage
+            for change in changes_between(before.settings, now.settings):
+                self._since[("globals", change.setting)] = self._unread or stage
+        self._unread = stage if settings_later else ""
         self._levels.append((stage, now))
 
     @property
@@ -99,11 +114,7 @@ class Books:
     def new_items(self, key: str, now: Counters, subject: Subject, ended: Sequence[Owner]) -> dict[str, int]:
         """What is there now, by name, and should not be: the test's, or an ended owner's."""
         if key == "globals":
-            return {
-                _change(name, before, value): 1
-                for name, before, value in self._changes(now, subject, ended)
-                if not self._history.is_earlier(name, value)
-            }
+            return dict.fromkeys(map(told, self.left(now, subject, ended)), 1)
         names = now.items.get(key, {})
         if subject is not None:
             found = {name: amount for name, amount in names.items() if name in subject.items.get(key, ())}
@@ -156,36 +167,35 @@ class Books:
                 growth.append((now - then, stage))
         return max(growth)[1] if growth else ""
 
-    def _changes(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[tuple[str, str, str]]:
-        """The settings that a test or an ended owner left changed: name, value before, value now."""
-        if subject is None and now.settings is self.baseline.settings:
-            return []
+    def left(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[Change]:
+        """The settings that are not what they should be, and not as before an earlier change either."""
+        changes = self._changes(now, subject, ended)
+        return [change for change in changes if not self._history.is_earlier(change.name, change.now)]
+
+    def _changes(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[Change]:
+        """The settings that a test or an ended owner left changed."""
         if subject is not None:
-            before: dict[str, str] = dict(subject.before.settings)
-            names: Iterable[str] = subject.items.get("globals", ())
-        else:
-            # An owner that changed one and ended put it back to what it was before that owner.
-            before = {
-                **self.baseline.settings,
-                **{
-                    name: owner.before.settings[name]
-                    for owner in reversed(ended)
-                    for name in owner.items.get("globals", ())
-                    if name in owner.before.settings
-                },
-            }
-            left = {setting for owner in ended for setting in owner.settings.items()}
-            # One that is alive changed it during this test: what it left is what is to be found.
-            before.update(
-                (name, value) for owner in self._opened if owner in self.live for name, value in owner.settings.items()
-            )
-            # What an ended one left as it had set it, is its own.
-            names = [name for name, value in now.settings.items() if (name, value) not in left]
-        return [
-            (name, before[name], now.settings[name])
-            for name in names
-            if name in before and name in now.settings and before[name] != now.settings[name]
-        ]
+            changes = changes_between(subject.before.settings, now.settings, subject.items.get("globals", ()))
+            return [change for change in changes if not self._is_librarys(change)]
+        if now.settings is self.baseline.settings:
+            return []
+        before = dict(self.baseline.settings)
+        # An owner that changed one and ended put it back to what it was before that owner.
+        for owner in reversed(ended):
+            for name in owner.items.get("globals", ()):
+                before[name] = owner.before.settings.get(name, ABSENT)
+        left = {setting for owner in ended for setting in owner.settings.items()}
+        # One that is alive changed it during this test: what it left is what is to be found.
+        for owner in self._opened:
+            if owner in self.live:
+                before.update(owner.settings)
+        # What an ended one left as it had set it, is its own.
+        changes = changes_between({name: text for name, text in before.items() if text != ABSENT}, now.settings)
+        return [change for change in changes if (change.name, change.now) not in left and not self._is_librarys(change)]
+
+    def _is_librarys(self, change: Change) -> bool:
+        """Whether a library has set a variable of the environment that nobody had set."""
+        return change.before == ABSENT and self._environment.is_librarys(change.name)
 
     def _own_shared_memory(self, names: Mapping[str, int]) -> dict[str, int]:
         """Those entries of /dev/shm that this process has to answer for, with their bytes.
@@ -195,7 +205,7 @@ class Books:
         if not names:
             return {}
         family = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
-        mine = mapped_shared_memory(family) | self._segments.names | self._left(names)
+        mine = mapped_shared_memory(family) | self._segments.names | self._left_behind(names)
         found = {}
         for name in names:
             own = name in mine or bool({str(pid) for pid in family} & set(re.findall(r"\d+", name)))
@@ -206,8 +216,3 @@ class Books:
             if own and facts.st_uid == os.geteuid():
                 found[name] = max(facts.st_size, 1)
         return found
-
-
-def _change(name: str, before: str, now: str) -> str:
-    """`torch.get_default_dtype() was torch.float32, is torch.float64`; functions are known by their identity only."""
-    return f"{name} was replaced" if now.startswith("0x") else f"{name} was {before}, is {now}"

@@ -16,19 +16,22 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.cards import MEMORY_POOL
+from lowtide.leakcheck.changed_settings import ABSENT, Change, told
 from lowtide.leakcheck.explain import Explanation, explain, expression_to
 from lowtide.leakcheck.expressions import of_cache, of_thread
 from lowtide.leakcheck.filled_caches import CachedItem
 from lowtide.leakcheck.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.ladder import ACTIONS, Rung, release
-from lowtide.leakcheck.listing import FROZEN, listed
+from lowtide.leakcheck.listing import FROZEN, first_of, listed
 from lowtide.leakcheck.remedies import error_text, unraisable_told
+from lowtide.leakcheck.setting_remedies import advice, run, undoing
 from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
 from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.foreign import type_name
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
+from lowtide.probes.settings import SettingReader
 from lowtide.reports.schema import Cause, Finding, Remedy
-from lowtide.reports.sizes import format_bytes
+from lowtide.reports.sizes import format_amount, format_bytes
 
 DESTROY_LIMIT = 10.0
 """Seconds to wait for a process group to be destroyed: a peer that is gone may never answer."""
@@ -43,6 +46,8 @@ No cache is emptied, process group destroyed or heap unfrozen while tests follow
 a later test may need them.
 """
 
+
+_SHOWN_SETTINGS = 3
 
 _POOL = re.compile(r"pool \((\d+), (\d+)\)")
 
@@ -59,6 +64,7 @@ class ItemLeak:
         explanation: who holds it, where there is a path to that.
         cached: of what caches keep, where each of the names is.
         module: the test module in which it leaked, or the file of the fixture.
+        changes: of process-wide settings, each with what it was.
     """
 
     finding: Finding
@@ -68,6 +74,7 @@ class ItemLeak:
     explanation: Explanation | None = None
     cached: Mapping[str, CachedItem] = field(default_factory=dict)
     module: str = ""
+    changes: tuple[Change, ...] = ()
 
     def without(self, left: Mapping[str, int], action: str) -> ItemLeak:
         """The same after an action that was meant for something else, and may have ended some of this too."""
@@ -94,6 +101,8 @@ class ItemLeak:
         """
         if self.key == FROZEN:
             return frozen_items()
+        if self.changes:
+            return {told(change): 1 for change in still_changed(self.changes)}
         if self.cached:
             return {name: size for name, size in self.names.items() if self.cached[name].is_there}
         now = read(self.key)
@@ -120,6 +129,33 @@ class Action:
     changed: str
     do: Callable[[], object]
     is_code: bool = True
+
+
+def with_changes(leak: ItemLeak, changes: Sequence[Change], place_of: Callable[[str], str]) -> ItemLeak:
+    """A finding about process-wide settings, with what each was and is, and what puts it back.
+
+    Args:
+        leak: as far as the names of the settings tell.
+        changes: what has changed.
+        place_of: where a setting was set last, by its name; empty where that is not known.
+    """
+    places = {change: place_of(change.name) for change in changes}
+    sentences = [told(change) + (f" ({place})" if place else "") for change, place in places.items()]
+    settings = tuple(dict.fromkeys(change.setting for change in changes))
+    finding = msgspec.structs.replace(
+        leak.finding,
+        message=f"{format_amount(len(changes), 'process-wide settings')} did not come back at {leak.finding.stage}: "
+        + ", ".join(sentences),
+        holder=first_of(settings, _SHOWN_SETTINGS),
+        advice=advice(changes),
+    )
+    return dataclasses.replace(leak, finding=finding, changes=tuple(changes))
+
+
+def still_changed(changes: Iterable[Change]) -> list[Change]:
+    """Those of the settings that are not what they were."""
+    now = SettingReader().read()
+    return [change for change in changes if now.get(change.name, ABSENT) != change.before]
 
 
 def with_pool_holder(leak: ItemLeak, context: Context) -> ItemLeak:
@@ -164,7 +200,7 @@ def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:
     mark = fingerprint_of_items(
         leak.key,
         # Which segments of a pool are empty says nothing where it is known who holds the pool.
-        () if leak.key == FROZEN or holders else leak.names,
+        () if leak.key == FROZEN or holders else [change.setting for change in leak.changes] or leak.names,
         resource=leak.finding.resource,
         device=leak.finding.device,
         stage=leak.finding.stage,
@@ -263,6 +299,8 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[
         return [_clearing(item) for item in by_cache.values()]
     if leak.key.startswith(MEMORY_POOL):
         return _trimming(int(leak.finding.device.partition(":")[2]))
+    if resource == "globals":
+        return [Action(line, "", functools.partial(run, line)) for line in undoing(still_changed(leak.changes))]
     if resource == "process-groups":
         return [_destroying(name, group) for name, group in _groups(leak.names)]
     if resource == "reserved" and leak.explanation is not None and leak.explanation.cut is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from lowtide.leakcheck.changed_settings import ABSENT, changes_between
 from lowtide.leakcheck.ledger import Key, Ledger
 from lowtide.probes.autograd import saved_behind
 from lowtide.probes.counters import Counters
@@ -45,7 +46,7 @@ class Owner:
         items: what is its own, by name, per resource.
         storages: the storages that are its own.
         growth: by how much its setup raised each level.
-        settings: the process-wide settings that its setup changed, as it left them.
+        settings: the process-wide settings that its setup changed, or that were not known before, as it left them.
         has_settled: whether its setup is over.
         before: the counters before its setup.
         ledger: what lies under it, test by test.
@@ -93,11 +94,17 @@ class Owner:
             then = self.before.amounts.get(key, 0)
             if level is not None and then is not None:
                 self.growth[key] = level - then - sum(other.growth.get(key, 0) for other in nested)
+        # What a nested one set is that one's; what was not known before, as of a library that came, is as it is now.
+        others = {setting for other in nested for setting in other.settings.items()}
+        known = self.before.settings
         self.settings = {
-            name: value for name, value in now.settings.items() if self.before.settings.get(name, value) != value
+            name: value
+            for name in known.keys() | now.settings.keys()
+            if known.get(name, ABSENT) != (value := now.settings.get(name, ABSENT)) and (name, value) not in others
         }
-        if self.settings:
-            self.items["globals"] = set(self.settings)
+        changed = {change.name for change in changes_between(known, now.settings, self.settings)}
+        if changed:
+            self.items["globals"] = changed
 
 
 class Claims:

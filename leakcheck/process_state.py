@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
+from lowtide.leakcheck import changed_settings
+from lowtide.leakcheck.changed_settings import ABSENT, Change, changes_between
 from lowtide.leakcheck.fingerprints import fingerprint, fingerprint_of_items
-from lowtide.leakcheck.item_findings import Action, ItemLeak, actions_for, try_actions
+from lowtide.leakcheck.item_findings import Action, ItemLeak, actions_for, still_changed, try_actions
 from lowtide.leakcheck.listing import listed
 from lowtide.probes.counters import CounterReader, Counters, process_groups
 from lowtide.reports.schema import Finding, Resource
@@ -35,7 +35,7 @@ class ProcessState:
         """A life begins."""
         self._baseline = self._reader.read()
         # The functions themselves: what replaced one tells nothing of it, and it is what must be put back.
-        self._functions = {name: _function(name) for name, text in self._baseline.settings.items() if _is_id(text)}
+        self._functions = {name: _function(name) for name in self._baseline.settings if _is_function(name)}
 
     def findings(self, stage: str, *, remedies: bool) -> list[Finding]:
         """What is there now and was not at the mark, or is not as it was.
@@ -52,23 +52,22 @@ class ProcessState:
             leak = _leak("process-groups", dict.fromkeys(sorted(groups), 1), stage, "process groups")
             actions = actions_for(leak, patience=0, may_unfreeze=False) if remedies else []
             found.append(try_actions(leak, actions, _groups_now, self._driver))
-        for name, then in self._baseline.settings.items():
-            text = now.settings.get(name, then)
-            if text != then:
-                found.append(self._changed(name, then, text, stage, remedies=remedies))
-        return found
+        # What is new is what the first life's imports have brought.
+        changes = [
+            change for change in changes_between(self._baseline.settings, now.settings) if change.before != ABSENT
+        ]
+        return found + [self._changed(change, stage, remedies=remedies) for change in changes]
 
-    def _changed(self, name: str, then: str, now: str, stage: str, *, remedies: bool) -> Finding:
-        leak = _leak("globals", {name: 1}, stage, "process-wide settings")
-        told = f"{name} was replaced" if _is_id(now) else f"{name} was {then}, is {now}"
-        finding = msgspec.structs.replace(leak.finding, message=f"{told}, and not restored at {stage}")
-        action = _undoing(name, then, self._functions.get(name))
-        left = functools.partial(self._still, name, then)
-        leak = ItemLeak(finding, leak.key, leak.names, leak.subject)
-        return try_actions(leak, [action] if remedies and action is not None else [], left, self._driver)
-
-    def _still(self, name: str, then: str) -> Mapping[str, int]:
-        return {} if self._reader.read().settings.get(name) == then else {name: 1}
+    def _changed(self, change: Change, stage: str, *, remedies: bool) -> Finding:
+        leak = _leak("globals", {change.setting: 1}, stage, "process-wide settings")
+        finding = msgspec.structs.replace(
+            leak.finding, message=f"{changed_settings.told(change)}, and not restored at {stage}"
+        )
+        function = self._functions.get(change.name)
+        actions = [_putting_back(change.name, function)] if function is not None else []
+        leak = ItemLeak(finding, leak.key, leak.names, leak.subject, changes=(change,))
+        actions = actions or actions_for(leak, patience=0, may_unfreeze=False)
+        return try_actions(leak, actions if remedies else [], lambda: _still(change), self._driver)
 
 
 def _leak(resource: Resource, names: Mapping[str, int], stage: str, unit: str) -> ItemLeak:
@@ -96,12 +95,16 @@ def _leak(resource: Resource, names: Mapping[str, int], stage: str, unit: str) -
     return ItemLeak(finding, resource, names, 0)
 
 
+def _still(change: Change) -> Mapping[str, int]:
+    return {left.setting: 1 for left in still_changed((change,))}
+
+
 def _groups_now() -> Mapping[str, int]:
     return dict.fromkeys(process_groups(), 1)
 
 
-def _is_id(text: str) -> bool:
-    return text.startswith("0x")
+def _is_function(name: str) -> bool:
+    return name.startswith(("torch.accelerator.", "torch.cuda.")) and "(" not in name
 
 
 def _function(name: str) -> object:
@@ -109,20 +112,6 @@ def _function(name: str) -> object:
     return vars(sys.modules[module]).get(attribute)
 
 
-def _undoing(name: str, then: str, function: object) -> Action | None:
-    """What puts one setting back."""
-    torch: Any = sys.modules.get("torch")
-    if function is not None:
-        module, _, attribute = name.rpartition(".")
-        return Action(f"putting {name} back", "", functools.partial(setattr, sys.modules[module], attribute, function))
-    if name == "gc.isenabled()":
-        return Action("gc.enable()", "", gc.enable) if then == "True" else Action("gc.disable()", "", gc.disable)
-    if name == "gc.get_threshold()":
-        values = tuple(int(part) for part in then.strip("()").split(","))
-        return Action(f"gc.set_threshold{then}", "", lambda: gc.set_threshold(*values))
-    if name == "torch.get_default_dtype()":
-        dtype = getattr(torch, then.removeprefix("torch."))
-        return Action(f"torch.set_default_dtype({then})", "", lambda: torch.set_default_dtype(dtype))
-    if name == "torch.get_default_device()":
-        return Action(f"torch.set_default_device({then!r})", "", lambda: torch.set_default_device(then))
-    return None
+def _putting_back(name: str, function: object) -> Action:
+    module, _, attribute = name.rpartition(".")
+    return Action(f"putting {name} back", "", functools.partial(setattr, sys.modules[module], attribute, function))

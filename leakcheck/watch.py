@@ -25,6 +25,7 @@ from lowtide.leakcheck.books import Books, Subject
 from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards
 from lowtide.leakcheck.cuts import namespace_sizes
 from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of, unclaimed
+from lowtide.leakcheck.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.first_use import FirstUse, excused_by_libraries, may_be_a_drivers
 from lowtide.leakcheck.item_findings import (
@@ -35,6 +36,7 @@ from lowtide.leakcheck.item_findings import (
     frozen_items,
     is_harmless,
     try_actions,
+    with_changes,
     with_fingerprint,
     with_pool_holder,
 )
@@ -107,6 +109,7 @@ class Policy:
         driver: whether the driver's figures are; not where several workers share a card, and make what nobody has open.
         growth: bytes by which an owner may grow, test after test, before that is reported at once; None: it is reported
             when the owner ends.
+        warnings_filters: whether these are (not where the test runner puts them back itself).
     """
 
     tolerance: int = 0
@@ -118,6 +121,7 @@ class Policy:
     warm_up: Literal["now", "first-use", "off"] = "off"
     driver: bool = True
     growth: int | None = None
+    warnings_filters: bool = True
 
 
 Thing = tuple[str, str, int | str]
@@ -161,9 +165,10 @@ class Watch:
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
         self._segments = MadeSegments()
+        self._environment = EnvironmentSetters()
         self._tree = ProcessTree()
         self._remains = Remains(self._tree, self._segments, is_alone=self.policy.driver)
-        self._books = Books(self._segments, self._remains.shared_memory)
+        self._books = Books(self._segments, self._remains.shared_memory, self._environment)
         self._births = Births()
         self._caches = FilledCaches()
         self._cards = Cards(driver=self.policy.driver)
@@ -173,6 +178,7 @@ class Watch:
             card=self.policy.card,
             orphans=self._tree.orphans,
             temporary_files=self._remains.temporary_files,
+            warnings_filters=self.policy.warnings_filters,
         )
         self._first_use = FirstUse()
         self._handles = BlasHandles()
@@ -211,6 +217,7 @@ class Watch:
         self._tree.start()
         self._makers.start()
         self._remains.start()
+        self._environment.start()
         with collector_paused():
             census = Census(all_objects())
             self._caches.add(census.exactly(LRU_CACHE))
@@ -227,6 +234,7 @@ class Watch:
         self._remains.stop()
         self._tree.stop()
         self._makers.stop()
+        self._environment.stop()
         if self._driver is not None:
             self._driver.close()
             self._driver = None
@@ -239,6 +247,7 @@ class Watch:
         subject: str = "",
         *,
         judged: bool = True,
+        follows: bool = False,
     ) -> None:
         """A test begins: what is there now is its baseline.
 
@@ -248,6 +257,7 @@ class Watch:
             module: the test module, by which leaks of what has no name are told apart.
             subject: the test's name; without one, what it keeps of host memory does not add up with what others do.
             judged: whether what it leaves counts.
+            follows: whether only a test runner has run since the last end, so that libraries' settings are the same.
         """
         self._module = module
         if gc.isenabled():
@@ -266,7 +276,7 @@ class Watch:
         self._unseen.begin()
         self._remains.mark()
         self._namespaces = namespace_sizes()
-        now = self._read()
+        now = self._counters.read(settings="no library's") if follows else self._read()
         self._is_judged = judged
         if self._level_at_end is not None:
             self._kept.fell(max(self._level_at_end - (now.amounts["host-memory"] or 0), 0))
@@ -334,13 +344,22 @@ class Watch:
         self._births.forget_dead()
         self._forgetting += time.perf_counter() - now
 
-    def phase(self, label: str, *, again: bool = False) -> None:
-        """As `stage`, and for all that is counted but the cards' levels."""
+    def phase(self, label: str, *, again: bool = False, settings_later: bool = False) -> None:
+        """As `stage`, and for all that is counted but the cards' levels.
+
+        Args:
+            label: the stage that begins.
+            again: see `stage`.
+            settings_later: whether the process-wide settings are left to the next reading, since nothing can change
+                them before; what has changed then is of the stage that ends here.
+        """
         ending = self._births.label
         self._unseen.look(always=True)
         self._attribute_births(label, again=again)
         self._caches.note(ending)
-        self._books.attribute(ending, self._counters.read(self._books.last))
+        last = self._books.last
+        now = self._counters.read(last, settings="none") if settings_later else self._counters.read(last)
+        self._books.attribute(ending, now, settings_later=settings_later)
 
     def full_phase(self, label: str) -> None:
         """As `phase`, and for the cards' levels too."""
@@ -509,7 +528,14 @@ class Watch:
         explained = told_as_frozen(explain_storages(left if self.policy.explain else (), context), frozen)
         drafts = [
             self._findings(
-                subject, turn, metrics=metrics, steps=steps, stage=stage, explained=explained, context=context
+                subject,
+                turn,
+                ended=ended,
+                metrics=metrics,
+                steps=steps,
+                stage=stage,
+                explained=explained,
+                context=context,
             )
             for turn, subject in enumerate(subjects)
         ]
@@ -781,6 +807,7 @@ class Watch:
         subject: Subject,
         turn: int,
         *,
+        ended: Sequence[Owner],
         metrics: Sequence[Metric[Reading]],
         steps: Sequence[Step[Deep]],
         stage: str,
@@ -812,8 +839,12 @@ class Watch:
                 more = "" if self._sorted is None else self._sorted.addition(key, names)
                 dated = msgspec.structs.replace(dated, message=dated.message + more)
                 dated = msgspec.structs.replace(dated, holder=listed(key, names), allocated_at=stack, changed=changed)
-                leak = ItemLeak(dated, key, names, turn, cached=self._caches.of(names))
-                found.append(with_fingerprint(with_pool_holder(leak, context), context.module))
+                leak = with_pool_holder(ItemLeak(dated, key, names, turn, cached=self._caches.of(names)), context)
+                if key == "globals":
+                    leak = with_changes(
+                        leak, self._books.left(self._read(), subject, ended), self._environment.place_of
+                    )
+                found.append(with_fingerprint(leak, context.module))
         return found
 
     def _stack_of(self, device: str, key: str, names: Mapping[str, int]) -> tuple[Frame, ...]:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -20,9 +20,8 @@ from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.memory_pool import idle_pool_bytes
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.objects import frozen_by_program
+from lowtide.probes.settings import SettingReader
 from lowtide.probes.stages import announced_pools
-
-_WATCHED_MODULES = ("torch.accelerator", "torch.cuda")
 
 Items = Mapping[str, int]
 
@@ -36,7 +35,7 @@ class Counters:
     Attributes:
         items: per resource, what is there by name, with bytes or 1 each.
         amounts: per resource (and device, as `reserved cuda:0`), bytes or a count; None where it cannot be told.
-        settings: process-wide settings and functions by name, as text; what replaced them has another text.
+        settings: process-wide settings by name, as text; what replaced an object has another text.
         native_threads: all threads of the process, Python's included.
         untold: why a driver's amount is None, by its key.
     """
@@ -58,6 +57,7 @@ class CounterReader:
         card: whether to read cards at all.
         orphans: which processes belong to this one besides its children: those whose parent has ended.
         temporary_files: those that processes have left which belonged to this one and have ended.
+        warnings_filters: whether to read those.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class CounterReader:
         card: bool = True,
         orphans: Callable[[list[int]], Sequence[int]] = lambda children: (),
         temporary_files: Callable[[], Items] = lambda: _NOTHING,
+        warnings_filters: bool = True,
     ) -> None:
         self._driver = driver
         self._orphans = orphans
@@ -75,13 +76,18 @@ class CounterReader:
         self._descriptors: Items = _NOTHING
         self._numbers: list[str] = []
         self._files: dict[int, tuple[int, int, str]] = {}
-        self._functions: dict[str, tuple[int, ...]] = {}
-        self._settings: Mapping[str, str] = MappingProxyType({})
+        self._settings = SettingReader(warnings_filters=warnings_filters)
 
-    def read(self, last: Counters | None = None) -> Counters:
+    def read(
+        self, last: Counters | None = None, *, settings: Literal["all", "no library's", "none"] = "all"
+    ) -> Counters:
         """All of them; or, in half of the time, only what may have changed since `last`.
 
         Then the cards' amounts are taken over, and descriptors too if the same numbers are open.
+
+        Args:
+            last: an earlier reading.
+            settings: which of these to read, too; the others are taken over, from `last` or the last reading.
         """
         children = child_processes()
         items: dict[str, Items] = {
@@ -117,7 +123,9 @@ class CounterReader:
                 if has_context(torch, index):
                     amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0), untold)
         threads = len(os.listdir("/proc/self/task")) if last is None else last.native_threads
-        return Counters(items, amounts, self._read_settings(), threads, untold)
+        of_libraries = settings == "all"
+        told = last.settings if last and settings == "none" else self._settings.read(of_libraries=of_libraries)
+        return Counters(items, amounts, told, threads, untold)
 
     def _read_descriptors(self, last: Counters | None) -> Items:
         """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
@@ -139,26 +147,6 @@ class CounterReader:
             self._descriptors = {f"{number} -> {target}": 1 for number, target in named if target}
             self._files = files
         return self._descriptors
-
-    def _read_settings(self) -> Mapping[str, str]:
-        settings = {"gc.get_threshold()": str(gc.get_threshold()), "gc.isenabled()": str(gc.isenabled())}
-        torch: Any = sys.modules.get("torch")
-        if torch is not None and hasattr(torch, "get_default_device"):
-            settings["torch.get_default_dtype()"] = str(torch.get_default_dtype())
-            settings["torch.get_default_device()"] = str(torch.get_default_device())
-        functions = {}
-        for module in _WATCHED_MODULES:
-            namespace = sys.modules.get(module)
-            if issubclass(type(namespace), ModuleType):
-                functions[module] = tuple(map(id, vars(namespace).values()))
-        if functions == self._functions and settings.items() <= self._settings.items():
-            return self._settings
-        for module in functions:
-            for name, value in vars(sys.modules[module]).items():
-                if callable(value) and not name.startswith("__"):
-                    settings[f"{module}.{name}"] = hex(id(value))
-        self._functions, self._settings = functions, settings
-        return settings
 
     def _read_card(self, torch: Any, index: int, mapped: int, untold: dict[str, str]) -> dict[str, int | None]:
         device = f"cuda:{index}"

@@ -38,7 +38,7 @@ from lowtide.pytest_plugin.retention import (
     release_test,
     release_warnings,
 )
-from lowtide.pytest_plugin.scopes import FixtureOwner
+from lowtide.pytest_plugin.scopes import FixtureOwner, has_own_setup
 from lowtide.pytest_plugin.settings import Settings, read_markers, read_settings
 from lowtide.pytest_plugin.stage_records import MOST_STAGES, StageRecords
 from lowtide.reports.folder import write_folder
@@ -76,12 +76,14 @@ class Checker:
                 warm_up=_warm_up(self.settings),
                 driver=not self.shares_card,
                 growth=self.settings.growth,
+                # It puts them back after each test.
+                warnings_filters=not config.pluginmanager.has_plugin("warnings"),
             )
         )
         if self.settings.device == "cuda":
             _insist_on_a_card()
         self._imports = ImportWatch(self.watch.enter, self.watch.leave)
-        self._is_open = False
+        self._is_open = self._has_judged = False
         # Whether a failed test can end the session.
         self._may_stop = bool(config.getoption("maxfail", 0) or config.getoption("stepwise", False))
         self._failure = ""
@@ -331,7 +333,9 @@ class Checker:
             wrong = str(error)
         with self._guarded():
             module = item.nodeid.partition("::")[0]
-            self.watch.begin("setup", tolerance, module=module, subject=item.nodeid, judged=judged)
+            self.watch.begin(
+                "setup", tolerance, module=module, subject=item.nodeid, judged=judged, follows=self._has_judged
+            )
             self._imports.active = True
         if "leakcheck" not in getattr(item, "fixturenames", ()):
             with listening(self):
@@ -348,10 +352,13 @@ class Checker:
             pytest.fail(wrong, pytrace=False)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self) -> Generator[None, None, None]:
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
         """What appears from here on is the call's."""
         with self._guarded():
-            self.watch.phase("call")
+            if has_own_setup(item):
+                self.watch.phase("call")
+            else:
+                self.watch.stage("call")
         with listening(self):
             yield
 
@@ -359,7 +366,7 @@ class Checker:
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
         """The outermost part of the teardown; where another plugin runs the test, the verdict too."""
         with self._guarded():
-            self.watch.phase("teardown")
+            self.watch.phase("teardown", settings_later=True)
             self.watch.used(self._owners_used_by(item), allowed=ANYTHING if read_markers(item).excused else None)
         instance = getattr(item, "_instance", None)
         # In a list, so that no variable of this function has it while it is judged.
@@ -524,6 +531,7 @@ class Checker:
         own_setup = [] if self._setup is None else [self._setup]
         verdict = Verdict()
         with self._guarded():
+            self._has_judged = True
             verdict = self.watch.end([*own_setup, *ended], let_go=self._let_go, hints=tuple(hints(item)))
         if self._failure:
             reason = f"lowtide could not judge this test: {self._failure}"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.owners import Owner
+from lowtide.probes.described import is_installed
 
 # pytest wraps what unittest and xunit-style classes and modules set up in fixtures of its own.
 _WRAPPED = re.compile(r"_(?:xunit|unittest)_(setup_module|setup_class|setUpModule|setUpClass|setUp_class)_fixture_(.*)")
@@ -24,6 +25,19 @@ def fixture_name(fixture: pytest.FixtureDef[Any]) -> str:
     if wrapped is not None:
         return f"{wrapped[1]} of {wrapped[2]}"
     return f"{fixture.scope} fixture '{fixture.argname}'"
+
+
+def has_own_setup(item: pytest.Item) -> bool:
+    """Whether code of the project may run in a test's setup: in a fixture for it alone, and of no installed plugin."""
+    info = getattr(item, "_fixtureinfo", None)
+    if info is None:
+        return True
+    for fixtures in info.name2fixturedefs.values():
+        if fixtures[-1].scope == "function":
+            code = getattr(inspect.unwrap(fixtures[-1].func), "__code__", None)
+            if code is None or not is_installed(code.co_filename):
+                return True
+    return False
 
 
 class FixtureOwner(Owner):

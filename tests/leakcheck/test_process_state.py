@@ -32,7 +32,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], str, str]] = {
     "device": (
         lambda: torch.set_default_device("meta"),
         "torch.get_default_device() was cpu, is meta",
-        "torch.set_default_device('cpu')",
+        "torch.set_default_device(None)",
     ),
     "function": (
         lambda: setattr(torch.accelerator, "synchronize", replaced),

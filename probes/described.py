@@ -1,0 +1,91 @@
+"""Names for the objects that a setting may be, without running their code; and whose code they are."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from lowtide.probes.foreign import code_of, module_of_class, mro_of, type_name
+
+LIBRARYS = "a library's "
+"""What the text of an object begins with that an installed library made for itself."""
+
+_TOOLS = ("_pytest", "pluggy", "xdist", "pytest_timeout", "pytest_cov", "coverage", "hypothesis", "lowtide")
+_DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy")
+"""Who runs tests and looks on while they run: what these set they take back themselves."""
+
+_PYTHON, _SITE = (
+    tuple({f"{path}/" for name in names if (path := sysconfig.get_path(name)) is not None})
+    for names in (("stdlib", "platstdlib"), ("purelib", "platlib"))
+)
+
+
+def described(item: object) -> str:
+    """`package.module.function at 0x7f…`: what it is and which one; a constant as code."""
+    if item is None or type(item) in (int, bool, str):
+        return repr(item)
+    return (LIBRARYS if is_librarys(item) else "") + identified(item)
+
+
+def identified(item: object) -> str:
+    """The same, whoever made it."""
+    return f"{name_of(item)} at {id(item):#x}"
+
+
+def name_of(item: object) -> str:
+    """What an object is: a function and a class by their names, a method with its object's class."""
+    if type(item) is FunctionType or type(item) is BuiltinFunctionType:
+        module, name = item.__module__, item.__qualname__
+        return f"{module}.{name}" if type(module) is str else name
+    if any(base is type for base in mro_of(type(item))):
+        return type_name(item)  # type: ignore[arg-type]
+    if type(item) is MethodType:
+        function = getattr(item.__func__, "__name__", "") if type(item.__func__) is FunctionType else ""
+        return f"{type_name(type(item.__self__))}.{function or 'method'}"
+    if type(item) is functools.partial:
+        return f"partial of {name_of(item.func)}"
+    return type_name(type(item))
+
+
+def is_librarys(item: object) -> bool:
+    """Whether it is a function of an installed library, or an object of a tool that runs tests.
+
+    A method of a library's object is not: who set it made the object.
+    """
+    while type(item) is functools.partial:
+        item = item.func
+    if type(item) is FunctionType:
+        return is_installed(code_of(item).co_filename)
+    owner = item.__self__ if type(item) is MethodType else item
+    return is_tools(type(owner))
+
+
+def is_tools(cls: type) -> bool:
+    """Whether a class is of a tool that runs tests, or of a debugger."""
+    return module_of_class(cls).partition(".")[0] in (*_TOOLS, *_DEBUGGERS)
+
+
+def is_installed(file: str) -> bool:
+    """Whether code in `file` is the interpreter's or an installed library's: not the project's, nor its tests'."""
+    return is_of_python(file) or is_of_site(file)
+
+
+def is_of_python(file: str) -> bool:
+    """Whether code in `file` is of Python's own library."""
+    return file.startswith("<frozen ") or (file.startswith(_PYTHON) and not is_of_site(file))
+
+
+def is_of_site(file: str) -> bool:
+    """Whether code in `file` is an installed library's."""
+    return file.startswith(_SITE) or "/site-packages/" in file or "/dist-packages/" in file
+
+
+def is_installed_module(name: str) -> bool:
+    """Whether the package of a module is installed, and not the project's own."""
+    module: Any = sys.modules.get(name.partition(".")[0])
+    is_module = any(base is ModuleType for base in mro_of(type(module)))
+    origin = getattr(vars(module).get("__spec__") if is_module else None, "origin", None)
+    return type(origin) is str and (origin in ("built-in", "frozen") or is_installed(origin))
