@@ -300,7 +300,9 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[
     if leak.key.startswith(MEMORY_POOL):
         return _trimming(int(leak.finding.device.partition(":")[2]))
     if resource == "globals":
-        return [Action(line, "", functools.partial(run, line)) for line in undoing(still_changed(leak.changes))]
+        lines = undoing(leak.changes)
+        # Some may be back by now, such as the folder, to which pytest returns when it ends.
+        return [Action("; ".join(lines), "", lambda: run(undoing(still_changed(leak.changes))))] if lines else []
     if resource == "process-groups":
         return [_destroying(name, group) for name, group in _groups(leak.names)]
     if resource == "reserved" and leak.explanation is not None and leak.explanation.cut is not None:

@@ -16,7 +16,7 @@ from lowtide.probes.settings import is_entry
 _LONGEST_LINE = 240
 """Characters of code beyond which nobody reads it."""
 
-_NONE_OF_OURS = re.compile(r"\b([a-z]\w*)\.")
+_MODULE = re.compile(r"\b([a-z]\w*)\.")
 
 _SETTERS: Mapping[str, str] = {
     "gc.get_threshold()": "gc.set_threshold{}",
@@ -123,10 +123,11 @@ def undo(change: Change) -> str | None:
     return line if line is not None and len(line) <= _LONGEST_LINE else None
 
 
-def run(line: str) -> None:
-    """Run the code that puts a setting back."""
-    names = [name for name in _NONE_OF_OURS.findall(line) if name in sys.modules]
-    exec(line, {name: importlib.import_module(name) for name in names})
+def run(lines: Iterable[str]) -> None:
+    """Run the lines of code that put settings back."""
+    for line in lines:
+        names = [name for name in _MODULE.findall(line) if name in sys.modules]
+        exec(line, {name: importlib.import_module(name) for name in names})
 
 
 def _entry(change: Change) -> str | None:

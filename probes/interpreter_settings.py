@@ -293,6 +293,7 @@ class Loggers:
         self._next: list[logging.Logger] = []
         self._changes = 0
         self._known: set[str] | None = None
+        self._seen: dict[str, list[int]] = {}
         self._levels_given: dict[str, int] = {}
         self._handlers_given: dict[str, frozenset[int]] = {}
 
@@ -321,6 +322,12 @@ class Loggers:
         found = {}
         for name, logger in self._loggers:
             level, handlers = _LEVEL(logger), _HANDLERS(logger)
+            identities = list(map(id, handlers)) if type(handlers) is list else []
+            if self._seen.setdefault(name, identities) != identities and id(logger) not in map(id, self._next):
+                # Whose handlers have changed once may change again with nothing to say so: it is looked at from now on.
+                self._next.append(logger)
+                self._changes += 1
+            self._seen[name] = identities
             shown = "logging.root" if logger is logging.root else f"logging.getLogger({name!r})"
             if level and type(level) is int and level != self._levels_given.get(name):
                 found[f"level of {shown}"] = str(level)
@@ -339,7 +346,8 @@ class Loggers:
         # One class of loggers may have properties of its own: nothing of it is to run.
         plain = {cls for cls in set(map(type, known.values())) if _is_plain(cls)}
         self._loggers = [("", logging.root), *((name, item) for name, item in known.items() if type(item) in plain)]
-        self._next = [logger for name, logger in self._loggers if "." not in name]
+        kept = set(map(id, self._next))
+        self._next = [logger for name, logger in self._loggers if "." not in name or id(logger) in kept]
         names = {name for name, _ in self._loggers}
         if self._known is not None:
             for name, logger in self._loggers:

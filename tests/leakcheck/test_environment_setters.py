@@ -1,0 +1,70 @@
+"""Environment variables: what a library sets for itself is told from what the project, or its test, sets."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from lowtide.leakcheck.environment_setters import EnvironmentSetters
+
+NAME = "os.environ['LOWTIDE_SETTER']"
+
+
+@pytest.fixture
+def setters() -> Iterator[EnvironmentSetters]:
+    setters = EnvironmentSetters()
+    with mock.patch.dict(os.environ):
+        setters.start()
+        yield setters
+        setters.stop()
+
+
+def as_library(code: str) -> None:
+    """Run it as an installed library's code."""
+    names: dict[str, Any] = {"os": os}
+    exec(compile(code, f"{sysconfig.get_path('purelib')}/library/__init__.py", "exec"), names)
+
+
+def test_what_a_test_sets_is_its_own_with_the_line(setters: EnvironmentSetters) -> None:
+    os.environ["LOWTIDE_SETTER"] = "1"
+    assert not setters.is_librarys(NAME)
+    assert setters.place_of(NAME).startswith(f"set in {test_what_a_test_sets_is_its_own_with_the_line.__name__}, test_")
+
+
+def test_what_a_library_sets_is_the_library_s(setters: EnvironmentSetters) -> None:
+    as_library("os.environ.setdefault('LOWTIDE_SETTER', '1')")
+    assert setters.is_librarys(NAME)
+    assert setters.place_of(NAME) == ""
+
+
+def test_who_sets_it_last_has_set_it(setters: EnvironmentSetters) -> None:
+    as_library("os.environ['LOWTIDE_SETTER'] = '1'")
+    os.environ["LOWTIDE_SETTER"] = "2"
+    assert not setters.is_librarys(NAME)
+    as_library("os.environ['LOWTIDE_SETTER'] = '1'")
+    assert setters.is_librarys(NAME)
+
+
+def test_what_python_or_pytest_sets_is_of_who_asked_for_it(setters: EnvironmentSetters) -> None:
+    mock.patch.dict(os.environ, {"LOWTIDE_SETTER": "1"}).start()
+    assert not setters.is_librarys(NAME)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOWTIDE_SETTER", "2")
+        assert not setters.is_librarys(NAME)
+    mock.patch.stopall()
+
+
+def test_it_stands_in_for_putenv_meanwhile_only() -> None:
+    before = os.putenv
+    setters = EnvironmentSetters()
+    for _ in range(2):
+        setters.start()
+    assert os.putenv is not before
+    for _ in range(2):
+        setters.stop()
+    assert os.putenv is before

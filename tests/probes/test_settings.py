@@ -1,0 +1,437 @@
+"""Process-wide settings: each change is seen and undone, nothing foreign runs, a library's own is told apart."""
+
+from __future__ import annotations
+
+import decimal
+import faulthandler
+import functools
+import gc
+import importlib
+import locale
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.leakcheck.changed_settings import ABSENT, Change, changes_between, told
+from lowtide.leakcheck.setting_remedies import advice, run, undo, undoing
+from lowtide.probes.settings import SettingReader
+
+
+def hook(*_: object) -> None:
+    """What a test leaves where hooks go."""
+
+
+class Engine:
+    """Has a method to be called by a signal."""
+
+    def stop(self, *_: object) -> None:
+        pass
+
+
+class FunctionMode(TorchFunctionMode):
+    """Changes nothing."""
+
+
+class DispatchMode(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def assign(item: Any, name: str, value: object) -> Callable[[ExitStack], None]:
+    def change(stack: ExitStack) -> None:
+        stack.callback(setattr, item, name, getattr(item, name))
+        setattr(item, name, value)
+
+    return change
+
+
+def call(do: Callable[[], Any], undo_it: Callable[[], Any]) -> Callable[[ExitStack], None]:
+    def change(stack: ExitStack) -> None:
+        stack.callback(undo_it)
+        do()
+
+    return change
+
+
+def entered(make: Callable[[], Any]) -> Callable[[ExitStack], None]:
+    return lambda stack: stack.enter_context(make())
+
+
+def added(logger: logging.Logger, handler: logging.Handler) -> Callable[[ExitStack], None]:
+    return call(lambda: logger.addHandler(handler), lambda: logger.removeHandler(handler))
+
+
+ROOT, ENGINE = logging.getLogger(), logging.getLogger("lowtide_tests.engine")
+THREADS, LOCALE = torch.get_num_threads(), locale.setlocale(locale.LC_ALL)
+
+CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
+    "torch.get_num_threads()": (
+        call(lambda: torch.set_num_threads(THREADS + 1), lambda: torch.set_num_threads(THREADS)),
+        f"torch.set_num_threads({THREADS})",
+    ),
+    "torch.is_grad_enabled()": (
+        call(lambda: torch.set_grad_enabled(False), lambda: torch.set_grad_enabled(True)),
+        "torch.set_grad_enabled(True)",
+    ),
+    "torch.is_inference_mode_enabled()": (entered(torch.inference_mode), ""),
+    "torch.is_anomaly_enabled()": (
+        call(lambda: torch.set_anomaly_enabled(True), lambda: torch.set_anomaly_enabled(False)),
+        "torch.set_anomaly_enabled(False)",
+    ),
+    "torch.backends.cudnn.benchmark": (
+        assign(torch.backends.cudnn, "benchmark", True),
+        "torch.backends.cudnn.benchmark = False",
+    ),
+    "torch.backends.mkldnn.deterministic": (
+        assign(torch.backends.mkldnn, "deterministic", True),
+        "torch.backends.mkldnn.deterministic = False",
+    ),
+    "torch.backends.cuda.flash_sdp_enabled()": (
+        call(lambda: torch.backends.cuda.enable_flash_sdp(False), lambda: torch.backends.cuda.enable_flash_sdp(True)),
+        "torch.backends.cuda.enable_flash_sdp(True)",
+    ),
+    "torch._C._accelerator_getAllocatorSettings()": (
+        call(
+            lambda: torch._C._accelerator_setAllocatorSettings("max_split_size_mb:128"),
+            lambda: torch._C._accelerator_setAllocatorSettings(""),
+        ),
+        "torch._C._accelerator_setAllocatorSettings('')",
+    ),
+    "torch.is_autocast_enabled('cpu')": (
+        call(lambda: torch.set_autocast_enabled("cpu", True), lambda: torch.set_autocast_enabled("cpu", False)),
+        "torch.set_autocast_enabled('cpu', False)",
+    ),
+    "torch.set_flush_denormal": (
+        call(lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)),
+        "torch.set_flush_denormal(False)",
+    ),
+    "torch._tensor_str.PRINT_OPTS": (
+        call(lambda: torch.set_printoptions(precision=2), lambda: torch.set_printoptions(profile="default")),
+        "torch.set_printoptions(precision=4, threshold=1000, edgeitems=3, linewidth=80, sci_mode=None)",
+    ),
+    "torch.Event": (assign(torch, "Event", object), ""),
+    "torch function mode tests.probes.test_settings.FunctionMode": (entered(FunctionMode), ""),
+    "torch dispatch mode tests.probes.test_settings.DispatchMode": (entered(DispatchMode), ""),
+    "torch's default hook for saved tensors": (entered(torch.autograd.graph.save_on_cpu), ""),
+    "torch hook tests.probes.test_settings.hook in torch.nn.modules.module._global_forward_hooks": (
+        lambda stack: stack.callback(torch.nn.modules.module.register_module_forward_hook(hook).remove),  # type: ignore[arg-type]
+        "",
+    ),
+    "os.environ['LOWTIDE_TESTS_SET']": (
+        call(
+            lambda: os.environ.__setitem__("LOWTIDE_TESTS_SET", "1"),
+            lambda: os.environ.pop("LOWTIDE_TESTS_SET", None),
+        ),
+        "os.environ.pop('LOWTIDE_TESTS_SET')",
+    ),
+    "os.environ['HOME']": (
+        call(
+            functools.partial(os.environ.pop, "HOME"),
+            functools.partial(os.environ.__setitem__, "HOME", os.environ["HOME"]),
+        ),
+        f"os.environ['HOME'] = {os.environ['HOME']!r}",
+    ),
+    "os.getcwd()": (
+        call(lambda: os.chdir("/"), functools.partial(os.chdir, Path.cwd())),
+        f"os.chdir('{Path.cwd()}')",
+    ),
+    "umask": (call(lambda: os.umask(0o77), lambda: os.umask(0o22)), "os.umask(0o22)"),
+    "sys.getrecursionlimit()": (
+        call(
+            lambda: sys.setrecursionlimit(sys.getrecursionlimit() + 7),
+            functools.partial(sys.setrecursionlimit, sys.getrecursionlimit()),
+        ),
+        "",
+    ),
+    "sys.getprofile()": (call(lambda: sys.setprofile(hook), lambda: sys.setprofile(None)), "sys.setprofile(None)"),
+    "sys.getswitchinterval()": (
+        call(lambda: sys.setswitchinterval(0.01), lambda: sys.setswitchinterval(0.005)),
+        "sys.setswitchinterval(0.005)",
+    ),
+    "gc.callbacks entry tests.probes.test_settings.hook": (
+        call(lambda: gc.callbacks.append(hook), lambda: gc.callbacks.remove(hook)),
+        "",
+    ),
+    "gc.get_debug()": (call(lambda: gc.set_debug(gc.DEBUG_SAVEALL), lambda: gc.set_debug(0)), "gc.set_debug(0)"),
+    "signal.getsignal(signal.SIGUSR2)": (
+        call(lambda: signal.signal(signal.SIGUSR2, hook), lambda: signal.signal(signal.SIGUSR2, signal.SIG_DFL)),
+        "signal.signal(signal.SIGUSR2, signal.SIG_DFL)",
+    ),
+    "sys.excepthook": (assign(sys, "excepthook", hook), "sys.excepthook = sys.__excepthook__"),
+    "threading.excepthook": (assign(threading, "excepthook", hook), ""),
+    "level of logging.getLogger('lowtide_tests.engine')": (
+        call(lambda: ENGINE.setLevel(logging.ERROR), lambda: ENGINE.setLevel(0)),
+        "logging.getLogger('lowtide_tests.engine').setLevel(0)",
+    ),
+    "handler logging.StreamHandler of logging.root": (added(ROOT, logging.StreamHandler()), ""),
+    "handler logging.StreamHandler of logging.getLogger('lowtide_tests.engine')": (
+        # A handler that is made in the test, so that it is new.
+        lambda stack: added(ENGINE, logging.StreamHandler())(stack),
+        "logging.getLogger('lowtide_tests.engine').removeHandler("
+        "logging.getLogger('lowtide_tests.engine').handlers[0])",
+    ),
+    "logging.root.manager.disable": (
+        call(lambda: logging.disable(10), lambda: logging.disable(0)),
+        "logging.disable(0)",
+    ),
+    "warnings filter (ignore, UserWarning, 'lowtide tests')": (
+        lambda stack: (
+            stack.enter_context(warnings.catch_warnings()),
+            warnings.filterwarnings("ignore", "lowtide tests", UserWarning),
+        )[0],
+        "",
+    ),
+    "locale.setlocale(locale.LC_ALL)": (
+        call(lambda: locale.setlocale(locale.LC_ALL, "C"), lambda: locale.setlocale(locale.LC_ALL, LOCALE)),
+        f"locale.setlocale(locale.LC_ALL, {LOCALE!r})",
+    ),
+    "decimal.getcontext().prec": (
+        call(
+            lambda: setattr(decimal.getcontext(), "prec", 5),
+            lambda: setattr(decimal.getcontext(), "prec", 28),
+        ),
+        "decimal.getcontext().prec = 28",
+    ),
+    "sys.path entry '/lowtide/tests'": (
+        call(lambda: sys.path.insert(0, "/lowtide/tests"), lambda: sys.path.remove("/lowtide/tests")),
+        "sys.path.remove('/lowtide/tests')",
+    ),
+    "socket.getdefaulttimeout()": (
+        call(lambda: socket.setdefaulttimeout(3.0), lambda: socket.setdefaulttimeout(None)),
+        "socket.setdefaulttimeout(None)",
+    ),
+    "multiprocessing.get_start_method()": (
+        call(
+            lambda: multiprocessing.set_start_method("spawn", force=True),
+            lambda: multiprocessing.set_start_method("fork", force=True),
+        ),
+        "multiprocessing.set_start_method('fork', force=True)",
+    ),
+    "faulthandler.is_enabled()": (
+        call(faulthandler.disable, lambda: faulthandler.enable(file=sys.__stderr__)),
+        "",
+    ),
+    "numpy.geterr()": (entered(lambda: np.errstate(all="ignore")), ""),
+}
+"""Changes that end with the stack, by what each setting is called, and the code that undoes them; empty where a runner
+has a part in what stands there, or there is none."""
+
+
+@pytest.fixture
+def reader() -> SettingReader:
+    return SettingReader()
+
+
+@contextmanager
+def changed(name: str) -> Iterator[None]:
+    with ExitStack() as stack:
+        CHANGES[name][0](stack)
+        yield
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_seen_and_undone_by_the_code_that_is_named(name: str, reader: SettingReader) -> None:
+    before = reader.read()
+    with ExitStack() as stack:
+        CHANGES[name][0](stack)
+        changes = changes_between(before, reader.read())
+        assert [change.setting for change in changes] == [name]
+        line = undo(changes[0])
+        if CHANGES[name][1]:
+            assert line == CHANGES[name][1]
+        if line is not None:
+            run([line])
+            assert changes_between(before, reader.read()) == []
+            if "removeHandler" in line or "remove(" in line:
+                stack.pop_all()
+        else:
+            assert advice(changes)
+    assert reader.read() == before
+
+
+def test_deterministic_algorithms_are_put_back_with_one_line() -> None:
+    # Not run: torch imports half of its compiler for it.
+    before = {"torch.are_deterministic_algorithms_enabled()": "False"}
+    before["torch.is_deterministic_algorithms_warn_only_enabled()"] = "False"
+    changes = changes_between(before, dict.fromkeys(before, "True"))
+    assert undoing(changes) == ["torch.use_deterministic_algorithms(False)"]
+
+
+def test_of_what_does_not_change_the_answer_is_the_same_object(reader: SettingReader) -> None:
+    reader.read()
+    first = reader.read()
+    assert reader.read() is first
+    assert reader.read(of_libraries=False) is first
+
+
+def test_what_libraries_have_is_taken_over_where_it_is_not_asked_for(reader: SettingReader) -> None:
+    before = reader.read()
+    with changed("torch.get_num_threads()"):
+        assert reader.read(of_libraries=False) is before
+        assert reader.read() != before
+
+
+class Raising:
+    """Raises whatever is asked of it."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError
+
+    def __hash__(self) -> int:
+        raise AssertionError
+
+    def __bool__(self) -> bool:
+        raise AssertionError
+
+    def __repr__(self) -> str:
+        raise AssertionError
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(name)
+
+    def __call__(self, *_: object) -> None:
+        raise AssertionError
+
+
+def test_no_object_of_the_program_is_asked_anything(reader: SettingReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = reader.read()
+    monkeypatch.setattr(sys, "displayhook", Raising())
+    monkeypatch.setattr(threading, "excepthook", Raising())
+    monkeypatch.setattr(torch, "Event", Raising())
+    monkeypatch.setattr(sys, "path", [*sys.path, Raising()])
+    # Python's part of `signal` asks a handler itself.
+    set_handler = vars(importlib.import_module("_signal"))["signal"]
+    set_handler(signal.SIGUSR2, Raising())
+    try:
+        changes = changes_between(before, reader.read())
+        assert changes
+        assert all(told(change) and advice([change]) for change in changes)
+        assert {change.name for change in changes} >= {"sys.displayhook", "torch.Event", "threading.excepthook"}
+    finally:
+        set_handler(signal.SIGUSR2, 0)
+
+
+def test_the_method_of_an_object_is_named_by_its_class(reader: SettingReader) -> None:
+    before = reader.read()
+    previous = signal.signal(signal.SIGUSR2, Engine().stop)
+    try:
+        (change,) = changes_between(before, reader.read())
+        assert told(change).endswith("is tests.probes.test_settings.Engine.stop")
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+
+
+def test_a_handler_that_a_library_made_for_itself_is_no_change(reader: SettingReader) -> None:
+    from torch.utils.data._utils import signal_handling
+
+    before = reader.read()
+    previous = signal.signal(signal.SIGUSR2, signal_handling._set_SIGCHLD_handler)
+    try:
+        assert changes_between(before, reader.read()) == []
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+
+
+def test_a_logger_that_an_installed_library_makes_late_is_its_own_as_it_is(reader: SettingReader) -> None:
+    before = reader.read()
+    late = logging.getLogger("numpy.lowtide_tests.late")
+    late.setLevel(logging.ERROR)
+    handler = logging.StreamHandler()
+    late.addHandler(handler)
+    assert changes_between(before, reader.read()) == []
+    late.setLevel(logging.DEBUG)
+    (change,) = changes_between(before, reader.read())
+    assert change.setting == "level of logging.getLogger('numpy.lowtide_tests.late')"
+    late.removeHandler(handler)
+    late.setLevel(logging.NOTSET)
+
+
+def test_a_handler_that_is_gone_is_seen(reader: SettingReader) -> None:
+    ENGINE.addHandler(logging.StreamHandler())
+    before = reader.read()
+    ENGINE.handlers.clear()
+    gc.collect()
+    (change,) = changes_between(before, reader.read())
+    assert told(change) == "handler logging.StreamHandler of logging.getLogger('lowtide_tests.engine') was removed"
+
+
+def test_what_pytest_sets_for_each_test_is_not_read(reader: SettingReader, caplog: pytest.LogCaptureFixture) -> None:
+    assert not any("PYTEST_CURRENT_TEST" in name or "_pytest" in name for name in reader.read())
+    assert any(type(handler) is type(caplog.handler) for handler in ROOT.handlers)
+
+
+def test_a_folder_that_is_gone_is_no_error(
+    reader: SettingReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "gone"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    place.rmdir()
+    assert reader.read()["os.getcwd()"] == "'a folder that is gone'"
+
+
+def test_the_matmul_precision_is_one_setting_with_two_names(reader: SettingReader) -> None:
+    before = reader.read()
+    was = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        changes = changes_between(before, reader.read())
+        names = ["torch.backends.cuda.matmul.allow_tf32", "torch.get_float32_matmul_precision()"]
+        assert [change.name for change in changes] == names
+        assert undoing(changes) == ["torch.set_float32_matmul_precision('highest')"]
+    finally:
+        torch.set_float32_matmul_precision(was)
+    assert changes_between(before, reader.read()) == []
+
+
+SECRETS = {"HF_TOKEN": "hf_abc", "AWS_SECRET_ACCESS_KEY": "abc", "DB": "postgres://me:abc@host/db"}
+
+
+@pytest.mark.parametrize(("name", "value"), SECRETS.items(), ids=list(SECRETS))
+def test_a_secret_is_shown_nowhere(name: str, value: str) -> None:
+    for before, now in ((ABSENT, repr(value)), (repr(value), ABSENT), (repr(value), repr(value + "2"))):
+        change = Change(f"os.environ[{name!r}]", before, now)
+        texts = (told(change), advice([change]), undo(change) or "")
+        assert not any("abc" in text for text in texts)
+    assert undo(Change(f"os.environ[{name!r}]", ABSENT, repr(value))) == f"os.environ.pop({name!r})"
+
+
+def test_a_long_value_is_shortened_and_no_code() -> None:
+    change = Change("os.environ['LONG']", repr("x" * 5000), repr("y" * 5000))
+    assert len(told(change)) < 300
+    assert undo(change) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        ({}, {"torch.get_num_threads()": "4"}, []),
+        ({"torch.get_num_threads()": "4"}, {}, []),
+        ({}, {"os.environ['A']": "'1'"}, ["os.environ['A'] was not set, is '1'"]),
+        ({"os.environ['A']": "'1'"}, {}, ["os.environ['A'] was '1', is not set any more"]),
+        ({}, {"sys.path entry '/a'": "there"}, ["sys.path entry '/a' was added"]),
+        ({"umask": "0o22"}, {"umask": "0o77"}, ["umask was 0o22, is 0o77"]),
+        ({"torch.Event": "torch.Event at 0x1"}, {"torch.Event": "a.B at 0x2"}, ["torch.Event was replaced by a.B"]),
+    ],
+)
+def test_only_what_can_be_added_was_something_before(
+    before: Mapping[str, str], now: Mapping[str, str], found: list[str]
+) -> None:
+    assert [told(change) for change in changes_between(before, now)] == found

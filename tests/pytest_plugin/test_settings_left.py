@@ -1,0 +1,184 @@
+"""Process-wide settings in a whole run: found with what they were, put back at the end, and not what is not left."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pytest_plugin.conftest import InnerRun, RunInner
+
+LIBRARY = """
+    import logging, os, sys, warnings
+
+    os.environ["LOWTIDE_AT_IMPORT"] = "1"
+    sys.path.append("/lowtide/at-import")
+    logging.getLogger().addHandler(logging.StreamHandler())
+    logging.getLogger("lowtide_inner").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="lowtide")
+"""
+
+LEFT = """
+    import logging, os, signal, sys, warnings
+
+    import pytest
+    import torch
+
+
+    def stop(*_):
+        pass
+
+
+    @pytest.fixture
+    def one_thread():
+        torch.set_num_threads(1)
+
+
+    def test_a_fixture(one_thread):
+        pass
+
+
+    def test_the_same_value_again():
+        torch.set_num_threads(1)
+
+
+    def test_threads_put_back():
+        torch.set_num_threads(3)
+
+
+    def test_environment():
+        os.environ["LOWTIDE_TOKEN"] = "abc"
+        os.environ["LOWTIDE_PLAIN"] = "1"
+
+
+    def test_signal():
+        signal.signal(signal.SIGUSR2, stop)
+
+
+    def test_many():
+        logging.getLogger("lowtide_late").setLevel(10)
+        torch.set_grad_enabled(False)
+        os.chdir("/")
+
+
+    def test_last():
+        # What was left is left alone while tests follow.
+        assert (os.getcwd(), torch.is_grad_enabled()) == ("/", False)
+"""
+
+CLEAN = """
+    import contextlib, logging, os, signal, sys, warnings
+
+    import pytest
+    import torch
+    from unittest import mock
+
+
+    def test_filters_that_pytest_puts_back():
+        warnings.simplefilter("ignore")
+
+
+    def test_what_an_import_sets():
+        import library
+
+
+    def test_what_a_library_sets_for_itself():
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        cache_dir()
+
+
+    def test_put_back(monkeypatch, caplog, tmp_path):
+        monkeypatch.setenv("LOWTIDE_A", "1")
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
+        caplog.set_level(10, logger="torch")
+        with mock.patch.dict(os.environ, {"LOWTIDE_B": "1"}), mock.patch("torch.Event"), torch.no_grad():
+            with torch.autocast("cpu"), torch.device("meta"):
+                pass
+
+
+    @pytest.fixture(scope="module")
+    def settled():
+        handler = logging.StreamHandler()
+        logging.getLogger().addHandler(handler)
+        torch.set_default_dtype(torch.float64)
+        yield
+        logging.getLogger().removeHandler(handler)
+        torch.set_default_dtype(torch.float32)
+
+
+    def test_a_wider_fixture(settled):
+        pass
+
+
+    def test_that_ends_a_wider_fixture(settled):
+        pass
+"""
+
+
+@pytest.fixture(scope="module")
+def run(run_inner: RunInner) -> InnerRun:
+    return run_inner({"library.py": LIBRARY, "test_1_clean.py": CLEAN, "test_2_left.py": LEFT})
+
+
+def message(run: InnerRun, test: str) -> str:
+    (finding,) = run.subject(f"test_2_left.py::{test}").findings
+    assert (finding.resource, finding.cause) == ("globals", "not-restored")
+    return finding.message
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "test_1_clean.py::test_filters_that_pytest_puts_back",
+        "test_1_clean.py::test_what_an_import_sets",
+        "test_1_clean.py::test_what_a_library_sets_for_itself",
+        "test_1_clean.py::test_put_back",
+        "test_1_clean.py::test_a_wider_fixture",
+        "test_1_clean.py::test_that_ends_a_wider_fixture",
+        "test_2_left.py::test_the_same_value_again",
+        "test_2_left.py::test_last",
+    ],
+)
+def test_what_is_not_left_by_a_test_is_not_told(run: InnerRun, test: str) -> None:
+    assert run.is_clean(test), run.subject(test).findings
+
+
+def test_what_a_fixture_sets_is_of_its_setup(run: InnerRun) -> None:
+    # The inner run has one thread from the start.
+    assert run.is_clean("test_2_left.py::test_a_fixture")
+    assert run.leaks("test_2_left.py::test_threads_put_back") == [("globals", "call")]
+
+
+def test_a_secret_is_nowhere_in_the_report(run: InnerRun) -> None:
+    told = message(run, "test_environment")
+    assert "os.environ['LOWTIDE_PLAIN'] was not set, is '1' (set in test_environment, test_2_left.py:" in told
+    assert "os.environ['LOWTIDE_TOKEN'] was not set, is a value that is not shown" in told
+    assert "abc" not in (run.folder / "report" / "leakcheck.json").read_text() + run.out
+
+
+def test_a_handler_is_named(run: InnerRun) -> None:
+    told = message(run, "test_signal")
+    assert "signal.getsignal(signal.SIGUSR2) was signal.SIG_DFL, is test_2_left.stop" in told
+
+
+@pytest.mark.parametrize(
+    ("test", "remedy"),
+    [
+        ("test_threads_put_back", "torch.set_num_threads(1)"),
+        ("test_environment", "os.environ.pop('LOWTIDE_PLAIN'); os.environ.pop('LOWTIDE_TOKEN')"),
+        ("test_signal", "signal.signal(signal.SIGUSR2, signal.SIG_DFL)"),
+    ],
+)
+def test_the_code_that_puts_it_back_was_run_at_the_end(run: InnerRun, test: str, remedy: str) -> None:
+    (finding,) = run.subject(f"test_2_left.py::{test}").findings
+    assert finding.remedy is not None
+    assert finding.remedy.action == remedy
+
+
+def test_many_are_one_finding(run: InnerRun) -> None:
+    (finding,) = run.subject("test_2_left.py::test_many").findings
+    assert finding.count == 3
+    assert finding.stage == "call"
+    assert finding.remedy is not None
+    lines = ["logging.getLogger('lowtide_late').setLevel(0)", f"os.chdir({str(run.folder)!r})"]
+    assert finding.remedy.action == "; ".join([*lines, "torch.set_grad_enabled(True)"])
