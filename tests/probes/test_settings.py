@@ -174,7 +174,7 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
         call(lambda: signal.signal(signal.SIGUSR2, hook), lambda: signal.signal(signal.SIGUSR2, signal.SIG_DFL)),
         "signal.signal(signal.SIGUSR2, signal.SIG_DFL)",
     ),
-    "sys.excepthook": (assign(sys, "excepthook", hook), "sys.excepthook = sys.__excepthook__"),
+    "sys.excepthook": (assign(sys, "excepthook", hook), ""),
     "threading.excepthook": (assign(threading, "excepthook", hook), ""),
     "level of logging.getLogger('lowtide_tests.engine')": (
         call(lambda: ENGINE.setLevel(logging.ERROR), lambda: ENGINE.setLevel(0)),

@@ -98,6 +98,8 @@ CLEAN = """
 
     @pytest.fixture(scope="module")
     def settled():
+        import library_of_a_fixture
+
         handler = logging.StreamHandler()
         logging.getLogger().addHandler(handler)
         torch.set_default_dtype(torch.float64)
@@ -117,7 +119,14 @@ CLEAN = """
 
 @pytest.fixture(scope="module")
 def run(run_inner: RunInner) -> InnerRun:
-    return run_inner({"library.py": LIBRARY, "test_1_clean.py": CLEAN, "test_2_left.py": LEFT})
+    return run_inner(
+        {
+            "library.py": LIBRARY,
+            "library_of_a_fixture.py": LIBRARY.replace("at-", "in-"),
+            "test_1_clean.py": CLEAN,
+            "test_2_left.py": LEFT,
+        }
+    )
 
 
 def message(run: InnerRun, test: str) -> str:
@@ -139,8 +148,12 @@ def message(run: InnerRun, test: str) -> str:
         "test_2_left.py::test_last",
     ],
 )
-def test_what_is_not_left_by_a_test_is_not_told(run: InnerRun, test: str) -> None:
+def test_what_is_not_left_is_not_told(run: InnerRun, test: str) -> None:
     assert run.is_clean(test), run.subject(test).findings
+
+
+def test_no_fixture_is_blamed_for_what_it_imports(run: InnerRun) -> None:
+    assert not [name for name in run.blamed if "fixture" in name]
 
 
 def test_what_a_fixture_sets_is_of_its_setup(run: InnerRun) -> None:
