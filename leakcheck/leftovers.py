@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.ladder import Rung
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.remedies import prove
@@ -51,7 +50,6 @@ class Leftovers:
 
     def __init__(self, *, card: bool) -> None:
         self._births = Births()
-        self._imports = ImportWatch(self._importing, self._imported)
         self._around_import = ("", 1)
         self._stacks = AllocationStacks(card=card)
         self._seen: frozenset[Key] = frozenset()
@@ -70,12 +68,9 @@ class Leftovers:
         self._frozen_before = gc.get_freeze_count()
         storages = survey_storages(Census(all_objects())).storages
         self._seen = frozenset((held.device, held.address) for held in storages)
-        self._imports.install()
-        self._imports.active = True
 
     def close(self) -> None:
         """End it; legal twice."""
-        self._imports.remove()
         self._births.stop()
         self._stacks.stop()
 
@@ -86,12 +81,14 @@ class Leftovers:
             self._births.forget_dead()
         self._births.label, self._births.turn = name, cycle
 
-    def _importing(self, owner: Owner) -> None:
+    def importing(self, owner: Owner) -> None:
+        """A module that a life imports is about to run: what it makes from here on is its own."""
         self._births.note()
         self._around_import = (self._births.label, self._births.turn)
         self._births.label = _IMPORT + owner.name
 
-    def _imported(self) -> None:
+    def imported(self) -> None:
+        """The module has run."""
         self._births.note()
         self._births.label, self._births.turn = self._around_import
 

@@ -16,12 +16,14 @@ import msgspec
 from lowtide.leakcheck import contract
 from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.growth import GrowthWatch
+from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.interrupts import Interrupts
 from lowtide.leakcheck.judge import excesses, grouped, judge
 from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy, Step, climb, release
 from lowtide.leakcheck.late_release import DRIVER_PATIENCE, wait_for_release
 from lowtide.leakcheck.leftovers import Leftovers
 from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric, shutdown_metrics
+from lowtide.leakcheck.owners import Owner
 from lowtide.leakcheck.process_state import ProcessState
 from lowtide.leakcheck.readings import to_readings
 from lowtide.leakcheck.remains import Remains
@@ -145,6 +147,7 @@ class LifecycleRun:
         self._remains = Remains(self._tree, self._segments)
         self._unseen = UnseenMemory(self._tree, lambda: self._driver)
         self._process = ProcessState(self._driver_bytes)
+        self._imports = ImportWatch(self._importing, self._import_done)
         # By the time of each snapshot.
         self._imported: dict[float, dict[str, int]] = {}
         self._survival = Survival(device)
@@ -158,6 +161,8 @@ class LifecycleRun:
         try:
             self._open_device()
             self._leftovers.open()
+            self._imports.install()
+            self._imports.active = True
             self._tree.start()
             self._segments.start()
             self._remains.start()
@@ -175,6 +180,7 @@ class LifecycleRun:
             # Outside the engine's own stages: it is shut down already, or was never made.
             self._interrupt()
         finally:
+            self._imports.remove()
             self._leftovers.close()
             self._remains.stop()
             self._segments.stop()
@@ -455,6 +461,15 @@ class LifecycleRun:
                     what=metric.resource, why="libraries move it in a first life: run at least two cycles to judge it"
                 )
         return tuple(metric for metric in metrics if not metric.first_use)
+
+    def _importing(self, owner: Owner) -> None:
+        """What a module makes and changes when a life imports it belongs to the process, as in tests."""
+        self._leftovers.importing(owner)
+        self._process.importing()
+
+    def _import_done(self) -> None:
+        self._process.imported()
+        self._leftovers.imported()
 
     def _without_imports(self, metric: Metric[Snapshot]) -> Metric[Snapshot]:
         """Of tensors that Python holds, without those that modules made for themselves when a life imported them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -29,13 +30,27 @@ class ProcessState:
         self._driver = driver
         self._reader = CounterReader(None, card=False)
         self._baseline: Counters | None = None
-        self._functions: Mapping[str, object] = {}
+        self._functions: dict[str, object] = {}
+        self._before_import: Mapping[str, str] = {}
 
     def mark(self) -> None:
         """A life begins."""
         self._baseline = self._reader.read()
         # The functions themselves: what replaced one tells nothing of it, and it is what must be put back.
         self._functions = {name: _function(name) for name in self._baseline.settings if _is_function(name)}
+
+    def importing(self) -> None:
+        """A module that a life imports is about to run."""
+        self._before_import = self._reader.read().settings
+
+    def imported(self) -> None:
+        """It has run: what it has set is what lives must leave as it is."""
+        if self._baseline is None:
+            return
+        now = self._reader.read().settings
+        changed = {name: text for name, text in now.items() if self._before_import.get(name) != text}
+        self._baseline = dataclasses.replace(self._baseline, settings={**self._baseline.settings, **changed})
+        self._functions.update((name, _function(name)) for name in changed if _is_function(name))
 
     def findings(self, stage: str, *, remedies: bool) -> list[Finding]:
         """What is there now and was not at the mark, or is not as it was.

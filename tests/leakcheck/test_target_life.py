@@ -237,8 +237,14 @@ class ImportsAndKeeps(Imports):
 
 @pytest.fixture
 def module_with_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    (tmp_path / "table_of_a_life.py").write_text("import torch\nTABLE = torch.ones(1000)\nKEPT = []\n")
+    lines = (
+        "import torch, torch.cuda",
+        "torch.cuda.set_stream = lambda stream: None",
+        "KEPT, TABLE = [], torch.ones(1000)",
+    )
+    (tmp_path / "table_of_a_life.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "set_stream", torch.cuda.set_stream)
     yield
     sys.modules.pop("table_of_a_life", None)
 
