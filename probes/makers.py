@@ -131,6 +131,8 @@ def _library_modules(frame: FrameType | None) -> tuple[str, ...]:
     """The library's modules from a frame outwards, up to the program's own code."""
     found: dict[str, None] = {}
     for module, file in _callers(frame):
+        if module == __name__:  # another one notes it, too
+            continue
         if not is_library(file):
             break
         if module not in _PLUMBING:

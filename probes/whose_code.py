@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import sysconfig
@@ -10,13 +9,12 @@ from types import ModuleType
 
 _INSTALLED = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
 
-_PLACES = tuple(f"{place}/" for place in {*_INSTALLED, *map(os.path.realpath, _INSTALLED)})
+_PLACES = ("<frozen ", *(f"{place}/" for place in {*_INSTALLED, *map(os.path.realpath, _INSTALLED)}))
 
 
-@functools.lru_cache(maxsize=4096)
 def is_library(file: str) -> bool:
     """Whether code in this file belongs to Python, or to an installed package, and not to the program."""
-    return file.startswith((*_PLACES, "<frozen "))
+    return file.startswith(_PLACES)
 
 
 def program_modules() -> list[ModuleType]:

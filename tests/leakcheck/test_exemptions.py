@@ -254,14 +254,15 @@ def test_what_is_asked_of_many_items_is_read_once_and_never_from_the_whole_heap(
 ) -> None:
     asked: list[str] = []
     compiler._pool_set.add(compile_pool)
-    monkeypatch.setattr(gc, "get_objects", lambda *args: asked.append("the heap"))
-    monkeypatch.setattr(psutil.Process, "children", lambda *args, **kwargs: asked.append("all processes"))
-    monkeypatch.setattr(exemptions, "child_processes", lambda: asked.append("the children") or [os.getpid()])
-    numbers = range(1000, 1100)
-    assert not exempt("file-descriptors", {f"{number} -> pipe:[{number}]" for number in numbers})
-    exempt("threads", {f"gone ({number})" for number in numbers})
-    exempt("processes", {str(number) for number in numbers})
-    exempt("lru-cache", {f"engine.Block at {number:#x} in engine.cache" for number in numbers})
+    with monkeypatch.context() as patched:
+        patched.setattr(gc, "get_objects", lambda *args: asked.append("the heap"))
+        patched.setattr(psutil.Process, "children", lambda *args, **kwargs: asked.append("all processes"))
+        patched.setattr(exemptions, "child_processes", lambda: asked.append("the children") or [os.getpid()])
+        numbers = range(1000, 1100)
+        assert not exempt("file-descriptors", {f"{number} -> pipe:[{number}]" for number in numbers})
+        exempt("threads", {f"gone ({number})" for number in numbers})
+        exempt("processes", {str(number) for number in numbers})
+        exempt("lru-cache", {f"engine.Block at {number:#x} in engine.cache" for number in numbers})
     assert asked == ["the children"]
 
 

@@ -170,6 +170,16 @@ def test_what_takes_the_place_of_a_library_s_first_is_no_more(
     assert len(found.listed) == 1
 
 
+def test_it_is_noted_where_another_watch_notes_it_too(process: Process, library: Any) -> None:
+    inner = Makers()
+    inner.start()
+    try:
+        library.keep_socket()
+    finally:
+        inner.stop()
+    assert process.end("test_a")[0] == {}
+
+
 def test_a_thread_in_a_class_of_the_library_is_the_library_s(
     process: Process, library: Any, done: threading.Event
 ) -> None:
