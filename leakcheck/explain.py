@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from types import FrameType, ModuleType
 from typing import Any
 
+import msgspec
+
 from lowtide.leakcheck.cuts import Cut, Names, Refused, cut_of
 from lowtide.leakcheck.expressions import of_public_global, of_root, one_step
 from lowtide.leakcheck.inspectors import marks
@@ -31,7 +33,7 @@ from lowtide.leakcheck.path_names import Shown, holder_name, shown_from_landmark
 from lowtide.leakcheck.territory import Territory, advice_for, offered_function, offered_method, territories
 from lowtide.probes.edges import Kind
 from lowtide.probes.foreign import type_name
-from lowtide.probes.heap import Link, Mark, Path, RootKind, Step, Traces, is_library, trace
+from lowtide.probes.heap import Inspector, Link, Mark, Path, RootKind, Step, Traces, is_library, trace
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, collector_paused
 from lowtide.probes.tensors import plain_tensors, torch_member
 from lowtide.reports.schema import Cause, Hop, Verdict
@@ -153,6 +155,54 @@ def expression_to(item: object) -> str | None:
         path = found.path(0)
         way = None if path is None else _Way(shown_from_landmark(path), 0, found)
         return None if way is None else way.code(len(way.links))
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The first object on the way to a suspect that should be gone: it holds all that lies behind it.
+
+    Attributes:
+        identity: its identity.
+        path: the way to it, from the root on.
+    """
+
+    identity: int
+    path: tuple[Hop, ...]
+
+
+def first_holders(
+    targets: Sequence[object],
+    *,
+    ignore: Collection[int] = (),
+    innocent: Container[int] = (),
+    living: bool = False,
+    roots: Sequence[tuple[str, object]] = (),
+) -> list[Holder | None]:
+    """For each of `targets` what holds it of the program; None where only the system or a running frame does.
+
+    Arguments are those of `explain`; by one walk over the heap. A running thread is held by who else knows it.
+    """
+
+    def inspect(root: RootKind, items: Sequence[object]) -> Sequence[Mark | None]:
+        return marks(items, innocent=innocent, ages_known=True, living=living, hollow=root == "object")
+
+    with trace(targets, ignore=ignore, roots=roots, not_roots=set(map(id, targets))) as found:
+        return [_first_holder(found, place, inspect) for place in range(len(targets))]
+
+
+def _first_holder(found: Traces, place: int, inspect: Inspector) -> Holder | None:
+    path = found.path(place, inspect)
+    if path is None or not path.steps or path.root_kind not in ("module", "object"):
+        return None
+    first, _ = _suspect_steps(path.steps)
+    shown = shown_from_landmark(path)
+    if first < shown.skipped:
+        return None
+    steps = shown.path.steps[: first - shown.skipped + 1]
+    hops = [Hop(type=step.type_name, edge=step.edge) for step in steps]
+    hops[-1] = msgspec.structs.replace(hops[-1], suspect=True)
+    root = Hop(type=shown.path.root_kind, edge=shown.path.root_name)
+    return Holder(found.link(place, first).held, (root, *hops))
 
 
 class _Sweeps:

@@ -23,6 +23,7 @@ import msgspec
 from lowtide.leakcheck.blas_handles import BlasHandles
 from lowtide.leakcheck.books import Books, Subject
 from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards
+from lowtide.leakcheck.causes import Cause, by_cause, with_causes
 from lowtide.leakcheck.cuts import namespace_sizes
 from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of, unclaimed
 from lowtide.leakcheck.environment_setters import EnvironmentSetters
@@ -540,6 +541,10 @@ class Watch:
             for turn, subject in enumerate(subjects)
         ]
         del explained
+        causes: list[list[Cause | None]] = [[] for _ in drafts]
+        if self.policy.explain:
+            for turn, drafted in enumerate(drafts):
+                drafts[turn], causes[turn] = with_causes(drafted, context)
         things = [_things(draft) for draft in drafts[0]]
         for owner, of_owner in zip(ended, drafts[1:], strict=True):
             of_owner[:] = [_merged(draft, self._grown.get(owner.label, ())) for draft in of_owner]
@@ -554,6 +559,11 @@ class Watch:
             tuple(draft if isinstance(draft, Finding) else draft.finding for draft in found) for found in drafts
         ]
         drafts.clear()
+        shared = {
+            id(finding): cause
+            for told, known in zip(findings, causes, strict=True)
+            for finding, cause in zip(told, known, strict=False)
+        }
         about: dict[str, frozenset[Thing]] = {}
         for finding, found in zip(findings[0], things, strict=True):
             about[finding.fingerprint] = about.get(finding.fingerprint, frozenset()) | found
@@ -561,6 +571,10 @@ class Watch:
         # What a card's first use takes is known where the card was warmed up.
         before = now if self._card_came_in_this_test else self._books.baseline
         findings[0], excused = excused_by_libraries(findings[0], before, now, self._first_use)
+        findings = [by_cause(found, shared) for found in findings]
+        for finding in findings[0]:
+            for part in finding.parts:
+                about[finding.fingerprint] |= about[part.fingerprint]
         self._adopt(self._read(), steps[-1].reading.heap)
         self._unseen.is_told(
             int(name)

@@ -166,7 +166,11 @@ def find_paths(
 
 @contextlib.contextmanager
 def trace(
-    targets: Sequence[object], *, ignore: Collection[int] = (), roots: Sequence[tuple[str, object]] = ()
+    targets: Sequence[object],
+    *,
+    ignore: Collection[int] = (),
+    roots: Sequence[tuple[str, object]] = (),
+    not_roots: Collection[int] = (),
 ) -> Iterator[Traces]:
     """Walks the heap once; in the block the shortest paths to the targets can be asked for.
 
@@ -174,6 +178,7 @@ def trace(
         targets: the suspects. The sequence itself is never part of a path.
         ignore: ids of objects that no path may pass (containers in which the caller keeps the suspects).
         roots: further roots, with the name of each: what is held where the walk does not look, and is meant to be.
+        not_roots: ids of running threads that are no roots: it is asked who else holds them.
 
     Roots are the modules in `sys.modules`, running threads, the current context, classes written in C, and the running
     frames, those of the checker excepted. Frames, thread locals, and what belongs to the interpreter's, the test
@@ -185,7 +190,7 @@ def trace(
     While the block lasts the collector is paused, and every object is kept alive.
     """
     with collector_paused():
-        heap = _Heap(targets, {id(targets), *ignore}, roots) if targets else None
+        heap = _Heap(targets, {id(targets), *ignore}, roots, not_roots) if targets else None
         found = Traces(heap)
         try:
             yield found
@@ -330,10 +335,16 @@ class _Root:
 class _Heap:
     """The process's heap as arrays: node `i` is `objects[i]`, its edges `edges[offsets[i]:offsets[i + 1]]`."""
 
-    def __init__(self, targets: Sequence[object], ignore: Collection[int], given: Sequence[tuple[str, object]]) -> None:
+    def __init__(
+        self,
+        targets: Sequence[object],
+        ignore: Collection[int],
+        given: Sequence[tuple[str, object]],
+        not_roots: Collection[int],
+    ) -> None:
         # The first nodes are the roots, in their order.
         own = [_Root("object", name, held, [], _FIRST) for name, held in given]
-        known_roots = {id(root.held) for root in own}
+        known_roots = {id(root.held) for root in own}.union(not_roots)
         self.roots = [*own, *(root for root in _roots() if id(root.held) not in known_roots)]
         self.objects = [root.held for root in self.roots]
         known = set(map(id, self.objects))

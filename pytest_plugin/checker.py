@@ -566,7 +566,8 @@ class Checker:
 
     def _put_off(self, subject: Subject, unproven: Unproven) -> None:
         """Remember what is to be tried at the end: for what fails or warns, and for nothing that is known."""
-        later = unproven.only(frozenset(item.fingerprint for item in subject.findings if item.suppressed_by is None))
+        told = [part for item in subject.findings for part in (item, *item.parts)]
+        later = unproven.only(frozenset(part.fingerprint for part in told if part.suppressed_by is None))
         if later.tensors or later.items:
             self._unproven.append((subject.id, later))
 

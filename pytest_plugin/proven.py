@@ -68,7 +68,7 @@ def _with_remedy(finding: Finding, proven: Mapping[str, Finding]) -> Finding:
         tried=known.tried,
         changed=known.changed,
         message=known.message,
-        advice=known.advice,
+        advice=known.advice or finding.advice,
         parts=parts,
     )
 

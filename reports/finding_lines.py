@@ -230,7 +230,8 @@ def _after_path(finding: Finding, most: int | None = None) -> Iterator[str]:
         [f"tried: {tried.action} ({format_bytes(tried.returns_bytes)})" for tried in in_vain(finding)], most
     )
     yield from _at_most([f"changed by trying: {change}" for change in finding.changed], most)
-    yield from _at_most([f"part of it: {part.resource}/{part.cause}: {part.message}" for part in finding.parts], most)
+    parts = [f"part of it: {part.resource}/{part.cause}: {part.message}" for part in finding.parts]
+    yield from _at_most(parts, most and most + 1)
 
 
 def _at_most(lines: Sequence[str], most: int | None) -> Iterator[str]:
@@ -239,4 +240,4 @@ def _at_most(lines: Sequence[str], most: int | None) -> Iterator[str]:
         yield from lines
         return
     yield from lines[: most - 1]
-    yield f"{lines[most - 1]} and {len(lines) - most} more"
+    yield f"{lines[most - 1]} … and {len(lines) - most} more"

@@ -247,7 +247,7 @@ def test_a_finding_of_which_much_is_known_takes_twelve_lines_and_begins_with_wha
     assert shown[-1] == "    fingerprint 0123456789abcdef"
     with_little = msgspec.structs.replace(much, path=(), allocated_at=(), changed=(), tried=())
     shown = details(leaking(with_little), 0).splitlines()
-    assert "    part of it: threads/lru-cache: thread 1 and 28 more" in shown
+    assert "    part of it: threads/lru-cache: thread 2 … and 27 more" in shown
     assert "    part of it: threads/lru-cache: thread 0" in shown
 
 

@@ -1,0 +1,358 @@
+"""One cause, one finding: what a kept pool, process group or loss has left in several resources is told together.
+
+Two leaks of one test have one cause where the same object that should be gone holds both: the path to each leads
+through it.  What no path leads to stays a finding of its own, so that a second leak is not hidden by the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+import sys
+import threading
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Union
+
+import msgspec
+
+from lowtide.leakcheck.explain import Holder, first_holders
+from lowtide.leakcheck.item_findings import ItemLeak, with_fingerprint
+from lowtide.leakcheck.listing import listed
+from lowtide.leakcheck.tensor_findings import Context, TensorLeak, older_than
+from lowtide.probes.foreign import is_a, mro_of, namespace_of
+from lowtide.probes.objects import Census, all_objects
+from lowtide.probes.reach import reach
+from lowtide.probes.stand_ins import stand_ins
+from lowtide.reports.schema import Finding, Hop
+from lowtide.reports.sizes import format_amount, format_bytes
+
+_MAIN = ("processes", "process-groups", "threads", "shared-memory", "file-descriptors")
+"""The resources that belong together, that which says most of the cause first."""
+
+_EXPLAINED = 0.9
+"""The share of the host memory that must lie behind another finding to be a part of it."""
+
+_MOST_REACHED = 100_000
+"""Objects that are looked at for arrays behind a finding."""
+
+_ENDINGS = ("shutdown", "terminate", "close", "stop", "cancel")
+_ANONYMOUS = re.compile(r"\d+ -> ((pipe|socket|anon_inode):.*|/dev/null)")
+"""What a descriptor is called that a backend of a process group opens to talk to itself or to others."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What several findings have in common.
+
+    Attributes:
+        key: the same for all of them.
+        holder: the object that should be gone, as code; empty if there is none.
+        path: the way to it.
+        advice: what to do about it.
+    """
+
+    key: Hashable
+    holder: str = ""
+    path: tuple[Hop, ...] = ()
+    advice: str = ""
+
+
+Draft = Union[Finding, TensorLeak, ItemLeak]  # noqa: UP007 - evaluated
+
+
+def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], list[Cause | None]]:
+    """The drafts of one subject, those with several causes split, and the cause of each that shares one.
+
+    By one walk over the heap, and none where nothing could share a cause.
+    """
+    leaks = [draft for draft in found if isinstance(draft, ItemLeak) and draft.key in _MAIN]
+    shared = _shared_causes(leaks, context) if len({leak.key for leak in leaks}) > 1 else {}
+    mapped = _mapped_files(found)
+    shared.update((("file-descriptors", name), Cause(("tensors", turn))) for name, turn in mapped.items())
+    drafts: list[Draft] = []
+    causes: list[Cause | None] = []
+    for turn, draft in enumerate(found):
+        own = _graph_of(draft) or (Cause(("tensors", turn)) if turn in mapped.values() else None)
+        for part, cause in _split(draft, shared) if isinstance(draft, ItemLeak) else [(draft, own)]:
+            drafts.append(part)
+            causes.append(cause)
+    return drafts, _with_host_memory(drafts, _with_threads(drafts, _with_losses(drafts, causes)))
+
+
+def by_cause(findings: Iterable[Finding], causes: Mapping[int, Cause | None]) -> tuple[Finding, ...]:
+    """The findings, those with one cause as one with the others as its parts, where the first of them stood.
+
+    Args:
+        findings: those of one subject.
+        causes: the cause of each, by the finding's identity; a finding without one stays as it is.
+    """
+    groups: dict[Hashable, list[Finding]] = {}
+    known: dict[Hashable, Cause] = {}
+    for finding in findings:
+        cause = causes.get(id(finding))
+        key = id(finding) if cause is None else cause.key
+        groups.setdefault(key, []).append(finding)
+        if cause is not None:
+            known[key] = cause
+    return tuple(_as_one(group, known.get(key)) for key, group in groups.items())
+
+
+def _as_one(group: Sequence[Finding], cause: Cause | None) -> Finding:
+    if cause is None:
+        return group[0]
+    first, *parts = sorted(group, key=_rank)
+    advice = first.advice or cause.advice or None
+    if not parts or not cause.holder:
+        return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
+    # One that was explained by itself knows more of its way.
+    message = first.message if first.path else f"{first.message}, held by {cause.holder}"
+    path = first.path or cause.path
+    holder = first.holder if first.path else cause.holder
+    return msgspec.structs.replace(first, parts=tuple(parts), message=message, holder=holder, path=path, advice=advice)
+
+
+def _rank(finding: Finding) -> tuple[int, bool]:
+    resource = _MAIN.index(finding.resource) if finding.resource in _MAIN else -1
+    if finding.resource == "host-memory":
+        resource = len(_MAIN)
+    return resource, finding.cause != "autograd"
+
+
+_Named = tuple[str, str]
+"""A thing by its resource and its name."""
+
+
+def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, Cause]:
+    """The cause of each thing that has one in common with a thing of another resource."""
+    names = {leak.key: [*leak.names] for leak in leaks}
+    owners = stand_ins(Census(all_objects()), names)
+    causes = _causes_by_name(owners, context)
+    if "process-groups" in names:
+        groups = Cause("process-groups")
+        causes.update((("process-groups", name), groups) for name in names["process-groups"])
+        causes.update(
+            (("file-descriptors", name), groups)
+            for name in names.get("file-descriptors", ())
+            if ("file-descriptors", name) not in owners and _ANONYMOUS.fullmatch(name)
+        )
+    members: dict[Hashable, list[_Named]] = {}
+    for named, cause in causes.items():
+        members.setdefault(cause.key, []).append(named)
+    several = [group for group in members.values() if len({key for key, _ in group}) > 1]
+    shared = {named: causes[named] for group in several if not _is_one_thing(group, owners) for named in group}
+    for group in several:
+        main = min((key for key, _ in group), key=_MAIN.index)
+        if _is_one_thing(group, owners):
+            # Of several processes one has a pipe of its own: that is no reason to tell them apart.
+            rest = [(main, name) for name in names[main] if (main, name) not in shared]
+            cause = causes[group[0]] if len(rest) == 1 else Cause((main, "with what is theirs"))
+            shared.update(dict.fromkeys([*group, *rest], cause))
+    return shared
+
+
+def _is_one_thing(group: Sequence[_Named], owners: Mapping[_Named, Any]) -> bool:
+    """Whether all of them are one thing and its parts, as a process and the pipe that tells of its end."""
+    return len({id(owners[named]) if named in owners else named for named in group}) == 1
+
+
+def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Named, Cause]:
+    """What the things that an object stands for are held by."""
+    objects = list({id(item): item for item in owners.values()}.values())
+    told = first_holders(
+        objects,
+        ignore={id(objects), id(owners)},
+        innocent=older_than(context),
+        roots=context.roots,
+        living=context.living,
+    )
+    by_object = {id(item): _cause(holder) for item, holder in zip(objects, told, strict=True)}
+    return {named: cause for named, item in owners.items() if (cause := by_object[id(item)]) is not None}
+
+
+def _cause(holder: Holder | None) -> Cause | None:
+    """The first object on the way that should be gone; None where nothing of the program's leads to it."""
+    if holder is None:
+        return None
+    name = "".join(
+        hop.edge if hop.edge.startswith((".", "[")) or not turn else f" {hop.edge}"
+        for turn, hop in enumerate(holder.path)
+    )
+    ending = _ending(holder.path[-1].type)
+    advice = f"end {name} where its owner ends" + (f": {name}.{ending}()" if ending else "")
+    return Cause(holder.identity, name, holder.path, advice)
+
+
+def _ending(name: str) -> str:
+    """What the class of that name calls the method that ends its instances."""
+    module, _, rest = name.rpartition(".")
+    while module and module not in sys.modules:
+        module, _, rest = module.rpartition(".")[0], "", f"{module.rpartition('.')[2]}.{rest}"
+    item: Any = sys.modules.get(module)
+    for part in rest.split("."):
+        item = None if item is None else vars(item).get(part)
+    if item is None or not is_a(item, type):
+        return ""
+    return next((ending for ending in _ENDINGS for base in mro_of(item) if ending in namespace_of(base)), "")
+
+
+def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:
+    """The descriptors of files in which tensors that are kept lie, by name, with the place of the tensors' finding."""
+    names = [
+        name
+        for draft in found
+        if isinstance(draft, ItemLeak) and draft.key == "file-descriptors"
+        for name in draft.names
+        if " -> /dev/shm/torch_" in name
+    ]
+    if not names:
+        return {}
+    places: dict[str, int] = {}
+    lines = [line.split(None, 5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    for name in names:
+        path = name.partition(" -> ")[2]
+        ranges = [line[0].split("-") for line in lines if len(line) > 5 and line[5] == path]
+        for turn, draft in enumerate(found):
+            addresses = (
+                [address for device, address in draft.keys if device == "cpu"] if isinstance(draft, TensorLeak) else []
+            )
+            if any(int(low, 16) <= address < int(high, 16) for low, high in ranges for address in addresses):
+                places[name] = turn
+    # Where the graph of a loss is what is kept, that has a cause of its own.
+    return {name: turn for name, turn in places.items() if _graph_of(found[turn]) is None}
+
+
+def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], Cause]) -> list[tuple[Draft, Cause | None]]:
+    """A leak as one for each cause of its things, and one for those whose cause is not known."""
+    parts: dict[Hashable, tuple[Cause | None, dict[str, int]]] = {}
+    for name, size in leak.names.items():
+        cause = shared.get((leak.key, name))
+        parts.setdefault(None if cause is None else cause.key, (cause, {}))[1][name] = size
+    if len(parts) < 2:
+        return [(leak, next(iter(parts.values()))[0] if parts else None)]
+    return [(_only(leak, names), cause) for cause, names in parts.values()]
+
+
+def _only(leak: ItemLeak, names: dict[str, int]) -> ItemLeak:
+    """The leak of some of the things, with the fingerprint that they would have alone."""
+    finding = leak.finding
+    head, marker, tail = finding.message.partition(" did not come back")
+    size = sum(names.values()) if finding.bytes else 0
+    if finding.bytes:
+        head = re.sub(r"^[\d.]+ [KMGT]?i?B", format_bytes(size), head)
+    else:
+        head = format_amount(len(names), re.sub(r"^\d+ ", "", head) if finding.count > 1 else head)
+    since = tail.partition(": ")[0]
+    told = msgspec.structs.replace(
+        finding,
+        bytes=size,
+        count=len(names) if not finding.bytes else finding.count,
+        message=f"{head}{marker}{since}: {', '.join(sorted(names))}",
+        holder=listed(leak.key, names),
+    )
+    return with_fingerprint(dataclasses.replace(leak, finding=told, names=names), leak.module)
+
+
+def _graph_of(draft: Draft) -> Cause | None:
+    """The loss behind whose graph something is kept."""
+    if not isinstance(draft, TensorLeak) or draft.finding.cause != "autograd":
+        return None
+    way = _way_to_loss(draft.finding.path)
+    if not way:
+        return None
+    loss = "".join(way)
+    advice = f"detach it before it is kept: {loss} = {loss}.detach(), or .item() for a figure"
+    return Cause(way, loss, draft.finding.path[: len(way)], advice)
+
+
+def _way_to_loss(path: Sequence[Hop]) -> tuple[str, ...]:
+    """The edges that lead to the tensor whose graph a path goes through; none if it goes through no graph."""
+    end = next((turn for turn, hop in enumerate(path) if hop.edge == ".grad_fn"), 0)
+    return tuple(hop.edge for hop in path[:end])
+
+
+def _with_losses(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+    """And the losses themselves, held by the same edges as their graphs; where nothing else is in their finding."""
+    graphs = {
+        _way_to_loss(told.path): cause
+        for draft, cause in zip(drafts, causes, strict=True)
+        if isinstance(draft, TensorLeak) and cause is not None and draft.finding.cause == "autograd"
+        for told in draft.explanations.values()
+    }
+    found = []
+    for draft, cause in zip(drafts, causes, strict=True):
+        if cause is None and isinstance(draft, TensorLeak) and draft.explanations:
+            ways = {tuple(hop.edge for hop in told.path) for told in draft.explanations.values()}
+            cause = graphs.get(min(ways)) if ways <= graphs.keys() else None
+        found.append(cause)
+    return found
+
+
+def _with_threads(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+    """And the running threads that hold what is kept: they end together."""
+    found = list(causes)
+    holding = {
+        f"{draft.finding.path[0].edge} (": turn
+        for turn, draft in enumerate(drafts)
+        if isinstance(draft, TensorLeak) and draft.finding.path and draft.finding.path[0].type == "thread"
+    }
+    for turn, draft in enumerate(drafts):
+        if (
+            not isinstance(draft, ItemLeak)
+            or draft.key != "threads"
+            or len(draft.names) != 1
+            or found[turn] is not None
+        ):
+            continue
+        of = next((of for name, of in holding.items() if next(iter(draft.names)).startswith(name)), None)
+        if of is not None:
+            found[of] = found[turn] = found[of] or Cause(("thread", *draft.names))
+    return found
+
+
+def _with_host_memory(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+    """And host memory that lies in arrays behind what another finding is about."""
+    found = list(causes)
+    of_host = [turn for turn, draft in enumerate(drafts) if isinstance(draft, ItemLeak) and draft.key == "host-memory"]
+    if not of_host:
+        return found
+    behind = [_objects_of(draft) for draft in drafts]
+    largest = max(range(len(drafts)), key=lambda turn: _bytes_behind(behind[turn]))
+    left = sum(draft.finding.bytes for draft in drafts if isinstance(draft, ItemLeak) and draft.key == "host-memory")
+    # Less than all of it leaves room for another leak, which nothing may hide.
+    if _bytes_behind(behind[largest]) >= _EXPLAINED * left:
+        cause = found[largest] or Cause(("host-memory", largest))
+        for turn in (*of_host, largest):
+            found[turn] = cause
+    return found
+
+
+def _objects_of(draft: Draft) -> list[Any]:
+    """What a finding is about, as far as objects stand for it: new objects on the way to tensors, threads."""
+    if isinstance(draft, TensorLeak):
+        new = frozenset().union(*(told.new for told in draft.explanations.values()))
+        return [item for item in all_objects() if id(item) in new] if new else []
+    if isinstance(draft, ItemLeak) and draft.key == "threads":
+        return [thread for thread in threading.enumerate() if f"{thread.name} ({thread.ident})" in draft.names]
+    return []
+
+
+def _bytes_behind(objects: Sequence[Any]) -> int:
+    """Bytes of the arrays of numpy and of the plain bytes that some objects keep; tensors are counted elsewhere."""
+    if not objects:
+        return 0
+    reached, _ = reach(objects, max_objects=_MOST_REACHED)
+    known = {id(item): item for item in reached}
+    # The collector does not track an array, nor for long what holds nothing but arrays.
+    held = [item for item in gc.get_referents(*reached) if not gc.is_tracked(item)]
+    while held:
+        known.update((id(item), item) for item in held)
+        held = [item for item in gc.get_referents(*held) if not gc.is_tracked(item) and id(item) not in known]
+    array: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+    size = sum(len(item) for item in known.values() if type(item) is bytes or type(item) is bytearray)
+    if array is None:
+        return size
+    own = [item for item in known.values() if is_a(item, array) and array.base.__get__(item) is None]
+    return size + sum(int(array.nbytes.__get__(item)) for item in own)

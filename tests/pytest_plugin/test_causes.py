@@ -1,0 +1,193 @@
+"""One cause is one finding, with what else it left as parts; a second leak beside it stays a finding of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pytest_plugin.conftest import InnerRun, RunInner
+
+KEPT = "POOLS, GROUPS, LOSSES, THREADS, SHARED = [], [], [], [], []\n"
+
+CASES = """
+import multiprocessing, os, threading
+from concurrent.futures import ProcessPoolExecutor
+import kept
+import pytest
+import torch
+
+# Python 3.12 and later warn of a fork beside threads.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+FORK = multiprocessing.get_context("fork")
+
+
+def keep_a_pool():
+    pool = ProcessPoolExecutor(1, mp_context=FORK)
+    assert pool.submit(abs, -1).result() == 1
+    kept.POOLS.append(pool)
+
+
+def test_pool():
+    keep_a_pool()
+
+
+def test_pool_of_multiprocessing():
+    kept.POOLS.append(FORK.Pool(1))
+
+
+def test_pool_and_a_thread():
+    keep_a_pool()
+    waiting = threading.Event()
+    kept.THREADS.append(waiting)
+    threading.Thread(target=waiting.wait, name="unrelated", daemon=True).start()
+
+
+def test_pool_and_a_descriptor():
+    keep_a_pool()
+    kept.SHARED.append(open(os.devnull))
+
+
+def test_two_pools():
+    keep_a_pool()
+    keep_a_pool()
+
+
+def test_pool_that_is_ended():
+    keep_a_pool()
+    kept.POOLS.pop().shutdown()
+
+
+def test_shared_tensor():
+    kept.SHARED.append(torch.ones(1000).share_memory_())
+
+
+def test_loss():
+    weight = torch.ones(100, requires_grad=True)
+    kept.LOSSES.append((weight * torch.ones(100)).exp().sum())
+
+
+def test_two_losses():
+    for _ in range(2):
+        weight = torch.ones(100, requires_grad=True)
+        kept.LOSSES.append((weight * torch.ones(100)).exp().sum())
+
+
+def test_loss_and_another_tensor():
+    weight = torch.ones(100, requires_grad=True)
+    kept.LOSSES += [(weight * torch.ones(100)).exp().sum(), torch.ones(1000)]
+
+
+def test_loss_without_its_graph():
+    weight = torch.ones(100, requires_grad=True)
+    kept.LOSSES.append((weight * torch.ones(100)).exp().sum().detach())
+
+
+def test_thread_with_a_tensor():
+    waiting = threading.Event()
+    kept.THREADS.append(waiting)
+    threading.Thread(target=lambda kv: waiting.wait(), args=(torch.ones(1000),), name="worker", daemon=True).start()
+
+
+def make_groups():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return [dist.new_group([0]) for _ in range(3)]
+
+
+def test_groups_that_are_destroyed():
+    make_groups()
+    torch.distributed.destroy_process_group()
+
+
+def test_groups():
+    kept.GROUPS += make_groups()
+
+
+def test_ends_what_others_left():
+    for waiting in kept.THREADS:
+        waiting.set()
+    for pool in kept.POOLS:
+        pool.terminate() if hasattr(pool, "terminate") else pool.shutdown()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(run_inner: RunInner) -> InnerRun:
+    return run_inner({"kept.py": KEPT, "test_causes.py": CASES})
+
+
+def found(run: InnerRun, name: str) -> list[list[str]]:
+    """The resources of each finding of a test, that of the finding itself first, then those of its parts."""
+    findings = run.subject(f"test_causes.py::{name}").findings
+    return [[finding.resource, *(part.resource for part in finding.parts)] for finding in findings]
+
+
+POOL = ["processes", "threads", "file-descriptors"]
+
+
+@pytest.mark.parametrize(
+    ("name", "resources"),
+    [
+        ("test_pool", [POOL]),
+        ("test_pool_of_multiprocessing", [POOL]),
+        ("test_pool_and_a_thread", [POOL, ["threads"]]),
+        ("test_pool_and_a_descriptor", [POOL, ["file-descriptors"]]),
+        ("test_two_pools", [POOL, POOL]),
+        ("test_pool_that_is_ended", []),
+        ("test_shared_tensor", [["tensors", "file-descriptors"]]),
+        ("test_loss", [["tensors", "tensors"]]),
+        # What is held by one expression has one fingerprint, and is one finding anyway.
+        ("test_two_losses", [["tensors", "tensors"]]),
+        # The finding of the list's own tensors has one that is no loss.
+        ("test_loss_and_another_tensor", [["tensors"], ["tensors"]]),
+        ("test_loss_without_its_graph", [["tensors"]]),
+        ("test_thread_with_a_tensor", [["tensors", "threads"]]),
+        ("test_groups_that_are_destroyed", []),
+    ],
+)
+def test_what_one_cause_left_is_one_finding_and_what_another_left_is_not(
+    name: str, resources: list[list[str]], run: InnerRun
+) -> None:
+    assert found(run, name) == resources
+
+
+def test_the_finding_names_the_pool_and_how_to_end_it(run: InnerRun) -> None:
+    (finding,) = run.subject("test_causes.py::test_pool").findings
+    assert finding.holder == "kept.POOLS[0]"
+    assert finding.advice == "end kept.POOLS[0] where its owner ends: kept.POOLS[0].shutdown()"
+    assert [hop.edge for hop in finding.path] == ["kept", ".POOLS", "[0]"]
+    assert "; end kept.POOLS[0] where its owner ends: kept.POOLS[0].shutdown()" in run.out
+
+
+def test_each_of_the_two_names_only_its_own(run: InnerRun) -> None:
+    pool, other = run.subject("test_causes.py::test_pool_and_a_descriptor").findings
+    assert "/dev/null" in other.message
+    assert "pipe" not in other.message
+    assert all("/dev/null" not in part.message for part in pool.parts)
+    assert other.count == 1
+    _, thread = run.subject("test_causes.py::test_pool_and_a_thread").findings
+    assert "1 thread did not come back, since call: unrelated" in thread.message
+
+
+def test_a_fingerprint_is_that_of_the_resource_whatever_else_the_cause_left(run: InnerRun) -> None:
+    (alone,) = run.subject("test_causes.py::test_pool").findings
+    beside, _ = run.subject("test_causes.py::test_pool_and_a_descriptor").findings
+    assert alone.fingerprint == beside.fingerprint
+    assert [part.resource for part in alone.parts] == [part.resource for part in beside.parts]
+
+
+def test_a_loss_is_to_be_detached_and_what_lets_go_of_it_is_tried_all_the_same(run: InnerRun) -> None:
+    (finding,) = run.subject("test_causes.py::test_loss").findings
+    assert finding.cause == "autograd"
+    assert finding.advice is not None
+    assert finding.advice.startswith("detach it before it is kept: kept.LOSSES[0]")
+    assert finding.remedy is not None
+    assert [part.remedy is not None for part in finding.parts] == [True]
+
+
+def test_all_process_groups_are_ended_by_one_call(run: InnerRun) -> None:
+    (finding,) = run.subject("test_causes.py::test_groups").findings
+    assert finding.count == 4
+    assert finding.remedy is not None
+    assert finding.remedy.action == "torch.distributed.destroy_process_group()"
+    assert finding.changed == ("all process groups are destroyed",)
