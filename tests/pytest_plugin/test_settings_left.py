@@ -119,14 +119,9 @@ CLEAN = """
 
 @pytest.fixture(scope="module")
 def run(run_inner: RunInner) -> InnerRun:
-    return run_inner(
-        {
-            "library.py": LIBRARY,
-            "library_of_a_fixture.py": LIBRARY.replace("at-", "in-"),
-            "test_1_clean.py": CLEAN,
-            "test_2_left.py": LEFT,
-        }
-    )
+    of_a_fixture = LIBRARY.replace("at-", "in-")
+    files = {"library.py": LIBRARY, "library_of_a_fixture.py": of_a_fixture, "test_1_clean.py": CLEAN}
+    return run_inner({**files, "test_2_left.py": LEFT})
 
 
 def message(run: InnerRun, test: str) -> str:
