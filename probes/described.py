@@ -9,6 +9,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from lowtide.probes.foreign import code_of, module_of_class, mro_of, type_name
+from lowtide.probes.whose_code import is_library
 
 LIBRARYS = "a library's "
 """What the text of an object begins with that an installed library made for itself."""
@@ -17,10 +18,7 @@ _TOOLS = ("_pytest", "pluggy", "xdist", "pytest_timeout", "pytest_cov", "coverag
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy")
 """Who runs tests and looks on while they run: what these set they take back themselves."""
 
-_PYTHON, _SITE = (
-    tuple({f"{path}/" for name in names if (path := sysconfig.get_path(name)) is not None})
-    for names in (("stdlib", "platstdlib"), ("purelib", "platlib"))
-)
+_SITE = tuple({f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib")})
 
 
 def described(item: object) -> str:
@@ -58,7 +56,7 @@ def is_librarys(item: object) -> bool:
     while type(item) is functools.partial:
         item = item.func
     if type(item) is FunctionType:
-        return is_installed(code_of(item).co_filename)
+        return is_library(code_of(item).co_filename)
     owner = item.__self__ if type(item) is MethodType else item
     return is_tools(type(owner))
 
@@ -68,19 +66,14 @@ def is_tools(cls: type) -> bool:
     return module_of_class(cls).partition(".")[0] in (*_TOOLS, *_DEBUGGERS)
 
 
-def is_installed(file: str) -> bool:
-    """Whether code in `file` is the interpreter's or an installed library's: not the project's, nor its tests'."""
-    return is_of_python(file) or is_of_site(file)
-
-
 def is_of_python(file: str) -> bool:
     """Whether code in `file` is of Python's own library."""
-    return file.startswith("<frozen ") or (file.startswith(_PYTHON) and not is_of_site(file))
+    return is_library(file) and not file.startswith(_SITE)
 
 
 def is_of_site(file: str) -> bool:
     """Whether code in `file` is an installed library's."""
-    return file.startswith(_SITE) or "/site-packages/" in file or "/dist-packages/" in file
+    return is_library(file) and file.startswith(_SITE)
 
 
 def is_installed_module(name: str) -> bool:
@@ -88,4 +81,4 @@ def is_installed_module(name: str) -> bool:
     module: Any = sys.modules.get(name.partition(".")[0])
     is_module = any(base is ModuleType for base in mro_of(type(module)))
     origin = getattr(vars(module).get("__spec__") if is_module else None, "origin", None)
-    return type(origin) is str and (origin in ("built-in", "frozen") or is_installed(origin))
+    return type(origin) is str and (origin in ("built-in", "frozen") or is_library(origin))

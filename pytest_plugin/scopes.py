@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.owners import Owner
-from lowtide.probes.described import is_installed
+from lowtide.probes.whose_code import is_library
 
 # pytest wraps what unittest and xunit-style classes and modules set up in fixtures of its own.
 _WRAPPED = re.compile(r"_(?:xunit|unittest)_(setup_module|setup_class|setUpModule|setUpClass|setUp_class)_fixture_(.*)")
@@ -35,7 +35,7 @@ def has_own_setup(item: pytest.Item) -> bool:
     for fixtures in info.name2fixturedefs.values():
         if fixtures[-1].scope == "function":
             code = getattr(inspect.unwrap(fixtures[-1].func), "__code__", None)
-            if code is None or not is_installed(code.co_filename):
+            if code is None or not is_library(code.co_filename):
                 return True
     return False
 
