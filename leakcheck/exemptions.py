@@ -83,6 +83,9 @@ def _runs(*modules: str) -> Callable[[Names], Names]:
 
 def _serves_multiprocessing(pid: str) -> bool:
     """Whether a process is one of the two, and none that the fork server has forked: these have its command line."""
+    if int(pid) in _held_by_multiprocessing("_pid", "_forkserver_pid"):
+        # One that was forked just now may not have its command line yet.
+        return True
     command = _command_line(pid)
     if "multiprocessing.forkserver" not in command:
         return "multiprocessing.resource_tracker" in command
@@ -174,13 +177,15 @@ def _open_files(pid: int) -> set[str]:
 
 
 def _multiprocessing_pipes(names: Names) -> Names:
-    tracker: Any = sys.modules.get("multiprocessing.resource_tracker")
-    server: Any = sys.modules.get("multiprocessing.forkserver")
-    owned = [getattr(getattr(tracker, "_resource_tracker", None), "_fd", None)]
-    owned += [
-        getattr(getattr(server, "_forkserver", None), key, None) for key in ("_forkserver_fd", "_forkserver_alive_fd")
-    ]
+    owned = _held_by_multiprocessing("_fd", "_forkserver_fd", "_forkserver_alive_fd")
     return {name for name in names if _number(name) in owned}
+
+
+def _held_by_multiprocessing(*attributes: str) -> set[Any]:
+    """What multiprocessing's resource tracker and fork server have in some attributes, where they have them."""
+    tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
+    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    return {getattr(held, name, None) for held in (tracker, server) for name in attributes} - {None}
 
 
 def _threads_of(*modules: str) -> Callable[[Names], Names]:
