@@ -97,8 +97,10 @@ def _serves_multiprocessing(pid: str) -> bool:
 
 def _has_ended(pid: str) -> bool:
     try:
-        return bool(psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
-    except psutil.Error:  # it ended meanwhile
+        # One that is exiting has no memory any more, some time before it is a zombie.
+        pages = Path(f"/proc/{pid}/statm").read_bytes().split()[0]
+        return bool(pages == b"0" or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
+    except (OSError, IndexError, psutil.Error):  # it ended meanwhile
         return True
 
 
