@@ -152,6 +152,16 @@ def test_visible_devices_reorder_the_cards(nvml: FakeNvml, monkeypatch: pytest.M
     assert (reading.device, reading.process_bytes, reading.card_used) == ("cuda:0", 30 * MIB, 200 * MIB)
 
 
+def test_a_card_that_torch_does_not_see_is_none(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> None:
+        raise AssertionError("Invalid device id")
+
+    torch_with_a_context(monkeypatch)
+    monkeypatch.setattr(sys.modules["torch"].cuda, "get_device_properties", refuse)
+    reading = NvmlDriver(nvml).read(7)
+    assert (reading.card_total, reading.note) == (None, "torch sees no card of index 7")
+
+
 def test_an_abbreviated_uuid_names_a_card(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-bb")
     assert NvmlDriver(nvml).read(0).card_used == 200 * MIB

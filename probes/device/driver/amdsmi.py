@@ -95,9 +95,10 @@ class AmdsmiDriver:
         handles = list(amdsmi.amdsmi_get_processor_handles())
         torch = initialized_torch()
         if torch is not None:
-            if device_index >= torch.cuda.device_count():
-                raise DriverError(f"torch sees no card of index {device_index}")
-            card = torch.cuda.get_device_properties(device_index)
+            try:
+                card = torch.cuda.get_device_properties(device_index)
+            except AssertionError:
+                raise DriverError(f"torch sees no card of index {device_index}") from None
             if hasattr(card, "pci_bus_id"):
                 wanted = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}."
                 for handle in handles:

@@ -92,9 +92,11 @@ class NvmlDriver:
         """The card behind torch's index, which CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER make another than NVML's."""
         torch = initialized_torch()
         if torch is not None:
-            if device_index >= torch.cuda.device_count():
-                raise DriverError(f"torch sees no card of index {device_index}")
-            return self._by_uuid(str(torch.cuda.get_device_properties(device_index).uuid))
+            try:
+                card_of_torch = torch.cuda.get_device_properties(device_index)
+            except AssertionError:
+                raise DriverError(f"torch sees no card of index {device_index}") from None
+            return self._by_uuid(str(card_of_torch.uuid))
         card = visible_card(os.environ, CUDA, device_index)
         if card is None:
             raise DriverError(f"CUDA_VISIBLE_DEVICES shows no card of index {device_index}")
