@@ -330,12 +330,14 @@ def _with_host_memory(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -
 
 
 def _objects_of(draft: Draft) -> list[Any]:
-    """What a finding is about, as far as objects stand for it: new objects on the way to tensors, threads."""
+    """What a finding is about, as far as objects stand for it: new objects on the way to tensors, threads, entries."""
     if isinstance(draft, TensorLeak):
         new = frozenset().union(*(told.new for told in draft.explanations.values()))
         return [item for item in all_objects() if id(item) in new] if new else []
     if isinstance(draft, ItemLeak) and draft.key == "threads":
         return [thread for thread in threading.enumerate() if f"{thread.name} ({thread.ident})" in draft.names]
+    if isinstance(draft, ItemLeak):
+        return [entry for item in draft.cached.values() for entry in item.entries]
     return []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Collection, Iterable
@@ -40,6 +41,20 @@ class CachedItem:
         """Whether the cache still leads to the object."""
         cache = self.cache()
         return cache is not None and any(id(item) == self.identity for item in _kept_by(cache, module_namespaces()))
+
+    @property
+    def entries(self) -> list[Any]:
+        """The cache's arguments and results that lead to the object; what hangs on them lives with it."""
+        cache = self.cache()
+        if cache is None:
+            return []
+        namespaces = module_namespaces()
+        found = []
+        for entry in _single_entries(cache):
+            objects, _ = reach([entry], boundaries=(LRU_CACHE,), namespaces=namespaces, max_objects=_MOST_REACHED)
+            if any(id(item) == self.identity for item in objects):
+                found.append(entry)
+        return found
 
     def clear(self) -> None:
         """Empty the cache, if there is one still."""
@@ -183,6 +198,15 @@ def _kept_by(cache: Any, namespaces: Collection[int]) -> list[Any]:
     kept = [item.__self__ if type(item) is MethodType else item for item in objects]
     kept = [item for item, of in zip(kept, objects, strict=True) if type(of) is MethodType or _is_module(item)]
     return list({id(item): item for item in kept}.values())
+
+
+def _single_entries(cache: Any) -> list[Any]:
+    """The arguments and results by themselves, without the dict in which an unbounded cache has all of them."""
+    return [
+        part
+        for entry in cache_entries(cache)
+        for part in (gc.get_referents(entry) if type(entry) is dict else (entry,))
+    ]
 
 
 def _told(item: object, cache: Any) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 from lowtide.leakcheck.causes import by_cause, with_causes
+from lowtide.leakcheck.filled_caches import CachedItem
 from lowtide.leakcheck.item_findings import ItemLeak
 from lowtide.leakcheck.tensor_findings import Context
 from lowtide.reports.schema import Finding, Resource
@@ -96,3 +100,38 @@ def holding(size: int) -> Iterator[str]:
 def test_host_memory_that_lies_behind_another_finding_is_part_of_that(size: int, resources: list[list[str]]) -> None:
     with holding(size) as name:
         assert told(leak("threads", name), leak("host-memory", size=100_000)) == resources
+
+
+class Application:
+    """It has an array and, beside that, an object that is known by its bound method."""
+
+    def __init__(self, size: int) -> None:
+        self.table = np.ones(size, np.uint8)
+        self.parts = [Part()]
+
+
+class Part:
+    pass
+
+
+@pytest.mark.parametrize("maxsize", [8, None])
+@pytest.mark.parametrize(
+    ("leaked", "resources"),
+    [
+        (0, [["lru-cache", "host-memory"]]),
+        # The entry that leads to this one has little memory; another one has, and was there before.
+        (1, [["lru-cache"], ["host-memory"]]),
+    ],
+)
+def test_what_hangs_on_a_cache_entry_is_part_of_the_finding_about_it(
+    maxsize: int | None, leaked: int, resources: list[list[str]]
+) -> None:
+    cache = functools.lru_cache(maxsize)(lambda application, *_: None)
+    applications = [Application(100_000), Application(1_000)]
+    for application in applications:
+        cache(application, "of a key of two")
+    part = applications[leaked].parts[0]
+    kept = dataclasses.replace(
+        leak("lru-cache", "part"), cached={"part": CachedItem(weakref.ref(cache), "cache", id(part))}
+    )
+    assert told(kept, leak("host-memory", size=100_000)) == resources
