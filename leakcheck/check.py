@@ -13,6 +13,7 @@ from typing import Literal
 
 import lowtide
 from lowtide.leakcheck.readings import this_machine
+from lowtide.leakcheck.sleep_watch import SleepWatch
 from lowtide.leakcheck.suppressions import shipped
 from lowtide.leakcheck.watch import Policy, Watch
 from lowtide.probes.births import young_generations_tell
@@ -57,6 +58,7 @@ class LeakCheck:
         self._stack = ExitStack()
         self._report: Report | None = None
         self._outer: list[str] = []
+        self._sleeps = SleepWatch()
 
     def __enter__(self) -> LeakCheck:
         if not young_generations_tell():
@@ -84,7 +86,7 @@ class LeakCheck:
                 )
                 return
             verdict = self._watch.end()
-            findings = shipped().apply(verdict.findings, date.today()).findings
+            findings = shipped().apply((*verdict.findings, *self._sleeps.take()), date.today()).findings
             leaks = any(finding.suppressed_by is None for finding in findings)
             outcome, reason = judged_as("leak" if leaks else "clean", verdict.not_measured)
             self._report = self._reported(
@@ -113,11 +115,13 @@ class LeakCheck:
         if stage.thread == threading.main_thread().ident:
             self._outer.append(self._watch.stage_now)
             self._watch.phase("/".join(stage.path), again=True)
+            self._sleeps.entered(stage)
 
     def stage_left(self, stage: Stage, error: BaseException | None) -> None:
         """And from here on in the one around it."""
         if stage.thread == threading.main_thread().ident:
             self._watch.phase(self._outer.pop())
+            self._sleeps.left(stage, error)
 
     def _reported(self, subject: Subject) -> Report:
         driver = find_driver()

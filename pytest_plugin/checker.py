@@ -20,6 +20,7 @@ from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.ledger import ANYTHING
 from lowtide.leakcheck.owners import Owner
 from lowtide.leakcheck.readings import this_machine
+from lowtide.leakcheck.sleep_watch import SleepWatch
 from lowtide.leakcheck.suppressions import SuppressionError, Suppressions, find, load, problems, shipped
 from lowtide.leakcheck.unproven import Unproven
 from lowtide.leakcheck.watch import Policy, Verdict, Watch
@@ -99,6 +100,7 @@ class Checker:
         self._used: set[str] = set()
         self._problems: tuple[str, ...] = ()
         self._stages: list[str] = []
+        self._sleeps = SleepWatch()
         self._unproven: list[tuple[str, Unproven]] = []
         self.subjects: list[Subject] = []
 
@@ -471,12 +473,14 @@ class Checker:
             self._stages.append(self.watch.stage_now)
             with self._guarded():
                 self.watch.stage("/".join(stage.path), again=True)
+                self._sleeps.entered(stage)
 
     def stage_left(self, stage: Stage, error: BaseException | None) -> None:
         """And that it is there no more."""
         if stage.thread == _MAIN_THREAD:
             with self._guarded():
                 self.watch.stage(self._stages.pop())
+                self._sleeps.left(stage, error)
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -533,6 +537,7 @@ class Checker:
         with self._guarded():
             self._has_judged = True
             verdict = self.watch.end([*own_setup, *ended], let_go=self._let_go, hints=tuple(hints(item)))
+        dangling = self._sleeps.take()
         if self._failure:
             reason = f"lowtide could not judge this test: {self._failure}"
             return [Subject(id=item.nodeid, outcome="error", reason=reason)]
@@ -541,7 +546,8 @@ class Checker:
             own = Subject(id=item.nodeid, outcome="skipped", reason=reason)
         else:
             of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
-            own = self._subject(item.nodeid, [*verdict.findings, *of_setup, *self._checked.missing_from(verdict)])
+            missing = self._checked.missing_from(verdict)
+            own = self._subject(item.nodeid, [*verdict.findings, *of_setup, *missing, *dangling])
             outcome, reason = judged_as(own.outcome, verdict.not_measured)
             own = msgspec.structs.replace(own, outcome=outcome, reason=reason)
         later = sum((verdict.unproven_of_owners.get(owner.label, Unproven()) for owner in own_setup), verdict.unproven)
