@@ -142,9 +142,13 @@ def test_an_engine_s_own_marks_within_a_test_s_are_the_same_sleep(engine: Engine
 def test_a_wake_that_raised_may_be_made_again(engine: Engine, listener: Listener) -> None:
     with lowtide.stage("sleep"):
         engine.sleep()
-    with pytest.raises(ValueError, match="no room"), lowtide.stage("wake"):
+
+    def wake_half() -> None:
         engine.renew()
         raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"), lowtide.stage("wake"):
+        wake_half()
     assert listener.watch.take() == ()
     with lowtide.stage("wake"):
         pass
