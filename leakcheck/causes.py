@@ -78,7 +78,7 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
         own = _graph_of(draft) or (Cause(("tensors", turn)) if turn in mapped.values() else None)
         for part, cause in _split(draft, shared) if isinstance(draft, ItemLeak) else [(draft, own)]:
             drafts.append(part)
-            causes.append(cause)
+            causes.append(cause or _holder_of(part, turn, context))
     return drafts, _with_host_memory(drafts, _with_threads(drafts, _with_losses(drafts, causes)))
 
 
@@ -105,7 +105,7 @@ def _as_one(group: Sequence[Finding], cause: Cause | None) -> Finding:
         return group[0]
     first, *parts = sorted(group, key=_rank)
     advice = first.advice or cause.advice or None
-    if not parts or not cause.holder:
+    if not cause.holder:
         return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
     # One that was explained by itself knows more of its way.
     message = first.message if first.path else f"{first.message}, held by {cause.holder}"
@@ -153,6 +153,17 @@ def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, 
     return shared
 
 
+def _holder_of(draft: Draft, turn: int, context: Context) -> Cause | None:
+    """Who holds the objects that stand for descriptors or shared memory, where that is one for all of them."""
+    if not isinstance(draft, ItemLeak) or draft.key not in ("file-descriptors", "shared-memory"):
+        return None
+    told = _causes_by_name(stand_ins(Census(all_objects()), {draft.key: [*draft.names]}), context)
+    keys = {cause.key for cause in told.values()}
+    if len(keys) != 1 or len(told) != len(draft.names):
+        return None
+    return dataclasses.replace(next(iter(told.values())), key=("held", turn))
+
+
 def _is_one_thing(group: Sequence[_Named], owners: Mapping[_Named, Any]) -> bool:
     """Whether all of them are one thing and its parts, as a process and the pipe that tells of its end."""
     return len({id(owners[named]) if named in owners else named for named in group}) == 1
@@ -195,7 +206,10 @@ def _ending(name: str) -> str:
         item = None if item is None else vars(item).get(part)
     if item is None or not is_a(item, type):
         return ""
-    return next((ending for ending in _ENDINGS for base in mro_of(item) if ending in namespace_of(base)), "")
+    names = {name for base in mro_of(item) for name in namespace_of(base)}
+    # What has a descriptor of its own is closed; `shutdown` of a socket takes an argument and ends no descriptor.
+    endings = ("close", *_ENDINGS) if "fileno" in names else _ENDINGS
+    return next((ending for ending in endings if ending in names), "")
 
 
 def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:

@@ -6,10 +6,10 @@ import pytest
 
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
-KEPT = "POOLS, GROUPS, LOSSES, THREADS, SHARED = [], [], [], [], []\n"
+KEPT = "POOLS, GROUPS, LOSSES, THREADS, SHARED, SOCKETS = [], [], [], [], [], []\n"
 
 CASES = """
-import multiprocessing, os, threading
+import multiprocessing, os, socket, threading
 from concurrent.futures import ProcessPoolExecutor
 import kept
 import pytest
@@ -44,6 +44,20 @@ def test_pool_and_a_thread():
 def test_pool_and_a_descriptor():
     keep_a_pool()
     kept.SHARED.append(open(os.devnull))
+
+
+def test_socket():
+    kept.SOCKETS.append(socket.socket())
+
+
+def test_socket_and_a_bare_descriptor():
+    kept.SOCKETS.append(socket.socket())
+    os.dup(kept.SOCKETS[0].fileno())
+
+
+def test_socket_that_is_closed():
+    with socket.socket():
+        pass
 
 
 def test_two_pools():
@@ -157,6 +171,17 @@ def test_the_finding_names_the_pool_and_how_to_end_it(run: InnerRun) -> None:
     assert finding.advice == "end kept.POOLS[0] where its owner ends: kept.POOLS[0].shutdown()"
     assert [hop.edge for hop in finding.path] == ["kept", ".POOLS", "[0]"]
     assert "; end kept.POOLS[0] where its owner ends: kept.POOLS[0].shutdown()" in run.out
+
+
+def test_a_descriptor_names_who_holds_its_object_and_how_to_close_that(run: InnerRun) -> None:
+    (finding,) = run.subject("test_causes.py::test_socket").findings
+    assert (finding.resource, finding.holder) == ("file-descriptors", "kept.SOCKETS[0]")
+    assert finding.advice == "end kept.SOCKETS[0] where its owner ends: kept.SOCKETS[0].close()"
+    # What holds one of the two is not said of both.
+    (finding,) = run.subject("test_causes.py::test_socket_and_a_bare_descriptor").findings
+    assert finding.count == 2
+    assert "kept" not in finding.holder
+    assert run.subject("test_causes.py::test_socket_that_is_closed").findings == ()
 
 
 def test_each_of_the_two_names_only_its_own(run: InnerRun) -> None:
