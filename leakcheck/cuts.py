@@ -35,6 +35,7 @@ from lowtide.probes.foreign import (
 )
 from lowtide.probes.heap import Link
 from lowtide.probes.identities import namespaces_of
+from lowtide.probes.unseen_references import object_parts
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -325,6 +326,32 @@ def _slot(link: Link, of: _Owner, names: Names) -> Cut | None:
     )
 
 
+def _item_of_array(link: Link, of: _Owner, names: Names) -> Cut | None:
+    """An item of an array of objects; None is what an empty one has."""
+    numpy: Any = sys.modules.get("numpy")
+    if link.kind != "item" or numpy is None or not is_a(link.carrier, numpy.ndarray):
+        return None
+    if not names.are_free:
+        raise Refused
+    text = f"{of.text}{link.edge}"
+    is_expression = is_plain(type(link.carrier), "__setitem__")
+    return of.cut(
+        f"{text} = None" if is_expression else None,
+        f"set {text} to None",
+        f"{text} is None",
+        lambda: _empty_item(link.carrier, link.held),
+    )
+
+
+def _empty_item(array: Any, held: int) -> None:
+    """Puts None where an array of objects has one, by its identity."""
+    numpy: Any = sys.modules["numpy"]
+    for _, part in object_parts(array):
+        flat = numpy.ndarray.flat.__get__(part)
+        for place in [place for place, item in enumerate(flat) if id(item) == held]:
+            flat[place] = None
+
+
 def _member_of_set(link: Link, of: _Owner, names: Names) -> Cut | None:
     if link.kind != "item" or not is_a(link.carrier, set) or not can_discard(link.carrier, link.held):
         return None
@@ -492,6 +519,7 @@ _MAKERS = (
     _cache,
     _entry,
     _slot,
+    _item_of_array,
     _member_of_set,
     _global,
     _attribute,

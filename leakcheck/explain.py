@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import gc
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Container, Sequence
@@ -32,7 +33,7 @@ from lowtide.leakcheck.inspectors import marks
 from lowtide.leakcheck.path_names import Shown, holder_name, shown_from_landmark
 from lowtide.leakcheck.territory import Territory, advice_for, offered_function, offered_method, territories
 from lowtide.probes.edges import Kind
-from lowtide.probes.foreign import type_name
+from lowtide.probes.foreign import is_a, type_name
 from lowtide.probes.heap import Inspector, Link, Mark, Path, RootKind, Step, Traces, is_library, trace
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, collector_paused
 from lowtide.probes.tensors import plain_tensors, torch_member
@@ -52,6 +53,8 @@ _CAUSE_OF_KIND: dict[Kind, Cause] = {
     "lru-cache-key": "lru-cache",
     "lru-cache-value": "lru-cache",
 }
+# What the interpreter or torch holds for the whole process is a global of theirs.
+_CAUSE_OF_ROOT: dict[RootKind, Cause] = {"thread": "thread", "interpreter": "module-global", "native": "native"}
 _AUTOGRAD = re.compile(r"(torch\.autograd\.(function|graph)\..*|\w+Backward\d*|AccumulateGrad)")
 _CUDA_GRAPH = re.compile(r"torch\.cuda\.graphs\..*|torch\._inductor\.cudagraph_.*|(.*\.)?_?CUDAGraph\w*")
 _COMPILED = re.compile(r"torch\.(_dynamo|_inductor|_functorch|fx)\..*|torch\.(_dynamo|_inductor)")
@@ -86,6 +89,7 @@ class Explanation:
         new: the identities of what lies behind the first suspect edge of the path, that of the suspect last.
         also: how to cut what else holds a part of the same memory.
         advice: what to do where what holds it lies inside a library, and is not to be cut; empty elsewhere.
+        root: the identity of the object that C or C++ holds and that the path begins at; 0 if it begins elsewhere.
     """
 
     verdict: Verdict
@@ -99,6 +103,7 @@ class Explanation:
     new: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
     also: tuple[Cut, ...] = field(default=(), repr=False, compare=False)
     advice: str = field(default="", compare=False)
+    root: int = field(default=0, repr=False, compare=False)
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -138,14 +143,18 @@ def explain(
             items, innocent=innocent, ages_known=known.older is not None, living=living, hollow=root == "object"
         )
 
-    with trace(targets, ignore=ignore, roots=roots) as found:
-        paths = [found.path(place, inspect) for place in range(len(targets))]
+    with trace(targets, ignore=ignore, roots=roots, thorough=True) as found:
+        natively = frozenset(id(target) for place, target in enumerate(targets) if found.is_held_from_c(place))
+        paths = [
+            None if _may_hold_its_root(target, found.root(place), natively) else found.path(place, inspect)
+            for place, target in enumerate(targets)
+        ]
         sweeps = _Sweeps(found)
         explained = [
             None if path is None else _with_path(path, place, found, sweeps, known) for place, path in enumerate(paths)
         ]
     lost = [target for target, told in zip(targets, explained, strict=True) if told is None]
-    without = _without_path(lost, {id(targets), id(lost), *ignore}) if lost else []
+    without = _without_path(lost, natively, {id(targets), id(lost), *ignore}) if lost else []
     return [told if told is not None else without.pop(0) for told in explained]
 
 
@@ -205,6 +214,17 @@ def _first_holder(found: Traces, place: int, inspect: Inspector) -> Holder | Non
     return Holder(found.link(place, first).held, (root, *hops))
 
 
+def _may_hold_its_root(target: Any, root: object, held_from_c: Container[int]) -> bool:
+    """Whether a path begins at a suspect that C++ holds, and ends at a tensor by whose graph it may do so."""
+    torch = sys.modules.get("torch")
+    if root is None or id(root) not in held_from_c or torch is None or not hasattr(torch, "Tensor"):
+        return False
+    if not is_a(target, torch.Tensor) or target is root:
+        return False
+    with plain_tensors(torch):
+        return torch_member(target, "grad_fn") is not None
+
+
 class _Sweeps:
     """What each edge retains, each asked for once: the suspects behind one edge share the answer."""
 
@@ -246,10 +266,16 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         for turn, step in enumerate(shown.path.steps, shown.skipped)
     )
     begin = max(0, first - shown.skipped)
+    new = frozenset(link.held for link in links)
+    if not first and path.root_kind in ("interpreter", "native") and not names.may_have_been_there(links[0].owner):
+        new |= {id(links[0].owner)}
     running = path.thread or (path.root_name if path.root_kind == "thread" else "")
-    cut = _cut_of_new_dict(way, first, names) or _first_cut(way, first, names)
+    if shown.path.root_kind == "interpreter":
+        cut = _cut_of_root(way, first, names)
+    else:
+        cut = _cut_of_new_dict(way, first, names) or _first_cut(way, first, names)
     return Explanation(
-        verdict=_verdict(path.steps),
+        verdict="native-held" if path.root_kind == "native" else _verdict(path.steps),
         cause=cause,
         holder=holder_name(shown.path, begin),
         path=(Hop(type=shown.path.root_kind, edge=shown.path.root_name), *hops),
@@ -257,8 +283,9 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         freed=(None, *freed[shown.skipped :]),
         cut=cut,
         thread=running,
-        new=frozenset(link.held for link in links),
+        new=new,
         advice=way.advice(first, has_cut=cut is not None),
+        root=id(found.root(place)) if path.root_kind == "native" else 0,
     )
 
 
@@ -328,6 +355,22 @@ class _Way:
                 do = functools.partial(method.do, owner)
                 return Cut(f"{code}.{method.call}", f"{code} {method.changed}", do, ends_anyway=True)
         return None
+
+
+def _cut_of_root(way: _Way, first: int, names: Names) -> Cut | None:
+    """The cut of what the interpreter holds and gives back on request."""
+    path, held = way.shown.path, way.links[0].owner
+    if first or not names.are_free or names.may_have_been_there(held):
+        return None
+    number = next((number for number in signal.valid_signals() if signal.getsignal(number) is held), None)
+    if path.root_name.startswith("signal.") and number is not None:
+        default = f"signal.signal({path.root_name.partition('(')[2][:-1]}, signal.SIG_DFL)"
+        return Cut(default, "the signal has its default handler", lambda: signal.signal(number, signal.SIG_DFL))
+    if path.root_name == "sys.getprofile()":
+        return Cut("sys.setprofile(None)", "nothing is profiled", lambda: sys.setprofile(None))
+    if path.root_name == "sys.gettrace()":
+        return Cut("sys.settrace(None)", "nothing is traced", lambda: sys.settrace(None))
+    return None
 
 
 def _cut_of_new_dict(way: _Way, first: int, names: Names) -> Cut | None:
@@ -409,14 +452,20 @@ def _is_frozen_holder(step: Step) -> bool:
     return step.frozen and not step.definition
 
 
-def _without_path(targets: Sequence[object], ignore: Collection[int]) -> list[Explanation]:
-    """Explains what no root reaches: C++ holds it, or it is garbage that nobody has collected yet."""
+def _without_path(targets: Sequence[object], natively: Collection[int], ignore: Collection[int]) -> list[Explanation]:
+    """Explains what no root reaches: C++ holds it, or it is garbage that nobody has collected yet.
+
+    Args:
+        targets: the objects.
+        natively: the identities of those to which C or C++ refers.
+        ignore: those of containers in which the caller keeps them.
+    """
     with collector_paused():
         unfrozen = set(map(id, gc.get_objects()))
         some_frozen = gc.get_freeze_count() > FROZEN_AT_STARTUP
         holders = _types_of_holders(targets, ignore)
         return [
-            _held_by_native_code(target)
+            _held_by_native_code(target, referred=id(target) in natively)
             or _garbage(
                 frozen=some_frozen and gc.is_tracked(target) and id(target) not in unfrozen,
                 holders=holders.get(id(target), set()),
@@ -436,17 +485,18 @@ def _types_of_holders(targets: Sequence[object], ignore: Collection[int]) -> dic
     return found
 
 
-def _held_by_native_code(target: Any) -> Explanation | None:
-    """For a tensor that torch's own counter says is held from C++, else None."""
+def _held_by_native_code(target: Any, *, referred: bool) -> Explanation | None:
+    """For what C or C++ refers to, and a tensor that torch's own counter says is held from C++, else None."""
     torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "Tensor") or not Census([target]).instances_of(torch.Tensor):
+    node = ""
+    if torch is not None and hasattr(torch, "Tensor") and Census([target]).instances_of(torch.Tensor):
+        with plain_tensors(torch):
+            # Python's own reference to the C++ tensor counts one.
+            referred = referred or torch_member(target, "_use_count")() >= 2
+            grad_fn = torch_member(target, "grad_fn")
+            node = "" if grad_fn is None else grad_fn.name()
+    if not referred:
         return None
-    with plain_tensors(torch):
-        # Python's own reference to the C++ tensor counts one.
-        if torch_member(target, "_use_count")() < 2:
-            return None
-        grad_fn = torch_member(target, "grad_fn")
-        node = "" if grad_fn is None else grad_fn.name()
     if not node:
         return Explanation("native-held", "native", "native code", (), ("native code",))
     holder = f"autograd graph, made by {node}"
@@ -483,7 +533,7 @@ def _cause_of_edge(path: Path, place: int) -> Cause:
         if step.kind in _CAUSE_OF_KIND:
             cause = _CAUSE_OF_KIND[step.kind]
             return "thread" if cause == "frame" and path.thread else cause
-    return "thread" if path.root_kind == "thread" else "unknown"
+    return _CAUSE_OF_ROOT.get(path.root_kind, "unknown")
 
 
 def _telling_cause(path: Path) -> Cause | None:

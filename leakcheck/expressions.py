@@ -39,6 +39,7 @@ from lowtide.probes.foreign import (
     type_name,
 )
 from lowtide.probes.heap import Link, Path, is_library
+from lowtide.probes.unseen_references import reader_of
 
 _LONGEST_KEY = 200
 _NAME = re.compile(r"\.([^\W\d]\w*)")
@@ -347,6 +348,15 @@ def _of_item(code: str, link: Link) -> str | None:
     return None
 
 
+def _of_unseen(code: str, link: Link) -> str | None:
+    """What an object has and does not show the collector: an array's base and objects, the result of a future."""
+    is_view = type(link.owner) is memoryview and link.edge == ".obj"
+    if not is_view and (link.edge == UNNAMED or reader_of(type(link.owner), thorough=True) is None):
+        return None
+    asks = "__getitem__" if link.kind == "item" else "__getattribute__"
+    return f"{code}{link.edge}" if is_plain(type(link.owner), asks) else None
+
+
 def _of_variable(code: str, link: Link) -> str | None:
     return f"{code}.get()" if link.kind == "context-variable" and link.edge == ".get()" else None
 
@@ -372,5 +382,6 @@ _WRITERS: tuple[Callable[[str, Link], str | None], ...] = (
     _of_suspended,
     _of_attribute,
     _of_item,
+    _of_unseen,
     _of_variable,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import gc
 import sys
 import threading
 from collections.abc import Callable, Container, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 from lowtide.probes.foreign import attribute, is_a, mro_of, namespace_of, type_name
 from lowtide.probes.heap import Mark
+from lowtide.probes.unseen_references import is_view_of
 
 # What a class calls the method that ends its instances' life, and how an instance says that this has happened.
 _ENDINGS = ("close", "shutdown", "stop", "terminate", "destroy")
@@ -56,13 +58,15 @@ def marks(
     """
     found: list[Mark | None] = []
     owned = False
+    young = _young_by_what_they_hold(items, innocent)
     for item in items:
         mark = _clue(item)
         is_live = living and mark == "innocent"
-        was_there = mark != "holding" and id(item) in innocent
-        if type(item) is dict and ages_known and (not found or found[-1] == "innocent"):
-            # The collector does not know an empty dict: one seems born when its first entry comes.
-            was_there = True
+        was_there = mark != "holding" and id(item) in innocent and id(item) not in young
+        if ages_known and (type(item) is dict or not gc.is_tracked(item)) and id(item) not in young:
+            # The collector does not know an empty dict: one seems born when its first entry comes. Of what it does not
+            # track nobody knows when it was made. They are taken for as old as what holds them.
+            was_there = (was_there and gc.is_tracked(item)) or not found or found[-1] == "innocent"
         if (hollow and _can_end(item)) or was_there or is_live or _is_owned(item, owned):
             mark = "innocent"
         elif mark == "innocent":
@@ -70,6 +74,18 @@ def marks(
         owned = owned or is_live
         found.append(mark)
     return found
+
+
+def _young_by_what_they_hold(items: Sequence[object], innocent: Container[int]) -> set[int]:
+    """Those of the objects on a path that the collector does not know, and that hold what was made after the baseline.
+
+    Nobody notes when they are made, but what they hold was there before them: a view's base.
+    """
+    young: set[int] = set()
+    for item, held in zip(reversed(items[:-1]), reversed(items[1:]), strict=True):
+        if is_view_of(item, held) and (id(held) not in innocent or id(held) in young):
+            young.add(id(item))
+    return young
 
 
 def _clue(item: object) -> Mark | None:

@@ -11,7 +11,7 @@ import msgspec
 from lowtide.leakcheck.cuts import Names, cut_of
 from lowtide.leakcheck.explain import Explanation
 from lowtide.leakcheck.listing import first_of
-from lowtide.probes.autograd import Saved, saved_behind
+from lowtide.probes.autograd import Saved, nodes_behind, saved_behind
 from lowtide.probes.heap import Link
 from lowtide.probes.objects import Census, all_objects
 from lowtide.probes.tensors import plain_tensors, survey_storages, torch_member
@@ -84,6 +84,55 @@ def saved_for_backward(
         for (identity, saved), holder in zip(found.items(), told, strict=True)
         if holder.path
     }
+
+
+def held_by_nodes(
+    told: Mapping[int, Explanation], explained: Callable[[Sequence[Any]], Sequence[Explanation]]
+) -> dict[int, Explanation]:
+    """Of tensors whose path begins at an object that C++ holds, by identity: those where that is a node of a graph.
+
+    A `torch.autograd.Function`'s context is such a node, and what it keeps is held by who holds the graph.
+
+    Args:
+        told: what is said of the tensors, by their identities.
+        explained: explains other objects.
+    """
+    torch: Any = sys.modules["torch"]
+    wanted = {explanation.root for explanation in told.values()} - {0}
+    found: dict[int, tuple[Any, tuple[tuple[str, str], ...]]] = {}
+    with plain_tensors(torch):
+        seen: set[Any] = set()
+        outputs = Census(all_objects()).instances_of(torch.Tensor) if wanted else []
+        for output in outputs:
+            if id(output) in told or torch_member(output, "is_leaf"):
+                continue
+            for node, hops in nodes_behind(output, seen):
+                if id(node) in wanted:
+                    found.setdefault(id(node), (output, hops))
+        del outputs
+    holding = [output for output, _ in found.values()]
+    seen.clear()
+    holders = dict(zip(found, explained(holding) if holding else [], strict=True))
+    return {
+        identity: _behind_node(found[explanation.root][1], holders[explanation.root], explanation)
+        for identity, explanation in told.items()
+        if explanation.root in holders and holders[explanation.root].path
+    }
+
+
+def _behind_node(hops: tuple[tuple[str, str], ...], told: Explanation, rest: Explanation) -> Explanation:
+    """What holds a graph's output, the way from there to a node, and from the node to what it keeps."""
+    node = hops[-1][0]
+    return Explanation(
+        verdict="native-held",
+        cause="autograd",
+        holder=f"{told.holder}.grad_fn, where {node} has {''.join(hop.edge for hop in rest.path[1:])}",
+        path=(*told.path, *(Hop(type=kind, edge=edge) for kind, edge in hops), *rest.path[1:]),
+        suspects=told.suspects,
+        cut=told.cut,
+        thread=told.thread,
+        new=told.new,
+    )
 
 
 def _saved_by(saved: Saved, told: Explanation) -> Explanation:

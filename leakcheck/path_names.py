@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 from collections.abc import Sequence
 
 from lowtide.probes.heap import Path, Step, is_library
 from lowtide.probes.landmarks import module_expression
+from lowtide.probes.objects import FROZEN_AT_STARTUP
 
 _LONGEST_HOLDER = 120
 _OF_MOCKS = re.compile(r"\._mock_(return_value|call_args_list|call_args|side_effect|mock_calls|wraps)")
@@ -45,7 +47,7 @@ def shown_from_landmark(path: Path) -> Shown:
             skipped = turn + 1 if rest else turn
             cut = dataclasses.replace(path, root_kind="object", root_name=name, steps=steps)
             return Shown(path, cut, skipped, name.startswith("logging."))
-    return Shown(path, path, 0, True)
+    return Shown(path, path, 0, path.root_kind not in ("interpreter", "native"))
 
 
 def holder_name(path: Path, first: int) -> str:
@@ -63,6 +65,9 @@ def holder_name(path: Path, first: int) -> str:
         return f"thread '{path.thread}', {frame}" if path.thread else frame
     if path.root_kind in ("thread", "context"):
         return path.root
+    if path.root_kind == "native":
+        hidden = ", or by what is frozen" if gc.get_freeze_count() > FROZEN_AT_STARTUP else ""
+        return f"{_shortened(path.root_name)}, held from C or C++{hidden}"
     for turn, step in enumerate(path.steps):
         if step.kind in ("lru-cache-key", "lru-cache-value", "opaque"):
             edge = step.edge.strip(".<>") if step.kind == "opaque" else step.edge

@@ -16,7 +16,7 @@ from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.ladder import ACTIONS, Rung
-from lowtide.leakcheck.native_holders import as_gradients, saved_for_backward, together
+from lowtide.leakcheck.native_holders import as_gradients, held_by_nodes, saved_for_backward, together
 from lowtide.leakcheck.stable_names import without_numbers
 from lowtide.leakcheck.storages import Held, Key, is_tensor, storage_keys, tensors_in
 from lowtide.leakcheck.trend import trend_of
@@ -119,8 +119,9 @@ def explain_storages(keys: Collection[Key], context: Context) -> Explained:
     told = explain(
         tensors, ignore={id(tensors)}, innocent=older, roots=context.roots, living=context.living, names=names
     )
-    lost = [tensor for tensor, found in zip(tensors, told, strict=True) if not found.path]
-    native = _natively_held(lost, older, names, context) if lost else {}
+    rooted = {id(tensor): found for tensor, found in zip(tensors, told, strict=True) if found.root}
+    lost = [tensor for tensor, found in zip(tensors, told, strict=True) if not found.path or found.root]
+    native = _natively_held(lost, rooted, older, names, context) if lost else {}
     by_key: dict[Key, Explanation] = {}
     parts: dict[Key, list[Explanation]] = {}
     places: dict[Key, set[int]] = {}
@@ -230,15 +231,29 @@ def frames(stack: Sequence[StackFrame]) -> tuple[Frame, ...]:
     return tuple(Frame(file=frame.file, line=frame.line, function=frame.function) for frame in own or stack)
 
 
-def _natively_held(lost: Sequence[Any], older: Older, names: Names, context: Context) -> dict[int, Explanation]:
-    """What torch itself tells of tensors that Python's graph does not lead to, by identity."""
+def _natively_held(
+    lost: Sequence[Any], rooted: Mapping[int, Explanation], older: Older, names: Names, context: Context
+) -> dict[int, Explanation]:
+    """What torch itself tells of tensors that Python's graph does not lead to, by identity.
+
+    Args:
+        lost: the tensors.
+        rooted: of those whose path begins at what C++ holds, what is said of them.
+        older: the identities of what was there before the leak.
+        names: what is known of the program before it.
+        context: what else is known.
+    """
 
     def explained(items: Sequence[Any]) -> list[Explanation]:
         return explain(
             items, ignore={id(items)}, innocent=older, roots=context.roots, living=context.living, names=names
         )
 
-    return {**saved_for_backward(lost, explained), **as_gradients(lost, older, explained)}
+    return {
+        **held_by_nodes(rooted, explained),
+        **saved_for_backward(lost, explained),
+        **as_gradients(lost, older, explained),
+    }
 
 
 def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, str]:

@@ -40,15 +40,8 @@ def saved_behind(output: Any, seen: set[Any]) -> Iterator[Saved]:
         output: the tensor.
         seen: the nodes that were looked at before; grows by those looked at now.
     """
-    start: tuple[Any, tuple[tuple[str, str], ...]] = (torch_member(output, "grad_fn"), (("", ".grad_fn"),))
-    waiting = deque([start])
-    while waiting and len(seen) < _MOST_NODES:
-        node, hops = waiting.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = node.name().rpartition("::")[2]
-        hops = (*hops[:-1], (name, hops[-1][1]))
+    for node, hops in nodes_behind(output, seen):
+        name = hops[-1][0]
         for attribute in dir(node):
             if attribute.startswith("_raw_saved_"):
                 what = attribute.removeprefix("_raw_saved_")
@@ -57,6 +50,24 @@ def saved_behind(output: Any, seen: set[Any]) -> Iterator[Saved]:
         leaf = getattr(node, "variable", None) if name.endswith("AccumulateGrad") else None
         if leaf is not None:
             yield Saved(leaf, output, (*hops, ("torch.Tensor", ".variable")), name, "variable")
+
+
+def nodes_behind(output: Any, seen: set[Any]) -> Iterator[tuple[Any, tuple[tuple[str, str], ...]]]:
+    """The nodes of a tensor's graph, each once, with the hops to it from the tensor: type and edge.
+
+    Args:
+        output: the tensor.
+        seen: the nodes that were looked at before; grows by those looked at now.
+    """
+    start: tuple[Any, tuple[tuple[str, str], ...]] = (torch_member(output, "grad_fn"), (("", ".grad_fn"),))
+    waiting = deque([start])
+    while waiting and len(seen) < _MOST_NODES:
+        node, hops = waiting.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        hops = (*hops[:-1], (node.name().rpartition("::")[2], hops[-1][1]))
+        yield node, hops
         for place, (following, _) in enumerate(node.next_functions):
             waiting.append((following, (*hops, ("", f".next_functions[{place}][0]"))))
 

@@ -42,6 +42,7 @@ from lowtide.probes.foreign import (
     type_name,
 )
 from lowtide.probes.objects import frame_locals
+from lowtide.probes.unseen_references import edge_of
 
 Kind = Literal[
     "module-global",
@@ -305,6 +306,14 @@ def _of_proxy(way: Sequence[Any]) -> Edge | None:
     return None if edge is None else edge._replace(references=2)
 
 
+def _of_unseen(way: Sequence[Any]) -> Edge | None:
+    """A reference that the collector is not shown: an array's base, what a memory view is of."""
+    if type(way[0]) is memoryview and len(way) > 2 and type_name(type(way[1])) == "managedbuffer":
+        return Edge(".obj", "other", 2)
+    text = edge_of(way[0], way[1])
+    return None if text is None else Edge(text, "item" if text.startswith("[") else "other")
+
+
 def _of_instance_dict(way: Sequence[Any]) -> Edge | None:
     """An attribute, past the instance's `__dict__`: it is that dict if the attribute leads where the entry leads."""
     if len(way) > 2 and type(way[1]) is dict:
@@ -452,6 +461,7 @@ _RULES: tuple[_Rule, ...] = (
     _of_thread_local,
     _of_container,
     _of_proxy,
+    _of_unseen,
     _of_nn_module,
     _of_tensor,
     _of_instance_dict,

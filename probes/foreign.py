@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections import OrderedDict
 from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType, ModuleType, WrapperDescriptorType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, WrapperDescriptorType
 from typing import Any
 
 MISSING = object()
@@ -20,6 +21,8 @@ flags_of = type.__dict__["__flags__"].__get__
 code_of = FunctionType.__dict__["__code__"].__get__
 dict_of_module: Callable[[object], Any] = ModuleType.__dict__["__dict__"].__get__  # type: ignore[index]
 _qualname_of = type.__dict__["__qualname__"].__get__
+_qualname_of_function: Callable[[object], str] = FunctionType.__dict__["__qualname__"].__get__
+_function_of_partial: Callable[[object], object] = functools.partial.__dict__["func"].__get__
 _module_of = type.__dict__["__module__"].__get__
 
 # Types are looked up by their ids, or one by one, since a metaclass may define `__hash__` and `__eq__`.
@@ -83,6 +86,32 @@ def has_plain_hash(key: object) -> bool:
             return type(found) is WrapperDescriptorType
         return module_of_class(base).partition(".")[0] in _HASHED_PLAINLY
     return False
+
+
+def described(item: Any) -> str:
+    """What an object is, in a few words: `method engine.Engine.close`, `functools.partial of function f`, `list`."""
+    kind = type(item)
+    if kind is MethodType:
+        function = item.__func__
+        name = _qualname_of_function(function) if type(function) is FunctionType else type_name(type(function))
+        return f"method {type_name(type(item.__self__))}.{name.rpartition('.')[2]}"
+    if kind is FunctionType:
+        module = dict.get(item.__globals__, "__name__")
+        return f"function {module}.{_qualname_of_function(item)}" if type(module) is str else "function"
+    if kind is BuiltinFunctionType:
+        return f"function {item.__qualname__}"
+    if is_a(item, functools.partial):
+        return f"functools.partial of {described(_function_of_partial(item))}"
+    if kind is OrderedDict or kind is dict:
+        values = list(dict.values(item))
+        if values and all(type(key) is int for key in dict.keys(item)) and all(map(_is_callable, values)):
+            # As torch keeps hooks.
+            return f"hook {described(values[0])}"
+    return type_name(kind)
+
+
+def _is_callable(item: object) -> bool:
+    return any("__call__" in namespace_of(base) for base in mro_of(type(item)))
 
 
 def is_definition(item: object) -> bool:

@@ -30,6 +30,7 @@ from lowtide.probes.edges import GENERATORS, Edge, EdgeNamer, Kind, is_dict_of_c
 from lowtide.probes.foreign import (
     LRU_CACHE,
     attribute,
+    described,
     dict_of_module,
     flags_of,
     is_a,
@@ -39,10 +40,13 @@ from lowtide.probes.foreign import (
     type_name,
 )
 from lowtide.probes.identities import are_tracked, elements, identities, object_at, objects_at, types_of
+from lowtide.probes.interpreter_holders import InterpretersTables, exit_functions, named_holders
 from lowtide.probes.landmarks import landmarks
+from lowtide.probes.native_references import held_from_c, outermost, references_of
 from lowtide.probes.objects import FROZEN_AT_STARTUP, collector_paused, frame_locals
+from lowtide.probes.unseen_references import Reader, reader_of, untracked_holders
 
-RootKind = Literal["module", "frame", "thread", "class", "context", "object"]
+RootKind = Literal["module", "frame", "thread", "class", "context", "object", "interpreter", "native"]
 Mark = Literal["innocent", "holding", "pending"]
 Inspector = Callable[[RootKind, Sequence[object]], "Sequence[Mark | None]"]
 """Says of each object that a path leads to, from a root of that kind, whether it is meant to live (`innocent`), should
@@ -171,6 +175,7 @@ def trace(
     ignore: Collection[int] = (),
     roots: Sequence[tuple[str, object]] = (),
     not_roots: Collection[int] = (),
+    thorough: bool = False,
 ) -> Iterator[Traces]:
     """Walks the heap once; in the block the shortest paths to the targets can be asked for.
 
@@ -179,6 +184,8 @@ def trace(
         ignore: ids of objects that no path may pass (containers in which the caller keeps the suspects).
         roots: further roots, with the name of each: what is held where the walk does not look, and is meant to be.
         not_roots: ids of running threads that are no roots: it is asked who else holds them.
+        thorough: whether to look again for targets that nothing holds as far as one walk sees: through containers that
+            the collector does not track, and from every object that only C or C++ holds, which then is a root.
 
     Roots are the modules in `sys.modules`, running threads, the current context, classes written in C, and the running
     frames, those of the checker excepted. Frames, thread locals, and what belongs to the interpreter's, the test
@@ -192,6 +199,10 @@ def trace(
     with collector_paused():
         heap = _Heap(targets, {id(targets), *ignore}, roots, not_roots) if targets else None
         found = Traces(heap)
+        if thorough and heap is not None and found.misses_any:
+            found.close()
+            found = Traces(_Heap(targets, {id(targets), *ignore}, roots, not_roots, thorough=True))
+        del heap
         try:
             yield found
         finally:
@@ -223,12 +234,24 @@ class Traces:
         """Whether any root leads to a target."""
         return bool(self._nodes(place))
 
+    @property
+    def misses_any(self) -> bool:
+        """Whether there is a target that no root leads to."""
+        targets = () if self._heap is None else self._heap.targets
+        return any(target >= 0 and self._parents[target] == _UNSEEN for target in targets)
+
+    def is_held_from_c(self, place: int) -> bool:
+        """Whether C or C++ refers to a target itself, which no root leads to; known of a thorough walk."""
+        return self._heap is not None and int(self._heap.targets[place]) in self._heap.held_from_c
+
     def path(self, place: int, inspect: Inspector | None = None) -> Path | None:
         """The path to a target; None if no root reaches it."""
         nodes = self._nodes(place)
         if self._heap is None or not nodes:
             return None
-        root = self._heap.roots[nodes[0]]
+        root = self._heap.root_at(nodes[0])
+        if root.kind == "native" and len(nodes) == 1:
+            return None
         edges = self._edges_of(place, nodes)
         ends = [nodes[start + edge.references] for start, edge in edges]
         items = [self._heap.objects[node] for node in ends]
@@ -304,7 +327,7 @@ class Traces:
         assert self._heap is not None
         if place not in self._edges:
             objects = [self._heap.objects[node] for node in nodes]
-            root = self._heap.roots[nodes[0]]
+            root = self._heap.root_at(nodes[0])
             named: list[tuple[int, Edge]] = []
             start = 0
             while start < len(objects) - 1:
@@ -341,6 +364,8 @@ class _Heap:
         ignore: Collection[int],
         given: Sequence[tuple[str, object]],
         not_roots: Collection[int],
+        *,
+        thorough: bool = False,
     ) -> None:
         # The first nodes are the roots, in their order.
         own = [_Root("object", name, held, [], _FIRST) for name, held in given]
@@ -352,7 +377,10 @@ class _Heap:
         # The walk passes over untracked objects, unless they are asked for.
         untracked = {id(target): target for target in targets if not gc.is_tracked(target)}
         self.objects.extend(target for key, target in untracked.items() if key not in known)
-        self._is_any_untracked = bool(untracked)
+        self._passes_untracked = bool(untracked) or thorough
+        self._is_thorough = thorough
+        self.held_from_c: frozenset[int] = frozenset()
+        self._native_roots: dict[int, _Root] = {}
         listed = len(self.objects)
         table = self._walk()
         # What is tracked, and was not listed but met by the walk, is frozen, if a program has frozen anything at all.
@@ -361,6 +389,8 @@ class _Heap:
         self._unfrozen = listed if met > FROZEN_AT_STARTUP else sys.maxsize
         self._scratch = np.zeros(len(self.objects), np.int32)
         self.targets = table.find(identities(list(targets)))
+        # Its own list is an object like any other, which leads everywhere.
+        ignore = {id(self.objects), *ignore}
         ignored = table.find(np.fromiter(ignore, np.int64, len(ignore)))
         self._blocked = np.concatenate([ignored[ignored >= 0], self._checkers_generators()])
         self._turns = self._find_turns(table)
@@ -369,6 +399,14 @@ class _Heap:
         """Drops every object."""
         self.objects.clear()
         self.roots.clear()
+        self._native_roots.clear()
+
+    def root_at(self, node: int) -> _Root:
+        """The root that a node is."""
+        return self.roots[node] if node < len(self.roots) else self._native_roots[node]
+
+    def _root_nodes(self) -> Indices:
+        return np.array([*range(len(self.roots)), *self._native_roots], np.int32)
 
     def is_frozen(self, node: int) -> bool:
         """Whether the node's object is in the permanent generation."""
@@ -411,7 +449,7 @@ class _Heap:
                 edges[place] = np.searchsorted(self._offsets, place, side="right") - 1
         seen = np.zeros(len(self.objects), np.bool_)
         seen[self._blocked] = True
-        frontier = np.setdiff1d(np.arange(len(self.roots), dtype=np.int32), self._blocked)
+        frontier = np.setdiff1d(self._root_nodes(), self._blocked)
         seen[frontier] = True
         retained = []
         nothing = np.zeros(len(self.objects), np.bool_)
@@ -472,7 +510,53 @@ class _Heap:
                 later = self._turns[frontier] > turn
                 waiting.append(frontier[later])
                 frontier = self._next_level(parents, frontier[~later])
+        lost = np.unique(wanted[parents[wanted] == _UNSEEN])
+        if self._is_thorough and len(lost):
+            frontier = self._add_native_roots(parents, lost)
+            while len(frontier):
+                frontier = self._next_level(parents, frontier)
         return parents
+
+    def _add_native_roots(self, parents: Indices, lost: Indices) -> Indices:
+        """Makes roots of what C or C++ holds and what leads to the lost nodes, as far out as Python's graph goes."""
+        unseen = parents == _UNSEEN
+        places = np.flatnonzero(unseen[self._edges])
+        held = self._edges[places]
+        order = np.argsort(held, kind="stable")
+        held = held[order]
+        holders = (np.searchsorted(self._offsets, places[order], side="right") - 1).astype(np.int32)
+        before = np.zeros(len(parents), np.bool_)
+        frontier = lost
+        while len(frontier):
+            before[frontier] = True
+            starts, ends = np.searchsorted(held, frontier, "left"), np.searchsorted(held, frontier, "right")
+            met = np.unique(np.concatenate([holders[start:end] for start, end in zip(starts, ends, strict=True)]))
+            frontier = met[unseen[met] & ~before[met]]
+        nodes = sorted(np.flatnonzero(before).tolist(), key=lambda node: self._preference(node, lost))
+        # All that refer to one of them, those through which no path may lead included; not this heap's own list.
+        refer = [node for node in np.unique(holders[before[held]]).tolist() if self.objects[node] is not self.objects]
+        edges: dict[int, set[int]] = {}
+        inside = before[held] & before[holders]
+        for holder, node in zip(holders[inside].tolist(), held[inside].tolist(), strict=True):
+            edges.setdefault(holder, set()).add(node)
+        variables = references_of([frame for frame, _ in _running_frames(of_checker=True)])
+        # What is frozen may be held by frozen garbage, which no walk sees.
+        nodes = [node for node in nodes if not self.is_frozen(node)]
+        known = held_from_c(nodes, self.objects, refer, _all_held_by, variables)
+        self.held_from_c = frozenset(known)
+        tables = InterpretersTables()
+        for node in outermost(known, edges):
+            item = self.objects[node]
+            table = tables.of(item)
+            kind: RootKind = "interpreter" if table else "native"
+            self._native_roots[node] = _Root(kind, table or described(item), item, [], _LAST)
+        frontier = np.array(list(self._native_roots), np.int32)
+        parents[frontier] = _ROOT
+        return frontier
+
+    def _preference(self, node: int, lost: Indices) -> tuple[bool, str]:
+        """Of what holds each other, that is told which is not lost itself, and has the first name."""
+        return bool((lost == node).any()), described(self.objects[node])
 
     def _next_level(self, parents: Indices, frontier: Indices) -> Indices:
         """Marks what the frontier's nodes lead to and returns what was not reached before."""
@@ -498,6 +582,8 @@ class _Heap:
     def _walk(self) -> AddressTable:
         """Reads the references of all objects, adding those that it meets; returns the table of their addresses."""
         table = AddressTable(identities(self.objects))
+        readers: dict[int, Reader] = {}
+        self._untracked_holders = [id(kind) for kind in untracked_holders()]
         self._types: dict[int, type] = {}
         known_kinds = AddressTable(np.zeros(0, np.int64))
         counts: list[Ints] = []
@@ -510,7 +596,15 @@ class _Heap:
             met_kinds = np.unique(kinds[-1][known_kinds.find(kinds[-1]) < 0])
             known_kinds.add(met_kinds)
             self._types.update((kind, object_at(kind)) for kind in met_kinds.tolist())
+            readers.update(
+                (kind, reader)
+                for kind in met_kinds.tolist()
+                if (reader := reader_of(self._types[kind], thorough=self._is_thorough)) is not None
+            )
             held = list(map(gc.get_referents, chunk))
+            for kind, reader in readers.items():
+                for place in np.flatnonzero(kinds[-1] == kind).tolist():
+                    held[place].extend(reader(chunk[place]))
             if sys.version_info >= (3, 13):
                 # A dict that shares an instance's values shows none of them, and takes them over when that dies.
                 for item, referents in zip(chunk, held, strict=True):
@@ -544,7 +638,11 @@ class _Heap:
     def _are_worth(self, ids: Ints) -> npt.NDArray[np.bool_]:
         """Which objects, met by the walk, can lead further: what is not tracked refers to nothing that is."""
         worth = are_tracked(ids)
-        if self._is_any_untracked:
+        rest = np.flatnonzero(~worth)
+        kinds = types_of(ids[rest])
+        for kind in self._untracked_holders:
+            worth[rest[kinds == kind]] = True
+        if self._passes_untracked:
             # Dicts and tuples of nothing that is tracked are not tracked either.
             worth |= np.isin(types_of(ids), [id(dict), id(tuple)])
         worth[_checkers_frames(ids)] = False
@@ -588,6 +686,10 @@ def _roots() -> Iterator[_Root]:
             yield _Root("thread", names[ident], thread, [], _LATER if _runs_for_a_library(thread) else _FIRST)
     for variable, value in copy_context().items():
         yield _Root("context", variable.name, variable, [value], _LATER)
+    for name, held in (*named_holders(), *exit_functions()):
+        if id(held) not in seen and (gc.is_tracked(held) or type(held) is dict or type(held) is tuple):
+            seen.add(id(held))
+            yield _Root("interpreter", name, held, [], _LAST)
     for frame, ident in _running_frames():
         thread_name = "" if ident == threading.get_ident() else names.get(ident, str(ident))
         variables = variables_of(frame)
@@ -624,15 +726,21 @@ def _runs_for_a_library(thread: object) -> bool:
     return type(module) is str and is_library(module)
 
 
-def _running_frames() -> Iterator[tuple[FrameType, int]]:
-    """The frames of all threads, except the checker's, each with its thread's identifier."""
+def _all_held_by(item: object) -> list[object]:
+    """What an object refers to, as the collector is shown it and as it is not."""
+    reader = reader_of(type(item))
+    return gc.get_referents(item) if reader is None else [*gc.get_referents(item), *reader(item)]
+
+
+def _running_frames(*, of_checker: bool = False) -> Iterator[tuple[FrameType, int]]:
+    """The frames of all threads, the checker's or all others, each with its thread's identifier."""
     waiting: list[tuple[FrameType | None, int]] = [(frame, ident) for ident, frame in sys._current_frames().items()]
     while waiting:
         # Nothing of this is left in a local variable at the end: one of the frames is this function's own.
         frame, ident = waiting.pop()
         if frame is not None:
             waiting.append((frame.f_back, ident))
-            if not _is_checkers(frame):
+            if _is_checkers(frame) is of_checker:
                 yield frame, ident
 
 

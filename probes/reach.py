@@ -10,6 +10,7 @@ from typing import Any
 
 from lowtide.probes.foreign import dict_of_module, is_a, module_of_class, mro_of
 from lowtide.probes.objects import frame_locals
+from lowtide.probes.unseen_references import Reader, reader_of, untracked_holders
 
 _CHUNK = 4096
 
@@ -27,7 +28,7 @@ def reach(
     namespaces: Collection[int] | None = None,
     max_objects: int = 200_000,
 ) -> tuple[list[Any], bool]:
-    """The tracked objects that `starts` reach, they included, and whether there were more than `max_objects`.
+    """The objects that can hold others and that `starts` reach, they included; whether there were over `max_objects`.
 
     Args:
         starts: where to begin.
@@ -43,6 +44,8 @@ def reach(
     namespaces = module_namespaces() if namespaces is None else namespaces
     seen: dict[int, object] = {}
     known: dict[int, bool] = {}
+    readers: dict[int, Reader | None] = {}
+    passed = frozenset(map(id, (dict, tuple, *untracked_holders())))
     waiting: list[object] = list(starts)
     while waiting:
         chunk = waiting[-_CHUNK:]
@@ -65,7 +68,15 @@ def reach(
                 waiting.extend(_held_by_suspended(item))
             else:
                 plain.append(item)
-        waiting.extend(filter(gc.is_tracked, gc.get_referents(*plain)))
+                if id(kind) not in readers:
+                    readers[id(kind)] = reader_of(kind)
+                reader = readers[id(kind)]
+                if reader is not None:
+                    waiting.extend(reader(item))
+        held = gc.get_referents(*plain)
+        waiting.extend(filter(gc.is_tracked, held))
+        # The collector tracks no array, and no dict or tuple of nothing else.
+        waiting.extend(item for item in held if id(type(item)) in passed and not gc.is_tracked(item))
     return list(seen.values()), False
 
 

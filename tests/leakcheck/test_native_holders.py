@@ -187,6 +187,33 @@ def test_what_a_kept_loss_has_saved_is_held_by_the_loss(load: Load) -> None:
     assert told.cut.action == "del program.LOSSES[0]"
 
 
+class Keeping(torch.autograd.Function):
+    """Keeps something in its context for as long as the graph lives."""
+
+    @staticmethod
+    def forward(context: Any, value: Any) -> Any:
+        context.kept = {"table": torch.zeros(30)}
+        return value * 2
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def test_what_the_context_of_a_function_keeps_is_held_by_the_loss(load: Load) -> None:
+    program = load(LOSSES)
+
+    def step() -> None:
+        program.LOSSES.append(Keeping.apply(program.WEIGHT).sum())  # type: ignore[no-untyped-call]
+
+    told = explanations_of(step)[120]
+    assert (told.verdict, told.cause) == ("native-held", "autograd")
+    assert told.holder == "program.LOSSES[0].grad_fn, where KeepingBackward has .kept['table']"
+    assert [hop.edge for hop in told.path[-3:]] == [".next_functions[0][0]", ".kept", "['table']"]
+    assert told.cut is not None
+    assert told.cut.action == "del program.LOSSES[0]"
+
+
 def test_a_leaf_at_the_end_of_a_kept_graph_is_held_by_it(load: Load) -> None:
     program = load(LOSSES)
 

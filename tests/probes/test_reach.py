@@ -10,7 +10,9 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from lowtide.probes.reach import reach
 
@@ -170,3 +172,15 @@ def test_it_keeps_nothing_alive() -> None:
     del wanted
     gc.collect()
     assert reference() is None
+
+
+def test_what_arrays_hold_is_reached_and_so_is_what_untracked_containers_do() -> None:
+    """An engine that keeps its weights as numpy arrays owns the tensors under them."""
+    tensor, item = torch.zeros(3), [1]
+    view = tensor.numpy()
+    table = np.array([None, item], dtype=object)
+    engine = {"weights": {"a": (view,)}}
+    gc.collect()
+    found, _ = reach([engine, [table]])
+    assert any(held is view.base for held in found)
+    assert any(held is item for held in found)

@@ -378,7 +378,13 @@ HOLDERS = (
         "test_holders.TRACED",
         bytes=512,
     ),
-    Case("numpy_array_over_a_tensor", "global ARRAY\nARRAY = make().numpy()", "ARRAY = None", "unknown", ""),
+    Case(
+        "numpy_array_over_a_tensor",
+        "global ARRAY\nARRAY = make().numpy()",
+        "ARRAY = None",
+        "module-global",
+        "ARRAY.base",
+    ),
     Case(
         "running_function",
         "frame = sys._getframe()\n"

@@ -1,0 +1,370 @@
+"""What holds tensors where the collector does not look: arrays, the interpreter's and torch's own tables, C++."""
+
+from __future__ import annotations
+
+import atexit
+import codecs
+import ctypes
+import encodings
+import functools
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lowtide.leakcheck.explain import Explanation, explain
+from lowtide.leakcheck.inspectors import marks
+
+HELD: dict[str, Any] = {}
+HERE = f"{__name__}.HELD"
+
+
+class Engine:
+    """Has weights, a method to register, and a name for each of them."""
+
+    def __init__(self) -> None:
+        self.weights = torch.zeros(8)
+
+    def called(self, *_: object) -> None: ...
+
+
+def holders_of(tensors: dict[str, torch.Tensor]) -> dict[str, Explanation]:
+    """What is said of each tensor, by one walk."""
+    items = list(tensors.values())
+    found = explain(items, ignore={id(items), id(tensors)})
+    return dict(zip(tensors, found, strict=True))
+
+
+# --- numpy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def arrays() -> Iterator[dict[str, Explanation]]:
+    """Each array holds the only reference to its tensor but for the one that is asked about."""
+    names = ("view", "slice", "memory view", "buffer", "objects", "fields", "scalar", "tuple", "nested", "iterator")
+    tensors = {name: torch.zeros(8) for name in names}
+    HELD["view"] = tensors["view"].numpy()
+    HELD["slice"] = tensors["slice"].numpy()[2:]
+    HELD["memory view"] = memoryview(tensors["memory view"].numpy())
+    HELD["buffer"] = (ctypes.c_char * 4).from_buffer(tensors["buffer"].numpy().view(np.uint8))
+    HELD["objects"] = np.empty((2, 2), dtype=object)
+    HELD["objects"][1, 0] = tensors["objects"]
+    HELD["fields"] = np.empty(3, dtype=[("tensor", object), ("size", float)])
+    HELD["fields"]["tensor"][2] = tensors["fields"]
+    records = np.empty(1, dtype=[("tensor", object)])
+    records["tensor"][0] = tensors["scalar"]
+    HELD["scalar"] = records[0]
+    HELD["tuple"] = (tensors["tuple"].numpy(), 1)
+    HELD["nested"] = {"a": {"b": tensors["nested"].numpy()}}
+    HELD["iterator"] = tensors["iterator"].numpy().flat
+    del records
+    # What a view keeps is another tensor over the same memory.
+    for name in ("view", "slice", "memory view", "buffer", "tuple", "nested", "iterator"):
+        tensors[name] = base_of(HELD[name])
+    gc.collect()
+    try:
+        yield holders_of(tensors)
+    finally:
+        HELD.clear()
+
+
+def base_of(holder: Any) -> torch.Tensor:
+    """The tensor at the end of a chain of views."""
+    while not isinstance(holder, torch.Tensor):
+        if isinstance(holder, tuple):
+            holder = holder[0]
+        elif isinstance(holder, dict):
+            holder = next(iter(holder.values()))
+        elif isinstance(holder, ctypes.Array):
+            holder = holder._objects["ffffffff"]  # type: ignore[index]
+        else:
+            holder = holder.obj if isinstance(holder, memoryview) else holder.base
+    return holder
+
+
+@pytest.mark.parametrize(
+    ("name", "edge"),
+    [
+        ("view", ".base"),
+        ("slice", ".base.base"),
+        ("memory view", ".obj.base"),
+        ("buffer", "._objects['ffffffff'].obj.base.base"),
+        ("objects", "[1, 0]"),
+        ("fields", "['tensor'][2]"),
+        ("scalar", ".base['tensor'][0]"),
+        ("tuple", "[0].base"),
+        ("nested", "['a']['b'].base"),
+        ("iterator", ".base.base"),
+    ],
+)
+def test_an_array_holds_its_memory_and_its_objects(arrays: dict[str, Explanation], name: str, edge: str) -> None:
+    told = arrays[name]
+    assert (told.verdict, told.holder) == ("reachable", f"{HERE}[{name!r}]{edge}")
+
+
+def test_what_was_made_of_something_new_is_new(arrays: dict[str, Explanation]) -> None:
+    """Nobody notes when an array is made: a view's age is that of what it views, an array of objects passes for old."""
+    tensor = torch.zeros(2)
+    view, table = tensor.numpy(), np.array([None, None], dtype=object)
+    older = {id(HELD), id(view), id(table)}
+    assert marks([HELD, view, view.base], innocent=older, ages_known=True) == ["innocent", None, None]
+    assert marks([HELD, table, tensor], innocent=older, ages_known=True) == ["innocent", "innocent", None]
+
+
+# --- torch's own objects --------------------------------------------------------------------------------------------
+
+
+class Scripted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(8))
+        self.register_buffer("offset", torch.zeros(8))
+        self.table = torch.zeros(8)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        # TorchScript takes a comment behind the first line for a type of its own.
+        result: torch.Tensor = value * self.weight + self.offset + self.table  # type: ignore[operator]
+        return result
+
+
+@pytest.fixture(scope="module")
+def torchs() -> Iterator[dict[str, Explanation]]:
+    result = torch.zeros(8)
+    HELD["future"] = torch.futures.Future()  # type: ignore[no-untyped-call]
+    HELD["future"].set_result([result])
+    HELD["failed"] = torch.futures.Future()  # type: ignore[no-untyped-call]
+    HELD["error"] = ValueError()
+    HELD["failed"].set_exception(HELD["error"])
+    with warnings.catch_warnings():
+        # It is deprecated.
+        warnings.simplefilter("ignore")
+        with tempfile.TemporaryFile() as file:
+            torch.jit.save(torch.jit.script(Scripted()), file)
+            file.seek(0)
+            HELD["script"] = torch.jit.load(file)
+    own = HELD["script"]._c
+    tensors = {"future": result, **{name: own.getattr(name) for name in ("weight", "offset", "table")}}
+    try:
+        yield holders_of(tensors)
+        # Asking a future that has failed leaves nothing of the checker in its exception.
+        assert HELD["error"].__traceback__ is None
+    finally:
+        HELD.clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "holder"),
+    [
+        ("future", "['future'].value()[0]"),
+        ("weight", "['script'].weight"),
+        ("offset", "['script'].offset"),
+        ("table", "['script'].table"),
+    ],
+)
+def test_what_torch_keeps_in_c_is_its_owners(torchs: dict[str, Explanation], name: str, holder: str) -> None:
+    assert torchs[name].holder == f"{HERE}{holder}"
+
+
+# --- the interpreter's and torch's own tables -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def registered() -> Iterator[dict[str, Explanation]]:
+    """Explained while each of them is registered, and nothing else holds it."""
+    engines = {
+        name: Engine()
+        for name in ("signal", "exit", "arguments", "codec", "errors", "dispatch", "function", "hooks", "profile")
+    }
+    tensors = {name: engine.weights for name, engine in engines.items()}
+    before = signal.signal(signal.SIGUSR1, engines["signal"].called)
+    exit_function = engines["exit"].called
+    atexit.register(exit_function)
+    with_arguments = atexit.register(functools.partial(print, end=""), engines["arguments"])
+    codecs.register(engines["codec"].called)
+    codecs.register_error("lowtide.test", engines["errors"].called)
+    dispatch, function = DispatchMode(engines["dispatch"]), FunctionMode(engines["function"])
+    hooks = torch.autograd.graph.saved_tensors_hooks(engines["hooks"].called, lambda saved: saved)
+    profiler = sys.getprofile()
+    with hooks, dispatch, function:
+        sys.setprofile(engines["profile"].called)
+        try:
+            del dispatch, function, hooks, engines
+            told = holders_of(tensors)
+        finally:
+            sys.setprofile(profiler)
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        atexit.unregister(exit_function)
+        atexit.unregister(with_arguments)
+        # It compares by identity, and nothing else may have the method.
+        for table in gc.get_referrers(encodings.search_function):  # type: ignore[attr-defined]
+            if type(table) is list:
+                del table[-1]
+        codecs.register_error("lowtide.test", codecs.strict_errors)
+
+
+class DispatchMode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class FunctionMode(torch.overrides.TorchFunctionMode):
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "holder"),
+    [
+        ("signal", "signal.getsignal(signal.SIGUSR1).__self__.weights"),
+        ("exit", f"atexit.register(method {__name__}.Engine.called).__self__.weights"),
+        ("arguments", "atexit.register(functools.partial of function print) with[0].weights"),
+        ("codec", "codecs.register()[*].__self__.weights"),
+        ("errors", "codecs.register_error()['lowtide.test'].__self__.weights"),
+        ("dispatch", "torch.utils._python_dispatch._get_current_dispatch_mode_stack()[*].engine.weights"),
+        ("function", "torch.overrides._get_current_function_mode_stack()[*].engine.weights"),
+        ("hooks", "torch._C._autograd._top_saved_tensors_default_hooks(True)[0].__self__.weights"),
+        ("profile", "sys.getprofile().__self__.weights"),
+    ],
+)
+def test_what_the_process_itself_holds_has_a_name(registered: dict[str, Explanation], name: str, holder: str) -> None:
+    told = registered[name]
+    begin, _, end = holder.partition("*")
+    assert told.verdict == "reachable"
+    assert told.holder.startswith(begin)
+    assert told.holder.endswith(end)
+    assert told.path[0].type == "interpreter"
+
+
+def test_an_audit_hook_is_named() -> None:
+    """In a process of its own, since such a hook cannot be removed."""
+    source = f"""
+        import sys
+        from {__name__} import Engine, holders_of
+        engine = Engine()
+        tensors = {{"weights": engine.weights}}
+        sys.addaudithook(engine.called)
+        del engine
+        print(holders_of(tensors)["weights"].holder)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        check=False,
+    )
+    assert done.stdout == f"sys.addaudithook(method {__name__}.Engine.called).__self__.weights\n", done.stderr
+
+
+# --- what C++ alone holds -------------------------------------------------------------------------------------------
+
+
+class Quadrature:
+    """Hooks itself into the graph of its own output, as gpytorch's does (gpytorch#2734)."""
+
+    def __init__(self) -> None:
+        self.weights = torch.zeros(8, requires_grad=True)
+        self.output = self.weights + 1
+        assert self.output.grad_fn is not None
+        self.output.grad_fn.register_hook(functools.partial(Quadrature.clear, self))
+
+    def clear(self, *_: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def pathless() -> dict[str, Explanation]:
+    tensors = {}
+    gc.disable()
+    for name in ("object", "dict", "behind", "garbage"):
+        engine = Engine()
+        tensors[name] = engine.weights
+        holder: Any = {"object": engine, "dict": {"engine": engine}, "behind": Engine(), "garbage": [engine]}[name]
+        if name == "behind":
+            holder.inner = [engine]
+        if name == "garbage":
+            holder.append(holder)
+            engine.holder = holder  # type: ignore[attr-defined]
+        else:
+            # A reference that no object has.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(holder))
+        del holder, engine
+    tensors["hook"] = Quadrature().weights
+    try:
+        return holders_of(tensors)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("name", "holder"),
+    [
+        ("object", f"{__name__}.Engine, held from C or C++"),
+        ("dict", "dict, held from C or C++"),
+        ("behind", f"{__name__}.Engine, held from C or C++"),
+        ("hook", f"hook functools.partial of function {__name__}.Quadrature.clear, held from C or C++"),
+    ],
+)
+def test_the_outermost_object_that_c_holds_is_named(pathless: dict[str, Explanation], name: str, holder: str) -> None:
+    told = pathless[name]
+    assert (told.verdict, told.holder) == ("native-held", holder)
+    assert told.path[0].type == "native"
+    # Nobody can write a change to what has no name.
+    assert told.cut is None
+
+
+def test_the_path_begins_at_the_outermost_object(pathless: dict[str, Explanation]) -> None:
+    assert [hop.edge for hop in pathless["behind"].path[1:]] == [".inner", "[0]", ".weights"]
+
+
+def test_garbage_that_nothing_holds_is_garbage(pathless: dict[str, Explanation]) -> None:
+    told = pathless["garbage"]
+    assert (told.verdict, told.cause, told.path) == ("unexplained", "cycle", ())
+
+
+def test_no_code_of_what_is_on_the_way_runs() -> None:
+    class Hostile:
+        def __init__(self) -> None:
+            self.weights = torch.zeros(8)
+
+        def fails(self, *_: object) -> Any:
+            raise AssertionError
+
+        __eq__ = __hash__ = __bool__ = __repr__ = __getattr__ = __len__ = __iter__ = __call__ = fails
+
+    table = np.empty(1, dtype=object)
+    tensors = {}
+    for name in ("array", "c"):
+        item = Hostile()
+        tensors[name] = item.weights
+        if name == "array":
+            table[0] = item
+        elif name == "c":
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(item))
+    HELD["table"] = table
+    del item, table
+    try:
+        told = holders_of(tensors)
+    finally:
+        del HELD["table"]
+    assert told["array"].holder == f"{HERE}['table'][0].weights"
+    assert told["c"].verdict == "native-held"
