@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from lowtide.probes.described import LIBRARYS
+from lowtide.probes.described import LIBRARYS, is_text_of_tool
 from lowtide.probes.settings import is_entry
 
 ABSENT = ""
@@ -61,7 +61,8 @@ def changes_between(
 ) -> list[Change]:
     """What changed, sorted by name, but for what changes with something else.
 
-    Nor does it count that an installed library's own function was set somewhere, as at the library's first use.
+    Nor does it count that an installed library's own function was set somewhere, as at the library's first use, or that
+    a tool that runs tests took its own away, as a time limit does when a test fails.
 
     Args:
         before: the settings as they should be.
@@ -71,7 +72,7 @@ def changes_between(
     found = []
     for name in now.keys() | before.keys() if names is None else names:
         then, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
-        if then == is_now or LIBRARYS in name or is_now.startswith(LIBRARYS):
+        if then == is_now or LIBRARYS in name or is_now.startswith(LIBRARYS) or is_text_of_tool(then):
             continue
         # Of what its library had not been there for at one of the moments, nothing is known.
         if is_entry(name) or (name in before and name in now):

@@ -220,7 +220,7 @@ class _State:
         objects, self._is_more = reach(values, namespaces=module_namespaces(), max_objects=_MOST_OBJECTS)
         behind = gc.get_referents(*objects)
         # The collector does not track a tuple or a dict of numbers.
-        behind += gc.get_referents(*(item for item in behind if type(item) in (tuple, dict)))
+        behind += gc.get_referents(*(item for item in behind if type(item) is tuple or type(item) is dict))
         census = Census([*objects, *behind])
         threads = census.instances_of(threading.Thread)
         self._names = {f"{thread.name} ({thread.ident})" for thread in threads}

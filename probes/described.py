@@ -66,6 +66,11 @@ def is_tools(cls: type) -> bool:
     return module_of_class(cls).partition(".")[0] in (*_TOOLS, *_DEBUGGERS)
 
 
+def is_text_of_tool(text: str) -> bool:
+    """Whether a text of `described` is that of a function or an object of a tool that runs tests."""
+    return text.removeprefix(LIBRARYS).partition(".")[0] in (*_TOOLS, *_DEBUGGERS)
+
+
 def is_of_python(file: str) -> bool:
     """Whether code in `file` is of Python's own library."""
     return is_library(file) and not file.startswith(_SITE)

@@ -435,3 +435,11 @@ def test_only_what_can_be_added_was_something_before(
     before: Mapping[str, str], now: Mapping[str, str], found: list[str]
 ) -> None:
     assert [told(change) for change in changes_between(before, now)] == found
+
+
+@pytest.mark.parametrize(
+    ("handler", "counts"), [("a library's pytest_timeout.set.handler at 0x1", False), ("own.on at 0x1", True)]
+)
+def test_a_time_limit_that_a_failing_test_ended_is_no_change(handler: str, counts: bool) -> None:
+    name = "signal.getsignal(signal.SIGALRM)"
+    assert bool(changes_between({name: handler}, {name: "signal.SIG_DFL"})) is counts
