@@ -59,6 +59,7 @@ class Books:
             for change in self._changes(now, subject, self._ended):
                 self._history.note(change.name, change.before, change.now)
         self._ended.clear()
+        self._history.begin(now.settings)
         self.baseline = now
         self._opened.clear()
         self._entered.clear()

@@ -253,6 +253,15 @@ def test_a_setting_that_an_earlier_test_changed_may_be_put_back(books: Books) ->
     assert new(books, second, key="globals") == {f"{DTYPE} was float32, is float64"}
 
 
+def test_a_setting_that_a_live_owner_put_back_is_a_change_when_it_is_changed_again(books: Books) -> None:
+    first, second = (counters(settings={DTYPE: value}) for value in ("float32", "float64"))
+    books.begin("setup", first)
+    books.begin("setup", second)
+    owned(books, "fixture", second, first)
+    books.begin("setup", first)
+    assert new(books, second, key="globals") == {f"{DTYPE} was float32, is float64"}
+
+
 def test_a_setting_that_an_ended_owner_left_changed_may_be_put_back(books: Books) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
