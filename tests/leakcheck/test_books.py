@@ -254,10 +254,10 @@ def test_a_setting_that_an_earlier_test_changed_may_be_put_back(books: Books) ->
 
 
 def test_a_setting_that_a_live_owner_put_back_is_a_change_when_it_is_changed_again(books: Books) -> None:
-    first, second = (counters(settings={DTYPE: value}) for value in ("float32", "float64"))
-    books.begin("setup", first)
-    books.begin("setup", second)
-    owned(books, "fixture", second, first)
+    first, second, third = (counters(settings={DTYPE: value}) for value in ("float32", "float64", "float16"))
+    for now in (first, second, third):
+        books.begin("setup", now)
+    owned(books, "fixture", third, first)
     books.begin("setup", first)
     assert new(books, second, key="globals") == {f"{DTYPE} was float32, is float64"}
 
