@@ -318,7 +318,14 @@ class _Way:
         """
         if self.shown.skipped and not self.shown.path.steps[0].edge:
             return False
+        if self._is_finalizers:
+            # It is still called when its object dies, or at exit.
+            return False
         return turn >= self.begin and all(link.kind != "opaque" for link in self.links[self.begin : turn + 1])
+
+    @property
+    def _is_finalizers(self) -> bool:
+        return self.shown.path.root_name.startswith("weakref.finalize(")
 
     def code(self, turn: int) -> str | None:
         """What a step starts from, as code; None where no expression leads to it."""
@@ -334,6 +341,8 @@ class _Way:
     def advice(self, first: int, *, has_cut: bool) -> str:
         """What to do where the first suspect edge lies inside a library, unless it can be cut there."""
         turn = max(first, self.begin)
+        if self._is_finalizers:
+            return f"call detach() of {self.shown.path.root_name} when what it is for is over"
         if has_cut and turn < len(self.links) and not self.territory(turn).is_ground:
             return ""
         if turn >= len(self.links) or self.links[turn].kind in _CACHED or not self.territory(turn).is_librarys:
