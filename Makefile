@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # The exact version takes the CPU build where one is provided; the package itself only asks for a floor.
 TORCH  := torch==2.13.0
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-all lint format clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml
@@ -26,10 +26,16 @@ WITHOUT_TORCH := $(shell grep -LE 'torch|transformers|small_target|checked_life'
 LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
 	'torch\.compile|COMPILED|FakeTensorMode|torch\.profiler|import transformers|from transformers' tests/*/test_*.py)
 WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(sort $(shell find tests -name "test_*.py")))
+# Whole lives and commands, which take 40 % of the time of all tests: `make test-all` runs them, every night.
+NIGHTLY := tests/package/test_cli.py tests/pytest_plugin/test_remedies.py $(addprefix tests/leakcheck/test_, \
+	checked_life.py fuzz.py leftovers.py lifecycle.py shared_sweep.py sleeping_lives.py witness.py)
 
 test: $(STAMP)
-	$(PYTEST) $(WITHOUT_TORCH)
-	$(PYTEST) $(WITH_TORCH) $(filter-out $(WITHOUT_TORCH),$(LOADING_MORE))
+	$(PYTEST) $(filter-out $(NIGHTLY),$(WITHOUT_TORCH))
+	$(PYTEST) $(filter-out $(NIGHTLY),$(WITH_TORCH) $(filter-out $(WITHOUT_TORCH),$(LOADING_MORE)))
+
+test-all: test
+	$(PYTEST) $(NIGHTLY)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -52,12 +52,19 @@ class Books:
         # Those whose scope ended with the test.
         self._ended: list[Owner] = []
         self._history = SettingHistory()
+        self._were_put_back = False
+
+    def forget_settings(self) -> None:
+        """Whoever judges has put the settings back: that they changed is nothing to remember."""
+        self._history = SettingHistory()
+        self._were_put_back = True
 
     def begin(self, stage: str, now: Counters) -> None:
         """A test begins."""
-        for subject in (None, *self._ended):
+        for subject in () if self._were_put_back else (None, *self._ended):
             for change in self._changes(now, subject, self._ended):
                 self._history.note(change.name, change.before, change.now)
+        self._were_put_back = False
         self._ended.clear()
         self._history.begin(now.settings)
         self.baseline = now

@@ -36,6 +36,10 @@ _TOLD_WITH: Mapping[str, tuple[str, ...]] = {
 """What changes, and is put back, with another setting."""
 
 
+_OF_A_COMPILER = {"sys.getrecursionlimit()": "2000"}
+"""What `torch.compile` sets with the first thing that it compiles (torch/_inductor/compile_fx.py), and leaves so."""
+
+
 @dataclass(frozen=True)
 class Change:
     """One setting that is not what it was.
@@ -72,6 +76,8 @@ def changes_between(
     found = []
     for name in now.keys() | before.keys() if names is None else names:
         then, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
+        if _OF_A_COMPILER.get(name) == is_now:
+            continue
         if then == is_now or LIBRARYS in name or is_now.startswith(LIBRARYS) or is_text_of_tool(then):
             continue
         # Of what its library had not been there for at one of the moments, nothing is known.

@@ -156,6 +156,7 @@ class Lives:
         A heap that stays frozen, a setting that stays replaced: what the first life leaves of these, the others find.
         """
         self._process.findings("shutdown", remedies=True)
+        self.watch.forget_settings()
         if gc.get_freeze_count() > self._frozen:
             gc.unfreeze()
             gc.collect()

@@ -95,11 +95,17 @@ def _serves_multiprocessing(pid: str) -> bool:
         return True
 
 
+_KERNEL = (0, 2)
+"""The parents of the kernel's own threads."""
+
+
 def _has_ended(pid: str) -> bool:
     try:
-        # One that is exiting has no memory any more, some time before it is a zombie.
-        pages = Path(f"/proc/{pid}/statm").read_bytes().split()[0]
-        return bool(pages == b"0" or psutil.Process(int(pid)).status() == psutil.STATUS_ZOMBIE)
+        process = psutil.Process(int(pid))
+        # One that is exiting has no memory any more, some time before it is a zombie; the kernel's threads never have.
+        has_memory = Path(f"/proc/{pid}/statm").read_bytes().split()[0] != b"0"
+        is_exiting = not has_memory and process.ppid() not in _KERNEL
+        return bool(is_exiting or process.status() == psutil.STATUS_ZOMBIE)
     except (OSError, IndexError, psutil.Error):  # it ended meanwhile
         return True
 

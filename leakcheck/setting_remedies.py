@@ -12,6 +12,7 @@ from typing import Any
 
 from lowtide.leakcheck.changed_settings import ABSENT, Change, is_secret
 from lowtide.probes.settings import is_entry
+from lowtide.probes.torch_settings import NO_LIMIT
 
 _LONGEST_LINE = 240
 """Characters of code beyond which nobody reads it."""
@@ -52,7 +53,6 @@ _SETTERS: Mapping[str, str] = {
     ),
     "torch.backends.nnpack.enabled": "torch.backends.nnpack.set_flags({})",
     "torch.backends.quantized.engine": "torch._C._set_qengine({})",
-    "torch._C._get_sdp_priority_order()": "torch._C._set_sdp_priority_order({})",
     "torch._C._is_multithreading_enabled()": "torch._C._set_multithreading_enabled({})",
     "torch._C._accelerator_getAllocatorSettings()": "torch._C._accelerator_setAllocatorSettings({})",
     "torch.__future__.get_swap_module_params_on_conversion()": (
@@ -167,6 +167,9 @@ def _value(name: str, before: str) -> str | None:
     if match := re.fullmatch(r"(torch\.backends\.cuda\.preferred_\w+_library)\(\)", name):
         return f"{match[1]}({before.rpartition('.')[2].lower()!r})"
     if name == "torch.cuda.get_per_process_memory_fraction()":
+        if before == NO_LIMIT:
+            every = "for card in range(torch.cuda.device_count())"
+            return f"[torch.cuda.set_per_process_memory_fraction(1.0, card) {every}]"
         shares = enumerate(ast.literal_eval(before))
         return "; ".join(f"torch.cuda.set_per_process_memory_fraction({share}, {card})" for card, share in shares)
     expression = _expression(before)

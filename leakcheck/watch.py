@@ -277,7 +277,7 @@ class Watch:
         self._unseen.begin()
         self._remains.mark()
         self._namespaces = namespace_sizes()
-        now = self._counters.read(settings="no library's") if follows else self._read()
+        now = self._counters.read_in_part(settings="no library's") if follows else self._read()
         self._is_judged = judged
         if self._level_at_end is not None:
             self._kept.fell(max(self._level_at_end - (now.amounts["host-memory"] or 0), 0))
@@ -286,6 +286,10 @@ class Watch:
             self._adopt(now, read_heap(self._births, Claims(()), (), ()))
         self._is_in_a_test = True
         self._card_came_in_this_test = False
+
+    def forget_settings(self) -> None:
+        """Whoever judges has put the process-wide settings back."""
+        self._books.forget_settings()
 
     def _queue_warm_up(self) -> None:
         """Again and again: torch may have been imported meanwhile, or a card used by another thread."""
@@ -359,7 +363,7 @@ class Watch:
         self._attribute_births(label, again=again)
         self._caches.note(ending)
         last = self._books.last
-        now = self._counters.read(last, settings="none") if settings_later else self._counters.read(last)
+        now = self._counters.read_in_part(last, settings="none") if settings_later else self._counters.read(last)
         self._books.attribute(ending, now, settings_later=settings_later)
 
     def full_phase(self, label: str) -> None:

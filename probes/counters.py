@@ -78,12 +78,17 @@ class CounterReader:
         self._files: dict[int, tuple[int, int, str]] = {}
         self._settings = SettingReader(warnings_filters=warnings_filters)
 
-    def read(
-        self, last: Counters | None = None, *, settings: Literal["all", "no library's", "none"] = "all"
-    ) -> Counters:
+    def read(self, last: Counters | None = None) -> Counters:
         """All of them; or, in half of the time, only what may have changed since `last`.
 
         Then the cards' amounts are taken over, and descriptors too if the same numbers are open.
+        """
+        return self.read_in_part(last, settings="all")
+
+    def read_in_part(
+        self, last: Counters | None = None, *, settings: Literal["all", "no library's", "none"]
+    ) -> Counters:
+        """As `read`, with some of the settings only.
 
         Args:
             last: an earlier reading.

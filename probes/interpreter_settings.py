@@ -211,7 +211,8 @@ class Environment:
         if type(variables) is not _ENVIRON:
             return id(variables)
         data: dict[bytes, bytes] = dict(variables._data)
-        data.pop(b"PYTEST_CURRENT_TEST", None)
+        for name in (b"PYTEST_CURRENT_TEST", *_RENDEZVOUS):
+            data.pop(name, None)
         return data
 
     def texts(self) -> dict[str, str]:
@@ -257,6 +258,8 @@ class Signals:
 
 _FIRST_REAL_TIME_SIGNAL = 32
 # Of the module in C: the one in Python looks for a name of the handler each time.
+# Where the processes of a group meet: whoever uses torch.distributed sets these, and reads what stands there.
+_RENDEZVOUS = (b"MASTER_ADDR", b"MASTER_PORT", b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"LOCAL_WORLD_SIZE")
 _HANDLER_OF: Any = importlib.import_module("_signal").getsignal
 _SIGNAL_NAMES = {int(each): each.name for each in signal.Signals}
 _DEFAULT_HANDLERS = {int(signal.SIG_DFL): "signal.SIG_DFL", int(signal.SIG_IGN): "signal.SIG_IGN"}

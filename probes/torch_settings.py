@@ -44,7 +44,6 @@ _PLAIN = {
     "torch.backends.cuda.matmul.allow_fp16_accumulation": "_get_cublas_allow_fp16_accumulation",
     "torch.backends.cuda.preferred_linalg_library()": "_get_linalg_preferred_backend",
     "torch.backends.cuda.preferred_blas_library()": "_get_blas_preferred_backend",
-    "torch._C._get_sdp_priority_order()": "_get_sdp_priority_order",
     "torch.backends.quantized.engine": "_get_qengine",
     "torch._C._accelerator_getAllocatorSettings()": "_accelerator_getAllocatorSettings",
 }
@@ -197,6 +196,10 @@ def _opt_einsum(module: Any) -> list[Value]:
     ]
 
 
+NO_LIMIT = "1.0 on each card"
+"""What the share of the memory of each card is that a process may take, where nobody has set one."""
+
+
 def _card(torch: Any) -> list[Value]:
     """Of each card on which torch has begun to work: until then there is nothing to read, and nothing is begun."""
     core = torch._C
@@ -206,7 +209,9 @@ def _card(torch: Any) -> list[Value]:
     initialized = torch.cuda.is_initialized
 
     def fractions() -> object:
-        return tuple(fraction(index) for index in range(core._cuda_getDeviceCount())) if initialized() else ()
+        # Before torch has begun there is no limit either, and that it begins is no change.
+        shares = tuple(fraction(index) for index in range(core._cuda_getDeviceCount())) if initialized() else ()
+        return shares if any(share != 1.0 for share in shares) else NO_LIMIT
 
     def device() -> int:
         return int(core._cuda_getDevice()) if initialized() else 0

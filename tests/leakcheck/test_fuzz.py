@@ -98,6 +98,8 @@ def test_the_progress_line_says_what_was_found(monkeypatch: pytest.MonkeyPatch) 
             super().update(task_id, **fields)
 
     monkeypatch.setattr(fuzz_command, "progress_line", lambda console: Line(console=console, disable=True))
+    # Where it looks for targets, and stays.
+    monkeypatch.syspath_prepend(Path.cwd())
     subjected = fuzz_command.named_target("tests.leakcheck.test_checked_life:ForgetsAtWake")
     fuzz_command.search(subjected, examples=50, seed=1, steps=10, console=Console(quiet=True))
     lives = [line for line in said if line.startswith("lives: ")]

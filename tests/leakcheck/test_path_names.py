@@ -173,8 +173,14 @@ def result_of_a_mock(helper: Any, thing: Any) -> None:
 @held_by("logging.getLogger('lowtide.test.names').handlers[0]")
 def handler_of_a_logger(helper: Any, thing: Any) -> Callable[[], None]:
     logger = logging.getLogger("lowtide.test.names")
-    logger.handlers.append(thing)
-    return logger.handlers.clear
+    logger.addHandler(thing)
+
+    def put_back() -> None:
+        logger.removeHandler(thing)
+        # It is no `logging.Handler`: a level that is set has loggers looked at.
+        logger.setLevel(logging.NOTSET)
+
+    return put_back
 
 
 @held_by("helper.LOGGER.filters[0].__self__")

@@ -285,7 +285,7 @@ def test_a_process_that_the_fork_server_has_forked_is_found_where_it_stays() -> 
         target.shutdown()
     (child,) = KEPT
     (found,) = [item for item in check.report.subjects[0].findings if item.resource == "processes"]
-    assert (found.count, found.holder) == (1, f"{child.pid} (python)")
+    assert (found.count, found.holder) == (1, f"{__name__}.KEPT[0]")
     child.kill()
     child.join()
 
