@@ -58,6 +58,11 @@ class Cards:
         # Looked for where the driver counts more than it lists, and only then.
         self._mappings: dict[str, Mapping[str, int]] = {}
 
+    def forget(self) -> None:
+        """No card is known any more: each is to be read again."""
+        self._known.clear()
+        self._mappings.clear()
+
     def knows(self, device: str) -> bool:
         """Whether there was a reading of this card."""
         return device in self._known

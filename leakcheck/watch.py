@@ -300,6 +300,8 @@ class Watch:
         """What the first use of a card takes belongs to the process, whoever's test it is in."""
         if not self._is_in_a_test:
             use()
+            # A card that another thread has used before is known as it was then.
+            self._cards.forget()
             return
         owner = Owner("the card's warm-up")
         self.enter(owner)

@@ -128,3 +128,11 @@ def test_without_a_figure_of_the_driver_s_its_list_is_all_there_is(card: FakeCar
     card.created, card.listed[0x1000] = 128 * MIB, MIB
     assert known.new_items(blind, [CARD], ())[f"allocations {CARD}"] == {"allocation at 0x1000": MIB}
     assert f"unlisted {CARD}" not in known.new_items(blind, [CARD], ())
+
+
+def test_a_card_that_was_forgotten_is_to_be_read_again(card: FakeCard, known: Cards) -> None:
+    card.created = 128 * MIB
+    known.forget()
+    assert not known.knows(CARD)
+    known.adopt(card.now(), [CARD], ())
+    assert new(known, card) == {}
