@@ -1,7 +1,7 @@
 """The BLAS library's handles on a card: each thread that uses it takes one, and torch keeps it for the next thread.
 
-On an H200 a handle is an allocation of 64 MiB and two small ones that torch does not count (FACTS: measured with torch
-2.11). torch keeps the handles of threads that have ended in a pool and hands them to later threads
+On an H200 a handle is an allocation of 64 MiB and two small ones that torch does not count (measured with torch 2.11).
+torch keeps the handles of threads that have ended in a pool and hands them to later threads
 (`ATen/cuda/CublasHandlePool.cpp`), so that as many stay as there were threads at once.
 """
 
