@@ -262,6 +262,14 @@ def unaccounted_driver_memory(snapshot: Snapshot, device: str) -> int | None:
 
 
 def unaccounted_host_memory(snapshot: Snapshot) -> int:
-    """The process's own resident bytes less what announced pools and tensors hold of them."""
-    pooled = sum(pool.resident.anonymous for pool in snapshot.pool_residency)
-    return snapshot.host.anonymous - pooled - snapshot.tensor_residency.anonymous
+    """The process's own bytes (`lowtide.probes.counters.own_bytes`) less what announced pools, tensors, files of
+    /dev/shm and torch's page-locked cache hold of them: each of these is judged by itself.
+    """
+    pools = [pool.resident for pool in snapshot.pool_residency]
+    tensors = snapshot.tensor_residency
+    private = snapshot.host.own - snapshot.host.shared
+    private -= sum(part.anonymous + part.swapped for part in (*pools, tensors))
+    # A page that only other processes have touched is resident, and not this one's.
+    named = sum(part.shared for part in (*pools, snapshot.file_residency))
+    named += max(tensors.shared, snapshot.pinned.torch_reserved or 0)
+    return private + max(0, snapshot.host.shared - named)

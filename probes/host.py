@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,11 +14,19 @@ from pathlib import Path
 
 import psutil
 
+from lowtide.probes.counters import own_bytes
 from lowtide.probes.ranges import Range, common, merge
 
 _SHARED_MEMORY = Path("/dev/shm")
+_UNNAMED_SHARED_MEMORY = ("/dev/zero (deleted)", "/memfd:", "/SYSV")
+"""How the kernel calls shared memory that has no name in a file system: of `mmap(-1)`, of a card's driver, …"""
+
+_PAGEMAP = Path("/proc/self/pagemap")
+_PAGEMAP_ENTRY = 8  # bytes per page
+_PAGEMAP_PAGES = 1 << 20  # per read
 _MINCORE_BYTES = 1 << 30  # per call: one byte of answer per page
 _LOWEST_BIT = bytes(value & 1 for value in range(256))
+_SWAPPED_BIT = bytes(value >> 6 & 1 for value in range(256))
 
 _mincore = ctypes.CDLL(None, use_errno=True).mincore
 _mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
@@ -65,6 +74,8 @@ class HostReading:
         shared_memory: files in /dev/shm that this user owns, sorted by name.
         notes: what could not be read, and why.
         temporary_files: those that processes of this one's have left which have ended, as far as whoever asks has seen.
+        own: what is neither code nor a file's, swapped out or not; see `lowtide.probes.counters.own_bytes`.
+        shared: the part of `own` that is shared memory.
     """
 
     rss: int
@@ -78,6 +89,13 @@ class HostReading:
     shared_memory: tuple[SharedMemoryEntry, ...]
     notes: tuple[str, ...]
     temporary_files: tuple[str, ...] = ()
+    own: int = 0
+    shared: int = 0
+
+    @property
+    def swapped(self) -> int:
+        """The part of `own` that is swapped out."""
+        return self.own - self.anonymous - self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +105,18 @@ class Resident:
     Attributes:
         anonymous: in memory of the process's own.
         file_backed: in mapped files and shared memory, which the kernel counts with them.
+        shared: the part of `file_backed` that is shared memory.
+        swapped: what is swapped out, and so is in none of these; 0 where nobody asked.
     """
 
     anonymous: int
     file_backed: int
+    shared: int = 0
+    swapped: int = 0
 
     @property
     def total(self) -> int:
-        """Both kinds."""
+        """What is in physical memory, of both kinds."""
         return self.anonymous + self.file_backed
 
 
@@ -106,7 +128,7 @@ def read_host() -> HostReading:
     """
     notes: list[str] = []
     process = psutil.Process()
-    status = _status()
+    status, own = _status()
     return HostReading(
         rss=status["VmRSS"],
         uss=_uss(process, notes),
@@ -118,23 +140,25 @@ def read_host() -> HostReading:
         descriptors=_descriptors(),
         shared_memory=_shared_memory(notes),
         notes=tuple(notes),
+        own=own,
+        shared=status["RssShmem"],
     )
 
 
-def _status() -> dict[str, int]:
-    """The memory lines of /proc/self/status, in bytes: one read, so that the parts add up to the whole."""
+def _status() -> tuple[dict[str, int], int]:
+    """The memory lines of /proc/self/status and the process's own memory, in bytes: one read, so that they add up."""
     sizes = {}
     try:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines()
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name in ("VmRSS", "RssAnon", "RssFile", "RssShmem"):
-                sizes[name] = int(value.removesuffix("kB")) * 1024
+        status = Path("/proc/self/status").read_bytes()
     except OSError as error:
         raise HostReadError(f"/proc/self/status cannot be read ({error}); lowtide needs Linux with /proc") from error
+    for line in status.decode(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name in ("VmRSS", "RssAnon", "RssFile", "RssShmem"):
+            sizes[name] = int(value.removesuffix("kB")) * 1024
     if len(sizes) < 4:
         raise HostReadError("/proc/self/status does not tell RssAnon, RssFile and RssShmem; lowtide needs Linux 4.5")
-    return sizes
+    return sizes, own_bytes(status)
 
 
 def _uss(process: psutil.Process, notes: list[str]) -> int | None:
@@ -249,15 +273,55 @@ def resident_bytes(address: int, length: int) -> int:
     return resident
 
 
-def resident_in(ranges: Iterable[Range]) -> Resident:
-    """How much of `ranges` is in physical memory, by kind of mapping; what is not mapped is not."""
+def resident_in(ranges: Iterable[Range], *, swapped: bool = False) -> Resident:
+    """How much of `ranges` is in physical memory, by kind of mapping; what is not mapped is not.
+
+    Args:
+        ranges: the addresses.
+        swapped: whether to look for what is swapped out, too.
+    """
     wanted = merge(ranges)
     if not wanted:
         return Resident(0, 0)
     maps = _maps()
-    anonymous = common(wanted, ((start, end - start) for start, end, backed, _ in maps if not backed))
-    backed = common(wanted, ((start, end - start) for start, end, backed, _ in maps if backed))
-    return Resident(*(sum(_resident_or_gone(part) for part in parts) for parts in (anonymous, backed)))
+    kinds = (
+        [(start, end - start) for start, end, backed, _ in maps if not backed],
+        [(start, end - start) for start, end, backed, _ in maps if backed],
+        [(start, end - start) for start, end, backed, name in maps if backed and _is_shared_memory(name)],
+    )
+    anonymous, file_backed, shared = (sum(map(_resident_or_gone, common(wanted, parts))) for parts in kinds)
+    return Resident(anonymous, file_backed, shared, sum(map(_swapped_bytes, wanted)) if swapped else 0)
+
+
+def _is_shared_memory(name: str) -> bool:
+    return name.startswith((f"{_SHARED_MEMORY}/", *_UNNAMED_SHARED_MEMORY))
+
+
+def named_shared_memory() -> list[Range]:
+    """Where this process maps files of /dev/shm that still have their names there."""
+    prefix = f"{_SHARED_MEMORY}/"
+    return [
+        (start, end - start)
+        for start, end, _, name in _maps()
+        if name.startswith(prefix) and not name.endswith(" (deleted)")
+    ]
+
+
+def _swapped_bytes(part: Range) -> int:
+    """Bytes of the pages of a range that are swapped out, by pagemap; 0 where it may not be read."""
+    first, stop = part[0] // mmap.PAGESIZE, -(-sum(part) // mmap.PAGESIZE)
+    found = 0
+    with contextlib.suppress(OSError), _PAGEMAP.open("rb", buffering=0) as file:
+        while first < stop:
+            file.seek(first * _PAGEMAP_ENTRY)
+            entries = file.read(min(stop - first, _PAGEMAP_PAGES) * _PAGEMAP_ENTRY)
+            if not entries:
+                break
+            # Bit 62 of each entry; the kernel writes them in the machine's order.
+            top = entries[_PAGEMAP_ENTRY - 1 :: _PAGEMAP_ENTRY] if sys.byteorder == "little" else entries[::8]
+            found += top.translate(_SWAPPED_BIT).count(1)
+            first += len(entries) // _PAGEMAP_ENTRY
+    return found * mmap.PAGESIZE
 
 
 def _resident_or_gone(part: Range) -> int:

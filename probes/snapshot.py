@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowtide.probes.caches import CacheReading, bytes_held, read_caches
 from lowtide.probes.device.driver import Driver, DriverReading
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, read_allocators, read_pinned
 from lowtide.probes.gc_state import GcReading, read_gc
-from lowtide.probes.host import HostReading, Resident, read_host, resident_in
+from lowtide.probes.host import HostReading, Resident, named_shared_memory, read_host, resident_in
 from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import Range, without
 from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
@@ -50,6 +50,7 @@ class Snapshot:
         host: the process on its host.
         gc: the garbage collector's state.
         caches: each `lru_cache` with entries.
+        file_residency: of the files of /dev/shm that are mapped here, and are under neither pools nor tensors.
     """
 
     label: str
@@ -65,6 +66,7 @@ class Snapshot:
     host: HostReading
     gc: GcReading
     caches: tuple[CacheReading, ...]
+    file_residency: Resident = field(default_factory=lambda: Resident(0, 0))
 
     def arena_mapped(self, tag: str | None = None, device: str | None = None) -> int:
         """Bytes mapped by announced arenas, of one tag or all, on one device or all."""
@@ -124,7 +126,8 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         # Memory first: the walk over the heap below needs some itself.
         host = read_host()
         pools = announced_pools()
-        pool_residency = _pool_residency(pools)
+        swapped = host.swapped > 0
+        pool_residency = _pool_residency(pools, swapped=swapped)
         drivers = tuple(driver.read(index) for index in devices)
         pinned = read_pinned()
         census = Census(all_objects())
@@ -133,7 +136,9 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         del census
         tensors = summarize(survey, pools)
         pooled = [part for pool in pools if _in_host_memory(pool) for part in pool.ranges]
-        tensor_residency = resident_in(without(tensors.on("cpu").ranges, pooled))
+        outside = without(tensors.on("cpu").ranges, pooled)
+        tensor_residency = resident_in(outside, swapped=swapped)
+        file_residency = resident_in(without(named_shared_memory(), [*pooled, *outside]))
         allocators = read_allocators({storage.address for storage in survey.storages})
     return Snapshot(
         label=label,
@@ -146,6 +151,7 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         pools=pools,
         pool_residency=pool_residency,
         tensor_residency=tensor_residency,
+        file_residency=file_residency,
         host=host,
         gc=gc_state,
         caches=caches,
@@ -156,7 +162,7 @@ def _in_host_memory(pool: PoolReading) -> bool:
     return pool.kind != "arena" or pool.device == "cpu"
 
 
-def _pool_residency(pools: Sequence[PoolReading]) -> tuple[PoolResidency, ...]:
+def _pool_residency(pools: Sequence[PoolReading], *, swapped: bool) -> tuple[PoolResidency, ...]:
     """Per kind and tag; memory that two pools announce is the first one's."""
     ranges: dict[tuple[PoolKind, str], list[Range]] = {}
     for pool in pools:
@@ -165,6 +171,6 @@ def _pool_residency(pools: Sequence[PoolReading]) -> tuple[PoolResidency, ...]:
     readings = []
     counted: list[Range] = []
     for (kind, tag), parts in sorted(ranges.items()):
-        readings.append(PoolResidency(kind, tag, resident_in(without(parts, counted))))
+        readings.append(PoolResidency(kind, tag, resident_in(without(parts, counted), swapped=swapped)))
         counted.extend(parts)
     return tuple(readings)

@@ -31,6 +31,8 @@ from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy
 from lowtide.leakcheck.lifecycle import SCRIPT, Event, LifecycleRun
 from lowtide.leakcheck.metrics import Metric, shutdown_metrics, unaccounted_host_memory
 from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.torch_allocator import PinnedReading
+from lowtide.probes.host import Resident
 from lowtide.probes.stages import announce
 from lowtide.reports.schema import Finding, Remedy, Subject
 
@@ -614,8 +616,14 @@ def test_what_some_lives_keep_within_the_tolerance_and_the_last_gives_back_is_cl
 @pytest.mark.parametrize(("device", "stays"), [("cpu", 32 * MIB), ("cuda:0", 64 * MIB)])
 def test_host_memory_may_move_more_where_an_engine_uses_a_card(device: str, stays: int) -> None:
     def read(anonymous: int) -> Any:
-        host = SimpleNamespace(anonymous=anonymous)
-        return SimpleNamespace(host=host, pool_residency=(), tensor_residency=SimpleNamespace(anonymous=0))
+        nothing = Resident(0, 0)
+        return SimpleNamespace(
+            host=SimpleNamespace(own=anonymous, shared=0),
+            pool_residency=(),
+            tensor_residency=nothing,
+            file_residency=nothing,
+            pinned=PinnedReading(0, 0),
+        )
 
     (metric,) = [item for item in shutdown_metrics(device) if item.read is unaccounted_host_memory]
     before = read(1 << 30)

@@ -126,7 +126,7 @@ def test_pools_in_host_memory_are_read_with_what_is_resident() -> None:
     image.touch(7)
     assert snapshot().pool_residency == (
         PoolResidency("arena", "weights", Resident(5 * PAGE, 0)),
-        PoolResidency("host", "weights", Resident(0, 7 * PAGE)),
+        PoolResidency("host", "weights", Resident(0, 7 * PAGE, shared=7 * PAGE)),
     )
 
 
@@ -266,7 +266,7 @@ def test_on_a_card_readings_change_nothing() -> None:
 
         def read() -> Snapshot:
             taken = take_snapshot(driver=driver, devices=[0])
-            host = replace(taken.host, rss=0, uss=None, anonymous=0, file_backed=0)
+            host = replace(taken.host, rss=0, uss=None, anonymous=0, file_backed=0, own=0, shared=0)
             return replace(taken, taken_at=0.0, seconds=0.0, host=host)
 
         def still(taken: Snapshot) -> Snapshot:

@@ -1,0 +1,137 @@
+"""What counts as host memory that nobody has, in lives: anonymous, shared without a file, and swapped out."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing import shared_memory
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.leakcheck.lifecycle import LifecycleRun
+from lowtide.leakcheck.metrics import unaccounted_host_memory
+from lowtide.probes import host
+from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.torch_allocator import PinnedReading
+from lowtide.probes.host import resident_in
+from lowtide.probes.snapshot import Snapshot, take_snapshot
+
+MIB = 1 << 20
+SIZE = 96 * MIB
+
+KEPT: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def tidy() -> Iterator[None]:
+    gc.collect()
+    yield
+    for kept in KEPT:
+        if isinstance(kept, shared_memory.SharedMemory):
+            kept.close()
+            kept.unlink()
+    KEPT.clear()
+
+
+class MapsMemory:
+    """Has shared memory that has no file; the clean twin unmaps it."""
+
+    keeps = False
+
+    def create(self) -> None:
+        self.map = mmap.mmap(-1, SIZE)
+        self.map.write(b"x" * SIZE)
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        return [[self.map[0]]]
+
+    def shutdown(self) -> None:
+        if self.keeps:
+            KEPT.append(self.map)
+        else:
+            self.map.close()
+
+
+class KeepsTheMap(MapsMemory):
+    keeps = True
+
+
+class KeepsASharedTensor(MapsMemory):
+    """A tensor in shared memory: found as a tensor, and as nothing else."""
+
+    def create(self) -> None:
+        self.weights = torch.ones(SIZE // 4).share_memory_()
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        return [[int(self.weights[0])]]
+
+    def shutdown(self) -> None:
+        KEPT.append(self.weights)
+
+
+class KeepsAFile(MapsMemory):
+    """A file of /dev/shm: found by its name, and as nothing else."""
+
+    def create(self) -> None:
+        self.segment = shared_memory.SharedMemory(create=True, size=SIZE)
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(self.segment.buf)), 1, SIZE)
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        return [[int(self.segment.buf[0])]]
+
+    def shutdown(self) -> None:
+        KEPT.append(self.segment)
+
+
+@pytest.mark.parametrize(
+    ("life", "resource"),
+    [(MapsMemory, ""), (KeepsTheMap, "host-memory"), (KeepsASharedTensor, "tensors"), (KeepsAFile, "shared-memory")],
+)
+def test_a_life_answers_once_for_shared_memory_that_it_keeps(life: type[MapsMemory], resource: str) -> None:
+    run = LifecycleRun(
+        "maps", life, device="cpu", driver=NoDriver("a test"), cycles=2, script=("create", "infer", "shutdown")
+    )
+    large = [finding for finding in run.run().findings if finding.bytes]
+    assert {finding.resource for finding in large} == ({resource} if resource else set())
+    assert all(finding.bytes >= SIZE for finding in large)
+
+
+def snapshot() -> Snapshot:
+    return take_snapshot(driver=NoDriver("a test"))
+
+
+def test_what_is_swapped_out_is_the_process_s_own_and_that_of_tensors_theirs() -> None:
+    taken = snapshot()
+    swapped = replace(taken, host=replace(taken.host, own=taken.host.own + 10))
+    assert (taken.host.swapped, swapped.host.swapped) == (0, 10)
+    assert unaccounted_host_memory(swapped) - unaccounted_host_memory(taken) == 10
+    of_tensors = replace(swapped, tensor_residency=replace(taken.tensor_residency, swapped=10))
+    assert unaccounted_host_memory(of_tensors) == unaccounted_host_memory(taken)
+
+
+def test_the_cache_of_pinned_memory_is_judged_by_itself() -> None:
+    taken = snapshot()
+    pinned = replace(
+        taken,
+        host=replace(taken.host, own=taken.host.own + SIZE, shared=taken.host.shared + SIZE),
+        pinned=PinnedReading(0, SIZE),
+    )
+    assert abs(unaccounted_host_memory(pinned) - unaccounted_host_memory(taken)) <= taken.host.shared
+
+
+def test_swapped_pages_of_a_range_are_counted_by_pagemap(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    swapped, present = (1 << 62).to_bytes(8, "little"), (1 << 63).to_bytes(8, "little")
+    file = tmp_path / "pagemap"
+    file.write_bytes(present * 4 + swapped * 3 + present)
+    monkeypatch.setattr(host, "_PAGEMAP", file)
+    monkeypatch.setattr(host, "_PAGEMAP_PAGES", 2)
+    ranges = [(3 * mmap.PAGESIZE, 3 * mmap.PAGESIZE), (7 * mmap.PAGESIZE, mmap.PAGESIZE)]
+    assert resident_in(ranges, swapped=True).swapped == 2 * mmap.PAGESIZE
+    assert resident_in(ranges).swapped == 0
+    monkeypatch.setattr(host, "_PAGEMAP", tmp_path / "not there")
+    assert resident_in(ranges, swapped=True).swapped == 0
