@@ -155,7 +155,7 @@ class LibraryItems:
 def _listed(key: str, owner: str, names: Collection[str]) -> NotMeasured:
     return NotMeasured(
         what=f"{format_amount(len(names), JUDGED[key])} of {owner}: {first_of(sorted(names), 3)}",
-        why="once so far: if there are more after a later test, all of them are a leak",
+        why="once so far: if there are more of them later, all of them are a leak",
     )
 
 

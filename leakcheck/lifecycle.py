@@ -22,7 +22,8 @@ from lowtide.leakcheck.judge import excesses, grouped, judge
 from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy, Step, climb, release
 from lowtide.leakcheck.late_release import DRIVER_PATIENCE, wait_for_release
 from lowtide.leakcheck.leftovers import Leftovers
-from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric, shutdown_metrics
+from lowtide.leakcheck.library_items import JUDGED, LibraryItems
+from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric, as_counted, shutdown_metrics
 from lowtide.leakcheck.owners import Owner
 from lowtide.leakcheck.process_state import ProcessState
 from lowtide.leakcheck.readings import to_readings
@@ -33,9 +34,10 @@ from lowtide.leakcheck.target import TargetError
 from lowtide.leakcheck.trend import trend_of
 from lowtide.leakcheck.type_growth import TypeCounts
 from lowtide.leakcheck.unseen import UnseenMemory
-from lowtide.probes.counters import child_processes
+from lowtide.probes.counters import Counters, child_processes
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.ledger import LedgerBase, base_from
+from lowtide.probes.makers import Makers
 from lowtide.probes.process_tree import ProcessTree, name_of
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announced_pools, listening
@@ -150,6 +152,13 @@ class LifecycleRun:
         self._imports = ImportWatch(self._importing, self._import_done)
         # By the time of each snapshot.
         self._imported: dict[float, dict[str, int]] = {}
+        self._makers = Makers()
+        self._library_items = LibraryItems(self._makers)
+        # By resource, what libraries have from their first use, with the life; in which lives there was some of it that
+        # has become more since; and what to say of it as long as no life has followed.
+        self._first_use: dict[str, dict[str, int]] = {}
+        self._used_before: dict[str, set[int]] = {}
+        self._once_so_far: tuple[NotMeasured, ...] = ()
         self._survival = Survival(device)
         self._growth = GrowthWatch(device)
         self._cycle = 0
@@ -165,6 +174,7 @@ class LifecycleRun:
             self._imports.active = True
             self._tree.start()
             self._segments.start()
+            self._makers.start()
             self._remains.start()
             self._remains.mark()
             self._unseen.begin()
@@ -184,6 +194,7 @@ class LifecycleRun:
             self._leftovers.close()
             self._remains.stop()
             self._segments.stop()
+            self._makers.stop()
             self._tree.stop()
         return self._subject()
 
@@ -325,6 +336,7 @@ class LifecycleRun:
             # The report ends with what a shutdown left; whoever asks a second time does not wait for it.
             self._interrupt()
             steps = self._climb(metrics, baselines, (Rung.SETTLE, Rung.COLLECT))
+        self._note_first_use(cycle, baseline, steps[-1].reading)
         is_last = cycle == self._cycles or bool(self._failure)
         self._stages.append(("shutdown", cycle, seconds, before, steps[0].reading, 0, 0))
         missing = self._missing(metrics, baselines, steps[-1].reading)
@@ -451,7 +463,7 @@ class LifecycleRun:
         )
 
     def _metrics(self, cycle: int) -> tuple[Metric[Snapshot], ...]:
-        metrics = tuple(map(self._without_imports, shutdown_metrics(self._device)))
+        metrics = tuple(map(self._without_first_use, map(self._without_imports, shutdown_metrics(self._device))))
         if self._judges_first_use(cycle):
             return metrics
         late = [metric for metric in metrics if metric.first_use]
@@ -461,6 +473,36 @@ class LifecycleRun:
                     what=metric.resource, why="libraries move it in a first life: run at least two cycles to judge it"
                 )
         return tuple(metric for metric in metrics if not metric.first_use)
+
+    def _note_first_use(self, cycle: int, baseline: Snapshot, now: Snapshot) -> None:
+        """Tell apart what a library made and keeps: it is a leak once a later life makes more of it."""
+        new: dict[str, dict[str, int]] = {}
+        there: dict[str, dict[str, int]] = {}
+        for metric in shutdown_metrics(self._device):
+            key: str = metric.resource
+            if key in JUDGED and metric.items is not None:
+                new[key] = {as_counted(key, name): 1 for name in metric.new_items(baseline, now)}
+                there[key] = {as_counted(key, name): 1 for name in metric.items(now)}
+        found = self._library_items.sort(new, Counters(there, {}, {}), f"cycle {cycle}")
+        for key in JUDGED:
+            known = self._first_use.setdefault(key, {})
+            for name in found.excused.get(key, ()):
+                known.setdefault(name, cycle)
+            for name in {name for names in found.earlier.get(key, {}).values() for name in names if name in known}:
+                self._used_before.setdefault(key, set()).add(known.pop(name))
+        self._once_so_far = found.listed
+
+    def _without_first_use(self, metric: Metric[Snapshot]) -> Metric[Snapshot]:
+        """Of what is counted, without what libraries have from their first use."""
+        items = metric.items
+        if metric.resource not in JUDGED or items is None:
+            return metric
+
+        def left(snapshot: Snapshot) -> dict[str, int]:
+            known = self._first_use.get(metric.resource, ())
+            return {name: 1 for name in items(snapshot) if as_counted(metric.resource, name) not in known}
+
+        return dataclasses.replace(metric, read=lambda snapshot: len(left(snapshot)), items=left)
 
     def _importing(self, owner: Owner) -> None:
         """What a module makes and changes when a life imports it belongs to the process, as in tests."""
@@ -548,7 +590,7 @@ class LifecycleRun:
 
     def _subject(self) -> Subject:
         findings = tuple(map(self._with_trend, grouped(self._findings)))
-        not_measured = (*self._not_measured.values(), *largest_of_each(self._unseen.not_measured))
+        not_measured = (*self._not_measured.values(), *self._once_so_far, *largest_of_each(self._unseen.not_measured))
         outcome, reason = judged_as("leak" if findings else "clean", not_measured)
         if self._failure and not findings:
             outcome, reason = "error", self._failure
@@ -569,7 +611,8 @@ class LifecycleRun:
         if finding.trend is not None or finding.fingerprint not in self._left_in:
             return finding
         mark = finding.fingerprint
-        return msgspec.structs.replace(finding, trend=trend_of(self._left_in[mark], self._turns[mark]))
+        born_in = {*self._left_in[mark], *self._used_before.get(finding.resource, ())}
+        return msgspec.structs.replace(finding, trend=trend_of(born_in, self._turns[mark]))
 
     def _stage(
         self, name: str, cycle: int, seconds: float, before: Snapshot, after: Snapshot, tokens: int, moved: int
