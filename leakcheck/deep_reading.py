@@ -56,6 +56,24 @@ class Deep:
             readings.append(Reading(items, reading.amounts))
         return Deep(tuple(readings), self.heap, self.explained)
 
+    def without(self, storages: Collection[Key]) -> Deep:
+        """The same without some storages, whoever's they are."""
+        if not storages:
+            return self
+        names = {(f"tensors {held.key[0]}", held.name) for held in self.heap.held if held.key in storages}
+        readings = tuple(
+            Reading(
+                {
+                    key: {name: size for name, size in found.items() if (key, name) not in names}
+                    for key, found in reading.items.items()
+                },
+                reading.amounts,
+            )
+            for reading in self.readings
+        )
+        left = tuple(held for held in self.heap.held if held.key not in storages)
+        return Deep(readings, dataclasses.replace(self.heap, held=left), self.explained)
+
 
 @dataclass(frozen=True)
 class DeepReader:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lowtide.probes.described import is_of_python, is_of_site
+from lowtide.probes.whose_code import is_of_python, is_of_site
 
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"
 """In it pytest says three times per test what runs."""

@@ -110,6 +110,10 @@ class FilledCaches:
         # Whoever fills one of them again does so in another stage.
         self._activity.take(new)
 
+    def known(self) -> list[Any]:
+        """All that are watched and alive."""
+        return self._activity.known()
+
     @property
     def any_filled(self) -> bool:
         """Whether any was at the last look."""

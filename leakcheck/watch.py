@@ -22,6 +22,7 @@ import msgspec
 
 from lowtide.leakcheck.blas_handles import BlasHandles
 from lowtide.leakcheck.books import Books, Subject
+from lowtide.leakcheck.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards
 from lowtide.leakcheck.causes import Cause, by_cause, with_causes
 from lowtide.leakcheck.cuts import namespace_sizes
@@ -206,6 +207,8 @@ class Watch:
         self._makers = Makers()
         self._library_items = LibraryItems(self._makers)
         self._sorted: Sorted | None = None
+        self._cached_values = CachedValues()
+        self._values = SortedValues()
         self._subject = ""
         self._reader = DeepReader(self._read, self._books, self._births, self._cards, self._caches)
 
@@ -274,6 +277,7 @@ class Watch:
         self._begun, self._forgetting = time.perf_counter(), 0.0
         self._turns = {stage: 1}
         self._caches.mark()
+        self._cached_values.mark()
         self._unseen.begin()
         self._remains.mark()
         self._namespaces = namespace_sizes()
@@ -452,6 +456,8 @@ class Watch:
         finally:
             self._is_in_a_test = False
             self._caches.forget()
+            # The hints hold caches.
+            self._values = SortedValues()
             self._grown.clear()
             self._passed.clear()
 
@@ -531,6 +537,7 @@ class Watch:
             self._report_limits(self._users.values())
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)
+        context = dataclasses.replace(context, hints=(*context.hints, *self._values.hints))
         left = {held.key for held in steps[-1].reading.heap.held}
         explained = told_as_frozen(explain_storages(left if self.policy.explain else (), context), frozen)
         drafts = [
@@ -596,7 +603,12 @@ class Watch:
         kept = self._keeping(share, self._read(), final=final)
         return Verdict(
             findings=(*findings[0], *kept),
-            not_measured=(*untold, *excused, *(self._sorted.listed if self._sorted is not None else ())),
+            not_measured=(
+                *untold,
+                *excused,
+                *(self._sorted.listed if self._sorted is not None else ()),
+                *self._values.listed,
+            ),
             of_owners={owner.label: found for owner, found in zip(ended, findings[1:], strict=True)},
             climbed=True,
             unproven=unproven[0],
@@ -765,7 +777,8 @@ class Watch:
         if self._sorted is None:
             new = {key: {name: 1 for part in deep.readings for name in part.items.get(key, ())} for key in JUDGED}
             self._sorted = self._library_items.sort(new, now, self._subject)
-        return deep.settled(self._sorted, now)
+            self._values = self._cached_values.sort(deep.heap.held, self._caches.known(), self._subject)
+        return deep.settled(self._sorted, now).without(self._values.excused)
 
     def _climb(
         self,

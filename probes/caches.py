@@ -92,6 +92,10 @@ class CacheActivity:
                 self._caches[id(wrapper)] = weakref.ref(wrapper)
                 self._misses[id(wrapper)] = 0
 
+    def known(self) -> list[Any]:
+        """All that are watched and alive."""
+        return [wrapper for reference in self._caches.values() if (wrapper := reference()) is not None]
+
     def mark(self) -> None:
         """From here on."""
         for key, reference in list(self._caches.items()):

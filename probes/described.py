@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import sysconfig
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -17,8 +16,6 @@ LIBRARYS = "a library's "
 _TOOLS = ("_pytest", "pluggy", "xdist", "pytest_timeout", "pytest_cov", "coverage", "hypothesis", "lowtide")
 _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy")
 """Who runs tests and looks on while they run: what these set they take back themselves."""
-
-_SITE = tuple({f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib")})
 
 
 def described(item: object) -> str:
@@ -69,16 +66,6 @@ def is_tools(cls: type) -> bool:
 def is_text_of_tool(text: str) -> bool:
     """Whether a text of `described` is that of a function or an object of a tool that runs tests."""
     return text.removeprefix(LIBRARYS).partition(".")[0] in (*_TOOLS, *_DEBUGGERS)
-
-
-def is_of_python(file: str) -> bool:
-    """Whether code in `file` is of Python's own library."""
-    return is_library(file) and not file.startswith(_SITE)
-
-
-def is_of_site(file: str) -> bool:
-    """Whether code in `file` is an installed library's."""
-    return is_library(file) and file.startswith(_SITE)
 
 
 def is_installed_module(name: str) -> bool:

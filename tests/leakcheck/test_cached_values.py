@@ -1,0 +1,233 @@
+"""First use of a library's cache: plain data's values are listed once; objects of the program, and more, are told."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.leakcheck.cached_values import MOST_KEPT, CachedValues, SortedValues
+from lowtide.leakcheck.storages import Held, storage_keys
+from lowtide.probes.caches import cache_entries
+from lowtide.probes.foreign import LRU_CACHE
+from lowtide.probes.reach import reach
+from lowtide.probes.tensors import survey_storages
+
+LIBRARY = """
+import functools
+import torch
+
+REGISTERED = {}
+
+@functools.lru_cache(maxsize=8)
+def table(*args, **kwargs):
+    return torch.zeros(64)
+
+@functools.lru_cache(maxsize=1)
+def only(length):
+    return torch.zeros(64)
+
+@functools.lru_cache(maxsize=8, typed=True)
+def typed(length, dtype=torch.float32, device="cpu"):
+    # The base of a view has no holder but the view.
+    return {"cos": torch.zeros(64).view(8, 8).t(), "sin": [torch.zeros(64), (1, 2.0)]}
+
+@functools.lru_cache(maxsize=8)
+def sized(length):
+    return torch.zeros(length)
+
+@functools.lru_cache(maxsize=8)
+def same(item):
+    return item
+
+@functools.cache
+def unbounded(length):
+    return torch.zeros(64)
+
+@functools.lru_cache(maxsize=8)
+def registered(name):
+    return REGISTERED[name]
+
+@functools.lru_cache(maxsize=8)
+def trained(length):
+    return torch.zeros(64, requires_grad=True)
+
+@functools.lru_cache(maxsize=8)
+def module(length):
+    return torch.nn.Linear(8, 8).requires_grad_(False)
+
+def plain(length):
+    return torch.zeros(64)
+
+def decorated(function):
+    kept = functools.lru_cache(maxsize=4)(function)
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        return kept(*args)
+
+    return wrapper
+
+class Model:
+    @functools.lru_cache(maxsize=8)
+    def method(self, length):
+        return torch.zeros(64)
+
+    @staticmethod
+    @decorated
+    def anchors(length):
+        return torch.zeros(64)
+"""
+
+
+class Process:
+    """A process with a library, test by test."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self._values = CachedValues()
+        self._before = self._storages()
+
+    def _caches(self) -> list[Any]:
+        places = [vars(self.library), vars(sys.modules[__name__])]
+        caches = [value for place in places for value in place.values() if type(value) is LRU_CACHE]
+        anchors = vars(self.library.Model)["anchors"].__func__.__closure__
+        kept = next(cell.cell_contents for cell in anchors if type(cell.cell_contents) is LRU_CACHE)
+        return [*caches, vars(self.library.Model)["method"], kept]
+
+    def _storages(self) -> dict[tuple[str, int], int]:
+        found: dict[tuple[str, int], int] = {}
+        for cache in self._caches():
+            reached, _ = reach(cache_entries(cache))
+            tensors = [item for item in reached if isinstance(item, torch.Tensor)]
+            found.update({(item.device, item.address): item.bytes for item in survey_storages(tensors).storages})
+        return found
+
+    def end(self, name: str = "") -> tuple[int, SortedValues]:
+        """How many storages are told of a test, and how they were told apart."""
+        now = self._storages()
+        held = [Held(key, size, "float32 [64]", "call", None) for key, size in now.items() if key not in self._before]
+        found = self._values.sort(held, self._caches(), name)
+        self._before = now
+        self._values.mark()
+        return len({storage.key for storage in held} - found.excused), found
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
+    """A process with a module as if it were installed."""
+    module = ModuleType("installed_tables")
+    module.__file__ = f"{sysconfig.get_path('purelib')}/installed_tables.py"
+    exec(compile(LIBRARY, module.__file__, "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield Process(module)
+    own.cache_clear()
+
+
+@functools.lru_cache(maxsize=8)
+def own(length: int) -> Any:
+    return torch.zeros(64)
+
+
+def test_what_a_library_computed_from_plain_data_is_listed_once_for_each_cache(process: Process) -> None:
+    library = process.library
+    library.table(1, 2.0, 3j, True, None)
+    library.table("cpu", b"half")
+    library.table(torch.float32, torch.device("cpu"), torch.strided, torch.Size([2, 3]))
+    library.table(length=3, dtype=torch.float32)
+    library.table(((16, 16), (8, 8)), frozenset([1]))
+    library.typed(3, dtype=torch.float16)
+    library.only(5)
+    library.Model.anchors(5)
+    told, found = process.end()
+    assert told == 0
+    assert [line.what.partition(" (")[0] for line in found.listed] == [
+        "1.2 KiB in 5 tensors",
+        "256 B in 1 tensor",
+        "512 B in 2 tensors",
+        "256 B in 1 tensor",
+    ]
+    for line in found.listed:
+        exec(line.why.rpartition("; ")[2].removesuffix(" empties it"), {library.__name__: library})
+    assert process._storages() == {}
+
+
+KEPT: list[Any] = []
+
+TOLD = {
+    "a module as argument": lambda library: library.table(torch.nn.ReLU()),
+    "a model's method": lambda library: library.Model().method(3),
+    "an argument": lambda library: library.same(torch.ones(8)),
+    "a tensor in the key": lambda library: library.table((1, torch.ones(8))),
+    "an object of the program": lambda library: library.table(Process),
+    "a parameter": lambda library: library.trained(3),
+    "a module as value": lambda library: library.module(3),
+    "an unbounded cache": lambda library: library.unbounded(3),
+    "a cache of the program": lambda library: own(3),
+    "too much": lambda library: library.sized(MOST_KEPT // 4 + 1),
+    "many that are too much": lambda library: [library.sized(MOST_KEPT // 16 + turn) for turn in range(4)],
+    "what the program holds too": lambda library: KEPT.append(library.table(7)),
+    "a view that the program holds": lambda library: KEPT.append(library.table(7)[:2]),
+    "what the program has registered": lambda library: (
+        library.REGISTERED.setdefault("kept", torch.ones(8)),
+        library.registered("kept"),
+    ),
+}
+
+
+@pytest.mark.parametrize("use", TOLD.values(), ids=TOLD.keys())
+def test_what_is_the_programs_or_too_much_is_told(process: Process, use: Any) -> None:
+    try:
+        use(process.library)
+        told, found = process.end()
+        assert told > 0
+        assert not found.listed
+    finally:
+        KEPT.clear()
+
+
+def test_a_cache_that_the_program_made_of_a_librarys_function_is_the_programs(process: Process) -> None:
+    cache = functools.lru_cache(maxsize=8)(process.library.plain)
+    tensor = cache(3)
+    held = [Held(key, 256, "float32 [64]", "call", None) for key in storage_keys([tensor])]
+    del tensor
+    assert not CachedValues().sort(held, [cache], "").excused
+
+
+def test_what_becomes_more_after_a_later_test_is_told_with_the_first(process: Process) -> None:
+    process.library.table(1)
+    assert process.end("test_first")[0] == 0
+    process.library.table(2)
+    told, found = process.end("test_second")
+    assert told == 1
+    ((advice, cache),) = found.hints
+    assert "came with test_first" in advice
+    assert cache is process.library.table
+    process.library.table.cache_clear()
+    process.library.table(3)
+    assert process.end("test_third")[0] == 1
+
+
+def test_another_cache_has_a_first_use_and_what_takes_a_values_place_is_no_more(process: Process) -> None:
+    process.library.table(1)
+    assert process.end()[0] == 0
+    process.library.only(1)
+    assert process.end()[0] == 0
+    process.library.only(2)
+    assert process.end()[0] == 0
+
+
+def test_what_one_test_computes_in_several_stages_is_its_first_use(process: Process) -> None:
+    process.library.table(1)
+    values = process._values
+    storages = [Held(key, 256, "", "call", None) for key in process._storages()]
+    assert len(values.sort(storages, process._caches(), "test").excused) == 1
+    process.library.table(2)
+    storages = [Held(key, 256, "", "call", None) for key in process._storages()]
+    assert len(values.sort(storages, process._caches(), "test").excused) == 2

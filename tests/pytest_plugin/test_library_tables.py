@@ -1,0 +1,100 @@
+"""A table in a library's cache passes as a first use and is listed; what is more later, or the program's, fails."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.pytest_plugin.conftest import InnerRun, RunInner
+
+LIBRARY = """
+import functools
+import torch
+
+@functools.lru_cache(maxsize=8)
+def positions(length, dtype=torch.float32):
+    return torch.zeros(length, dtype=dtype).view(1, -1)
+
+@functools.lru_cache(maxsize=8)
+def positions_of_a_fixture(length):
+    return torch.zeros(length)
+
+@functools.lru_cache(maxsize=8)
+def anchors(owner, length):
+    return torch.zeros(length)
+"""
+
+TESTS = """
+import functools
+import sys
+import sysconfig
+import types
+
+import pytest
+import torch
+
+tables = types.ModuleType("installed_tables")
+tables.__file__ = sysconfig.get_path("purelib") + "/installed_tables.py"
+exec(compile(__LIBRARY__, tables.__file__, "exec"), vars(tables))
+sys.modules["installed_tables"] = tables
+
+
+@functools.lru_cache(maxsize=8)
+def own_positions(length):
+    return torch.zeros(length)
+
+
+@pytest.fixture(scope="module")
+def warm():
+    return tables.positions_of_a_fixture(100) is None
+
+
+def test_table_of_a_fixture(warm):
+    tables.positions_of_a_fixture(100)
+
+
+def test_first():
+    assert tables.positions(1000).shape == (1, 1000)
+
+
+def test_again():
+    tables.positions(1000)
+
+
+def test_more():
+    tables.positions(2000)
+
+
+def test_model():
+    tables.anchors(torch.nn.Linear(8, 8), 100)
+
+
+def test_own_cache():
+    own_positions(100)
+"""
+
+
+@pytest.fixture(scope="module")
+def judged(run_inner: RunInner) -> InnerRun:
+    return run_inner({"test_tables.py": TESTS.replace("__LIBRARY__", json.dumps(LIBRARY))})
+
+
+def test_a_first_table_is_listed_with_its_cache_and_passes(judged: InnerRun) -> None:
+    for name in ("table_of_a_fixture", "first", "again"):
+        assert judged.is_clean(f"test_tables.py::test_{name}"), judged.out
+    (line,) = judged.subject("test_tables.py::test_first").not_measured
+    assert line.what == "3.9 KiB in 1 tensor (float32 [1000]) in the cache of installed_tables.positions"
+    assert line.why.endswith("; installed_tables.positions.cache_clear() empties it")
+    assert not [name for name in judged.blamed if "fixture" in name]
+
+
+def test_what_a_later_test_adds_fails_with_the_first(judged: InnerRun) -> None:
+    (finding,) = judged.subject("test_tables.py::test_more").findings
+    assert (finding.resource, finding.cause, finding.bytes) == ("tensors", "lru-cache", 8000)
+    assert "the cache's first values came with test_tables.py::test_first" in finding.message
+
+
+def test_what_is_the_programs_fails_at_once(judged: InnerRun) -> None:
+    assert set(judged.leaks("test_tables.py::test_model")) == {("tensors", "call")}
+    assert judged.leaks("test_tables.py::test_own_cache") == [("tensors", "call")]
