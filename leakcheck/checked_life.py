@@ -14,7 +14,7 @@ from lowtide.leakcheck.faults import Injection, Kind, Seam, ShardSeam, injecting
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.growth import GrowthWatch
 from lowtide.leakcheck.interrupts import Interrupts
-from lowtide.leakcheck.ladder import Rung, release
+from lowtide.leakcheck.ladder import Rung, release, trim_heap
 from lowtide.leakcheck.late_release import DRIVER_PATIENCE, wait_until_within
 from lowtide.leakcheck.life_model import LifeModel
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, host_memory_tolerance
@@ -29,6 +29,9 @@ from lowtide.probes.stages import announced_pools, listening
 from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Resource
 from lowtide.reports.sizes import format_bytes
+
+_SMALLEST_LEVEL = 8 << 20
+"""Bytes by which host memory moves anyway."""
 
 
 class LifeError(AssertionError):
@@ -119,6 +122,9 @@ class Lives:
         self._driver: Driver | None = None
         # What libraries take from the driver for an engine at work, such as a communicator of NCCL: at most, in bytes.
         self.of_libraries = 0
+        # What engines have at work, awake and asleep, that they give back and that is in no arena or pool, in bytes.
+        self.driver_at_work = 0
+        self.host_at_work: dict[str, int] = {}
         self.counters = CounterReader(self._ask_driver)
         # What could not be judged, once each.
         self.not_measured: dict[NotMeasured, None] = {}
@@ -200,6 +206,26 @@ def varied(capabilities: Capabilities) -> list[dict[str, Any]]:
     return [plain, *({**plain, name: value} for name, value in others if value != plain[name])]
 
 
+def _added_up(
+    plain: Mapping[str, Any], levels: Mapping[str, int], others: Sequence[tuple[Mapping[str, Any], Mapping[str, int]]]
+) -> dict[str, int]:
+    """What an engine has at most with any configuration, by phase, in bytes: what each setting adds may come together.
+
+    Args:
+        plain: the simplest configuration.
+        levels: what it had with that.
+        others: what it had with one setting changed.
+    """
+    found = dict(levels)
+    for phase, level in levels.items():
+        added: dict[str, int] = {}
+        for config, changed in others:
+            (name,) = [name for name, value in config.items() if value != plain[name]]
+            added[name] = max(added.get(name, 0), changed.get(phase, 0) - level)
+        found[phase] += sum(added.values())
+    return found
+
+
 class CheckedLife:
     """Drives one target; every call is checked, and raises `LifeError` where something is not as it must be.
 
@@ -224,6 +250,7 @@ class CheckedLife:
         self._late: Injection | None = None
         self._pages_at_work: dict[str, int] = {}
         self._baseline = Counters({}, {}, {})
+        self._host_at_first = 0
         # Where earlier lives' memory is that did not come back.
         self._others: frozenset[int] = frozenset()
         self.model = LifeModel(self._capabilities)
@@ -410,15 +437,29 @@ class CheckedLife:
         # The first dispatch mode of a process makes what torch keeps for all of them.
         with injecting(Injection("allocation"), self._seams(), device=self._device):
             self._warm_up(simplest(self._capabilities))
-        for config in varied(self._capabilities):
-            self._warm_up(config)
+        plain, *others = varied(self._capabilities)
+        self._lives.host_at_work = _added_up(
+            plain, self._warm_up(plain), [(each, self._warm_up(each)) for each in others]
+        )
 
-    def _warm_up(self, config: Mapping[str, Any]) -> None:
+    def _warm_up(self, config: Mapping[str, Any]) -> dict[str, int]:
+        """Go through all calls with one configuration.
+
+        Returns:
+            Bytes of host memory in no pool that the engine had at most, awake and asleep, and gave back.
+        """
+        levels: dict[str, int] = {}
+
+        def note(phase: str) -> None:
+            levels[phase] = max(levels.get(phase, 0), self._host_outside())
+
         target, able = self._target, self._capabilities
-        before = self._outside()
+        before, host_before = self._outside(), self._host_outside()
         target.create(config)
+        note("running")
         self._survival.before_sleep(self._preserved())
         target.infer(list(able.prompt_lengths), able.max_tokens)
+        note("running")
         if able.unfinished:
             ids = target.start([able.prompt_lengths[0]], able.max_tokens)
             target.step()
@@ -427,12 +468,22 @@ class CheckedLife:
             target.reload()
         if able.prefix_cache:
             target.reset_prefix_cache()
+        note("running")
+        self._lives.driver_at_work = max(self._lives.driver_at_work, self._outside() - before)
         for level in able.sleep_levels:
             target.sleep(level, able.sleep_modes[0])
+            note("asleep")
             self._lives.of_libraries = max(self._lives.of_libraries, self._outside() - before)
             target.wake(None)
+            note("running")
             self._survival.after_wake("wake", self._preserved(), self._graph_buffers())
         target.shutdown()
+        if max(levels.values()) - host_before > _SMALLEST_LEVEL:
+            # What it did not give back is not to be excused in the lives that follow.
+            gc.collect()
+            trim_heap()
+            host_before = max(host_before, self._host_outside())
+        return {phase: max(0, level - host_before) for phase, level in levels.items()}
 
     def _any_arguments(self) -> dict[str, tuple[Any, ...]]:
         """What would be right in another state."""
@@ -454,6 +505,7 @@ class CheckedLife:
         self._others = frozenset(address for pool in announced_pools() for address, _ in pool.ranges)
         self._lives.watch.begin("create")
         self._baseline = self._lives.counters.read()
+        self._host_at_first = self._host_outside()
 
     def _call(
         self,
@@ -582,9 +634,10 @@ class CheckedLife:
 
     def _check_ledger(self, name: str) -> None:
         """What no arena, pool or segment of torch accounts for must not grow beyond what libraries need."""
-        host = sum(pool.mapped for pool in announced_pools() if pool.device == "cpu")
-        left = anonymous_bytes() - (self._baseline.amounts.get("host-memory") or 0) - host
-        if left > host_memory_tolerance([self._device]):
+        left = self._host_outside() - self._host_at_first
+        at_work = self._lives.host_at_work
+        phases = ("running", "asleep") if self.model.awake else (self.model.phase,)
+        if left - max(at_work.get(phase, 0) for phase in phases) > host_memory_tolerance([self._device]):
             self._fail("host-memory", f"{format_bytes(left)} of host memory are nobody's after {name}", amount=left)
         if self._device == "cpu":
             return
@@ -595,7 +648,10 @@ class CheckedLife:
             why = now.untold.get(place) or self._baseline.untold.get(place) or "this process has not used the card"
             self._lives.not_measured[NotMeasured(what=place, why=why)] = None
             return
-        allowed = then + self._lives.of_libraries + DRIVER_TOLERANCE
+        of_libraries = self._lives.of_libraries
+        if self.model.phase == "running":
+            of_libraries = max(of_libraries, self._lives.driver_at_work)
+        allowed = then + of_libraries + DRIVER_TOLERANCE
         # What it does not tell any more is not back for that.
         left = wait_until_within(lambda: self._outside(first), allowed, DRIVER_PATIENCE, first)
         if left > allowed:
@@ -604,6 +660,10 @@ class CheckedLife:
                 f"{format_bytes(left)} outside arenas and torch's segments, {format_bytes(then)} before create"
             )
             self._fail("driver", said, amount=left - then)
+
+    def _host_outside(self) -> int:
+        """Bytes of the process's own host memory beyond announced pools."""
+        return anonymous_bytes() - sum(pool.mapped for pool in announced_pools() if pool.device == "cpu")
 
     def _outside(self, unknown: int = 0) -> int:
         """Bytes that the driver counts for this process beyond arenas and torch's segments; where it does not tell,

@@ -649,6 +649,62 @@ def test_host_memory_that_is_nobodys_is_told() -> None:
     fails(Hoards, sleeps, "host-memory", "of host memory are nobody's after sleep")
 
 
+def host_buffer() -> mmap.mmap:
+    buffer = mmap.mmap(-1, 128 * KIB * KIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    buffer.write(b"x" * len(buffer))
+    return buffer
+
+
+class HasHostMemory(SmallTarget):
+    """Has host memory outside all pools while it is awake, and gives it back."""
+
+    buffers: tuple[mmap.mmap, ...] = ()
+    keeps_it_asleep = False
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
+        self.buffers = (host_buffer(),)
+
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        if not self.keeps_it_asleep:
+            self.give_back()
+        return super().sleep(level, mode)
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        super().wake(tags)
+        self.buffers = self.buffers or (host_buffer(),)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self.give_back()
+
+    def give_back(self) -> None:
+        for buffer in self.buffers:
+            buffer.close()
+        self.buffers = ()
+
+
+def test_host_memory_of_an_engine_at_work_is_its_own_and_asleep_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Lives(HasHostMemory) as lives:
+        life = CheckedLife(lives)
+        sleeps(life)
+        life.close()
+        # Only a bug that comes later than the warm-up can be told from what an engine needs.
+        monkeypatch.setattr(HasHostMemory, "keeps_it_asleep", True)
+        life = CheckedLife(lives)
+        life.create()
+        with pytest.raises(LifeError, match=r"128\.\d MiB of host memory are nobody's after sleep"):
+            life.sleep(1)
+        life.abandon()
+
+
+def test_what_settings_add_to_host_memory_may_come_together() -> None:
+    plain = {"offload": 0, "size": 1}
+    others = [({"offload": 2, "size": 1}, 30), ({"offload": 3, "size": 1}, 50), ({"offload": 0, "size": 9}, 17)]
+    levels = [(config, {"running": level, "asleep": 5}) for config, level in others]
+    assert checked_life._added_up(plain, {"running": 10, "asleep": 5}, levels) == {"running": 57, "asleep": 5}
+
+
 class CountingDriver:
     """Counts prepared figures in MiB for a card, the last one for ever; None where it does not tell."""
 
