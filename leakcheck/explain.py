@@ -20,6 +20,7 @@ import re
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, ModuleType
@@ -31,9 +32,9 @@ from lowtide.leakcheck.cuts import Cut, Names, Refused, cut_of
 from lowtide.leakcheck.expressions import of_public_global, of_root, one_step
 from lowtide.leakcheck.inspectors import marks
 from lowtide.leakcheck.path_names import Shown, holder_name, shown_from_landmark
-from lowtide.leakcheck.territory import Territory, advice_for, offered_function, offered_method, territories
+from lowtide.leakcheck.territory import Territory, advice_for, library_of, offered_function, offered_method, territories
 from lowtide.probes.edges import Kind
-from lowtide.probes.foreign import is_a, type_name
+from lowtide.probes.foreign import HOOK, is_a, type_name
 from lowtide.probes.heap import Inspector, Link, Mark, Path, RootKind, Step, Traces, is_library, trace
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, collector_paused
 from lowtide.probes.tensors import plain_tensors, torch_member
@@ -63,6 +64,9 @@ _WORKSPACE = re.compile(r"(?i).*workspace.*")
 # Libraries that keep buffers for their kernels in globals of their own.
 _KERNEL_LIBRARIES = frozenset(
     {"cutlass", "deep_gemm", "flash_attn", "flashinfer", "torch", "transformer_engine", "triton", "xformers"}
+)
+_LETTING_HOOK_GO = (
+    "remove the {} with the handle that registering it gave, or let it hold its owner by a weak reference"
 )
 _CACHED = ("lru-cache-key", "lru-cache-value")
 _SWEEPING = 2.0
@@ -104,6 +108,11 @@ class Explanation:
     also: tuple[Cut, ...] = field(default=(), repr=False, compare=False)
     advice: str = field(default="", compare=False)
     root: int = field(default=0, repr=False, compare=False)
+
+    @property
+    def is_of_node(self) -> bool:
+        """Whether the path begins at a node of an autograd graph that C++ holds."""
+        return bool(self.root) and _AUTOGRAD.fullmatch(self.path[0].edge) is not None
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -251,8 +260,9 @@ class _Sweeps:
 
 def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Names) -> Explanation:
     first, last = _suspect_steps(path.steps)
-    cause = _telling_cause(path) or _cause_of_edge(path, first)
     shown = shown_from_landmark(path)
+    # How the walk came to what the program knows by a name says nothing.
+    cause = _telling_cause(shown.path) or _cause_of_edge(path, first)
     way = _Way(shown, place, found)
     links = way.links[first:]
     freed = [*[None] * first, *sweeps.freed(links, place, first, last)]
@@ -274,6 +284,10 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         cut = _cut_of_root(way, first, names)
     else:
         cut = _cut_of_new_dict(way, first, names) or _first_cut(way, first, names)
+    advice = way.advice(first, has_cut=cut is not None)
+    if path.root_kind == "native" and path.root_name.startswith(HOOK):
+        advice = _LETTING_HOOK_GO.format(path.root_name)
+        cut = None if cut is None else dataclasses.replace(cut, action=advice)
     return Explanation(
         verdict="native-held" if path.root_kind == "native" else _verdict(path.steps),
         cause=cause,
@@ -284,7 +298,7 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         cut=cut,
         thread=running,
         new=new,
-        advice=way.advice(first, has_cut=cut is not None),
+        advice=advice,
         root=id(found.root(place)) if path.root_kind == "native" else 0,
     )
 
@@ -408,7 +422,7 @@ def _first_cut(way: _Way, first: int, names: Names) -> Cut | None:
         if inside and names.are_free and (offer := way.offer(turn)) is not None:
             # Once nothing runs any more, the library may be told to let go.
             return offer
-        if not way.can_cut(turn):
+        if not way.can_cut(turn) or _is_part_of_librarys_object(way.links, turn):
             continue
         if names.older is None and not names.are_free and turn < len(way.links) - 1 and link.kind not in _CACHED:
             # Nobody knows whether what it leads to was there before; the leaked thing itself, at the end, was not.
@@ -431,6 +445,14 @@ def _first_cut(way: _Way, first: int, names: Names) -> Cut | None:
             # Running code that holds something should let go of all of it; what lies behind is only a part.
             return cut
     return None
+
+
+def _is_part_of_librarys_object(links: Sequence[Link], turn: int) -> bool:
+    """Whether a link is a container's that an instance of a library's class fills itself, and needs: its list, say."""
+    link = links[turn]
+    if link.kind != "instance-attribute" or turn + 1 >= len(links) or not library_of(link.owner):
+        return False
+    return any(type(links[turn + 1].owner) is kind for kind in (list, dict, set, deque))
 
 
 def _home(path: Path, turn: int) -> tuple[ModuleType | None, ModuleType | None, str]:

@@ -52,23 +52,23 @@ def as_gradients(
 
 
 def saved_for_backward(
-    lost: Sequence[Any], explained: Callable[[Sequence[Any]], Sequence[Explanation]]
+    lost: Sequence[Any], pathless: Container[int], explained: Callable[[Sequence[Any]], Sequence[Explanation]]
 ) -> dict[int, Explanation]:
     """Of tensors that no path leads to, by identity: those that an autograd graph has saved, and who holds the graph.
 
     Args:
         lost: the tensors.
+        pathless: the identities of those that have none even from what C++ holds, such as a hook of that very graph.
         explained: explains other objects.
     """
     torch: Any = sys.modules["torch"]
     wanted = {key: id(tensor) for tensor in lost for key in _addresses(tensor)}
     found: dict[int, Saved] = {}
     with plain_tensors(torch):
-        missing = {id(tensor) for tensor in lost}
         outputs = [
             tensor
             for tensor in Census(all_objects()).instances_of(torch.Tensor)
-            if not torch_member(tensor, "is_leaf") and id(tensor) not in missing
+            if not torch_member(tensor, "is_leaf") and id(tensor) not in pathless
         ]
         seen: set[Any] = set()
         for output in outputs:
@@ -82,12 +82,14 @@ def saved_for_backward(
     return {
         identity: _saved_by(saved, holder)
         for (identity, saved), holder in zip(found.items(), told, strict=True)
-        if holder.path
+        if holder.path and identity in pathless
     }
 
 
 def held_by_nodes(
-    told: Mapping[int, Explanation], explained: Callable[[Sequence[Any]], Sequence[Explanation]]
+    told: Mapping[int, Explanation],
+    pathless: Container[int],
+    explained: Callable[[Sequence[Any]], Sequence[Explanation]],
 ) -> dict[int, Explanation]:
     """Of tensors whose path begins at an object that C++ holds, by identity: those where that is a node of a graph.
 
@@ -95,6 +97,7 @@ def held_by_nodes(
 
     Args:
         told: what is said of the tensors, by their identities.
+        pathless: the identities of tensors that no path leads to: they say nothing of who holds their graphs.
         explained: explains other objects.
     """
     torch: Any = sys.modules["torch"]
@@ -104,7 +107,9 @@ def held_by_nodes(
         seen: set[Any] = set()
         outputs = Census(all_objects()).instances_of(torch.Tensor) if wanted else []
         for output in outputs:
-            if id(output) in told or torch_member(output, "is_leaf"):
+            # What one of them keeps itself tells nothing of who holds it.
+            on_node = id(output) in told and told[id(output)].is_of_node
+            if on_node or id(output) in pathless or torch_member(output, "is_leaf"):
                 continue
             for node, hops in nodes_behind(output, seen):
                 if id(node) in wanted:
@@ -112,40 +117,50 @@ def held_by_nodes(
         del outputs
     holding = [output for output, _ in found.values()]
     seen.clear()
-    holders = dict(zip(found, explained(holding) if holding else [], strict=True))
+    ways = {node: hops for node, (_, hops) in found.items()}
+    found.clear()
+    holders = dict(zip(ways, explained(holding) if holding else [], strict=True))
     return {
-        identity: _behind_node(found[explanation.root][1], holders[explanation.root], explanation)
+        identity: _behind_node(ways[explanation.root], holders[explanation.root], explanation)
         for identity, explanation in told.items()
-        if explanation.root in holders and holders[explanation.root].path
+        if explanation.root in holders
+        and holders[explanation.root].path
+        and holders[explanation.root].root not in holders
     }
 
 
 def _behind_node(hops: tuple[tuple[str, str], ...], told: Explanation, rest: Explanation) -> Explanation:
     """What holds a graph's output, the way from there to a node, and from the node to what it keeps."""
-    node = hops[-1][0]
-    return Explanation(
-        verdict="native-held",
-        cause="autograd",
-        holder=f"{told.holder}.grad_fn, where {node} has {''.join(hop.edge for hop in rest.path[1:])}",
-        path=(*told.path, *(Hop(type=kind, edge=edge) for kind, edge in hops), *rest.path[1:]),
-        suspects=told.suspects,
-        cut=told.cut,
-        thread=told.thread,
-        new=told.new,
-    )
+    what = f"{hops[-1][0]} has {''.join(hop.edge for hop in rest.path[1:])}"
+    return _through_graph(told, (*(Hop(type=kind, edge=edge) for kind, edge in hops), *rest.path[1:]), what)
 
 
 def _saved_by(saved: Saved, told: Explanation) -> Explanation:
     hops = tuple(Hop(type=kind, edge=edge) for kind, edge in saved.hops)
+    return _through_graph(told, hops, f"{saved.node} saved {saved.name!r}")
+
+
+def _through_graph(told: Explanation, hops: tuple[Hop, ...], what: str) -> Explanation:
+    """What is behind the graph of something that is held.
+
+    Args:
+        told: who holds that.
+        hops: the way from it through the graph.
+        what: which node has what.
+    """
+    # Where C++ holds the output's own holder, that holder is what must let go, and no name for the graph leads there.
+    in_c = bool(told.root)
     return Explanation(
         verdict="native-held",
-        cause="autograd",
-        holder=f"{told.holder}.grad_fn, where {saved.node} saved {saved.name!r}",
+        cause=told.cause if in_c else "autograd",
+        holder=told.holder if in_c else f"{told.holder}.grad_fn, where {what}",
         path=(*told.path, *hops),
         suspects=told.suspects,
         cut=told.cut,
         thread=told.thread,
         new=told.new,
+        advice=told.advice if in_c else "",
+        root=told.root,
     )
 
 

@@ -150,7 +150,9 @@ def _removing_handler(name: str) -> str | None:
     where, _, identity = name.partition(" of logging.")[2].rpartition(" at ")
     named = re.fullmatch(r"getLogger\((.+)\)", where, re.DOTALL)
     logger = logging.root if named is None else logging.getLogger(ast.literal_eval(named[1]))
-    places = [place for place, item in enumerate(logger.handlers) if hex(id(item)) == identity]
+    # Somebody may have put something else there.
+    handlers = logger.handlers if type(logger.handlers) is list else []
+    places = [place for place, item in enumerate(handlers) if hex(id(item)) == identity]
     return f"logging.{where}.removeHandler(logging.{where}.handlers[{places[0]}])" if places else None
 
 

@@ -249,9 +249,17 @@ def _natively_held(
             items, ignore={id(items)}, innocent=older, roots=context.roots, living=context.living, names=names
         )
 
+    pathless = {id(tensor) for tensor in lost} - rooted.keys()
+
+    def past_nodes(items: Sequence[Any]) -> list[Explanation]:
+        told = explained(items)
+        of_nodes = {id(item): found for item, found in zip(items, told, strict=True) if found.is_of_node}
+        better = held_by_nodes({**rooted, **of_nodes}, pathless, explained) if of_nodes else {}
+        return [better.get(id(item), found) for item, found in zip(items, told, strict=True)]
+
     return {
-        **held_by_nodes(rooted, explained),
-        **saved_for_backward(lost, explained),
+        **held_by_nodes(rooted, pathless, explained),
+        **saved_for_backward(lost, pathless, past_nodes),
         **as_gradients(lost, older, explained),
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lowtide.probes.caches import LRU_CACHE
 from lowtide.probes.objects import Census, all_objects, collector_paused
+from lowtide.probes.unseen_references import is_script, tensors_of_script
 
 _MOST_IDENTITIES = 200_000
 """Identities of objects of any kind that are remembered between a mark and the next."""
@@ -121,7 +122,19 @@ class Births:
                 for item in _watched(self._moved_objects()):
                     if id(item) in self._noted:
                         found.setdefault(id(item), item)
+            self._reveal(found)
             return [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in found.items()]
+
+    def _reveal(self, found: dict[int, Any]) -> None:
+        """Adds the tensors of TorchScript modules: until they are asked for there are none in Python."""
+        # Asked by the type, since there may be thousands of modules.
+        scripts = {kind for kind in set(map(type, found.values())) if is_script(kind)}
+        for module in [item for item in found.values() if type(item) in scripts]:
+            noted = self._noted.get(id(module), (self.label, self.turn))
+            for tensor in tensors_of_script(module):
+                if id(tensor) not in self._known and id(tensor) not in found:
+                    self._noted.setdefault(id(tensor), noted)
+                    found[id(tensor)] = tensor
 
     def born(self) -> set[int] | None:
         """The identities of all objects of any kind born since the mark; None if there were too many to remember.

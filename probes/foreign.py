@@ -25,6 +25,9 @@ _qualname_of_function: Callable[[object], str] = FunctionType.__dict__["__qualna
 _function_of_partial: Callable[[object], object] = functools.partial.__dict__["func"].__get__
 _module_of = type.__dict__["__module__"].__get__
 
+HOOK = "hook "
+"""How `described` begins for the dict in which torch keeps hooks."""
+
 # Types are looked up by their ids, or one by one, since a metaclass may define `__hash__` and `__eq__`.
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type)
 # Modules whose classes hash by their own few values, and by nothing that the program made.
@@ -106,7 +109,7 @@ def described(item: Any) -> str:
         values = list(dict.values(item))
         if values and all(type(key) is int for key in dict.keys(item)) and all(map(_is_callable, values)):
             # As torch keeps hooks.
-            return f"hook {described(values[0])}"
+            return f"{HOOK}{described(values[0])}"
     return type_name(kind)
 
 

@@ -58,6 +58,7 @@ _UNSEEN, _ROOT, _BLOCKED = -1, -2, -3
 # The search's queues: most objects, then library internals and thread locals, then running frames.
 _FIRST, _LATER, _LAST = range(3)
 _HEAP_TYPE = 1 << 9
+_MAY_BE_TRACKED = 1 << 14
 
 # The frames of the checker hold what it looks at; they are never part of an answer.
 _CHECKER = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
@@ -531,7 +532,9 @@ class _Heap:
             before[frontier] = True
             starts, ends = np.searchsorted(held, frontier, "left"), np.searchsorted(held, frontier, "right")
             met = np.unique(np.concatenate([holders[start:end] for start, end in zip(starts, ends, strict=True)]))
-            frontier = met[unseen[met] & ~before[met]]
+            met = met[unseen[met] & ~before[met]]
+            own = np.fromiter((_is_checkers_object(self.objects[node]) for node in met.tolist()), np.bool_, len(met))
+            frontier = met[~own]
         nodes = sorted(np.flatnonzero(before).tolist(), key=lambda node: self._preference(node, lost))
         # All that refer to one of them, those through which no path may lead included; not this heap's own list.
         refer = [node for node in np.unique(holders[before[held]]).tolist() if self.objects[node] is not self.objects]
@@ -642,9 +645,11 @@ class _Heap:
         kinds = types_of(ids[rest])
         for kind in self._untracked_holders:
             worth[rest[kinds == kind]] = True
-        if self._passes_untracked:
-            # Dicts and tuples of nothing that is tracked are not tracked either.
-            worth |= np.isin(types_of(ids), [id(dict), id(tuple)])
+        if self._passes_untracked and len(rest):
+            # Dicts and tuples of nothing that is tracked are not tracked either, nor is, once it is made, what C calls
+            # a struct sequence (such as what `torch.max` returns).
+            containers = [kind for kind in np.unique(kinds).tolist() if flags_of(object_at(kind)) & _MAY_BE_TRACKED]
+            worth[rest[np.isin(kinds, containers)]] = True
         worth[_checkers_frames(ids)] = False
         return worth
 
@@ -748,6 +753,14 @@ def _is_checkers(frame: FrameType) -> bool:
     """Whether the frame is the checker's, which holds what it looks at."""
     name = dict.get(frame.f_globals, "__name__", "")
     return type(name) is str and f"{name}.".startswith(_CHECKER)
+
+
+def _is_checkers_object(item: object) -> bool:
+    """Whether an object is one of the checker's functions, or an instance of one of its classes."""
+    if type(item) is FunctionType:
+        name = dict.get(item.__globals__, "__name__")
+        return type(name) is str and name.startswith(_CHECKER)
+    return type_name(type(item)).startswith(_CHECKER)
 
 
 def _checkers_files() -> set[object]:

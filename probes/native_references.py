@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import FrameType
+from dataclasses import dataclass, field
+from types import CellType, FrameType
 
 from lowtide.probes.edges import variables_of
 from lowtide.probes.foreign import is_a
@@ -18,45 +19,64 @@ _OWN = 3
 """References to an object while it is asked about: the heap's list, a variable, and an argument."""
 
 
+@dataclass(frozen=True)
+class Variables:
+    """How many variables of running functions refer to an object, by its identity.
+
+    Attributes:
+        plain: variables that hold it themselves.
+        shared: variables of which a closure has the cell: such a function refers to a cell that holds the object.
+    """
+
+    plain: Counter[int] = field(default_factory=Counter)
+    shared: Counter[int] = field(default_factory=Counter)
+
+
 def held_from_c(
     nodes: Sequence[int],
     objects: Sequence[object],
     holders: Iterable[int],
     held_by: Callable[[object], Iterable[object]],
-    variables: Mapping[int, int],
+    variables: Variables,
 ) -> list[int]:
     """Those of some nodes of a heap to which C or C++ refers, in their order.
 
-    Classes are left out, since the interpreter's own caches refer to them.
+    Classes are left out, since the interpreter's own caches refer to them, and the checker's own containers.
 
     Args:
         nodes: places of objects in the heap.
         objects: the heap, which has one reference to each.
         holders: places of all objects that refer to one of the nodes, each once.
         held_by: gives what an object refers to, each as often as it does.
-        variables: how many variables of running functions refer to an object, by its identity.
+        variables: of the running functions that the heap is without.
     """
     wanted = {id(objects[node]) for node in nodes}
     known = _references(wanted, objects, holders, held_by)
-    known.update(variables)
-    return [node for node in nodes if _count(objects[node]) > known[id(objects[node])]]
+    known.update(variables.plain)
+    # (No variable here may hold a node: it would be one more reference.)
+    known.update(_references_to_cells(map(objects.__getitem__, nodes), variables))
+    return [
+        node
+        for node in nodes
+        if _count(objects[node]) > known[id(objects[node])] and not _is_checkers(objects[node], variables)
+    ]
 
 
-def references_of(frames: list[FrameType]) -> Counter[int]:
-    """How many plain variables of some functions refer to an object, by its identity.
-
-    (What a closure shares lies in a cell, which is an object of its own.)
+def references_of(frames: list[FrameType]) -> Variables:
+    """What the variables of some functions refer to.
 
     Args:
         frames: of the functions; empty afterwards, since this very function's and its caller's may be among them: they
             would hold each other, and all that is in their variables.
     """
-    found: Counter[int] = Counter()
+    found = Variables()
     while frames:
         frame = frames.pop()
         shared = {*frame.f_code.co_cellvars, *frame.f_code.co_freevars}
-        found.update(id(value) for name, value in variables_of(frame) if name not in shared)
-        frame_locals(frame)  # undoes what reading them left behind
+        for name, value in variables_of(frame):
+            (found.shared if name in shared else found.plain)[id(value)] += 1
+        # A dict of them that an earlier reading made is in the heap, and so is held by its list.
+        frame_locals(frame, is_checkers=True)  # undoes what reading them left behind
         del frame
     return found
 
@@ -89,6 +109,16 @@ def outermost(nodes: Collection[int], edges: Mapping[int, Collection[int]]) -> l
     return list(chosen)
 
 
+def _references_to_cells(items: Iterable[object], variables: Variables) -> dict[int, int]:
+    return {id(item): variables.shared[_content(item)] for item in items if type(item) is CellType}
+
+
+def _is_checkers(item: object, variables: Variables) -> bool:
+    """Whether a running function has a container in a variable: its caller may have one more reference on its stack."""
+    is_variables = bool(variables.plain[id(item)] or variables.shared[id(item)])
+    return is_variables and any(type(item) is kind for kind in (list, dict, tuple, set))
+
+
 def _references(
     wanted: Collection[int],
     objects: Sequence[object],
@@ -105,3 +135,11 @@ def _count(item: object) -> int:
     """References to an object, without those that it takes to ask."""
     count = sys.getrefcount(item)
     return 0 if count >= _IMMORTAL or is_a(item, type) else count - _OWN
+
+
+def _content(cell: CellType) -> int:
+    """The identity of what a cell holds; 0 if it is empty."""
+    try:
+        return id(cell.cell_contents)
+    except ValueError:
+        return 0

@@ -191,8 +191,12 @@ def _running_frames() -> Iterator[FrameType]:
                 yield frame
 
 
-def frame_locals(frame: FrameType) -> list[object]:
+def frame_locals(frame: FrameType, *, is_checkers: bool = False) -> list[object]:
     """The values of a frame's local variables, leaving nothing behind.
+
+    Args:
+        frame: of a running function.
+        is_checkers: whether it is one of the checker's own, of whose variables nobody else holds a dict for long.
 
     Up to Python 3.12 reading `f_locals` leaves in the frame a dict of the function's locals, which keeps them alive
     after the function dropped them; it is emptied here, unless somebody else holds it (a debugger, or the function by
@@ -205,7 +209,7 @@ def frame_locals(frame: FrameType) -> list[object]:
         sys.version_info < (3, 13)
         and frame.f_code.co_flags & CO_OPTIMIZED
         and type(namespace) is dict
-        and sys.getrefcount(namespace) <= 3
+        and (is_checkers or sys.getrefcount(namespace) <= 3)
     ):
         namespace.clear()
     return values

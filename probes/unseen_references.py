@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lowtide.probes.foreign import attribute, mro_of
+from lowtide.probes.foreign import attribute, is_a, mro_of
 
 Reader = Callable[[Any], list[object]]
 """Gives the objects that an object holds and does not show the collector; runs no foreign code."""
@@ -44,7 +44,7 @@ def edge_of(holder: Any, held: object) -> str | None:
     """What leads from an object to another one that it does not show the collector, as code; None if nothing does."""
     read = reader_of(type(holder), thorough=True)
     if read is _tensors_of_script:
-        return next((f".{name}" for name, tensor in _named_tensors_of_script(holder) if tensor is held), None)
+        return next((edge for edge, tensor in _named_tensors_of_script(holder) if tensor is held), None)
     if read is _of_array:
         if _array_member("base", holder) is held:
             return ".base"
@@ -61,8 +61,8 @@ def is_view_of(holder: Any, held: object) -> bool:
     """Whether an object that the collector does not track was made of another one: an array of its base, a tuple."""
     if gc.is_tracked(holder):
         return False
-    if type(holder) is tuple:
-        return any(item is held for item in holder)
+    if is_a(holder, tuple):
+        return any(item is held for item in tuple.__iter__(holder))
     read = reader_of(type(holder))
     if read is _of_array:
         return _array_member("base", holder) is held
@@ -140,17 +140,53 @@ def _undo_raising(error: BaseException) -> None:
     BaseException.__dict__["__traceback__"].__set__(error, trace)
 
 
+def tensors_of_script(module: Any) -> list[Any]:
+    """The tensors of a TorchScript module, as Python objects, those of its parts left out."""
+    return [tensor for _, tensor in _named_tensors_of_script(module)]
+
+
+def is_script(cls: type) -> bool:
+    """Whether instances of a type are TorchScript modules."""
+    return reader_of(cls, thorough=True) is _tensors_of_script
+
+
 def _tensors_of_script(module: Any) -> list[object]:
     return [tensor for _, tensor in _named_tensors_of_script(module)]
 
 
 def _named_tensors_of_script(module: Any) -> Iterator[tuple[str, object]]:
-    """The parameters, buffers and other tensors of a TorchScript module, by name; those of its parts are the parts'."""
-    kinds: Any = sys.modules["torch"]._C
+    """Parameters, buffers and other tensors, constants of the code (as of a frozen module), inputs of a trace."""
+    torch: Any = sys.modules["torch"]
     own: Any = attribute(module, "_c")
-    kind: Any = attribute(module, "_concrete_type")
-    if type(own) is not kinds.ScriptModule or type(kind) is not kinds.ConcreteModuleType:
+    if type(own) is not torch._C.ScriptModule:
         return  # not complete yet
+    kind: Any = attribute(module, "_concrete_type")
+    if type(kind) is not torch._C.ConcreteModuleType:
+        # A frozen one has none.
+        kind = torch._C.ConcreteModuleType.from_jit_type(own._type())
     for name, (type_of_it, _) in kind.get_attributes().items():
-        if str(type_of_it) == "Tensor" and own.hasattr(name):
-            yield name, own.getattr(name)
+        if str(type_of_it) in _HOLDING_TENSORS and own.hasattr(name):
+            yield from _tensors_within(own.getattr(name), f".{name}")
+    for method in own._method_names():
+        constants = own._get_method(method).graph.findAllNodes("prim::Constant")
+        for place, node in enumerate(constants):
+            if node.hasAttribute("value") and node.kindOf("value") == "t":
+                code = ".graph" if method == "forward" else f"._c._get_method({method!r}).graph"
+                yield f"{code}.findAllNodes('prim::Constant')[{place}].t('value')", node.t("value")
+    for method, inputs in own._retrieve_traced_inputs().items():
+        yield from _tensors_within(inputs, f"._c._retrieve_traced_inputs()[{method!r}]")
+
+
+_HOLDING_TENSORS = frozenset({"Tensor", "List[Tensor]", "Dict[str, Tensor]", "Optional[Tensor]"})
+
+
+def _tensors_within(value: Any, edge: str) -> Iterator[tuple[str, object]]:
+    """The tensors in what C++ gives of an attribute: itself, or in lists, tuples and dicts made for the asking."""
+    if is_a(value, sys.modules["torch"].Tensor):
+        yield edge, value
+    elif type(value) is dict:
+        for key, item in value.items():
+            yield from _tensors_within(item, f"{edge}[{key!r}]")
+    elif type(value) is list or type(value) is tuple:
+        for place, item in enumerate(value):
+            yield from _tensors_within(item, f"{edge}[{place}]")

@@ -154,7 +154,7 @@ def test_no_code_of_a_tensor_subclass_runs() -> None:
     hostile = torch.ones(2).as_subclass(NoFunctions)
     asked: list[Any] = []
     assert list(as_gradients([plain.grad, hostile], (), explained_as(asked=asked))) == [id(plain.grad)]
-    assert saved_for_backward([hostile], explained_as(asked=asked)) == {}
+    assert saved_for_backward([hostile], {id(hostile)}, explained_as(asked=asked)) == {}
 
 
 # --- what a graph has saved -----------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_of_a_graph_whose_output_nobody_holds_nothing_is_said() -> None:
     saved = torch.ones(4, 5)
     loss = (saved * torch.ones(5, requires_grad=True)).sum()
     # Whoever explains the output knows of no path to it.
-    assert saved_for_backward([saved], explained) == {}
+    assert saved_for_backward([saved], {id(saved)}, explained) == {}
     assert asked == [id(loss)]
 
 
