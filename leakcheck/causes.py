@@ -18,11 +18,14 @@ from typing import Any, Union
 
 import msgspec
 
+from lowtide.leakcheck.endings import class_named, ending_of, on
 from lowtide.leakcheck.explain import Holder, first_holders
 from lowtide.leakcheck.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.listing import listed
+from lowtide.leakcheck.path_names import way_text
+from lowtide.leakcheck.running_threads import told_with, works
 from lowtide.leakcheck.tensor_findings import Context, TensorLeak, older_than
-from lowtide.probes.foreign import is_a, mro_of, namespace_of
+from lowtide.probes.foreign import is_a
 from lowtide.probes.objects import Census, all_objects
 from lowtide.probes.reach import reach
 from lowtide.probes.stand_ins import stand_ins
@@ -38,7 +41,6 @@ _EXPLAINED = 0.9
 _MOST_REACHED = 100_000
 """Objects that are looked at for arrays behind a finding."""
 
-_ENDINGS = ("shutdown", "terminate", "close", "stop", "cancel")
 _ANONYMOUS = re.compile(r"\d+ -> ((pipe|socket|anon_inode):.*|/dev/null)")
 """What a descriptor is called that a backend of a process group opens to talk to itself or to others."""
 
@@ -77,9 +79,11 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
     for turn, draft in enumerate(found):
         own = _graph_of(draft) or (Cause(("tensors", turn)) if turn in mapped.values() else None)
         for part, cause in _split(draft, shared) if isinstance(draft, ItemLeak) else [(draft, own)]:
-            drafts.append(part)
-            causes.append(cause or _holder_of(part, turn, context))
-    return drafts, _with_host_memory(drafts, _with_threads(drafts, _with_losses(drafts, causes)))
+            for each in _apart(part, context) if cause is None else [part]:
+                drafts.append(each)
+                causes.append(cause or _holder_of(each, turn, context))
+    causes = _with_caches(drafts, _with_losses(drafts, causes))
+    return drafts, _with_host_memory(drafts, _with_threads(drafts, causes))
 
 
 def by_cause(findings: Iterable[Finding], causes: Mapping[int, Cause | None]) -> tuple[Finding, ...]:
@@ -114,11 +118,12 @@ def _as_one(group: Sequence[Finding], cause: Cause | None) -> Finding:
     return msgspec.structs.replace(first, parts=tuple(parts), message=message, holder=holder, path=path, advice=advice)
 
 
-def _rank(finding: Finding) -> tuple[int, bool]:
+def _rank(finding: Finding) -> tuple[int, bool, bool]:
     resource = _MAIN.index(finding.resource) if finding.resource in _MAIN else -1
     if finding.resource == "host-memory":
         resource = len(_MAIN)
-    return resource, finding.cause != "autograd"
+    # A tensor has a path, and bytes.
+    return resource, finding.cause != "autograd", finding.resource == "lru-cache"
 
 
 _Named = tuple[str, str]
@@ -151,6 +156,49 @@ def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, 
             cause = causes[group[0]] if len(rest) == 1 else Cause((main, "with what is theirs"))
             shared.update(dict.fromkeys([*group, *rest], cause))
     return shared
+
+
+def _apart(draft: Draft, context: Context) -> list[Draft]:
+    """Threads by what they do, and what caches keep by the cache; anything else as it is."""
+    if isinstance(draft, ItemLeak) and draft.key == "threads":
+        return [*_by_work(draft, context)]
+    if isinstance(draft, ItemLeak) and len(caches := _caches_of(draft)) > 1:
+        kept = [
+            {name: size for name, size in draft.names.items() if id(draft.cached[name].cache()) == cache}
+            for cache in caches
+        ]
+        return [_only(draft, names) for names in kept]
+    return [draft]
+
+
+def _caches_of(draft: Draft) -> set[int]:
+    """The identities of the caches that have to be emptied for all that a finding is about, as far as it takes that."""
+    if isinstance(draft, ItemLeak):
+        return {id(draft.cached[name].cache()) for name in draft.names if name in draft.cached}
+    if isinstance(draft, TensorLeak):
+        return {cut.emptied for told in draft.explanations.values() for cut in told.cuts}
+    return set()
+
+
+def _with_caches(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+    """And all that one and the same cache keeps: to empty it gives back the modules, their tables and the like."""
+    caches = [_caches_of(draft) if cause is None else set() for draft, cause in zip(drafts, causes, strict=True)]
+    every = [next(iter(found)) if len(found) == 1 else 0 for found in caches]
+    return [
+        Cause(("cache", cache)) if cache and every.count(cache) > 1 else cause
+        for cache, cause in zip(every, causes, strict=True)
+    ]
+
+
+def _by_work(draft: ItemLeak, context: Context) -> list[ItemLeak]:
+    """Threads by what they do."""
+    found = works(draft.names, context)
+    rest = {name: size for name, size in draft.names.items() if not any(name in work.names for work in found)}
+    parts = [(_only(draft, {name: draft.names[name] for name in work.names}), work) for work in found]
+    if len(found) + bool(rest) == 1:
+        parts = [(draft, work) for work in found]
+    told = [told_with(part, work) for part, work in parts]
+    return [*told, *([_only(draft, rest) if told else draft] if rest else [])]
 
 
 def _holder_of(draft: Draft, turn: int, context: Context) -> Cause | None:
@@ -187,29 +235,10 @@ def _cause(holder: Holder | None) -> Cause | None:
     """The first object on the way that should be gone; None where nothing of the program's leads to it."""
     if holder is None:
         return None
-    name = "".join(
-        hop.edge if hop.edge.startswith((".", "[")) or not turn else f" {hop.edge}"
-        for turn, hop in enumerate(holder.path)
-    )
-    ending = _ending(holder.path[-1].type)
-    advice = f"end {name} where its owner ends" + (f": {name}.{ending}()" if ending else "")
+    name = way_text(holder.path)
+    ending = ending_of(class_named(holder.path[-1].type))
+    advice = f"end {name} where its owner ends" + (f": {on(name, ending)}" if ending else "")
     return Cause(holder.identity, name, holder.path, advice)
-
-
-def _ending(name: str) -> str:
-    """What the class of that name calls the method that ends its instances."""
-    module, _, rest = name.rpartition(".")
-    while module and module not in sys.modules:
-        module, _, rest = module.rpartition(".")[0], "", f"{module.rpartition('.')[2]}.{rest}"
-    item: Any = sys.modules.get(module)
-    for part in rest.split("."):
-        item = None if item is None else vars(item).get(part)
-    if item is None or not is_a(item, type):
-        return ""
-    names = {name for base in mro_of(item) for name in namespace_of(base)}
-    # What has a descriptor of its own is closed; `shutdown` of a socket takes an argument and ends no descriptor.
-    endings = ("close", *_ENDINGS) if "fileno" in names else _ENDINGS
-    return next((ending for ending in endings if ending in names), "")
 
 
 def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:

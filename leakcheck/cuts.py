@@ -75,6 +75,7 @@ class Cut:
         place: for an entry of a container, where.
         ends_anyway: whether the change is made even where making it raises.
         is_code: whether the action is code that runs as it stands, and not words.
+        emptied: the identity of the cache that the change empties; 0 where it empties none.
     """
 
     action: str
@@ -83,6 +84,7 @@ class Cut:
     place: Place | None = None
     ends_anyway: bool = False
     is_code: bool = True
+    emptied: int = 0
 
     @property
     def is_deletion(self) -> bool:
@@ -230,7 +232,8 @@ def _cache(link: Link, of: _Owner, names: Names) -> Cut | None:
     if link.kind not in ("lru-cache-key", "lru-cache-value") or type(link.owner) is not LRU_CACHE:
         return None
     clear: Callable[[], None] = LRU_CACHE.__dict__["cache_clear"].__get__(link.owner)
-    return of.cut(f"{of.code}.cache_clear()", f"clear the cache {of.words}", f"{of.text} is empty", clear)
+    cut = of.cut(f"{of.code}.cache_clear()", f"clear the cache {of.words}", f"{of.text} is empty", clear)
+    return dataclasses.replace(cut, emptied=id(link.owner))
 
 
 def _entry(link: Link, of: _Owner, names: Names) -> Cut | None:

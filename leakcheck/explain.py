@@ -182,10 +182,14 @@ class Holder:
     Attributes:
         identity: its identity.
         path: the way to it, from the root on.
+        target: the suspect itself, as code; None where no expression leads to it.
+        way: the way to the suspect.
     """
 
     identity: int
     path: tuple[Hop, ...]
+    target: str | None = None
+    way: tuple[Hop, ...] = ()
 
 
 def first_holders(
@@ -195,16 +199,18 @@ def first_holders(
     innocent: Container[int] = (),
     living: bool = False,
     roots: Sequence[tuple[str, object]] = (),
+    not_roots: Collection[int] = (),
 ) -> list[Holder | None]:
     """For each of `targets` what holds it of the program; None where only the system or a running frame does.
 
-    Arguments are those of `explain`; by one walk over the heap. A running thread is held by who else knows it.
+    Arguments are those of `explain`, and `not_roots`: the ids of running threads that hold nothing by themselves, as
+    any that is a target does not. By one walk over the heap.
     """
 
     def inspect(root: RootKind, items: Sequence[object]) -> Sequence[Mark | None]:
         return marks(items, innocent=innocent, ages_known=True, living=living, hollow=root == "object")
 
-    with trace(targets, ignore=ignore, roots=roots, not_roots=set(map(id, targets))) as found:
+    with trace(targets, ignore=ignore, roots=roots, not_roots={*map(id, targets), *not_roots}) as found:
         return [_first_holder(found, place, inspect) for place in range(len(targets))]
 
 
@@ -216,11 +222,13 @@ def _first_holder(found: Traces, place: int, inspect: Inspector) -> Holder | Non
     shown = shown_from_landmark(path)
     if first < shown.skipped:
         return None
-    steps = shown.path.steps[: first - shown.skipped + 1]
-    hops = [Hop(type=step.type_name, edge=step.edge) for step in steps]
-    hops[-1] = msgspec.structs.replace(hops[-1], suspect=True)
+    hops = [Hop(type=step.type_name, edge=step.edge) for step in shown.path.steps]
+    turn = first - shown.skipped
+    hops[turn] = msgspec.structs.replace(hops[turn], suspect=True)
     root = Hop(type=shown.path.root_kind, edge=shown.path.root_name)
-    return Holder(found.link(place, first).held, (root, *hops))
+    way = _Way(shown, place, found)
+    code = way.code(len(way.links))
+    return Holder(found.link(place, first).held, (root, *hops[: turn + 1]), code, (root, *hops))
 
 
 def _may_hold_its_root(target: Any, root: object, held_from_c: Container[int]) -> bool:

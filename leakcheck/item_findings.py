@@ -9,6 +9,8 @@ import importlib
 import re
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,6 +54,23 @@ _SHOWN_SETTINGS = 3
 _POOL = re.compile(r"pool \((\d+), (\d+)\)")
 
 
+@dataclass(frozen=True)
+class Ending:
+    """A call that ends what works for an object of the standard library, to be made when no test follows.
+
+    Attributes:
+        code: it.
+        changed: what is different afterwards.
+        owner: a weak reference to the object.
+        do: makes the call.
+    """
+
+    code: str
+    changed: str
+    owner: weakref.ref[Any]
+    do: Callable[[Any], object]
+
+
 @dataclass(frozen=True, eq=False)
 class ItemLeak:
     """A finding about things with names.
@@ -65,6 +84,7 @@ class ItemLeak:
         cached: of what caches keep, where each of the names is.
         module: the test module in which it leaked, or the file of the fixture.
         changes: of process-wide settings, each with what it was.
+        endings: of threads, what ends them.
     """
 
     finding: Finding
@@ -75,6 +95,7 @@ class ItemLeak:
     cached: Mapping[str, CachedItem] = field(default_factory=dict)
     module: str = ""
     changes: tuple[Change, ...] = ()
+    endings: tuple[Ending, ...] = ()
 
     def without(self, left: Mapping[str, int], action: str) -> ItemLeak:
         """The same after an action that was meant for something else, and may have ended some of this too."""
@@ -85,7 +106,8 @@ class ItemLeak:
         remedy = Remedy(action=action, returns_bytes=returned)
         # What goes with a tensor is no library's workspace, of whatever size it is.
         told = self.finding if self.finding.cause != "library-workspace" else _as_native(self, self.names)
-        message = f"{told.message}; {action} returns {format_bytes(returned)}" if returned else told.message
+        gave = format_bytes(returned) if returned else "" if names else "it"
+        message = f"{told.message}; {action} returns {gave}" if gave else told.message
         finding = msgspec.structs.replace(told, remedy=remedy, tried=(remedy,), message=message)
         return dataclasses.replace(self, finding=finding, names=names)
 
@@ -289,11 +311,7 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[
         name = ACTIONS[Rung.UNFREEZE]
         return [Action(name, UNFROZEN, functools.partial(release, Rung.UNFREEZE))]
     if resource == "threads":
-        return [
-            Action(f"{of_thread(thread.name)}.join()", "", functools.partial(thread.join, patience))
-            for thread in threading.enumerate()
-            if f"{thread.name} ({thread.ident})" in leak.names and thread is not threading.current_thread()
-        ]
+        return _joining(leak, patience)
     if resource == "lru-cache":
         by_cache = {item.cache: item for name, item in leak.cached.items() if name in leak.names}
         return [_clearing(item) for item in by_cache.values()]
@@ -318,6 +336,33 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[
             return [Action(f"{cut.action}; {after}", cut.changed, do)]
         return [Action(f"{cut.action}, then {after}", cut.changed, do, is_code=False)]
     return []
+
+
+def _joining(leak: ItemLeak, patience: float) -> list[Action]:
+    """What ends threads, and what waits for them; all of them together for as long as for one."""
+
+    def threads() -> list[threading.Thread]:
+        own = [thread for thread in threading.enumerate() if f"{thread.name} ({thread.ident})" in leak.names]
+        return [thread for thread in own if thread is not threading.current_thread()]
+
+    def join() -> None:
+        until = time.monotonic() + patience
+        for thread in threads():
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def end(ending: Ending) -> None:
+        owner = ending.owner()
+        if owner is not None:
+            ending.do(owner)
+        join()
+
+    actions = [Action(ending.code, ending.changed, functools.partial(end, ending)) for ending in leak.endings]
+    waiting = threads()
+    if len(waiting) == 1:
+        actions.append(Action(f"{of_thread(waiting[0].name)}.join()", "", join))
+    elif waiting:
+        actions.append(Action(f"join() of the {len(waiting)} threads", "", join, is_code=False))
+    return actions
 
 
 def _clearing(item: CachedItem) -> Action:

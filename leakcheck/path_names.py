@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from lowtide.probes.heap import Path, Step, is_library
 from lowtide.probes.landmarks import module_expression
 from lowtide.probes.objects import FROZEN_AT_STARTUP
+from lowtide.reports.schema import Hop
 
 _LONGEST_HOLDER = 120
 _OF_MOCKS = re.compile(r"\._mock_(return_value|call_args_list|call_args|side_effect|mock_calls|wraps)")
@@ -75,6 +76,13 @@ def holder_name(path: Path, first: int) -> str:
         if step.kind == "closure" and turn >= first:
             return f"{_shortened(code_of(path, turn))}, closure {step.edge}"
     return _shortened(code_of(path, len(path.steps)))
+
+
+def way_text(path: Sequence[Hop]) -> str:
+    """A finding's path from its root on, as code."""
+    return "".join(
+        hop.edge if hop.edge.startswith((".", "[")) or not turn else f" {hop.edge}" for turn, hop in enumerate(path)
+    )
 
 
 def code_of(path: Path, end: int) -> str:

@@ -65,6 +65,7 @@ class Context:
         namespaces: how many names each module had before the leak; None if that is not known.
         patience: seconds to wait for a thread to end, to prove that it is the holder.
         module: the test module, or the fixture's file, to which the leaks belong; empty if there is none.
+        started: the line that started a thread, by the thread's identifier: `function, file.py:12`; empty if unknown.
     """
 
     born: Collection[int] | None = None
@@ -78,6 +79,7 @@ class Context:
     namespaces: Mapping[int, int] | None = None
     patience: float = 2.0
     module: str = ""
+    started: Callable[[int], str] = lambda ident: ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,7 +102,10 @@ def prove_now(
     every = [leak for subject in each for leak in subject.tensors]
     # What went before anything was tried, nothing that is tried gives back.
     there = {
-        id(item): item.left(left) for subject in each for item in subject.items if item.cached or item.key == FROZEN
+        id(item): item.left(left)
+        for subject in each
+        for item in subject.items
+        if item.cached or item.endings or item.key == FROZEN
     }
     sizes = {id(leak): leak.left() for leak in every}
     new = frozenset().union(*(subject.new for subject in each), *(leak.new for leak in every))

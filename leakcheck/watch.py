@@ -524,6 +524,7 @@ class Watch:
             turns=self._turns,
             namespaces=self._namespaces,
             patience=self.policy.settle,
+            started=self._makers.place_of_thread,
         )
         steps, frozen = self._climb(
             subjects,
@@ -707,12 +708,18 @@ class Watch:
                     continue
                 found[place] = draft = self._confirmed(draft, read)
                 if is_harmless(draft):
-                    actions = actions_for(draft, context.patience, may_unfreeze=False)
-                    found[place] = try_actions(draft, actions, self._left(draft, read), self._driver_bytes)
+                    found[place] = self._tried_harmless(draft, context, read)
             tensors = [draft for draft in found if isinstance(draft, TensorLeak)]
             # By now the harmless ones are findings.
             unproven.append(put_off(tensors, [draft for draft in found if isinstance(draft, ItemLeak)]))
         return unproven
+
+    def _tried_harmless(self, draft: ItemLeak, context: Context, read: Callable[[], Deep]) -> Draft:
+        """The finding, or the leak with what waiting has shown, where there is more to be tried at the end."""
+        waiting = dataclasses.replace(draft, endings=())
+        actions = actions_for(waiting, context.patience, may_unfreeze=False)
+        finding = try_actions(waiting, actions, self._left(draft, read), self._driver_bytes)
+        return dataclasses.replace(draft, finding=finding) if draft.endings and finding.remedy is None else finding
 
     def _try_remedies(self, drafts: list[list[Draft]], context: Context, read: Callable[[], Deep]) -> None:
         """Replaces the drafts by findings with what gave each back: tensors first, which often hold all the rest."""

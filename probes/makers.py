@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -34,10 +35,12 @@ class Maker:
         modules: the library's modules whose functions were running, the innermost first; empty if the program's own
             code made it, and not a library that it called.
         identity: what tells a descriptor from another one that gets its number later.
+        place: the program's line that made it, or that called the library: `function, file.py:12`; empty if none did.
     """
 
     modules: tuple[str, ...]
     identity: tuple[int, int] = (0, 0)
+    place: str = ""
 
 
 class Makers:
@@ -82,6 +85,11 @@ class Makers:
         """Who started a Python thread; None if that was not seen."""
         return self._threads.get(ident)
 
+    def place_of_thread(self, ident: int) -> str:
+        """The program's line that started a Python thread: `function, file.py:12`; empty where that is not known."""
+        maker = self._threads.get(ident)
+        return "" if maker is None else maker.place
+
     def of_process(self, pid: int) -> Maker | None:
         """Who started a child process; None if that was not seen."""
         return self._processes.get(pid)
@@ -108,15 +116,16 @@ class Makers:
 
     def _note(self, where: dict[int, Maker], key: int | None) -> None:
         if key is not None:
-            where[key] = Maker(_library_modules(sys._getframe(3)))
+            modules, place = _made_by(sys._getframe(3))
+            where[key] = Maker(modules, place=place)
 
     def _note_descriptor(self, number: int) -> None:
-        self._descriptors[number] = Maker(_library_modules(sys._getframe(3)), _identity(number))
+        self._note_descriptors(number, depth=4)
 
-    def _note_descriptors(self, made: int | tuple[int, int]) -> None:
-        modules = _library_modules(sys._getframe(3))
+    def _note_descriptors(self, made: int | tuple[int, int], depth: int = 3) -> None:
+        modules, place = _made_by(sys._getframe(depth))
         for number in (made,) if type(made) is int else made:  # type: ignore[union-attr]
-            self._descriptors[number] = Maker(modules, _identity(number))
+            self._descriptors[number] = Maker(modules, _identity(number), place)
 
 
 def _identity(number: int) -> tuple[int, int]:
@@ -127,22 +136,26 @@ def _identity(number: int) -> tuple[int, int]:
     return (facts.st_dev, facts.st_ino)
 
 
-def _library_modules(frame: FrameType | None) -> tuple[str, ...]:
-    """The library's modules from a frame outwards, up to the program's own code."""
+def _made_by(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
+    """The library's modules from a frame outwards, up to the program's own code, and the line of that."""
     found: dict[str, None] = {}
-    for module, file in _callers(frame):
+    for caller in _callers(frame):
+        code, module = caller.f_code, dict.get(caller.f_globals, "__name__")
         if module == __name__:  # another one notes it, too
             continue
-        if not is_library(file):
-            break
-        if module not in _PLUMBING:
+        if not is_library(code.co_filename):
+            # Python 3.10 knows no more than the last part of it.
+            name = getattr(code, "co_qualname", code.co_name)
+            place = f"{name}, {Path(code.co_filename).name}:{caller.f_lineno}"
+            return tuple(found), place
+        if type(module) is str and module not in _PLUMBING:
             found[module] = None
-    return tuple(found)
+    return tuple(found), ""
 
 
-def _callers(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
     for _ in range(_MOST_FRAMES):
         if frame is None:
             return
-        yield str(dict.get(frame.f_globals, "__name__", "")), frame.f_code.co_filename
+        yield frame
         frame = frame.f_back

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
-KEPT = "POOLS, GROUPS, LOSSES, THREADS, SHARED, SOCKETS = [], [], [], [], [], []\n"
+KEPT = """
+import threading
+
+POOLS, GROUPS, LOSSES, THREADS, SHARED, SOCKETS = [], [], [], [], [], []
+TIMERS, QUEUES, WORKERS, CONNECTIONS, ENDS = [], [], [], {}, []
+RELEASE = threading.Event()
+"""
 
 CASES = """
-import multiprocessing, os, socket, threading
-from concurrent.futures import ProcessPoolExecutor
+import functools, multiprocessing, os, queue, socket, threading
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import kept
 import pytest
 import torch
@@ -101,6 +109,117 @@ def test_thread_with_a_tensor():
     threading.Thread(target=lambda kv: waiting.wait(), args=(torch.ones(1000),), name="worker", daemon=True).start()
 
 
+def consume(waiting):
+    while waiting.get() is not None:
+        pass
+
+
+class Connection:
+    def __init__(self):
+        self.waiting = queue.Queue()
+        threading.Thread(target=self.work, daemon=True).start()
+        kept.ENDS.append(functools.partial(self.waiting.put, None))
+
+    def work(self):
+        consume(self.waiting)
+
+    async def close(self):
+        self.waiting.put(None)
+
+
+class Worker(threading.Thread):
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.waiting = threading.Event()
+        kept.ENDS.append(self.waiting.set)
+
+    def run(self):
+        self.waiting.wait()
+
+    def stop(self):
+        self.waiting.set()
+
+
+def test_threads_of_a_pool():
+    kept.POOLS.append(ThreadPoolExecutor(2))
+    for _ in range(5):
+        kept.POOLS[-1].submit(kept.RELEASE.wait, 60)
+
+
+def test_threads_of_a_pool_that_is_dropped():
+    pool = ThreadPoolExecutor(1)
+    pool.submit(kept.RELEASE.wait, 60)
+
+
+def test_timer():
+    kept.TIMERS.append(threading.Timer(60, print))
+    kept.TIMERS[0].daemon = True
+    kept.TIMERS[0].start()
+
+
+def test_timer_that_is_dropped():
+    timer = threading.Timer(60, print)
+    timer.start()
+
+
+def test_timer_that_is_cancelled():
+    timer = threading.Timer(60, print)
+    timer.start()
+    timer.cancel()
+
+
+def test_consumer():
+    waiting = queue.Queue()
+    kept.QUEUES.append(waiting)
+    threading.Thread(target=consume, args=(waiting,), daemon=True).start()
+
+
+def test_connection():
+    kept.CONNECTIONS["a"] = Connection()
+
+
+def test_connection_that_is_dropped():
+    Connection()
+
+
+def test_worker():
+    kept.WORKERS.append(Worker())
+    kept.WORKERS[0].start()
+
+
+def test_threads_that_do_different_things():
+    Connection()
+    Connection()
+    Worker().start()
+
+
+def test_function():
+    threading.Thread(target=kept.RELEASE.wait, args=(60,), daemon=True).start()
+
+
+class Net(torch.nn.Module):
+    pass
+
+
+@functools.lru_cache
+def table(net):
+    return torch.ones(1000)
+
+
+@functools.lru_cache
+def other(net):
+    return 1
+
+
+def test_cache():
+    table(Net())
+
+
+def test_two_caches():
+    table(Net())
+    other(Net())
+
+
 def make_groups():
     import torch.distributed as dist
 
@@ -118,8 +237,14 @@ def test_groups():
 
 
 def test_ends_what_others_left():
+    kept.RELEASE.set()
     for waiting in kept.THREADS:
         waiting.set()
+    for end in kept.ENDS:
+        end()
+    for thread in threading.enumerate():
+        if type(thread) is threading.Timer and thread not in kept.TIMERS:
+            thread.cancel()
     for pool in kept.POOLS:
         pool.terminate() if hasattr(pool, "terminate") else pool.shutdown()
 """
@@ -157,6 +282,10 @@ POOL = ["processes", "threads", "file-descriptors"]
         ("test_loss_without_its_graph", [["tensors"]]),
         ("test_thread_with_a_tensor", [["tensors", "threads"]]),
         ("test_groups_that_are_destroyed", []),
+        ("test_timer_that_is_cancelled", []),
+        ("test_threads_that_do_different_things", [["threads"], ["threads"]]),
+        ("test_cache", [["tensors", "lru-cache"]]),
+        ("test_two_caches", [["tensors", "lru-cache"], ["lru-cache"]]),
     ],
 )
 def test_what_one_cause_left_is_one_finding_and_what_another_left_is_not(
@@ -216,3 +345,71 @@ def test_all_process_groups_are_ended_by_one_call(run: InnerRun) -> None:
     assert finding.remedy is not None
     assert finding.remedy.action == "torch.distributed.destroy_process_group()"
     assert finding.changed == ("all process groups are destroyed",)
+
+
+HELD = [
+    ("test_threads_of_a_pool", "kept.POOLS[-1]", "kept.POOLS[-1].shutdown()"),
+    ("test_timer", "kept.TIMERS[0]", "kept.TIMERS[0].cancel()"),
+    ("test_consumer", "kept.QUEUES[0]", "kept.QUEUES[0].put(None)"),
+    ("test_connection", "kept.CONNECTIONS['a']", "await kept.CONNECTIONS['a'].close()"),
+    ("test_worker", "kept.WORKERS[0]", "kept.WORKERS[0].stop()"),
+]
+
+
+@pytest.mark.parametrize(("name", "holder", "call"), HELD)
+def test_threads_name_what_the_program_keeps_of_them_and_its_own_call(
+    name: str, holder: str, call: str, run: InnerRun
+) -> None:
+    (finding,) = run.subject(f"test_causes.py::{name}").findings
+    holder = holder.replace("[-1]", f"[{(finding.holder or '')[-2]}]")
+    call = call.replace("kept.POOLS[-1]", holder)
+    assert finding.holder == holder
+    assert [hop.suspect for hop in finding.path] == [False, False, True]
+    assert (finding.advice or "").endswith(f" where the owner ends: {call}")
+    assert f", held by {holder}; " in run.out
+    assert f", started in {STARTED.get(name, name)}, test_causes.py:" in finding.message
+
+
+STARTED = {"test_connection": "Connection.__init__" if sys.version_info >= (3, 11) else "__init__"}
+
+
+@pytest.mark.parametrize(
+    ("name", "runs", "advice"),
+    [
+        (
+            "test_threads_of_a_pool_that_is_dropped",
+            "tasks of a concurrent.futures.thread.ThreadPoolExecutor",
+            "keep the concurrent.futures.thread.ThreadPoolExecutor, and call its shutdown() at the end, or use it in",
+        ),
+        (
+            "test_timer_that_is_dropped",
+            "a threading.Timer of builtins.print",
+            "keep the threading.Timer, and call its cancel() at the end",
+        ),
+        (
+            "test_connection_that_is_dropped",
+            "test_causes.Connection.work (test_causes.py:",
+            "keep the test_causes.Connection, and await its close() at the end",
+        ),
+        ("test_function", "threading.Event.wait (threading.py:", "end it where the owner ends: kept.RELEASE.set()"),
+    ],
+)
+def test_threads_say_what_they_run_and_what_to_change(name: str, runs: str, advice: str, run: InnerRun) -> None:
+    (finding,) = run.subject(f"test_causes.py::{name}").findings
+    assert f"; it runs {runs}" in finding.message
+    assert advice in (finding.advice or "")
+
+
+def test_what_ends_a_timer_is_tried_at_the_end(run: InnerRun) -> None:
+    (finding,) = run.subject("test_causes.py::test_timer").findings
+    assert finding.remedy is not None
+    assert finding.remedy.action == "kept.TIMERS[0].cancel()"
+    assert finding.changed == ("kept.TIMERS[0] is cancelled",)
+
+
+def test_one_cache_is_emptied_once(run: InnerRun) -> None:
+    first, second = run.subject("test_causes.py::test_two_caches").findings
+    assert [told.remedy and told.remedy.action for told in (first, *first.parts, second)] == [
+        *["test_causes.table.cache_clear()"] * 2,
+        "test_causes.other.cache_clear()",
+    ]

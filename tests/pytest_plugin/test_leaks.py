@@ -86,8 +86,13 @@ def run(folder: Path, *args: str, **files: str) -> Subjects:
 
 def of(subject: Subject, resource: str = "tensors") -> Finding:
     """The one finding of a resource."""
-    (finding,) = [finding for finding in subject.findings if finding.resource == resource]
+    (finding,) = all_of(subject, resource)
     return finding
+
+
+def all_of(subject: Subject, resource: str) -> list[Finding]:
+    """The findings of a resource."""
+    return [finding for finding in subject.findings if finding.resource == resource]
 
 
 PRELUDE = """
@@ -1093,8 +1098,9 @@ def test_resources_are_findings_of_their_own(leaks: Subjects) -> None:
     ("resource", "case"), [pytest.param(resource, case, id=case.name) for resource, case in RESOURCE_CASES]
 )
 def test_every_other_leak_is_told(leaks: Subjects, resource: str, case: Case) -> None:
-    finding = of(leaks[f"test_{resource.replace('-', '_')}"], resource)
-    assert case.holder in finding.message
+    found = all_of(leaks[f"test_{resource.replace('-', '_')}"], resource)
+    # Threads that do different things, and two caches, are different causes.
+    assert any(case.holder in finding.message for finding in found)
 
 
 @pytest.mark.parametrize(
@@ -1111,13 +1117,14 @@ def test_every_other_leak_is_told(leaks: Subjects, resource: str, case: Case) ->
     ],
 )
 def test_every_resource_is_counted(leaks: Subjects, resource: str, cause: str, size: int, count: int) -> None:
-    finding = of(leaks[f"test_{resource.replace('-', '_')}"], resource)
-    assert (finding.cause, finding.bytes, finding.count) == (cause, size, count)
+    found = all_of(leaks[f"test_{resource.replace('-', '_')}"], resource)
+    assert {finding.cause for finding in found} == {cause}
+    assert [sum(finding.bytes for finding in found), sum(finding.count for finding in found)] == [size, count]
 
 
 @pytest.mark.parametrize("resource", RESOURCES)
 def test_every_resource_says_in_which_stage_it_appeared(leaks: Subjects, resource: str) -> None:
-    assert of(leaks[f"test_{resource.replace('-', '_')}"], resource).stage == "call"
+    assert {finding.stage for finding in all_of(leaks[f"test_{resource.replace('-', '_')}"], resource)} == {"call"}
 
 
 def test_host_memory_is_told_roughly(leaks: Subjects) -> None:
