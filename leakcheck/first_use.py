@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 
 import msgspec
@@ -19,6 +19,9 @@ VENDOR_LIBRARIES = (
     r"|hipblas\w*|rocblas|hipsolver|rocsolver|hipsparse|rocsparse|hipfft|rocfft|MIOpen|rccl)(-\w+)?\.so[.\d]*"
 )
 """Those that make a handle, with memory of its own on the card, when they are first used, and never give it back."""
+
+_WITH_DESCRIPTORS = r"lib(nccl|rccl|nvshmem\w*)\b.*"
+"""Those of them that talk to other processes, and open sockets and pipes for it."""
 
 _FIRST_USE_BYTES = 256 << 10
 """Code that must newly be in memory: the kernel brings in 64 KiB around every page that is touched."""
@@ -59,7 +62,11 @@ def _read() -> dict[str, int]:
 
 
 def excused_by_libraries(
-    findings: Sequence[Finding], before: Counters, now: Counters, first_use: FirstUse
+    findings: Sequence[Finding],
+    before: Counters,
+    now: Counters,
+    first_use: FirstUse,
+    any_graph_alive: Callable[[], bool] = lambda: False,
 ) -> tuple[tuple[Finding, ...], tuple[NotMeasured, ...]]:
     """Tells apart what a library that was first used in a test may have taken for good.
 
@@ -68,6 +75,7 @@ def excused_by_libraries(
         before: the counters at its baseline.
         now: the counters now.
         first_use: what was in use before.
+        any_graph_alive: whether captured graphs are, for which the driver keeps memory, too; asked where it matters.
 
     Returns:
         The findings, with the library as their holder where it is known to keep memory (these are suppressed by the
@@ -78,22 +86,43 @@ def excused_by_libraries(
         return tuple(findings), ()
     libraries = first_use.libraries()
     holders = libraries
+    graphs = False
     if _opened_the_driver(before, now):
-        why = "the card's driver was first used here, and keeps descriptors and memory of its own"
+        of_memory = "the card's driver was first used here, and keeps descriptors and memory of its own"
+        of_descriptors = of_memory
         holders = ["context", *libraries]
     elif libraries:
-        used = "was first used here, and keeps memory of its own"
-        if len(libraries) > 1:
-            used = "were first used here, and keep memory of their own"
-        why = f"{first_of(libraries, _SHOWN_LIBRARIES)} {used}"
+        graphs = any(finding.resource == "driver" for finding in may_be) and any_graph_alive()
+        of_memory = _beside_graphs(libraries) if graphs else _used_first(libraries, "memory")
+        talking = [name for name in libraries if re.fullmatch(_WITH_DESCRIPTORS, name)]
+        of_descriptors = "libraries were first used here, and some keep descriptors of their own"
+        if talking:
+            of_descriptors = _used_first(talking, "descriptors")
     elif now.native_threads > before.native_threads and first_use.any_loaded:
-        why = "a native thread started here, and libraries keep memory of their own for each thread"
+        of_memory = "a native thread started here, and libraries keep memory of their own for each thread"
+        of_descriptors = "a native thread started here, and may keep descriptors of its own"
     else:
         return tuple(findings), ()
-    known = {id(finding): _known(finding, holders) for finding in may_be}
-    excused = tuple(NotMeasured(what=finding.message, why=why) for finding in may_be if known[id(finding)] is None)
+    known = {id(finding): None if graphs else _known(finding, holders) for finding in may_be}
+    excused = tuple(
+        NotMeasured(what=finding.message, why=of_memory if finding.resource == "driver" else of_descriptors)
+        for finding in may_be
+        if known[id(finding)] is None
+    )
     kept = (known.get(id(finding), finding) for finding in findings)
     return tuple(finding for finding in kept if finding is not None), excused
+
+
+def _beside_graphs(libraries: Sequence[str]) -> str:
+    used = f"{first_of(libraries, _SHOWN_LIBRARIES)} {'was' if len(libraries) == 1 else 'were'} first used here"
+    return f"{used}, and CUDA graphs are alive: each of them keeps memory of its own"
+
+
+def _used_first(libraries: Sequence[str], what: str) -> str:
+    used = f"was first used here, and keeps {what} of its own"
+    if len(libraries) > 1:
+        used = f"were first used here, and keep {what} of their own"
+    return f"{first_of(libraries, _SHOWN_LIBRARIES)} {used}"
 
 
 def _known(finding: Finding, holders: Sequence[str]) -> Finding | None:

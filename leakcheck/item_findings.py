@@ -29,6 +29,7 @@ from lowtide.leakcheck.remedies import error_text, unraisable_told
 from lowtide.leakcheck.setting_remedies import advice, run, undoing
 from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
 from lowtide.probes.allocation_stacks import StackFrame, allocating_function
+from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.foreign import type_name
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
 from lowtide.probes.settings import SettingReader
@@ -250,7 +251,7 @@ def confirmed_workspaces(leak: ItemLeak, left: Callable[[], Mapping[str, int]], 
         left: reads which of them are there.
         is_first: whether a BLAS library was first used in this test.
     """
-    if is_first or not _no_graph_lives():
+    if is_first or any_graph_alive():
         return leak
     release(Rung.CLEAR_WORKSPACES)
     names = {name: size for name, size in left().items() if name in leak.names}
@@ -284,12 +285,6 @@ def _as_native(leak: ItemLeak, names: Mapping[str, int]) -> Finding:
             resource="tensors", device=leak.finding.device, stage=leak.finding.stage, suspects=("native",)
         ),
     )
-
-
-def _no_graph_lives() -> bool:
-    torch: Any = sys.modules.get("torch")
-    kind = None if torch is None else getattr(torch.cuda, "CUDAGraph", None)
-    return kind is None or not Census(all_objects()).instances_of(kind)
 
 
 def frozen_items() -> dict[str, int]:

@@ -74,6 +74,7 @@ from lowtide.probes.births import Births
 from lowtide.probes.caches import LRU_CACHE
 from lowtide.probes.counters import CounterReader, Counters, anonymous_bytes
 from lowtide.probes.device.driver import Driver, find_driver
+from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.makers import Makers
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects, collector_paused
 from lowtide.probes.process_tree import ProcessTree
@@ -584,7 +585,7 @@ class Watch:
         now = self._read()
         # What a card's first use takes is known where the card was warmed up.
         before = now if self._card_came_in_this_test else self._books.baseline
-        findings[0], excused = excused_by_libraries(findings[0], before, now, self._first_use)
+        findings[0], excused = excused_by_libraries(findings[0], before, now, self._first_use, any_graph_alive)
         findings = [by_cause(found, shared) for found in findings]
         for finding in findings[0]:
             for part in finding.parts:

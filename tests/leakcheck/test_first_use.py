@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from lowtide.leakcheck import first_use
 from lowtide.leakcheck.first_use import VENDOR_LIBRARIES, FirstUse, excused_by_libraries
 from lowtide.probes.counters import Counters
-from lowtide.reports.schema import Finding
+from lowtide.probes.device.graphs import any_graph_alive
+from lowtide.reports.schema import Finding, Resource
 
 MUCH = 256 << 10
 
@@ -91,6 +93,75 @@ def test_of_many_the_first_are_named(uses: FirstUse, memory: Memory) -> None:
     memory.resident |= dict.fromkeys(("liba.so.1", "libb.so.1", "libc.so.1", "libd.so.1"), MUCH)
     told = "liba.so.1, libb.so.1 and 2 more were first used here, and keep memory of their own"
     assert why_of_a_finding(uses) == told
+
+
+def finding_of(resource: Resource, message: str) -> Finding:
+    return Finding(
+        resource=resource,
+        cause="unknown",
+        bytes=0,
+        count=2,
+        device="",
+        stage="call",
+        message=message,
+        fingerprint="0",
+    )
+
+
+PIPES = finding_of("file-descriptors", "2 file descriptors did not come back: 7 -> pipe:[1], 8 -> pipe:[1]")
+OF_DRIVER = finding_of("driver", "152.0 MiB of driver on cuda:0 did not come back")
+
+
+@pytest.mark.parametrize(
+    ("library", "why"),
+    [
+        ("libcublasLt.so.12", "libraries were first used here, and some keep descriptors of their own"),
+        ("libnccl.so.2", "libnccl.so.2 was first used here, and keeps descriptors of its own"),
+    ],
+)
+def test_a_library_is_named_for_descriptors_only_if_it_has_some(
+    uses: FirstUse, memory: Memory, library: str, why: str
+) -> None:
+    memory.resident[library] = MUCH
+    findings, (excused,) = excused_by_libraries([PIPES], NOTHING, NOTHING, uses)
+    assert (findings, excused.what, excused.why) == ((), PIPES.message, why)
+
+
+@pytest.mark.parametrize("library", ["libcublasLt.so.12", "libnccl.so.2"])
+def test_graphs_that_are_alive_are_named_beside_a_library(uses: FirstUse, memory: Memory, library: str) -> None:
+    memory.resident[library] = MUCH
+    findings, excused = excused_by_libraries([OF_DRIVER, PIPES], NOTHING, NOTHING, uses, lambda: True)
+    assert (findings, [item.what for item in excused]) == ((), [OF_DRIVER.message, PIPES.message])
+    told = f"{library} was first used here, and CUDA graphs are alive: each of them keeps memory of its own"
+    assert excused[0].why == told
+
+
+def test_without_graphs_a_library_that_is_known_is_the_holder(uses: FirstUse, memory: Memory) -> None:
+    memory.resident["libnccl.so.2"] = MUCH
+    (finding,), excused = excused_by_libraries([OF_DRIVER], NOTHING, NOTHING, uses, lambda: False)
+    assert (finding.holder, excused) == ("libnccl.so.2", ())
+
+
+def test_graphs_are_looked_for_only_where_memory_may_be_theirs(uses: FirstUse, memory: Memory) -> None:
+    def asked() -> bool:
+        raise AssertionError
+
+    memory.resident["libcublasLt.so.12"] = MUCH
+    excused_by_libraries([PIPES], NOTHING, NOTHING, uses, asked)
+    uses.adopt()
+    assert excused_by_libraries([OF_DRIVER], NOTHING, NOTHING, uses, asked) == ((OF_DRIVER,), ())
+
+
+def test_a_graph_that_is_alive_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Graph:
+        """Stands for torch's type, of which there is no object without a card."""
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    assert not any_graph_alive()
+    kept = [Graph()]
+    assert any_graph_alive()
+    kept.clear()
+    assert not any_graph_alive()
 
 
 def test_a_library_that_has_left_memory_is_not(uses: FirstUse, memory: Memory) -> None:
