@@ -209,6 +209,18 @@ def _threads_of(*modules: str) -> Callable[[Names], Names]:
     return among
 
 
+def _idle_in(module: str) -> Callable[[Names], Names]:
+    """The threads that wait in code of this module, and run nothing that it was given to run."""
+
+    def among(names: Names) -> Names:
+        innermost = sys._current_frames()
+        waiting = {ident for ident, frame in innermost.items() if dict.get(frame.f_globals, "__name__") == module}
+        del innermost
+        return {name for name, thread in _threads_by_name().items() if name in names and thread.ident in waiting}
+
+    return among
+
+
 def _module_of(target: Any) -> str:
     """The module of what a thread runs, without asking it where it is an object of the program's."""
     function = target.__func__ if type(target) is MethodType else target
@@ -286,6 +298,12 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "tqdm's monitor",
         "one daemon thread per process, started by the first progress bar",
         _threads_of("tqdm._monitor"),
+    ),
+    Exemption(
+        "threads",
+        "trio's idle worker threads",
+        "they wait ten seconds for the next call in a thread, and then end",
+        _idle_in("trio._core._thread_cache"),
     ),
     Exemption(
         "threads",

@@ -6,7 +6,8 @@ import contextlib
 import functools
 import threading
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
 from datetime import date, datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -95,6 +96,7 @@ class Checker:
         self._setup: Owner | None = None
         self._records: StageRecords | None = None
         self._raised: list[BaseException] = []
+        self._instance: Callable[[], object] = _nothing
         self._checked = CheckedLeaks()
         self._suppressions = _suppressions(config, self.settings.suppressions)
         self._used: set[str] = set()
@@ -370,14 +372,15 @@ class Checker:
         with self._guarded():
             self.watch.phase("teardown", settings_later=True)
             self.watch.used(self._owners_used_by(item), allowed=ANYTHING if read_markers(item).excused else None)
-        instance = getattr(item, "_instance", None)
-        # In a list, so that no variable of this function has it while it is judged.
-        held = [] if self._owns_protocol or instance is None else [instance]
+        instance = None if self._owns_protocol else getattr(item, "_instance", None)
+        # Weakly, so that this function does not have it while it is judged.
+        has_weak = instance is not None and type(instance).__weakrefoffset__
+        self._instance = weakref.ref(instance) if has_weak else _nothing
         del instance
         with listening(self):
             yield
         if not self._owns_protocol:
-            subjects = self._judge(item, held)
+            subjects = self._judge(item)
             item.stash[_PENDING] = _encode(subjects)
             leaks = [subject for subject in subjects if _is_bad(subject)]
             if leaks and self.settings.action == "fail":
@@ -509,23 +512,18 @@ class Checker:
         """Drop what pytest holds of a suspect test for what it has still to report."""
         release_warnings()
         clear_unreported(self._config)
+        empty_instance(self._instance)
 
     def _take_ended(self) -> list[FixtureOwner]:
         ended, self._ended = self._ended, []
         return ended
 
-    def _judge(self, item: pytest.Item, held: list[object] | None = None) -> list[Subject]:
-        """The test's subject, then one for each fixture that ended and left something.
-
-        Args:
-            item: the test.
-            held: its class's instance, which whoever runs it may have as well; empty afterwards.
-        """
+    def _judge(self, item: pytest.Item) -> list[Subject]:
+        """The test's subject, then one for each fixture that ended and left something."""
         self._imports.active = False
         ended = self._take_ended()
         release_test(item, owns_protocol=self._owns_protocol)
-        if held:
-            empty_instance(held)
+        empty_instance(self._instance)
         clear_tracebacks([*self._raised, *errors_of_parameters(item)])
         self._raised.clear()
         try:
@@ -604,6 +602,10 @@ class Checker:
 
     def _record(self, subjects: Sequence[Subject]) -> None:
         self.subjects += subjects
+
+
+def _nothing() -> None:
+    """Stands for a weak reference to what is gone."""
 
 
 def _warm_up(settings: Settings) -> Literal["now", "first-use", "off"]:

@@ -7,7 +7,7 @@ import operator
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from inspect import CO_ASYNC_GENERATOR, CO_COROUTINE, CO_GENERATOR, CO_OPTIMIZED, getattr_static
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.probes.foreign import attribute, is_a, module_of_class
+from lowtide.probes.foreign import attribute, is_a, module_of_class, mro_of, namespace_of
 from lowtide.probes.objects import frame_locals
 
 # As the interpreter has them, whatever the error's class makes of such a name.
@@ -36,6 +36,9 @@ def release_test(item: pytest.Item, *, owns_protocol: bool) -> None:
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
         if hasattr(sys, name):
             delattr(sys, name)
+    if isinstance(item, pytest.DoctestItem):
+        # The value of the last example that showed one, as at a prompt.
+        vars(builtins).pop("_", None)
     funcargs = getattr(item, "funcargs", None)
     if funcargs:
         funcargs.clear()
@@ -99,27 +102,40 @@ def clear_unreported(config: pytest.Config) -> None:
             )
 
 
-def empty_instance(held: list[object]) -> None:
+def empty_instance(held: Callable[[], object]) -> None:
     """Empty the test class's instance where nothing has it but the function that runs the test.
 
     As `flaky` does, which asks it for its class and keeps it until its test has run for the last time. Whoever else
-    has it, and so what the test put on `self`, is to be told.
+    has it, and so what the test put on `self`, is to be told. It may be asked again, once garbage has been collected
+    that has it, too.
 
     Args:
-        held: the instance, or nothing; empty afterwards.
+        held: gives the instance while there is one, as a weak reference does.
     """
-    if not held:
-        return
-    instance = held.pop()
+    instance = held()
     # 2: this variable's reference, and the argument's of who counts.
     others = sys.getrefcount(instance) - 2
-    if not others or not hasattr(instance, "__dict__"):
+    if instance is None or not others or not hasattr(instance, "__dict__"):
         return
     variables = 0
     for frame in _frames(sys._getframe(1)):
         variables += sum(map(partial(operator.is_, instance), frame_locals(frame)))
     if variables == others:
-        vars(instance).clear()
+        _empty(vars(instance), _finalizers_class(type(instance)))
+
+
+def _empty(attributes: dict[str, Any], finalizers_class: str) -> None:
+    """A finalizer finds what it needs: unittest's its own attributes, one of the program's whatever there is."""
+    if not finalizers_class:
+        attributes.clear()
+    elif finalizers_class.partition(".")[0] == "unittest":
+        for name in [name for name in attributes if not name.startswith("_")]:
+            del attributes[name]
+
+
+def _finalizers_class(cls: type) -> str:
+    """The module of the class that has the `__del__` of a class's instances; empty if there is none."""
+    return next((module_of_class(base) or "?" for base in mro_of(cls) if "__del__" in namespace_of(base)), "")
 
 
 def errors_of_parameters(item: pytest.Item) -> Iterator[BaseException]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
@@ -155,6 +156,22 @@ def test_a_thread_of_anybody_else_is_not(done: threading.Event) -> None:
     kind = type("Monitor", (threading.Thread,), {"__module__": "tqdm._monitoring"})
     assert not is_exempt("threads", started(kind(target=done.wait)))
     assert not is_exempt("threads", started(threading.Thread(target=done.wait, name="tqdm._monitor")))
+
+
+def test_a_worker_of_trio_is_exempt_while_it_waits_and_not_while_it_works(done: threading.Event) -> None:
+    module: dict[str, Any] = {"__name__": "trio._core._thread_cache", "lock": threading.Lock()}
+    exec("def work(job):\n    job()\n    lock.acquire()", module)
+    module["lock"].acquire()
+    thread = threading.Thread(target=module["work"], args=(done.wait,))
+    name = started(thread)
+    assert not is_exempt("threads", name)
+    done.set()
+    deadline = time.monotonic() + 10
+    while not is_exempt("threads", name) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert is_exempt("threads", name)
+    module["lock"].release()
+    thread.join()
 
 
 def test_a_thread_of_a_pool_that_torch_keeps_is_exempt_and_another_pool_s_is_not(

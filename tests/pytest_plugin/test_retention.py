@@ -358,7 +358,7 @@ ANOTHER_RUNNER = """
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(item, nextitem):
-        instance = item.instance
+        instance = getattr(item, "instance", None)
         for _ in range(2 if "again" in item.name else 1):
             runner.pytest_runtest_protocol(item, nextitem)
         return True
@@ -371,6 +371,7 @@ RUN_BY_ANOTHER = """
 
     KEPT = []
     SEEN = []
+    CLOSED = []
 
     class TestUnit(unittest.TestCase):
         def setUp(self):
@@ -386,6 +387,31 @@ RUN_BY_ANOTHER = """
 
         def test_kept(self):
             KEPT.append(self)
+
+    def show():
+        '''
+        >>> torch.ones(3)
+        tensor([1., 1., 1.])
+        '''
+
+    class TestFinalized(unittest.IsolatedAsyncioTestCase):
+        def test_finalizer_of_unittest(self):
+            self.weights = torch.ones(1000)
+
+    class TestOwnFinalizer:
+        def test_finalizer(self):
+            self.closed = True
+
+        def __del__(self):
+            CLOSED.append(hasattr(self, "closed"))
+
+    class TestExpected(unittest.TestCase):
+        @unittest.expectedFailure
+        def test_expected_failure(self):
+            self.weights = torch.ones(1000)
+            garbage = [self]
+            garbage.append(garbage)
+            self.fail()
 
     class TestPlain:
         def test_attribute(self):
@@ -406,6 +432,7 @@ RUN_BY_ANOTHER = """
 
     def test_they_were_run_twice():
         assert SEEN == [1000] * 4
+        assert True in CLOSED
 """
 
 KEPT_BY_DESIGN = """
@@ -578,7 +605,8 @@ def test_the_attributes_of_a_testcase_are_no_leak(run: InnerRun, test: str) -> N
 
 @pytest.fixture(scope="module")
 def by_another(run_inner: RunInner) -> InnerRun:
-    return run_inner({"conftest.py": ANOTHER_RUNNER, "test_by_another.py": RUN_BY_ANOTHER})
+    files = {"conftest.py": ANOTHER_RUNNER, "test_by_another.py": RUN_BY_ANOTHER}
+    return run_inner(files, "--doctest-modules")
 
 
 @pytest.mark.parametrize("test", ["TestUnit::test_attribute", "TestPlain::test_attribute"])
@@ -600,6 +628,20 @@ def test_an_instance_that_somebody_else_has_too_leaks(by_another: InnerRun, test
     assert (finding.resource, finding.bytes) == ("tensors", 4000)
     assert "test_by_another.KEPT" in (finding.holder or "")
     assert by_another.counted(f"test_by_another.py::{test}") == "passed error"
+
+
+def test_an_instance_with_a_finalizer_is_emptied_of_nothing_that_it_needs(by_another: InnerRun) -> None:
+    for name in ("TestFinalized::test_finalizer_of_unittest", "TestOwnFinalizer::test_finalizer"):
+        assert held_back(by_another, f"test_by_another.py::{name}") == "passed"
+    assert "Exception ignored" not in by_another.out
+
+
+def test_an_instance_that_garbage_has_too_is_no_leak(by_another: InnerRun) -> None:
+    assert by_another.is_clean("test_by_another.py::TestExpected::test_expected_failure")
+
+
+def test_the_value_that_a_doctest_showed_last_is_no_leak(by_another: InnerRun) -> None:
+    assert by_another.is_clean("test_by_another.py::test_by_another.show")
 
 
 def test_an_instance_that_native_code_has_too_leaks(by_another: InnerRun) -> None:
