@@ -32,7 +32,15 @@ from lowtide.leakcheck.cuts import Cut, Names, Refused, cut_of
 from lowtide.leakcheck.expressions import of_public_global, of_root, one_step
 from lowtide.leakcheck.inspectors import marks
 from lowtide.leakcheck.path_names import Shown, holder_name, shown_from_landmark
-from lowtide.leakcheck.territory import Territory, advice_for, library_of, offered_function, offered_method, territories
+from lowtide.leakcheck.territory import (
+    Territory,
+    advice_for,
+    advice_for_root,
+    library_of,
+    offered_function,
+    offered_method,
+    territories,
+)
 from lowtide.probes.edges import Kind
 from lowtide.probes.foreign import HOOK, is_a, type_name
 from lowtide.probes.heap import Inspector, Link, Mark, Path, RootKind, Step, Traces, is_library, trace
@@ -293,6 +301,8 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
     else:
         cut = _cut_of_new_dict(way, first, names) or _first_cut(way, first, names)
     advice = way.advice(first, has_cut=cut is not None)
+    if shown.path.root_kind == "interpreter" and cut is None:
+        advice = advice_for_root(shown.path.root_name) or advice
     if path.root_kind == "native" and path.root_name.startswith(HOOK):
         advice = _LETTING_HOOK_GO.format(path.root_name)
         cut = None if cut is None else dataclasses.replace(cut, action=advice)

@@ -129,6 +129,32 @@ class Offer:
     do: Callable[[Any], object]
 
 
+def advice_for_root(name: str) -> str:
+    """What to do about something that the interpreter or torch holds in C, by the name of that; empty if unknown."""
+    return next((f"{name}: {text}" for start, text in _OF_ROOTS.items() if name.startswith(start)), "")
+
+
+_KERNELS = (
+    "torch keeps what is registered for an operator for as long as the process runs, whatever becomes of its "
+    "torch.library.Library: let the registered function hold no tensors, but look them up when it is called"
+)
+_LEAVING = "leave the mode again: use it in a with statement"
+_OF_ROOTS = {
+    "torch.library kernel": _KERNELS,
+    "destroyed torch.library kernel": _KERNELS,
+    "callback of a torch.futures.Future": (
+        "complete the future with set_result() or set_exception(): until then it and its callbacks keep each other, "
+        "even if nobody else has it"
+    ),
+    "hook of a tensor that a graph has saved": "detach what has the graph before it is kept",
+    "atexit.register(": "call atexit.unregister() with the function that was registered",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "leave saved_tensors_hooks: use it in a with statement",
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": _LEAVING,
+    "torch.overrides._get_current_function_mode_stack": _LEAVING,
+    "codecs.register()": "call codecs.unregister() with the function that was registered",
+}
+
+
 def offered_function(words: str) -> Offer | None:
     """The function that a library offers for what lies on a path."""
     if not words.startswith("unittest.mock._patch._active_patches"):
@@ -166,11 +192,15 @@ _METHODS: tuple[tuple[tuple[str, ...], Offer], ...] = (
 _OFFERED = {
     "asyncio.queues.Queue": "take it out with get_nowait()",
     "concurrent.futures._base.Executor": "end the executor with shutdown(cancel_futures=True)",
+    "_asyncio.Future": "end it with set_result() or cancel() while its loop runs, or call its remove_done_callback()",
+    "asyncio.events.Handle": "keep what call_later() or call_soon() returned, and call its cancel()",
+    "concurrent.futures._base.Future": "let go of the future: it keeps its callbacks even when it is done",
     "contextlib.ExitStack": "end the stack with close()",
     "contextlib.AsyncExitStack": "end the stack with aclose()",
     "multiprocessing.pool.Pool": "end the pool with terminate() and join()",
     "multiprocessing.util.Finalize": "call cancel() of the multiprocessing.util.Finalize that registered it",
     "threading.Timer": "end the timer with cancel()",
+    "torch.jit.Future": "complete the future with set_result() or set_exception(): then it lets go of its callbacks",
 }
 """By a class, what it offers to let go of what its instances keep."""
 
@@ -189,8 +219,7 @@ _KNOWN: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"atexit\b.*"), "call atexit.unregister() with the function that was registered"),
     (
         re.compile(r"torch\.(_library|library|_ops|_C)\b.*"),
-        "torch keeps what is registered for an operator as long as it keeps the operator: let the registered function "
-        "hold no tensors, or let go of its torch.library.Library",
+        _KERNELS,
     ),
     (
         re.compile(r"torch\.(_dynamo|_inductor|_functorch|compiler)\b.*"),

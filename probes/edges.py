@@ -42,7 +42,7 @@ from lowtide.probes.foreign import (
     type_name,
 )
 from lowtide.probes.objects import frame_locals
-from lowtide.probes.unseen_references import edge_of
+from lowtide.probes.unseen_references import CALLBACK, edge_of
 
 Kind = Literal[
     "module-global",
@@ -311,6 +311,8 @@ def _of_unseen(way: Sequence[Any]) -> Edge | None:
     if type(way[0]) is memoryview and len(way) > 2 and type_name(type(way[1])) == "managedbuffer":
         return Edge(".obj", "other", 2)
     text = edge_of(way[0], way[1])
+    if text == CALLBACK:
+        return Edge(text, "opaque")
     return None if text is None else Edge(text, "item" if text.startswith("[") else "other")
 
 

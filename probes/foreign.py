@@ -107,13 +107,14 @@ def described(item: Any) -> str:
         return f"functools.partial of {described(_function_of_partial(item))}"
     if kind is OrderedDict or kind is dict:
         values = list(dict.values(item))
-        if values and all(type(key) is int for key in dict.keys(item)) and all(map(_is_callable, values)):
+        if values and all(type(key) is int for key in dict.keys(item)) and all(map(is_callable, values)):
             # As torch keeps hooks.
             return f"{HOOK}{described(values[0])}"
     return type_name(kind)
 
 
-def _is_callable(item: object) -> bool:
+def is_callable(item: object) -> bool:
+    """Whether calling the object runs something: a function, or an instance whose class says what."""
     return any("__call__" in namespace_of(base) for base in mro_of(type(item)))
 
 

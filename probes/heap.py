@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtide.probes.address_table import AddressTable, Indices, Ints, first_places
+from lowtide.probes.cxx_holders import held_as
 from lowtide.probes.edges import GENERATORS, Edge, EdgeNamer, Kind, is_dict_of_cache, variables_of
 from lowtide.probes.foreign import (
     LRU_CACHE,
@@ -34,6 +35,7 @@ from lowtide.probes.foreign import (
     dict_of_module,
     flags_of,
     is_a,
+    is_callable,
     is_definition,
     mro_of,
     namespace_of_class,
@@ -548,11 +550,17 @@ class _Heap:
         known = held_from_c(nodes, self.objects, refer, _all_held_by, variables)
         self.held_from_c = frozenset(known)
         tables = InterpretersTables()
-        for node in outermost(known, edges):
-            item = self.objects[node]
-            table = tables.of(item)
-            kind: RootKind = "interpreter" if table else "native"
-            self._native_roots[node] = _Root(kind, table or described(item), item, [], _LAST)
+        outer = outermost(known, edges)
+        names = {node: name for node in outer if (name := tables.of(self.objects[node]))}
+        called = [node for node in outer if node not in names and is_callable(self.objects[node])]
+        in_cxx = held_as({id(self.objects[node]) for node in called})
+        for node in outer:
+            item, text = self.objects[node], described(self.objects[node])
+            name = names.get(node, "")
+            if id(item) in in_cxx:
+                name = f"{in_cxx[id(item)]}, {text}"
+            kind: RootKind = "interpreter" if name else "native"
+            self._native_roots[node] = _Root(kind, name or text, item, [], _LAST)
         frontier = np.array(list(self._native_roots), np.int32)
         parents[frontier] = _ROOT
         return frontier

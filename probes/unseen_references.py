@@ -7,7 +7,11 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lowtide.probes.cxx_holders import callbacks_of
 from lowtide.probes.foreign import attribute, is_a, mro_of
+
+CALLBACK = "its callback"
+"""What leads from a future of torch's to what it calls when it is done."""
 
 Reader = Callable[[Any], list[object]]
 """Gives the objects that an object holds and does not show the collector; runs no foreign code."""
@@ -34,7 +38,7 @@ def reader_of(cls: type, *, thorough: bool = False) -> Reader | None:
         (getattr(numpy, "void", None), _base),
         (getattr(numpy, "flatiter", None), _base),
         (getattr(numpy, "nditer", None), _operands),
-        (getattr(getattr(torch, "_C", None), "Future", None), _result),
+        (getattr(getattr(torch, "_C", None), "Future", None), _result_and_callbacks if thorough else _result),
         (getattr(getattr(torch, "jit", None), "RecursiveScriptModule", None) if thorough else None, _tensors_of_script),
     ]
     return next((read for kind, read in readers if any(base is kind for base in mro_of(cls))), None)
@@ -54,7 +58,9 @@ def edge_of(holder: Any, held: object) -> str | None:
         return None
     if read is _operands:
         return f".operands[{next(place for place, item in enumerate(read(holder)) if item is held)}]"
-    return ".value()" if read is _result else ".base"
+    if read is _result_and_callbacks:
+        return ".value()" if any(item is held for item in _result(holder)) else CALLBACK
+    return ".base"
 
 
 def is_view_of(holder: Any, held: object) -> bool:
@@ -128,6 +134,12 @@ def _result(future: Any) -> list[object]:
     except BaseException as error:  # noqa: BLE001 - of whatever type the error is with which it was done
         _undo_raising(error)
         return []
+
+
+def _result_and_callbacks(future: Any) -> list[object]:
+    """And, of one that is not done, the functions that it will call."""
+    is_done = sys.modules["torch"]._C.Future.done(future)
+    return _result(future) if is_done else callbacks_of(future)
 
 
 def _undo_raising(error: BaseException) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import codecs
+import concurrent.futures
 import ctypes
 import encodings
 import functools
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,10 +42,10 @@ class Engine:
     def called(self, *_: object) -> None: ...
 
 
-def holders_of(tensors: dict[str, torch.Tensor]) -> dict[str, Explanation]:
+def holders_of(tensors: dict[str, torch.Tensor], older: Sequence[object] = ()) -> dict[str, Explanation]:
     """What is said of each tensor, by one walk."""
     items = list(tensors.values())
-    found = explain(items, ignore={id(items), id(tensors)})
+    found = explain(items, ignore={id(items), id(tensors)}, innocent=set(map(id, older)))
     return dict(zip(tensors, found, strict=True))
 
 
@@ -276,6 +278,93 @@ def test_an_audit_hook_is_named() -> None:
         check=False,
     )
     assert done.stdout == f"sys.addaudithook(method {__name__}.Engine.called).__self__.weights\n", done.stderr
+
+
+# --- kernels and callbacks ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def called() -> Iterator[dict[str, Explanation]]:
+    """Functions that torch's C++ code is to call."""
+    names = ("kernel", "backward", "destroyed", "callback", "then", "abandoned", "loop", "pool", "completed")
+    engines = {name: Engine() for name in names}
+    tensors = {name: engine.weights for name, engine in engines.items()}
+    library = torch.library.Library("lowtide_hidden", "DEF")
+    library.define("scaled(Tensor x) -> Tensor")
+    library.impl("scaled", engines["kernel"].called, "CPU")
+    torch.library.register_autograd("lowtide_hidden::scaled", engines["backward"].called, lib=library)
+    other = torch.library.Library("lowtide_destroyed", "DEF")
+    other.define("scaled(Tensor x) -> Tensor")
+    other.impl("scaled", engines["destroyed"].called, "CPU")
+    other._destroy()
+    HELD["callback"], HELD["then"] = future(), future()
+    HELD["callback"].add_done_callback(engines["callback"].called)
+    HELD["child"] = HELD["then"].then(engines["then"].called)
+    future().then(engines["abandoned"].called)
+    HELD["event loop"] = asyncio.new_event_loop()
+    HELD["loop"] = HELD["event loop"].create_future()
+    HELD["loop"].add_done_callback(engines["loop"].called)
+    HELD["pool"] = concurrent.futures.Future()
+    HELD["pool"].add_done_callback(engines["pool"].called)
+    done = future()
+    done.add_done_callback(engines["completed"].called)
+    done.set_result(None)
+    del engines, done
+    gc.collect()
+    try:
+        yield holders_of(tensors, older=[*HELD.values()])
+    finally:
+        HELD["event loop"].close()
+        for name in ("callback", "then", "child", "event loop", "loop", "pool"):
+            del HELD[name]
+        library._destroy()
+
+
+def future() -> Any:
+    """One of torch's that is not done."""
+    return torch.futures.Future()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    ("name", "holder", "advice"),
+    [
+        (
+            "kernel",
+            "torch.library kernel of lowtide_hidden::",
+            "for as long as the process runs",
+        ),
+        (
+            "backward",
+            "torch.library kernel of lowtide_hidden::",
+            "no tensors",
+        ),
+        (
+            "destroyed",
+            f"destroyed torch.library kernel, method {__name__}.Engine.called.__self__.weights",
+            "no tensors",
+        ),
+        ("callback", f"{HERE}['callback'] (its callback)", "complete the future with set_result()"),
+        ("then", f"{HERE}['then'] (its callback)", "complete the future with set_result()"),
+        (
+            "abandoned",
+            f"callback of a torch.futures.Future, method {__name__}.Engine.called.__self__.weights",
+            "complete the future with set_result()",
+        ),
+        ("loop", f"{HERE}['loop']._callbacks[0][0].__self__.weights", "remove_done_callback()"),
+        ("pool", f"{HERE}['pool']._done_callbacks[0].__self__.weights", "let go of the future"),
+    ],
+)
+def test_what_torch_and_futures_will_call_has_a_name(
+    called: dict[str, Explanation], name: str, holder: str, advice: str
+) -> None:
+    told = called[name]
+    assert told.verdict in ("reachable", "in-flight")
+    assert told.holder.startswith(holder)
+    assert advice in told.advice
+
+
+def test_a_future_that_is_done_holds_no_callback(called: dict[str, Explanation]) -> None:
+    assert called["completed"].verdict == "unexplained"
 
 
 # --- what C++ alone holds -------------------------------------------------------------------------------------------
