@@ -26,8 +26,15 @@ _BUDGET_SHARE = 0.1
 """Seconds, and of the time since the beginning the share, that looks at stages may cost."""
 
 _DATA_WORKER = "pt_data_worker"
-"""The name of the processes of torch's DataLoader.  They import torch, and hand over what they load in shared memory,
-which is judged."""
+"""The name of the processes of torch's DataLoader.  They hand over what they load in shared memory, which is judged."""
+
+_WORKER_IMPORTS = 512 << 20
+"""Bytes that such a process may have from importing, if it was not forked: torch's build for CPUs takes 150 MiB, that
+for cards and the program's own modules more."""
+
+_HELPERS = ("torch_shm_manag",)
+"""The names, as the kernel cuts them, of programs that serve a library: torch's removes shared memory whose processes
+have ended.  It has libtorch loaded, and what it looks after is in /dev/shm, which is judged."""
 
 _ADVICE = {
     "vllm": "run the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) to have it judged",
@@ -89,6 +96,8 @@ class UnseenMemory:
             had_to_be_seen = bool(process.cards) or (
                 process.own >= FLOOR and process.own > SHARE * whole and not _is_helper(process.pid)
             )
+            if had_to_be_seen and not process.cards and not process.forked and _is_data_worker(process.pid):
+                had_to_be_seen = process.own - _WORKER_IMPORTS > SHARE * whole
             if had_to_be_seen and not (self._told and self._is_of_told(process.pid)):
                 before = self._found.get(process.pid)
                 self._found[process.pid] = process if before is None else max(before, process, key=_size)
@@ -145,6 +154,17 @@ def _is_helper(pid: int) -> bool:
     """Whether a process serves a library, and is no engine whatever it holds on the host."""
     names: Collection[str] = exempt("processes", (str(pid),))
     try:
-        return bool(names) or Path(f"/proc/{pid}/comm").read_text(errors="replace").strip() == _DATA_WORKER
+        return bool(names) or _comm(pid) in _HELPERS
     except OSError:  # it ended
         return True
+
+
+def _is_data_worker(pid: int) -> bool:
+    try:
+        return _comm(pid) == _DATA_WORKER
+    except OSError:  # it ended
+        return False
+
+
+def _comm(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()

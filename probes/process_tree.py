@@ -6,6 +6,9 @@ import os
 import resource
 import secrets
 import sys
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +31,13 @@ _REAPERS = ("systemd", "init")
 _TICKS = os.sysconf("SC_CLK_TCK")
 _TITLE_LENGTH = 60
 
+_BLOCK = 160
+"""Bytes of the pages behind one of Python's objects, at most: a fork copies them when it collects or looks at them."""
+
+_MOST_FORKS = 256
+_NEAR = 0.05
+"""Seconds between a fork and the beginning of its process, which the kernel tells in hundredths."""
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
@@ -38,8 +48,10 @@ class ProcessMemory:
         name: how a person knows it: the title that it gave itself, its name in `multiprocessing`, or its command.
         private: memory that only it maps, swapped out or not; None where that may not be read.
         resident: what is in physical memory, shared or not.
-        own: the part of `private` that is no copy of a page which its parent had when it forked.
+        own: the part of `private` that is no copy of a page which its parent had when it forked, but for copies that
+            are more than the parent's Python objects: these a fork copies by looking at them.
         cards: what the driver counts for it, by device as `cuda:0`; None where it has a context whose size is unknown.
+        forked: whether it is a fork that runs no program of its own: what its parent had imported is not its own.
     """
 
     pid: int
@@ -48,6 +60,7 @@ class ProcessMemory:
     resident: int
     own: int
     cards: Mapping[str, int | None] = field(default_factory=dict)
+    forked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +215,25 @@ class TreeMemory:
         self._inherited: dict[int, int] = {}
         self._cards: int | None = None
         self._last_anonymous = anonymous_bytes()
+        # By the time of each fork that Python code made lately, in seconds since boot: what this process held.
+        self._forks: deque[tuple[float, int]] = deque(maxlen=_MOST_FORKS)
+        self._pid = os.getpid()
+        forking = weakref.WeakMethod(self._forking)
+        # Nobody can take it back: it does nothing once nobody has this object any more.
+        os.register_at_fork(before=lambda: _call(forking()))
+
+    def _forking(self) -> None:
+        if os.getpid() == self._pid:
+            self._forks.append((time.clock_gettime(time.CLOCK_BOOTTIME), anonymous_bytes()))
+
+    def _held_at_fork(self, pid: int) -> int | None:
+        """What this process held when it forked another one; None if that was not seen."""
+        process = _stat(pid)
+        if process is None or not self._forks:
+            return None
+        started = process.started / _TICKS
+        when, held = min(self._forks, key=lambda fork: abs(fork[0] - started))
+        return held if abs(when - started) < _NEAR else None
 
     def note(self) -> None:
         """Take down how much this process holds now: that much a process has from it that is forked next."""
@@ -230,17 +262,23 @@ class TreeMemory:
             if not layouts:
                 own = _rollup(os.getpid())
                 layouts = {own.layout: start} if own is not None else {"": 0}
-            memory = _rollup(pid)
+            memory, forked = _rollup(pid), False
             if memory is None:
                 private, own_bytes = None, resident + swapped
             else:
                 private = memory.private
-                copied = self._inherited.setdefault(pid, layouts.get(memory.layout, 0))
+                forked = memory.layout in layouts
+                if pid not in self._inherited:
+                    seen = self._held_at_fork(pid) if forked else None
+                    self._inherited[pid] = layouts.get(memory.layout, 0) if seen is None else seen
+                copied = self._inherited[pid]
                 # Of what is anonymous, pages may be shared with the parent; the rest of the private ones is its own.
                 fresh = max(0, memory.anonymous - copied) + max(0, private - memory.anonymous)
-                own_bytes = min(private, fresh)
+                written = private - sys.getallocatedblocks() * _BLOCK if forked else 0
+                own_bytes = min(private, max(fresh, written))
                 layouts.setdefault(memory.layout, memory.anonymous)
-            found.append(ProcessMemory(pid, name_of(pid), private, resident, own_bytes, on_cards.get(pid, {})))
+            name = name_of(pid)
+            found.append(ProcessMemory(pid, name, private, resident, own_bytes, on_cards.get(pid, {}), forked))
         self._inherited = {pid: size for pid, size in self._inherited.items() if pid in family}
         return anonymous, found
 
@@ -260,6 +298,11 @@ class TreeMemory:
                 if pid not in found and _has_opened_a_card(pid):
                     found[pid] = {"a card": None}
         return found
+
+
+def _call(method: Callable[[], None] | None) -> None:
+    if method is not None:
+        method()
 
 
 def name_of(pid: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import subprocess
 import sys
@@ -199,6 +200,19 @@ def process(pid: int, size: int, cards: Mapping[str, int | None] | None = None, 
 def test_a_context_or_a_tenth_of_the_memory_had_to_be_seen(
     monkeypatch: pytest.MonkeyPatch, tree: FakeTree, *, told: bool
 ) -> None:
+    assert bool(found_in(monkeypatch, tree)) is told
+
+
+@pytest.mark.parametrize(
+    ("size", "forked", "told"),
+    [(150 * MIB, False, False), (900 * MIB, False, True), (150 * MIB, True, True), (20 * MIB, True, False)],
+    ids=["imports", "loads much", "forked with much of its own", "forked"],
+)
+def test_a_worker_of_a_data_loader_may_have_what_imports_take(
+    monkeypatch: pytest.MonkeyPatch, size: int, *, forked: bool, told: bool
+) -> None:
+    monkeypatch.setattr(unseen, "_is_data_worker", lambda pid: True)
+    tree = FakeTree(dataclasses.replace(process(7, size), forked=forked))
     assert bool(found_in(monkeypatch, tree)) is told
 
 

@@ -181,6 +181,37 @@ def test_copies_of_a_forks_parents_pages_are_not_its_own(tree: ProcessTree, own:
     assert own <= found.own < own + 16 * MIB
 
 
+def _write(pipe: Any, inherited: bytearray, size: int) -> None:
+    for page in range(0, size, 4096):
+        inherited[page] = 1
+    gc.collect()
+    pipe.send(size)
+    signal.pause()
+
+
+@pytest.mark.parametrize("written", [0, 256 * MIB])
+def test_what_a_fork_writes_of_its_parents_memory_is_its_own(tree: ProcessTree, written: int) -> None:
+    filler = [[] for _ in range(400_000)]
+    memory = TreeMemory(tree)
+    # Loaded since it was last looked at.
+    inherited = bytearray(b"x" * (256 * MIB))
+    fork = get_context("fork")
+    mine, theirs = fork.Pipe()
+    process = fork.Process(target=_write, args=(theirs, inherited, written))
+    process.start()
+    try:
+        mine.recv()
+        _, (found,) = memory.read(None, floor=16 * MIB)
+    finally:
+        process.kill()
+        process.join()
+    del filler, inherited
+    assert found.forked
+    assert (found.private or 0) > written + 16 * MIB
+    # The pages behind Python's objects are copied by looking at them.
+    assert max(0, written - 160 * MIB) <= found.own < written + 16 * MIB
+
+
 def test_memory_that_may_not_be_read_is_unknown_and_told_as_resident(
     tree: ProcessTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
