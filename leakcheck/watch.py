@@ -373,19 +373,21 @@ class Watch:
         now = self._counters.read_in_part(last, settings="none") if settings_later else self._counters.read(last)
         self._books.attribute(ending, now, settings_later=settings_later)
 
-    def full_phase(self, label: str) -> None:
-        """As `phase`, and for the cards' levels too."""
+    def full_phase(self, label: str) -> Counters:
+        """As `phase`, and for the cards' levels too; returns what was read."""
         ending = self._births.label
         self.stage(label)
         self._caches.note(ending)
-        self._books.attribute(ending, self._read())
+        now = self._read()
+        self._books.attribute(ending, now)
+        return now
 
     def enter(self, owner: Owner) -> None:
         """What appears from here to `leave` belongs to `owner`; nests."""
         self._labels.append(self._births.label)
-        self.full_phase(owner.label)
+        now = self.full_phase(owner.label)
         self._caches.enter()
-        self._books.enter(owner, self._read())
+        self._books.enter(owner, now)
 
     def leave(self) -> None:
         """The setup of the owner entered last is over, whether it succeeded or not."""
@@ -397,10 +399,10 @@ class Watch:
             # Listing takes some tenths of a second.
             if owner.growth.get(f"driver {device}", 0) > 0 and self._cards.knows(device):
                 self._take_allocations(owner, device, now)
-        survivors = self._births.survivors()
+        survivors = self._births.survivors(owner.label)
         self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
         self._caches.leave()
-        own = [born.item for born in survivors if born.label == owner.label and is_tensor(born.item)]
+        own = [born.item for born in survivors if is_tensor(born.item)]
         owner.storages = dict.fromkeys(storage_keys(own), owner.stage)
         self._queue_warm_up()
 

@@ -113,17 +113,24 @@ class Births:
         self._look_at_witness(_young())
         return self._lost
 
-    def survivors(self) -> list[Newborn]:
-        """What was born since the mark and is alive now, garbage that was not collected yet included."""
+    def survivors(self, label: str | None = None) -> list[Newborn]:
+        """What was born since the mark and is alive now, garbage that was not collected yet included.
+
+        Args:
+            label: only what was first seen under this label: where nothing of that has become old, which is so after
+                nearly every import, the old generation is not looked through.
+        """
         with collector_paused():
             self.note()
             found = {id(item): item for item in _watched(_young()) if id(item) not in self._known}
-            if self._noted.keys() - found.keys() and (self._moved or self._full or self.froze):
+            wanted = {key for key, noted in self._noted.items() if label is None or noted[0] == label}
+            if wanted - found.keys() and (self._moved or self._full or self.froze):
                 for item in _watched(self._moved_objects()):
-                    if id(item) in self._noted:
+                    if id(item) in wanted:
                         found.setdefault(id(item), item)
             self._reveal(found)
-            return [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in found.items()]
+            born = [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in found.items()]
+            return [each for each in born if label is None or each.label == label]
 
     def _reveal(self, found: dict[int, Any]) -> None:
         """Adds the tensors of TorchScript modules: until they are asked for there are none in Python."""

@@ -8,10 +8,15 @@ import sys
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import compress
 from types import MethodType
 from typing import Any
 
+import numpy as np
+
+from lowtide.probes.address_table import Ints
 from lowtide.probes.foreign import module_of_class, type_name
+from lowtide.probes.identities import misses_of
 from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import Range, merge
 from lowtide.probes.reach import module_namespaces, reach
@@ -81,43 +86,53 @@ class CacheActivity:
     """Which caches got new entries since a mark; holds the caches weakly, and finds new ones only when told of them."""
 
     def __init__(self) -> None:
-        self._caches: dict[int, weakref.ref[Any]] = {}
-        self._misses: dict[int, int] = {}
+        self._places: dict[int, int] = {}
+        # By place: the caches, and how often each had been asked at the mark for what it did not have.
+        self._caches: list[weakref.ref[Any]] = []
+        self._misses: Ints = np.zeros(0, np.int64)
 
     def add(self, wrappers: Iterable[Any]) -> None:
         """Watch these `lru_cache`s too; one that is known already changes nothing."""
+        new: list[weakref.ref[Any]] = []
         for wrapper in wrappers:
-            known = self._caches.get(id(wrapper))
-            if known is None or known() is None:
-                self._caches[id(wrapper)] = weakref.ref(wrapper)
-                self._misses[id(wrapper)] = 0
+            place = self._places.get(id(wrapper))
+            if place is None:
+                self._places[id(wrapper)] = len(self._caches) + len(new)
+                new.append(weakref.ref(wrapper))
+            elif place < len(self._caches) and self._caches[place]() is None:
+                self._caches[place] = weakref.ref(wrapper)
+                self._misses[place] = 0
+        self._caches += new
+        self._misses = np.concatenate([self._misses, np.zeros(len(new), np.int64)])
 
     def known(self) -> list[Any]:
         """All that are watched and alive."""
-        return [wrapper for reference in self._caches.values() if (wrapper := reference()) is not None]
+        return self._alive()
 
     def mark(self) -> None:
         """From here on."""
-        for key, reference in list(self._caches.items()):
-            wrapper = reference()
-            if wrapper is None:
-                del self._caches[key], self._misses[key]
-            else:
-                self._misses[key] = wrapper.cache_info()[1]
+        self._misses = misses_of(self._alive())
 
     def take(self, wrappers: Iterable[Any]) -> None:
         """What these were asked for until now counts as before the mark."""
-        for wrapper in wrappers:
-            self._misses[id(wrapper)] = wrapper.cache_info()[1]
+        asked = list(wrappers)
+        self._misses[[self._places[id(wrapper)] for wrapper in asked]] = misses_of(asked)
 
     def changed(self) -> list[Any]:
         """The caches that were asked since the mark for what they did not have."""
-        misses = self._misses
-        return [
-            wrapper
-            for key, reference in self._caches.items()
-            if (wrapper := reference()) is not None and wrapper.cache_info()[1] != misses[key]
-        ]
+        alive = self._alive()
+        return [alive[place] for place in np.flatnonzero(misses_of(alive) != self._misses).tolist()]
+
+    def _alive(self) -> list[Any]:
+        """The caches by their places; what is gone has none any more."""
+        alive = [reference() for reference in self._caches]
+        if None in alive:
+            there = [cache is not None for cache in alive]
+            self._misses = self._misses[there]
+            self._caches = list(compress(self._caches, there))
+            alive = list(compress(alive, there))
+            self._places = {id(cache): place for place, cache in enumerate(alive)}
+        return alive
 
 
 def _read(wrapper: Any, namespaces: Collection[int], max_objects: int) -> CacheReading:

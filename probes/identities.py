@@ -9,6 +9,7 @@ object, which is looked at once; where it is otherwise, each is asked for after 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import sys
 from itertools import chain
@@ -33,6 +34,9 @@ _NEXT = -16
 
 _NAMESPACE, _USED = 16, 16
 """Where a module has the address of its namespace, and a dict how many entries it has."""
+
+_MISSES = 104
+"""Where an `lru_cache` has how often it was asked for what it did not have."""
 
 _IS_GC = 328
 """Where a type has the function that says which of its instances the collector may track; zero: all, or none."""
@@ -114,6 +118,17 @@ def namespaces_of(modules: list[ModuleType]) -> tuple[Ints, Ints]:
     return found, sizes
 
 
+def misses_of(caches: list[Any]) -> Ints:
+    """How often each `lru_cache` was asked for what it did not have, shape [len(caches)].
+
+    (`cache_info` of each of 800 takes 0.4 ms, this 0.01.)
+    """
+    ids = identities(caches)
+    if not _CACHES_LAID_OUT or not _can_read(ids):
+        return np.fromiter((cache.cache_info()[1] for cache in caches), np.int64, len(caches))
+    return _words_at(ids + _MISSES)
+
+
 def object_at(identity: int) -> Any:
     """The object of an identity, which the caller keeps alive in some other way."""
     return ctypes.cast(identity, ctypes.py_object).value
@@ -180,8 +195,23 @@ def _is_laid_out(
     return all(bool(_word(id(item) + next_at)) == gc.is_tracked(item) for item in (sample, [], {}, {1: sample}, (1, 2)))
 
 
+def _are_caches_laid_out(misses_at: int) -> bool:
+    """Whether this interpreter's `lru_cache`s, with a bound and without, are as this module takes them to be."""
+    for maxsize in (None, 0, 3):
+        cache = functools.lru_cache(maxsize)(abs)
+        for key in (1, 1, 1, 2, 3, 4, 5, 6, 7):
+            cache(key)
+        if _word(id(cache) + misses_at) != cache.cache_info().misses:
+            return False
+        cache.cache_clear()
+        if _word(id(cache) + misses_at) != 0:
+            return False
+    return True
+
+
 def _word(address: int) -> int:
     return ctypes.c_int64.from_address(address).value
 
 
 _LAID_OUT = _is_laid_out(_TYPE, _SIZE, _ITEMS, _NEXT, _IS_GC, _NAMESPACE, _USED)
+_CACHES_LAID_OUT = _LAID_OUT and _are_caches_laid_out(_MISSES)

@@ -141,6 +141,28 @@ def thaw() -> Iterator[None]:
     gc.unfreeze()
 
 
+def test_what_was_seen_under_a_label_is_found_without_what_was_not(
+    births: Births, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = tensor()
+    gc.collect()
+    births.note()
+    births.label = "import"
+    young, old = tensor(), tensor()
+    births.note()
+    births.label = "after"
+    after = tensor()
+    assert {id(born.item) for born in births.survivors("import")} == {id(young), id(old)}
+    assert {id(born.item) for born in births.survivors()} >= {id(before), id(young), id(old), id(after)}
+    gc.collect()
+    assert {id(born.item) for born in births.survivors("import")} == {id(young), id(old)}
+    # Where all that was seen under the label is young, the old generation is not looked through.
+    births.label = "second import"
+    second = tensor()
+    monkeypatch.delattr(Births, "_moved_objects")
+    assert [born.item is second for born in births.survivors("second import")] == [True]
+
+
 @pytest.mark.usefixtures("thaw")
 def test_what_was_noted_is_found_although_it_is_frozen(births: Births) -> None:
     item = tensor()

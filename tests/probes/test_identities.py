@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import subprocess
 import sys
@@ -13,7 +14,16 @@ import numpy as np
 import pytest
 
 from lowtide.probes import identities as module
-from lowtide.probes.identities import are_tracked, elements, identities, namespaces_of, object_at, objects_at, types_of
+from lowtide.probes.identities import (
+    are_tracked,
+    elements,
+    identities,
+    misses_of,
+    namespaces_of,
+    object_at,
+    objects_at,
+    types_of,
+)
 
 
 class Meta(type):
@@ -58,6 +68,7 @@ def test_they_are_those_that_python_gives(count: int) -> None:
 def test_this_interpreter_s_memory_is_read() -> None:
     # Else the rest of this proves nothing, and everything takes ten times as long.
     assert module._LAID_OUT
+    assert module._CACHES_LAID_OUT
 
 
 def test_of_a_whole_heap_too() -> None:
@@ -141,6 +152,21 @@ def test_a_module_that_was_cleared_has_no_names() -> None:
     finally:
         place.value = namespace
     assert (found.tolist(), sizes.tolist()) == ([id(vars(sys)), 0], [len(vars(sys)), 0])
+
+
+@pytest.mark.usefixtures("laid_out")
+def test_how_often_a_cache_did_not_have_what_it_was_asked_for() -> None:
+    caches = [functools.lru_cache(maxsize)(abs) for maxsize in (None, 0, 2, 128)]
+    assert misses_of(caches).tolist() == [0, 0, 0, 0]
+    for key in (1, 1, 2, 3, 1):
+        for cache in caches:
+            cache(key)
+    assert misses_of(caches).tolist() == [3, 5, 4, 3]
+    assert misses_of([]).tolist() == []
+
+
+def test_another_layout_of_caches_is_noticed() -> None:
+    assert not module._are_caches_laid_out(module._MISSES + 8)
 
 
 def test_what_is_tracked_of_a_whole_heap_and_of_what_it_holds() -> None:
