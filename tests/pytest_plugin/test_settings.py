@@ -289,25 +289,26 @@ def test_settings_are_read_from_pyproject(warned: InnerRun) -> None:
     assert warned.report is not None
 
 
-THREADS = {
-    "test_threads.py": """
+def thread_that_ends_after(seconds: float) -> dict[str, str]:
+    test = f"""
         import threading
         import time
 
-        def test_a_thread_that_ends_soon():
-            threading.Thread(target=time.sleep, args=(0.3,)).start()
+        def test_a_thread_that_ends():
+            threading.Thread(target=time.sleep, args=({seconds},), daemon=True).start()
     """
-}
+    return {"test_threads.py": test}
 
 
 def test_a_thread_that_ends_within_the_time_to_settle_is_no_leak(run_inner: RunInner) -> None:
-    run = run_inner(THREADS, settle=2.0)
-    assert run.is_clean("test_threads.py::test_a_thread_that_ends_soon")
+    run = run_inner(thread_that_ends_after(0.3), settle=2.0)
+    assert run.is_clean("test_threads.py::test_a_thread_that_ends")
 
 
 def test_a_thread_that_ends_after_the_time_to_settle_is_a_leak(run_inner: RunInner) -> None:
-    run = run_inner(THREADS, settle=0.0)
-    assert run.leaks("test_threads.py::test_a_thread_that_ends_soon") == [("threads", "call")]
+    # Long after it: a machine may be so slow that half a second passes before the first reading.
+    run = run_inner(thread_that_ends_after(60.0), settle=0.0)
+    assert run.leaks("test_threads.py::test_a_thread_that_ends") == [("threads", "call")]
 
 
 def refused(run: InnerRun, *parts: str) -> None:
