@@ -209,9 +209,12 @@ def test_what_becomes_more_after_a_later_test_is_told_with_the_first(process: Pr
     ((advice, cache),) = found.hints
     assert "came with test_first" in advice
     assert cache is process.library.table
+    # Alive, so that the next one is at another address.
+    earlier = [process.library.table(1), process.library.table(2)]
     process.library.table.cache_clear()
     process.library.table(3)
     assert process.end("test_third")[0] == 1
+    del earlier
 
 
 def test_another_cache_has_a_first_use_and_what_takes_a_values_place_is_no_more(process: Process) -> None:
