@@ -6,10 +6,13 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from lowtide.leakcheck.level_growth import adding_turns, grows, kept_steps, repeated
+from lowtide.leakcheck.level_growth import adding_turns, grows, kept_steps, repeated, rises
 
 Key = tuple[str, int]
 """A storage: its device and its address."""
+
+_NUMBER = "number of "
+"""The beginning of the key under which the number of storages is kept beside their bytes."""
 
 ANYTHING = sys.maxsize
 """What a test may add that is not judged, in bytes."""
@@ -100,6 +103,8 @@ class Ledger:
             known = now.get(key, Count(0, 0))
             came = lying.bytes if lying.turn == self.turns else 0
             now[key] = Count(known.now + lying.bytes, known.came + came)
+            number = now.get(_NUMBER + key, Count(0, 0))
+            now[_NUMBER + key] = Count(number.now + 1, number.came + (lying.turn == self.turns))
         for key in {*self._levels, *now}:
             count = now.get(key, Count(0, 0))
             self._levels.setdefault(key, [count.now - count.came] * (self.turns + 1))[-1] = count.now
@@ -129,7 +134,14 @@ class Ledger:
 
     def growing(self) -> list[str]:
         """The keys of the levels that grow test after test, as `tensors cpu` and `threads`."""
-        return sorted(key for key in self._levels if grows(self.steps(key), self.allowed(key)))
+        return sorted(key for key in self._levels if not key.startswith(_NUMBER) and self._grows(key))
+
+    def _grows(self, key: str) -> bool:
+        """Whether a level grows; one that goes up and down only if the number of things grows."""
+        if not grows(self.steps(key), self.allowed(key)):
+            return False
+        number = _NUMBER + key
+        return rises(self._levels[key]) or (number in self._levels and grows(self.steps(number), self.allowed(number)))
 
     def repeated_bytes(self) -> int:
         """By how many bytes of tensors it has grown, as far as that repeats."""
@@ -139,4 +151,4 @@ class Ledger:
     @property
     def may_grow(self) -> bool:
         """Whether so many turns have added something that one more would make a growth of it."""
-        return any(len(self.adding_turns(key)) > 1 for key in self._levels)
+        return any(len(self.adding_turns(key)) > 1 for key in self._levels if not key.startswith(_NUMBER))

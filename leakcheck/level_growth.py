@@ -20,6 +20,10 @@ _ALIKE = 10
 """Amounts are alike within this part of the usual one: a tenth."""
 
 
+_OUTWEIGHS = 2
+"""How many times as much as was given back must have been kept, where a level goes up and down."""
+
+
 def kept_steps(levels: Sequence[int]) -> list[int]:
     """How much each turn added for good, in the unit of the level.
 
@@ -59,6 +63,21 @@ def grows(steps: Sequence[int], allowed: Sequence[int]) -> bool:
     widest = max(after - before for before, after in itertools.pairwise(turns))
     alternates = widest > 1 and len(steps) - turns[-1] <= widest
     return late * 3 > half or alternates
+
+
+def rises(levels: Sequence[int]) -> bool:
+    """Whether a level has lately kept much more than it gave back: at least twice as much, over the later half.
+
+    What is replaced in each turn by something of another size (the last output, the entries of a full cache) goes up
+    and down, and the smallest of a reading and all later ones rises with that, too.
+
+    Args:
+        levels: the level before the first turn, and after each.
+    """
+    half = (len(levels) - 1) // 2
+    late = levels[-half - 1 :]
+    fallen = sum(max(0, before - after) for before, after in itertools.pairwise(late))
+    return sum(kept_steps(late)) > _OUTWEIGHS * fallen
 
 
 def repeated(steps: Sequence[int], allowed: Sequence[int]) -> int:

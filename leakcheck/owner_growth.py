@@ -21,8 +21,9 @@ from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.tensor_findings import Context, Stacks, explain_storages, frames
 from lowtide.leakcheck.trend import FEWEST_TURNS
 from lowtide.probes.allocation_stacks import allocating_function
+from lowtide.probes.caches import read_caches
 from lowtide.probes.counters import Counters
-from lowtide.reports.schema import Finding, Resource
+from lowtide.reports.schema import Finding, Hop, Resource
 from lowtide.reports.sizes import format_amount, format_bytes
 
 COUNTED: tuple[Resource, ...] = ("threads", "processes", "file-descriptors", "shared-memory")
@@ -184,6 +185,7 @@ def _place_of_growth(owner: Owner, device: str) -> tuple[list[Key], Mapping[Key,
     }
     context = Context(roots=tuple(owner.named()), living=True)
     told = explain_storages(keys, context).by_key
+    keys -= _in_full_caches(told)
     places: dict[str, list[Key]] = {}
     for storage in sorted(keys):
         explanation = told.get(storage)
@@ -199,6 +201,19 @@ def _place_of_growth(owner: Owner, device: str) -> tuple[list[Key], Mapping[Key,
         return None
     best = max(growing, key=lambda place: sum(lying[storage].bytes for storage in places[place]))
     return places[best], told
+
+
+def _in_full_caches(told: Mapping[Key, Explanation]) -> set[Key]:
+    """Those storages that a bounded `lru_cache` holds which is full: what it takes from here on, it makes room for."""
+    cached = {key for key, explanation in told.items() if any(_is_of_a_cache(hop) for hop in explanation.path)}
+    if not cached:
+        return set()
+    full = [cache for cache in read_caches() if cache.maxsize is not None and cache.entries >= cache.maxsize]
+    return cached & {(device, address) for cache in full for device, address, _ in cache.held}
+
+
+def _is_of_a_cache(hop: Hop) -> bool:
+    return hop.edge.startswith("lru_cache ")
 
 
 def place_of(edges: Iterable[str]) -> str:

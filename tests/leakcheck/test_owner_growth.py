@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -19,6 +22,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.adapters: dict[str, torch.Tensor] = {}
+        self.cached: Callable[[int], torch.Tensor] = torch.zeros
         self.workspace = torch.zeros(KIB)
 
 
@@ -97,6 +101,41 @@ def test_a_workspace_that_is_replaced_is_no_growth(owner: Owner, engine: Engine)
         engine.workspace = torch.zeros(KIB)
         turn(owner)
     assert found(owner) == []
+
+
+SIZES = (4, 6, 7, 3, 4, 1, 2, 3, 4, 9, 4, 7)
+"""Of outputs of different lengths; none of the last ones happens to be as small as one before."""
+
+
+def test_an_output_of_another_size_in_each_test_is_no_growth(owner: Owner, engine: Engine) -> None:
+    turn(owner, first=True)
+    for size in SIZES:
+        engine.workspace = torch.zeros(size * KIB)
+        turn(owner)
+    assert found(owner) == []
+
+
+def test_what_is_added_beside_it_is_found(owner: Owner, engine: Engine) -> None:
+    turn(owner, first=True)
+    for size in SIZES:
+        engine.workspace = torch.zeros(size * KIB)
+        engine.adapters[f"{len(engine.adapters)}"] = torch.zeros(16)
+        turn(owner)
+    (finding,) = found(owner)
+    assert (finding.holder or "").startswith("module fixture 'engine'.adapters['")
+
+
+@pytest.mark.parametrize(("maxsize", "tests", "told"), [(4, 9, False), (4, 5, False), (64, 9, True), (None, 9, True)])
+def test_a_cache_that_is_full_is_no_growth(
+    owner: Owner, engine: Engine, maxsize: int | None, tests: int, *, told: bool
+) -> None:
+    # Each entry is a little larger than the one that it replaces.
+    engine.cached = functools.lru_cache(maxsize=maxsize)(lambda size: torch.zeros(KIB + size))
+    turn(owner, first=True)
+    for size in range(tests):
+        engine.cached(size)
+        turn(owner)
+    assert bool(found(owner)) is told
 
 
 def test_attributes_that_are_filled_once_each_are_no_growth(owner: Owner, engine: Engine) -> None:
