@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any
 
 import psutil
@@ -88,12 +88,15 @@ def _serves_multiprocessing(pid: str) -> bool:
         return True
     command = _command_line(pid)
     if "multiprocessing.forkserver" not in command:
-        return "multiprocessing.resource_tracker" in command
+        return _TRACKER.search(command) is not None
     try:
         return "multiprocessing.forkserver" not in _command_line(str(psutil.Process(int(pid)).ppid()))
     except psutil.Error:  # it ended meanwhile
         return True
 
+
+_TRACKER = re.compile(r"from [\w.]+\bresource_tracker import main")
+"""How multiprocessing starts its resource tracker, and how what is derived from it does (loky, multiprocess)."""
 
 _KERNEL = (0, 2)
 """The parents of the kernel's own threads."""
@@ -210,13 +213,21 @@ def _threads_of(*modules: str) -> Callable[[Names], Names]:
 
 
 def _idle_in(module: str) -> Callable[[Names], Names]:
-    """The threads that wait in code of this module, and run nothing that it was given to run."""
+    """The worker threads whose loop is a function of this module, and that run nothing that they were given to run.
+
+    While they do, there are two calls in the module. Whoever has wrapped a lock may be between the loop and the lock.
+    """
+
+    def is_idle(frame: FrameType | None) -> bool:
+        calls = 0
+        while frame is not None:
+            calls += dict.get(frame.f_globals, "__name__") == module
+            frame = frame.f_back
+        return calls == 1
 
     def among(names: Names) -> Names:
-        innermost = sys._current_frames()
-        waiting = {ident for ident, frame in innermost.items() if dict.get(frame.f_globals, "__name__") == module}
-        del innermost
-        return {name for name, thread in _threads_by_name().items() if name in names and thread.ident in waiting}
+        idle = {ident for ident, frame in sys._current_frames().items() if is_idle(frame)}
+        return {name for name, thread in _threads_by_name().items() if name in names and thread.ident in idle}
 
     return among
 
@@ -246,6 +257,24 @@ def _in_torchs_pools(names: Names) -> Names:
     kept.append(getattr(functions, "_prefetch_executor", None))
     own = [thread for pool in kept if isinstance(pool, ThreadPoolExecutor) for thread in pool._threads]
     return {f"{thread.name} ({thread.ident})" for thread in own} & set(names)
+
+
+def _free_arenas(names: Names) -> Names:
+    """The descriptors of multiprocessing's arenas in which nothing is allocated, and which the next `Array` takes."""
+    wrapper: Any = getattr(sys.modules.get("multiprocessing.heap"), "BufferWrapper", None)
+    if wrapper is None:
+        return set()
+    heap = wrapper._heap
+    free = [arena for arena in list(heap._arenas) if not heap._allocated_blocks.get(arena)]
+    targets = {target for arena in free if (target := _target_of(arena.fd))}
+    return {name for name in names if _target(name) in targets}
+
+
+def _target_of(number: int) -> str:
+    try:
+        return str(Path(f"/proc/self/fd/{number}").readlink())
+    except OSError:  # closed
+        return ""
 
 
 EXEMPTIONS: tuple[Exemption, ...] = (
@@ -322,6 +351,12 @@ EXEMPTIONS: tuple[Exemption, ...] = (
         "the pipes to multiprocessing's resource tracker and fork server",
         "they live as long as those two do",
         _multiprocessing_pipes,
+    ),
+    Exemption(
+        "file-descriptors",
+        "the free memory of multiprocessing's heap",
+        "what held a shared `Value`, `Array` or lock is kept for the next one",
+        _free_arenas,
     ),
     Exemption(
         "lru-cache",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -160,7 +161,9 @@ def test_a_thread_of_anybody_else_is_not(done: threading.Event) -> None:
 
 def test_a_worker_of_trio_is_exempt_while_it_waits_and_not_while_it_works(done: threading.Event) -> None:
     module: dict[str, Any] = {"__name__": "trio._core._thread_cache", "lock": threading.Lock()}
-    exec("def work(job):\n    job()\n    lock.acquire()", module)
+    exec("def handle(job):\n    job()\ndef work(job):\n    handle(job)\n    wait(lock)", module)
+    # As blockbuster wraps what may block.
+    module["wait"] = lambda lock: lock.acquire()
     module["lock"].acquire()
     thread = threading.Thread(target=module["work"], args=(done.wait,))
     name = started(thread)
@@ -172,6 +175,32 @@ def test_a_worker_of_trio_is_exempt_while_it_waits_and_not_while_it_works(done: 
     assert is_exempt("threads", name)
     module["lock"].release()
     thread.join()
+
+
+def test_arenas_of_multiprocessing_are_exempt_while_nothing_is_in_them() -> None:
+    def arenas() -> set[str]:
+        found = {f"{link.name} -> {link.readlink()}" for link in Path("/proc/self/fd").iterdir() if link.exists()}
+        return {name for name in found if "/pym-" in name}
+
+    kept = multiprocessing.Array("d", 1 << 16)
+    held = arenas()
+    assert held
+    assert not exempt("file-descriptors", held)
+    del kept
+    gc.collect()
+    assert exempt("file-descriptors", held & arenas()) == held & arenas()
+    assert held & arenas()
+
+
+@pytest.mark.parametrize("package", ["multiprocessing", "multiprocess", "joblib.externals.loky.backend"])
+def test_resource_trackers_of_all_that_is_derived_from_multiprocessing_are_exempt(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    command = f"/usr/bin/python -c from {package}.resource_tracker import main; main(11, False)"
+    monkeypatch.setattr(exemptions, "_command_line", lambda pid: command)
+    assert is_exempt("processes", str(os.getpid()))
+    monkeypatch.setattr(exemptions, "_command_line", lambda pid: f"/usr/bin/python {package}/resource_tracker.py")
+    assert not is_exempt("processes", str(os.getpid()))
 
 
 def test_a_thread_of_a_pool_that_torch_keeps_is_exempt_and_another_pool_s_is_not(

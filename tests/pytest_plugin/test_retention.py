@@ -405,6 +405,16 @@ RUN_BY_ANOTHER = """
         def __del__(self):
             CLOSED.append(hasattr(self, "closed"))
 
+    class TestOwnMethod:
+        def test_own_method(self):
+            self.weights = torch.ones(1000)
+            self.run = self.test_own_method
+
+        def test_own_method_kept(self):
+            self.weights = torch.ones(1000)
+            self.run = self.test_own_method
+            KEPT.append(self.run)
+
     class TestExpected(unittest.TestCase):
         @unittest.expectedFailure
         def test_expected_failure(self):
@@ -638,6 +648,11 @@ def test_an_instance_with_a_finalizer_is_emptied_of_nothing_that_it_needs(by_ano
 
 def test_an_instance_that_garbage_has_too_is_no_leak(by_another: InnerRun) -> None:
     assert by_another.is_clean("test_by_another.py::TestExpected::test_expected_failure")
+
+
+def test_an_instance_that_has_a_method_of_its_own_is_no_leak_unless_somebody_else_has_it(by_another: InnerRun) -> None:
+    assert by_another.is_clean("test_by_another.py::TestOwnMethod::test_own_method")
+    assert "test_by_another.py::TestOwnMethod::test_own_method_kept" in by_another.blamed
 
 
 def test_the_value_that_a_doctest_showed_last_is_no_leak(by_another: InnerRun) -> None:
