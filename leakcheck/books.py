@@ -61,7 +61,9 @@ class Books:
 
     def begin(self, stage: str, now: Counters) -> None:
         """A test begins."""
-        for subject in () if self._were_put_back else (None, *self._ended):
+        # What is there when the first one begins has not been changed by anybody.
+        unknown = self._were_put_back or not self._levels
+        for subject in () if unknown else (None, *self._ended):
             for change in self._changes(now, subject, self._ended):
                 self._history.note(change.name, change.before, change.now)
         self._were_put_back = False
@@ -202,8 +204,8 @@ class Books:
         return [change for change in changes if (change.name, change.now) not in left and not self._is_librarys(change)]
 
     def _is_librarys(self, change: Change) -> bool:
-        """Whether a library has set a variable of the environment that nobody had set."""
-        return change.before == ABSENT and self._environment.is_librarys(change.name)
+        """Whether a library has set a variable of the environment that nobody had set, or deleted one."""
+        return ABSENT in (change.before, change.now) and self._environment.is_librarys(change.name)
 
     def _own_shared_memory(self, names: Mapping[str, int]) -> dict[str, int]:
         """Those entries of /dev/shm that this process has to answer for, with their bytes.

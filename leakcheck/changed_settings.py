@@ -16,6 +16,9 @@ ABSENT = ""
 _MOST = 80
 """Characters of a value that are shown."""
 
+_BEFORE = 20
+"""Characters of a long value that are shown before the place where it was changed."""
+
 _IDENTITY = re.compile(r"(?: at |^)0x[0-9a-f]+")
 _SECRET = re.compile(r"TOKEN|KEY|PASS|PWD|SECRET|CREDENTIAL|AUTH|COOKIE|SIGNATURE|PRIVATE|DSN|SALT", re.IGNORECASE)
 _LOGIN = re.compile(r"//[^/@\s]+@")
@@ -90,7 +93,10 @@ def changes_between(
 
 def told(change: Change) -> str:
     """`torch.get_num_threads() was 4, is 1`; no secret, and no more of a value than one reads."""
-    was, now = _shown(change, change.before), _shown(change, change.now)
+    was, now = _both_shown(change)
+    if change.name.startswith(("disabled of ", "propagate of ")):
+        usual = str(change.name.startswith("propagate of "))
+        return f"{change.setting} was {was or usual}, is {now or usual}"
     if change.name.startswith(("level of ", "os.environ[")):
         return f"{change.setting} was {was or 'not set'}, is {now or 'not set any more'}"
     if is_entry(change.name):
@@ -114,8 +120,18 @@ def is_secret(name: str, text: str) -> bool:
     return (_SECRET.search(named) is not None and named not in _FOLDERS) or _LOGIN.search(text) is not None
 
 
-def _shown(change: Change, text: str) -> str:
+def _both_shown(change: Change) -> tuple[str, str]:
+    """What it was and what it is; of two long texts what is around the place where they begin to differ."""
+    was, now = (_text(change, text) for text in (change.before, change.now))
+    pairs = enumerate(zip(was, now, strict=False))
+    alike = next((place for place, (old, new) in pairs if old != new), min(len(was), len(now)))
+    start = alike - _BEFORE if max(len(was), len(now)) > _MOST and alike > _MOST // 2 else 0
+    shown = (f"…{text[start:]}" if start and text else text for text in (was, now))
+    was, now = (text if len(text) <= _MOST else f"{text[:_MOST]}…" for text in shown)
+    return was, now
+
+
+def _text(change: Change, text: str) -> str:
     if text and (is_secret(change.name, change.before) or is_secret(change.name, change.now)):
         return "another value" if text == change.now and change.before else "a value that is not shown"
-    text = _IDENTITY.sub("", text.removeprefix(LIBRARYS))
-    return text if len(text) <= _MOST else f"{text[:_MOST]}…"
+    return _IDENTITY.sub("", text.removeprefix(LIBRARYS))

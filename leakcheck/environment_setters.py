@@ -1,4 +1,4 @@
-"""Who set an environment variable: a library, as many do for themselves when they are first used, or which line."""
+"""Who set or deleted an environment variable: which line, or a library, as many do for themselves at first use."""
 
 from __future__ import annotations
 
@@ -20,39 +20,45 @@ _RUNNERS = ("/_pytest/", "/pluggy/")
 
 
 class EnvironmentSetters:
-    """Notes who sets each variable, from `start` to `stop`.
+    """Notes who sets or deletes each variable, from `start` to `stop`.
 
-    `os.putenv`, which `os.environ` calls for each, is stood in for meanwhile.
+    `os.putenv` and `os.unsetenv`, which `os.environ` calls for each, are stood in for meanwhile.
     """
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[str, int, str]] = {}
+        self._places: dict[str, tuple[str, int, str, str]] = {}
         self._by_libraries: set[str] = set()
-        self._original: Callable[..., None] | None = None
-        self._stand_in: Callable[..., None] | None = None
+        self._replaced: list[tuple[str, Callable[..., None], Callable[..., None]]] = []
 
     def start(self) -> None:
         """Begin to note; legal twice."""
-        if self._original is not None:
+        if self._replaced:
             return
-        original: Callable[..., None] = os.putenv
+        put: Callable[..., None] = os.putenv
+        unset: Callable[..., None] = os.unsetenv
 
         def putenv(name: Any, value: Any) -> None:
-            original(name, value)
+            put(name, value)
             if name != _CURRENT_TEST:
-                self._note(os.fsdecode(name), sys._getframe(1))
+                self._note(os.fsdecode(name), "set", sys._getframe(1))
 
-        self._original, self._stand_in = original, putenv
-        os.putenv = putenv
+        def unsetenv(name: Any) -> None:
+            unset(name)
+            if name != _CURRENT_TEST:
+                self._note(os.fsdecode(name), "deleted", sys._getframe(1))
+
+        self._replaced = [("putenv", put, putenv), ("unsetenv", unset, unsetenv)]
+        os.putenv, os.unsetenv = putenv, unsetenv
 
     def stop(self) -> None:
         """End it; legal twice."""
-        if self._original is not None and os.putenv is self._stand_in:
-            os.putenv = self._original
-        self._original = None
+        for name, original, stand_in in self._replaced:
+            if getattr(os, name) is stand_in:
+                setattr(os, name, original)
+        self._replaced.clear()
 
     def is_librarys(self, setting: str) -> bool:
-        """Whether code of an installed library set a variable last, by itself.
+        """Whether code of an installed library set or deleted a variable last, by itself.
 
         Args:
             setting: as `os.environ['NAME']`.
@@ -60,11 +66,11 @@ class EnvironmentSetters:
         return _variable(setting) in self._by_libraries
 
     def place_of(self, setting: str) -> str:
-        """Where a variable was set last: `set in function, file.py:12`; empty where that is not known."""
+        """Where a variable was set or deleted last: `set in function, file.py:12`; empty where that is not known."""
         place = self._places.get(_variable(setting))
-        return "" if place is None else f"set in {place[2]}, {Path(place[0]).name}:{place[1]}"
+        return "" if place is None else f"{place[3]} in {place[2]}, {Path(place[0]).name}:{place[1]}"
 
-    def _note(self, variable: str, frame: FrameType | None) -> None:
+    def _note(self, variable: str, what: str, frame: FrameType | None) -> None:
         # Python's library and the test runner set what somebody else wants to have set.
         while frame is not None and (is_of_python(file := frame.f_code.co_filename) or _is_runner(file)):
             frame = frame.f_back
@@ -73,7 +79,7 @@ class EnvironmentSetters:
         if frame is None or is_of_site(frame.f_code.co_filename):
             self._by_libraries.add(variable)
         else:
-            self._places[variable] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            self._places[variable] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, what)
 
 
 def _variable(setting: str) -> str:

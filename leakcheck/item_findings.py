@@ -51,6 +51,9 @@ a later test may need them.
 
 
 _SHOWN_SETTINGS = 3
+_TOLD_SETTINGS = 8
+_LONGEST_CODE = 1000
+"""Characters of code that puts settings back, beyond which it is told in short."""
 
 _POOL = re.compile(r"pool \((\d+), (\d+)\)")
 
@@ -168,7 +171,7 @@ def with_changes(leak: ItemLeak, changes: Sequence[Change], place_of: Callable[[
     finding = msgspec.structs.replace(
         leak.finding,
         message=f"{format_amount(len(changes), 'process-wide settings')} did not come back at {leak.finding.stage}: "
-        + ", ".join(sentences),
+        + first_of(sentences, _TOLD_SETTINGS),
         holder=first_of(settings, _SHOWN_SETTINGS),
         advice=advice(changes),
     )
@@ -315,7 +318,10 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[
     if resource == "globals":
         lines = undoing(leak.changes)
         # Some may be back by now, such as the folder, to which pytest returns when it ends.
-        return [Action("; ".join(lines), "", lambda: run(undoing(still_changed(leak.changes))))] if lines else []
+        code = "; ".join(lines)
+        short = code if len(code) <= _LONGEST_CODE else advice(leak.changes)
+        undo = functools.partial(_put_back, leak.changes)
+        return [Action(short, "", undo, is_code=short == code)] if lines else []
     if resource == "process-groups":
         return [_destroying(name, group) for name, group in _groups(leak.names)]
     if resource == "reserved" and leak.explanation is not None and leak.explanation.cut is not None:
@@ -331,6 +337,10 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[
             return [Action(f"{cut.action}; {after}", cut.changed, do)]
         return [Action(f"{cut.action}, then {after}", cut.changed, do, is_code=False)]
     return []
+
+
+def _put_back(changes: Sequence[Change]) -> None:
+    run(undoing(still_changed(changes)))
 
 
 def _joining(leak: ItemLeak, patience: float) -> list[Action]:

@@ -7,7 +7,7 @@ import importlib
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lowtide.leakcheck.changed_settings import ABSENT, Change, is_secret
@@ -17,6 +17,12 @@ from lowtide.probes.torch_settings import NO_LIMIT
 _LONGEST_LINE = 240
 """Characters of code beyond which nobody reads it."""
 
+_MOST_LINES = 8
+"""Lines of advice about one finding."""
+
+_MOST_DISABLED = 5
+"""Loggers that nobody disables one by one."""
+
 _MODULE = re.compile(r"\b([a-z]\w*)\.")
 
 _SETTERS: Mapping[str, str] = {
@@ -24,6 +30,10 @@ _SETTERS: Mapping[str, str] = {
     "gc.get_debug()": "gc.set_debug({})",
     "sys.getrecursionlimit()": "sys.setrecursionlimit({})",
     "sys.getswitchinterval()": "sys.setswitchinterval({})",
+    "sys.get_int_max_str_digits()": "sys.set_int_max_str_digits({})",
+    "sys.get_coroutine_origin_tracking_depth()": "sys.set_coroutine_origin_tracking_depth({})",
+    "sys.dont_write_bytecode": "sys.dont_write_bytecode = {}",
+    "time.tzname": "time.tzset()",
     "os.getcwd()": "os.chdir({})",
     "umask": "os.umask({})",
     "threading.stack_size()": "threading.stack_size({})",
@@ -74,6 +84,8 @@ _PATTERNS: Mapping[str, str] = {
     r"(torch\.backends\..+[^)])": "{name} = {value}",
     r"(decimal\.getcontext\(\)\.(?!traps).+)": "{name} = {value}",
     r"(logging\.raiseExceptions)": "{name} = {value}",
+    r"resource\.getrlimit\((.+)\)": "resource.setrlimit({name}, {value})",
+    r"numpy\.get_printoptions\(\)\['(\w+)'\]": "numpy.set_printoptions({name}={value})",
 }
 
 _ADVICE: Mapping[str, str] = {
@@ -89,6 +101,7 @@ _ADVICE: Mapping[str, str] = {
     "decimal.getcontext().traps": "change them in a with decimal.localcontext() block only",
     "os.environ[": "monkeypatch.setenv and monkeypatch.delenv put a variable back when the test ends",
     "warnings filter ": "change the filters in a with warnings.catch_warnings() block only",
+    "asyncio.get_event_loop_policy()": "keep the policy that was there, and set it again when the test ends",
     "gc.callbacks entry ": "remove it from gc.callbacks when the test ends",
 }
 _OTHERWISE = "keep what was there before, and put it back when the test ends (monkeypatch.setattr does)"
@@ -100,13 +113,17 @@ def undoing(changes: Iterable[Change]) -> list[str]:
     return [line for line in dict.fromkeys(lines) if line is not None] if None not in lines else []
 
 
-def advice(changes: Iterable[Change]) -> str:
+def advice(changes: Sequence[Change]) -> str:
     """What to do about settings: the code that puts them back, and words where there is none."""
     told = []
     for change in _each_once(changes):
         words = next((text for start, text in _ADVICE.items() if change.name.startswith(start)), _OTHERWISE)
         told.append(undo(change) or f"{change.setting}: {words}")
-    return "; ".join(dict.fromkeys(told))
+    lines = list(dict.fromkeys(told))
+    if sum(change.name.startswith("disabled of ") for change in changes) >= _MOST_DISABLED:
+        # As `logging.config` does where it is not told otherwise.
+        lines.insert(0, "give logging.config disable_existing_loggers=False")
+    return "; ".join(lines[:_MOST_LINES]) + (f"; and {len(lines) - _MOST_LINES} more" if lines[_MOST_LINES:] else "")
 
 
 def _each_once(changes: Iterable[Change]) -> list[Change]:
@@ -143,7 +160,21 @@ def _entry(change: Change) -> str | None:
         return f"sys.path.remove({entry})" if before == ABSENT else f"sys.path.append({entry})"
     if name.startswith("handler ") and before == ABSENT:
         return _removing_handler(name)
+    for switch, usual in (("disabled", False), ("propagate", True)):
+        if name.startswith(f"{switch} of "):
+            return f"{name.removeprefix(f'{switch} of ')}.{switch} = {before or usual}"
+    for place in ("sys.meta_path", "sys.path_hooks", "gc.callbacks"):
+        if name.startswith(f"{place} entry ") and before == ABSENT:
+            return _removing_from(place, name.rpartition(" at ")[2])
     return None
+
+
+def _removing_from(place: str, identity: str) -> str | None:
+    """The deletion of an entry of a list of the interpreter's, by its place."""
+    module, _, attribute = place.partition(".")
+    found: Any = vars(sys.modules[module])[attribute]
+    places = [turn for turn, item in enumerate(found) if hex(id(item)) == identity] if type(found) is list else []
+    return f"del {place}[{places[0]}]" if places else None
 
 
 def _removing_handler(name: str) -> str | None:
@@ -162,6 +193,10 @@ def _value(name: str, before: str) -> str | None:
     for pattern, code in _PATTERNS.items():
         if match := re.fullmatch(pattern, name):
             return code.format(name=match[1], value=before)
+    if name == "asyncio.get_event_loop_policy()":
+        return "asyncio.set_event_loop_policy(None)" if before == "default" else None
+    if name == "tracemalloc.is_tracing()":
+        return f"tracemalloc.{'start' if before == 'True' else 'stop'}()"
     if name in ("gc.isenabled()", "faulthandler.is_enabled()"):
         return f"{name.partition('.')[0]}.{'enable' if before == 'True' else 'disable'}()"
     if name == "torch.get_default_device()":
@@ -179,7 +214,7 @@ def _value(name: str, before: str) -> str | None:
         return None
     if name.startswith("signal.getsignal("):
         return f"signal.signal({name.removeprefix('signal.getsignal(')[:-1]}, {expression})"
-    if name.startswith(("sys.get", "threading.get")):
+    if name.startswith(("sys.get", "threading.get", "logging.get", "numpy.get")):
         return f"{name.replace('.get', '.set', 1).removesuffix('()')}({expression})"
     return f"{name} = {expression}" if re.fullmatch(r"[\w.]+", name) else None
 

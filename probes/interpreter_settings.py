@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
 import itertools
 import logging
 import operator
 import os
+import resource
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-from lowtide.probes.described import described, is_installed_module, is_tools
-from lowtide.probes.foreign import mro_of, namespace_of
+from lowtide.probes.described import LIBRARYS, described, identified, is_installed_module, is_librarys, is_tools
+from lowtide.probes.foreign import is_a, module_of_class, mro_of, namespace_of, type_name
 
 Text = Callable[[Any], str]
 
@@ -106,7 +109,19 @@ def interpreter_values() -> Values:
         Value("sys.getswitchinterval()", sys.getswitchinterval),
         Value("os.getcwd()", _cwd),
         Value("faulthandler.is_enabled()", faulthandler.is_enabled),
+        Value("sys.get_int_max_str_digits()", getattr(sys, "get_int_max_str_digits", int)),
+        Value("sys.get_coroutine_origin_tracking_depth()", sys.get_coroutine_origin_tracking_depth),
+        Value("sys.dont_write_bytecode", lambda: sys.dont_write_bytecode is True),
+        Value("time.tzname", lambda: time.tzname),
+        *(
+            Value(f"resource.getrlimit(resource.{name})", functools.partial(resource.getrlimit, number))
+            for name in _LIMITS
+            if (number := getattr(resource, name, None)) is not None
+        ),
     )
+
+
+_LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_STACK", "RLIMIT_MEMLOCK", "RLIMIT_NPROC")
 
 
 def library_values() -> Values:
@@ -121,6 +136,8 @@ def library_values() -> Values:
                 Value("multiprocessing.get_start_method()", lambda: _start_method(module))
             ],
             "numpy": _numpy,
+            "asyncio.events": lambda module: [Value("asyncio.get_event_loop_policy()", lambda: _policy(module), str)],
+            "tracemalloc": lambda module: [Value("tracemalloc.is_tracing()", module.is_tracing)],
         },
     )
 
@@ -166,9 +183,36 @@ def _start_method(module: Any) -> str:
     return str((context._default_context if actual is None else actual)._name)
 
 
+def _policy(module: Any) -> str:
+    # As `asyncio.get_event_loop_policy()`, which would make one.
+    policy = vars(module).get("_event_loop_policy")
+    name = type_name(type(policy))
+    return "default" if policy is None or name.endswith("DefaultEventLoopPolicy") else name
+
+
 def _numpy(module: Any) -> list[Value]:
-    geterr = module.geterr
-    return [Value("numpy.geterr()", lambda: tuple(geterr().items()), lambda items: str(dict(items)))]
+    geterr, options, call = module.geterr, module.get_printoptions, module.geterrcall
+
+    def printing() -> tuple[tuple[str, object], ...]:
+        return tuple((name, value if type(value) in _PLAIN else id(value)) for name, value in options().items())
+
+    shown = [
+        Value(f"numpy.get_printoptions()[{name!r}]", printing, _part_of_options(name))
+        for name, value in options().items()
+        if type(value) in _PLAIN
+    ]
+    return [
+        Value("numpy.geterr()", lambda: tuple(geterr().items()), lambda items: str(dict(items))),
+        Value("numpy.geterrcall()", lambda: id(call()), lambda _: described(call())),
+        *shown,
+    ]
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _part_of_options(name: str) -> Text:
+    return lambda found: repr(dict(found)[name])
 
 
 class Hooks:
@@ -179,6 +223,7 @@ class Hooks:
         return (
             *map(id, (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook)),
             *map(id, (sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile())),
+            *map(id, (logging.getLoggerClass(), logging.getLogRecordFactory())),
             logging.root.manager.disable,
             logging.raiseExceptions is True,
         )
@@ -194,9 +239,17 @@ class Hooks:
             "sys.getprofile()": described(sys.getprofile()),
             "threading.gettrace()": described(threading.gettrace()),
             "threading.getprofile()": described(threading.getprofile()),
+            "logging.getLoggerClass()": _class(logging.getLoggerClass()),
+            "logging.getLogRecordFactory()": _class(logging.getLogRecordFactory()),
             "logging.root.manager.disable": str(logging.root.manager.disable),
             "logging.raiseExceptions": str(logging.raiseExceptions is True),
         }
+
+
+def _class(item: Any) -> str:
+    """A class, or what makes objects in place of one."""
+    is_installed = is_a(item, type) and is_installed_module(module_of_class(item)) and item is not logging.Logger
+    return LIBRARYS + identified(item) if is_installed and item is not logging.LogRecord else described(item)
 
 
 _ENVIRON: Any = type(os.environ)
@@ -235,6 +288,36 @@ class ModuleSearchPath:
         """Each entry once, whatever its place."""
         entries = self.raw()
         return {f"sys.path entry {entry!r}": "there" for entry in entries} if isinstance(entries, list) else {}
+
+
+class Finders:
+    """The entries of `sys.meta_path` and `sys.path_hooks` that are the program's own: libraries add theirs for good."""
+
+    def raw(self) -> object:
+        """Their identities."""
+        return [tuple(map(id, found)) if type(found) is list else id(found) for _, found in self._lists()]
+
+    def texts(self) -> dict[str, str]:
+        """Each by what it is."""
+        return {
+            f"{name} entry {identified(item)}": "there"
+            for name, found in self._lists()
+            for item in (found if type(found) is list else ())
+            if not _is_of_library(item)
+        }
+
+    def _lists(self) -> list[tuple[str, Any]]:
+        return [("sys.meta_path", sys.meta_path), ("sys.path_hooks", sys.path_hooks)]
+
+
+def _is_of_library(item: Any) -> bool:
+    """Whether a function, a class or an object is an installed library's, or a tool's that runs tests."""
+    if is_librarys(item):
+        return True
+    module = item.__module__ if type(item) in (FunctionType, BuiltinFunctionType) else None
+    if module is None:
+        module = module_of_class(item if is_a(item, type) else type(item))
+    return type(module) is not str or module in ("builtins", "zipimport") or is_installed_module(module)
 
 
 class Signals:
@@ -277,7 +360,7 @@ def _handler(handler: object) -> str:
 
 
 class Loggers:
-    """The levels and handlers of all loggers.
+    """The levels and handlers of all loggers, and whether they are switched off or propagate.
 
     What an installed library's logger has when it is first seen is the library's own, as of a library that sets its
     logger up when it is first used.
@@ -285,7 +368,8 @@ class Loggers:
     There may be a thousand loggers.  So none but the root and its next are looked at while nothing says that another
     one may have changed: `setLevel` and `disable` empty what each logger remembers, so also what this module's own
     logger does; and a handler that is new, or gone, is in the module's list of all of them.  What goes past both is
-    seen with the next change: a handler that is kept and moved between loggers further down, an assignment to `level`.
+    seen with the next change: a handler that is kept and moved between loggers further down, an assignment to `level`,
+    `disabled` or `propagate`.
     """
 
     def __init__(self) -> None:
@@ -296,9 +380,11 @@ class Loggers:
         self._next: list[logging.Logger] = []
         self._changes = 0
         self._known: set[str] | None = None
-        self._seen: dict[str, list[int]] = {}
+        self._seen: dict[str, tuple[list[int], bool, bool]] = {}
         self._levels_given: dict[str, int] = {}
         self._handlers_given: dict[str, frozenset[int]] = {}
+        self._disabled_given: set[str] = set()
+        self._kept_given: set[str] = set()
 
     def raw(self) -> object:
         """What says that a level or a handler may have changed."""
@@ -317,6 +403,7 @@ class Loggers:
             self._changes,
             logging.root.level,
             handlers,
+            tuple(map(id, itertools.chain.from_iterable(map(_SWITCHES, self._next)))),
             tuple(map(id, _all_handlers())),
         )
 
@@ -326,16 +413,24 @@ class Loggers:
         for name, logger in self._loggers:
             level, handlers = _LEVEL(logger), _HANDLERS(logger)
             identities = list(map(id, handlers)) if type(handlers) is list else []
-            if self._seen.setdefault(name, identities) != identities and id(logger) not in map(id, self._next):
-                # Whose handlers have changed once may change again with nothing to say so: it is looked at from now on.
+            disabled, propagate = logger.disabled is True, logger.propagate is not False
+            seen = (identities, disabled, propagate)
+            if self._seen.setdefault(name, seen) != seen and id(logger) not in map(id, self._next):
+                # What has changed once may change again with nothing to say so: it is looked at from now on.
                 self._next.append(logger)
                 self._changes += 1
-            self._seen[name] = identities
+            self._seen[name] = seen
             shown = "logging.root" if logger is logging.root else f"logging.getLogger({name!r})"
+            if disabled and name not in self._disabled_given:
+                found[f"disabled of {shown}"] = "True"
+            if not propagate and name not in self._kept_given:
+                found[f"propagate of {shown}"] = "False"
             if level and type(level) is int and level != self._levels_given.get(name):
                 found[f"level of {shown}"] = str(level)
             for handler in handlers if type(handlers) is list else ():
                 if id(handler) in self._handlers_given.get(name, ()) or is_tools(type(handler)):
+                    continue
+                if _is_of_same_library(type(handler), name):
                     continue
                 if type(handler) is not logging.NullHandler:
                     found[f"handler {_handler_name(handler)} of {shown} at {id(handler):#x}"] = "there"
@@ -357,7 +452,15 @@ class Loggers:
                 if name not in self._known and is_installed_module(name):
                     self._levels_given[name] = _LEVEL(logger)
                     self._handlers_given[name] = frozenset(map(id, _HANDLERS(logger)))
+                    self._disabled_given.update([name] if logger.disabled is True else ())
+                    self._kept_given.update([name] if logger.propagate is False else ())
         self._known = names
+
+
+def _is_of_same_library(cls: type, logger: str) -> bool:
+    """Whether a handler is of the library whose logger has it: torch takes its lazy one away when it is first used."""
+    top = logger.partition(".")[0]
+    return module_of_class(cls).partition(".")[0] == top and top != "logging" and is_installed_module(top)
 
 
 _own_logger: Any = logging.getLogger("lowtide")
@@ -369,12 +472,20 @@ def _all_handlers() -> list[object]:
 
 _LEVEL = operator.attrgetter("level")
 _HANDLERS = operator.attrgetter("handlers")
+_SWITCHES = operator.attrgetter("disabled", "propagate")
 
 
 def _is_plain(cls: type) -> bool:
     bases = mro_of(cls)
     own = {name for base in bases if base is not object for name in namespace_of(base)}
-    return logging.Logger in bases and not own & {"level", "handlers", "__getattribute__", "__getattr__"}
+    return logging.Logger in bases and not own & {
+        "level",
+        "handlers",
+        "disabled",
+        "propagate",
+        "__getattribute__",
+        "__getattr__",
+    }
 
 
 def _handler_name(handler: Any) -> str:

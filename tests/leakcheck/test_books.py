@@ -253,6 +253,16 @@ def test_a_setting_that_an_earlier_test_changed_may_be_put_back(books: Books) ->
     assert new(books, second, key="globals") == {f"{DTYPE} was float32, is float64"}
 
 
+def test_what_was_there_from_the_first_test_on_is_missed_when_it_is_removed(segments: MadeSegments) -> None:
+    books, there = Books(segments), {"os.environ['HOME']": "'/root'", "sys.path entry '/lib'": "there"}
+    for _ in range(2):
+        books.begin("setup", counters(settings=there))
+        assert new(books, counters(settings={}), key="globals") == {
+            "os.environ['HOME'] was '/root', is not set any more",
+            "sys.path entry '/lib' was removed",
+        }
+
+
 def test_a_setting_that_a_live_owner_put_back_is_a_change_when_it_is_changed_again(books: Books) -> None:
     first, second, third = (counters(settings={DTYPE: value}) for value in ("float32", "float64", "float16"))
     for now in (first, second, third):

@@ -42,6 +42,16 @@ def test_what_a_library_sets_is_the_library_s(setters: EnvironmentSetters) -> No
     assert setters.place_of(NAME) == ""
 
 
+def test_who_deletes_it_is_noted_too(setters: EnvironmentSetters) -> None:
+    os.environ["LOWTIDE_SETTER"] = "1"
+    as_library("os.environ.pop('LOWTIDE_SETTER')")
+    assert setters.is_librarys(NAME)
+    os.environ["LOWTIDE_SETTER"] = "1"
+    del os.environ["LOWTIDE_SETTER"]
+    assert not setters.is_librarys(NAME)
+    assert setters.place_of(NAME).startswith(f"deleted in {test_who_deletes_it_is_noted_too.__name__}, test_")
+
+
 def test_who_sets_it_last_has_set_it(setters: EnvironmentSetters) -> None:
     as_library("os.environ['LOWTIDE_SETTER'] = '1'")
     os.environ["LOWTIDE_SETTER"] = "2"
@@ -60,11 +70,12 @@ def test_what_python_or_pytest_sets_is_of_who_asked_for_it(setters: EnvironmentS
 
 
 def test_it_stands_in_for_putenv_meanwhile_only() -> None:
-    before = os.putenv
+    before = os.putenv, os.unsetenv
     setters = EnvironmentSetters()
     for _ in range(2):
         setters.start()
-    assert os.putenv is not before
+    assert before[0] is not os.putenv
+    assert before[1] is not os.unsetenv
     for _ in range(2):
         setters.stop()
-    assert os.putenv is before
+    assert before == (os.putenv, os.unsetenv)

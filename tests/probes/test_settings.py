@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import decimal
 import faulthandler
 import functools
@@ -11,10 +12,13 @@ import locale
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
+import time
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -41,6 +45,22 @@ class Engine:
 
     def stop(self, *_: object) -> None:
         pass
+
+
+class Finder:
+    """Finds no module."""
+
+    @classmethod
+    def find_spec(cls, *_: object) -> None:
+        pass
+
+
+class Policy(asyncio.DefaultEventLoopPolicy):
+    """Of the program's own."""
+
+
+class OwnLogger(logging.Logger):
+    """Of the program's own."""
 
 
 class FunctionMode(TorchFunctionMode):
@@ -80,6 +100,15 @@ def added(logger: logging.Logger, handler: logging.Handler) -> Callable[[ExitSta
 
 ROOT, ENGINE = logging.getLogger(), logging.getLogger("lowtide_tests.engine")
 THREADS, LOCALE = torch.get_num_threads(), locale.setlocale(locale.LC_ALL)
+
+FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def in_tokyo() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "JST-9")
+        time.tzset()
+
 
 CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
     "torch.get_num_threads()": (
@@ -169,6 +198,54 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
         call(lambda: gc.callbacks.append(hook), lambda: gc.callbacks.remove(hook)),
         "",
     ),
+    "sys.meta_path entry tests.probes.test_settings.Finder": (
+        call(lambda: sys.meta_path.insert(0, Finder), lambda: sys.meta_path.remove(Finder)),  # type: ignore[arg-type]
+        "del sys.meta_path[0]",
+    ),
+    "sys.dont_write_bytecode": (
+        assign(sys, "dont_write_bytecode", not sys.dont_write_bytecode),
+        f"sys.dont_write_bytecode = {sys.dont_write_bytecode}",
+    ),
+    "sys.get_coroutine_origin_tracking_depth()": (
+        call(lambda: sys.set_coroutine_origin_tracking_depth(2), lambda: sys.set_coroutine_origin_tracking_depth(0)),
+        "sys.set_coroutine_origin_tracking_depth(0)",
+    ),
+    "resource.getrlimit(resource.RLIMIT_NOFILE)": (
+        call(
+            lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (FILES[0] - 1, FILES[1])),
+            lambda: resource.setrlimit(resource.RLIMIT_NOFILE, FILES),
+        ),
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, {FILES})",
+    ),
+    "time.tzname": (lambda stack: (stack.callback(time.tzset), in_tokyo())[0], "time.tzset()"),
+    "asyncio.get_event_loop_policy()": (
+        call(lambda: asyncio.set_event_loop_policy(Policy()), lambda: asyncio.set_event_loop_policy(None)),
+        "asyncio.set_event_loop_policy(None)",
+    ),
+    "tracemalloc.is_tracing()": (call(tracemalloc.start, tracemalloc.stop), "tracemalloc.stop()"),
+    "logging.getLoggerClass()": (
+        call(lambda: logging.setLoggerClass(OwnLogger), lambda: logging.setLoggerClass(logging.Logger)),
+        "logging.setLoggerClass(logging.Logger)",
+    ),
+    "logging.getLogRecordFactory()": (
+        call(lambda: logging.setLogRecordFactory(hook), lambda: logging.setLogRecordFactory(logging.LogRecord)),
+        "logging.setLogRecordFactory(logging.LogRecord)",
+    ),
+    "disabled of logging.getLogger('lowtide_tests.engine')": (
+        # As `logging.config.dictConfig` does it.
+        call(
+            lambda: (setattr(ENGINE, "disabled", True), logging.root.manager._clear_cache())[0],  # type: ignore[attr-defined]
+            lambda: setattr(ENGINE, "disabled", False),
+        ),
+        "logging.getLogger('lowtide_tests.engine').disabled = False",
+    ),
+    "propagate of logging.getLogger('lowtide_tests.engine')": (
+        call(
+            lambda: (setattr(ENGINE, "propagate", False), logging.root.manager._clear_cache())[0],  # type: ignore[attr-defined]
+            lambda: setattr(ENGINE, "propagate", True),
+        ),
+        "logging.getLogger('lowtide_tests.engine').propagate = True",
+    ),
     "gc.get_debug()": (call(lambda: gc.set_debug(gc.DEBUG_SAVEALL), lambda: gc.set_debug(0)), "gc.set_debug(0)"),
     "signal.getsignal(signal.SIGUSR2)": (
         call(lambda: signal.signal(signal.SIGUSR2, hook), lambda: signal.signal(signal.SIGUSR2, signal.SIG_DFL)),
@@ -229,6 +306,11 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
         "",
     ),
     "numpy.geterr()": (entered(lambda: np.errstate(all="ignore")), ""),
+    "numpy.geterrcall()": (call(lambda: np.seterrcall(hook), lambda: np.seterrcall(None)), "numpy.seterrcall(None)"),
+    "numpy.get_printoptions()['precision']": (
+        entered(lambda: np.printoptions(precision=3)),
+        "numpy.set_printoptions(precision=8)",
+    ),
 }
 """Changes that end with the stack, by what each setting is called, and the code that undoes them; empty where a runner
 has a part in what stands there, or there is none."""
@@ -259,7 +341,7 @@ def test_a_change_is_seen_and_undone_by_the_code_that_is_named(name: str, reader
         if line is not None:
             run([line])
             assert changes_between(before, reader.read()) == []
-            if "removeHandler" in line or "remove(" in line:
+            if "removeHandler" in line or "remove(" in line or line.startswith("del "):
                 stack.pop_all()
         else:
             assert advice(changes)
@@ -443,3 +525,32 @@ def test_only_what_can_be_added_was_something_before(
 def test_a_time_limit_that_a_failing_test_ended_is_no_change(handler: str, counts: bool) -> None:
     name = "signal.getsignal(signal.SIGALRM)"
     assert bool(changes_between({name: handler}, {name: "signal.SIG_DFL"})) is counts
+
+
+def test_a_handler_of_a_library_on_its_own_logger_is_the_library_s(reader: SettingReader) -> None:
+    kind: Any = type("LazyHandler", (logging.Handler,), {"__module__": "torch._logging"})
+    mine, torchs = kind(), logging.getLogger("torch")
+    torchs.addHandler(mine)
+    before = reader.read()
+    torchs.removeHandler(mine)
+    assert changes_between(before, reader.read()) == []
+    # On another logger it is who put it there.
+    with ExitStack() as stack:
+        added(ROOT, mine)(stack)
+        assert len(changes_between(before, reader.read())) == 1
+
+
+def test_of_two_long_values_that_is_told_by_which_they_differ() -> None:
+    path = "/some/folder:" * 20
+    change = Change("os.environ['PATH']", repr(f"{path}/bin"), repr(f"{path}/bin:/opt"))
+    assert told(change) == "os.environ['PATH'] was …er:/some/folder:/bin', is …er:/some/folder:/bin:/opt'"
+
+
+def test_who_disables_all_loggers_is_told_how_not_to() -> None:
+    many = [Change(f"disabled of logging.getLogger('a{turn}')", ABSENT, "True") for turn in range(30)]
+    assert told(many[0]) == "disabled of logging.getLogger('a0') was False, is True"
+    assert advice(many).startswith(
+        "give logging.config disable_existing_loggers=False; logging.getLogger('a0').disabled"
+    )
+    assert advice(many).endswith("; and 23 more")
+    assert not advice(many[:1]).startswith("give")
