@@ -38,6 +38,7 @@ from lowtide.probes.counters import Counters, child_processes
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.ledger import LedgerBase, base_from
 from lowtide.probes.makers import Makers
+from lowtide.probes.process_events import ProcessEvents
 from lowtide.probes.process_tree import ProcessTree, name_of
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announced_pools, listening
@@ -148,6 +149,7 @@ class LifecycleRun:
         self._segments = MadeSegments()
         self._remains = Remains(self._tree, self._segments)
         self._unseen = UnseenMemory(self._tree, lambda: self._driver)
+        self._events = ProcessEvents(self._unseen.look)
         self._process = ProcessState(self._driver_bytes)
         self._imports = ImportWatch(self._importing, self._import_done)
         # By the time of each snapshot.
@@ -175,6 +177,7 @@ class LifecycleRun:
             self._tree.start()
             self._segments.start()
             self._makers.start()
+            self._events.start()
             self._remains.start()
             self._remains.mark()
             self._unseen.begin()
@@ -194,6 +197,7 @@ class LifecycleRun:
             self._leftovers.close()
             self._remains.stop()
             self._segments.stop()
+            self._events.stop()
             self._makers.stop()
             self._tree.stop()
         return self._subject()

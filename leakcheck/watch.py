@@ -77,6 +77,7 @@ from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.makers import Makers
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects, collector_paused
+from lowtide.probes.process_events import ProcessEvents
 from lowtide.probes.process_tree import ProcessTree
 from lowtide.probes.tensors import survey_storages
 from lowtide.reports.schema import Finding, Frame, NotMeasured
@@ -190,6 +191,8 @@ class Watch:
             card=self.policy.card and self.policy.stacks != "off", cpu=self.policy.stacks == "all"
         )
         self._unseen = UnseenMemory(self._tree, self._ask_driver if self.policy.card else None)
+        # An engine's process may begin and end between two stages.
+        self._events = ProcessEvents(self._unseen.look)
         self._labels: list[str] = []
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
@@ -221,6 +224,7 @@ class Watch:
         self._segments.start()
         self._tree.start()
         self._makers.start()
+        self._events.start()
         self._remains.start()
         self._environment.start()
         with collector_paused():
@@ -238,6 +242,7 @@ class Watch:
         self._segments.stop()
         self._remains.stop()
         self._tree.stop()
+        self._events.stop()
         self._makers.stop()
         self._environment.stop()
         if self._driver is not None:
@@ -280,6 +285,7 @@ class Watch:
         self._caches.mark()
         self._cached_values.mark()
         self._unseen.begin()
+        self._events.start()
         self._remains.mark()
         self._namespaces = namespace_sizes()
         now = self._counters.read_in_part(settings="no library's") if follows else self._read()

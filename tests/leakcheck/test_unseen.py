@@ -120,6 +120,19 @@ def test_a_block_with_an_engine_in_a_child_is_not_judged_though_the_child_has_en
     assert [process.name for process in others(subject)] == ["EngineCore"]
 
 
+def engine_without_stages() -> None:
+    target = SpawnedTarget()
+    target.create({})
+    target.infer([3], 1)
+    target.shutdown()
+
+
+def test_an_engine_in_a_child_that_begins_and_ends_within_one_stage_is_not_judged() -> None:
+    subject = checked(engine_without_stages)
+    assert subject.outcome == "unsupported", subject.findings
+    assert [process.name for process in others(subject)] == ["EngineCore"]
+
+
 def short_helpers() -> None:
     subprocess.run([sys.executable, "-c", "held = b'x' * (64 << 20)"], check=True)
     with (

@@ -1,0 +1,95 @@
+"""Hears when a child process has answered, and before it is waited for or signalled: moments to see what it holds."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing.process
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_POOLS = (
+    ("concurrent.futures.process", "ProcessPoolExecutor", ("shutdown",)),
+    ("multiprocessing.pool", "Pool", ("close", "terminate")),
+)
+"""Classes that end processes in threads of their own, by their module, and their methods."""
+
+_CONNECTIONS = ("multiprocessing.connection", "_ConnectionBase", ("recv", "recv_bytes"))
+"""What a message from another process comes through: whoever answers is at work."""
+
+
+class ProcessEvents:
+    """Calls a listener when the main thread has heard from a process, and before it ends one or waits for its end.
+
+    The functions of Python's library that do so are stood in for from `start` to `stop`; no module is imported for it.
+
+    Args:
+        listener: what to call; an error of its is lost.
+    """
+
+    def __init__(self, listener: Callable[[], object]) -> None:
+        self._listener = listener
+        self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+        self._is_heard = False
+
+    def start(self) -> None:
+        """Begin to listen; legal again, for what was imported meanwhile."""
+        self._stand_in(subprocess.Popen, "wait", "communicate", "send_signal")
+        self._stand_in(multiprocessing.process.BaseProcess, "join", "terminate", "kill")
+        self._stand_in(os, "kill", "killpg")
+        for module, name, methods in _POOLS:
+            kind = getattr(sys.modules.get(module), name, None)
+            if kind is not None:
+                self._stand_in(kind, *methods)
+        module, name, methods = _CONNECTIONS
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None:
+            self._stand_in(kind, *methods, after=True)
+
+    def stop(self) -> None:
+        """End it; legal twice. What somebody else has replaced meanwhile stays as it is."""
+        for place, name, original, ours in reversed(self._replaced):
+            if vars(place).get(name) is ours:
+                setattr(place, name, original)
+        self._replaced.clear()
+
+    def _stand_in(self, place: Any, *names: str, after: bool = False) -> None:
+        if any(known is place for known, *_ in self._replaced):
+            return
+        for name in names:
+            original = vars(place)[name]
+            ours = self._heard_after(original) if after else self._heard_before(original)
+            setattr(place, name, ours)
+            self._replaced.append((place, name, original, ours))
+
+    def _heard_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            self._hear()
+            return original(*args, **kwargs)
+
+        return ours
+
+    def _heard_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._hear()
+            return result
+
+        return ours
+
+    def _hear(self) -> None:
+        # One of these calls another; and what is read is the main thread's to read.
+        if self._is_heard or threading.current_thread() is not threading.main_thread():
+            return
+        self._is_heard = True
+        try:
+            self._listener()
+        except Exception:  # noqa: BLE001 - the program's call comes next, and nothing here may change that
+            return
+        finally:
+            self._is_heard = False

@@ -1,0 +1,92 @@
+"""When somebody listens, the main thread's dealings with processes are heard; the program's calls work as before."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing import get_context
+
+import pytest
+
+from lowtide.probes.process_events import ProcessEvents
+
+WAITS = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+
+
+@pytest.fixture
+def heard() -> Iterator[list[str]]:
+    calls: list[str] = []
+    events = ProcessEvents(lambda: calls.append("heard"))
+    events.start()
+    events.start()
+    yield calls
+    events.stop()
+    events.stop()
+
+
+def test_a_wait_is_heard(heard: list[str]) -> None:
+    child = subprocess.Popen(WAITS, stdin=subprocess.PIPE)
+    assert heard == []
+    child.communicate()
+    assert child.returncode == 0
+    assert "heard" in heard
+
+
+def test_a_signal_is_heard_however_it_is_sent(heard: list[str]) -> None:
+    for end in (lambda child: child.terminate(), lambda child: os.kill(child.pid, signal.SIGKILL)):
+        heard.clear()
+        with subprocess.Popen(WAITS, stdin=subprocess.PIPE) as child:
+            end(child)
+            assert "heard" in heard
+        assert child.returncode < 0
+
+
+def test_an_answer_is_heard_and_so_is_a_join(heard: list[str]) -> None:
+    fork = get_context("fork")
+    mine, theirs = fork.Pipe()
+    process = fork.Process(target=theirs.send, args=("ready",))
+    process.start()
+    assert (mine.recv(), heard) == ("ready", ["heard"])
+    process.join()
+    assert (heard, process.exitcode) == (["heard"] * 2, 0)
+
+
+def test_another_thread_is_not_heard(heard: list[str]) -> None:
+    child = subprocess.Popen(WAITS, stdin=subprocess.PIPE)
+    thread = threading.Thread(target=child.communicate)
+    thread.start()
+    thread.join()
+    assert heard == []
+
+
+def test_an_error_in_the_listener_is_no_error_of_the_program() -> None:
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    events = ProcessEvents(fails)
+    events.start()
+    try:
+        assert subprocess.run([sys.executable, "-c", ""], check=False).returncode == 0
+    finally:
+        events.stop()
+
+
+def test_everything_is_put_back_but_what_somebody_else_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (subprocess.Popen.wait, os.killpg, multiprocessing.connection._ConnectionBase.recv)  # type: ignore[attr-defined]
+    events = ProcessEvents(lambda: None)
+    events.start()
+
+    def other(pid: int, number: int) -> None: ...
+
+    monkeypatch.setattr(os, "kill", other)
+    events.stop()
+    after = (subprocess.Popen.wait, os.killpg, multiprocessing.connection._ConnectionBase.recv)  # type: ignore[attr-defined]
+    assert after == before
+    assert os.kill is other
+    monkeypatch.undo()
+    os.kill = vars(os.kill)["__wrapped__"]
