@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import secrets
@@ -35,8 +36,8 @@ _BLOCK = 160
 """Bytes of the pages behind one of Python's objects, at most: a fork copies them when it collects or looks at them."""
 
 _MOST_FORKS = 256
-_NEAR = 0.05
-"""Seconds between a fork and the beginning of its process, which the kernel tells in hundredths."""
+_NEAR = 2 / _TICKS
+"""Seconds by which the beginning of a process, which the kernel tells in hundredths, may lie outside of its fork."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +204,18 @@ class ProcessTree:
         return process.parent == 1 or (parent is not None and parent.command in _REAPERS)
 
 
+@dataclass(slots=True)
+class _Fork:
+    """A fork that Python code made: when it began and ended, in seconds since boot, and what this process held then.
+
+    (To copy the page tables of a large process takes long; the new one begins after that.)
+    """
+
+    begun: float
+    held: int
+    ended: float = math.inf
+
+
 class TreeMemory:
     """Reads what the processes of a tree hold; remembers how much each of them has from its parent.
 
@@ -215,25 +228,28 @@ class TreeMemory:
         self._inherited: dict[int, int] = {}
         self._cards: int | None = None
         self._last_anonymous = anonymous_bytes()
-        # By the time of each fork that Python code made lately, in seconds since boot: what this process held.
-        self._forks: deque[tuple[float, int]] = deque(maxlen=_MOST_FORKS)
+        self._forks: deque[_Fork] = deque(maxlen=_MOST_FORKS)
         self._pid = os.getpid()
-        forking = weakref.WeakMethod(self._forking)
+        forking, forked = weakref.WeakMethod(self._forking), weakref.WeakMethod(self._forked)
         # Nobody can take it back: it does nothing once nobody has this object any more.
-        os.register_at_fork(before=lambda: _call(forking()))
+        os.register_at_fork(before=lambda: _call(forking()), after_in_parent=lambda: _call(forked()))
 
     def _forking(self) -> None:
         if os.getpid() == self._pid:
-            self._forks.append((time.clock_gettime(time.CLOCK_BOOTTIME), anonymous_bytes()))
+            self._forks.append(_Fork(_since_boot(), anonymous_bytes()))
+
+    def _forked(self) -> None:
+        if os.getpid() == self._pid and self._forks:
+            self._forks[-1].ended = _since_boot()
 
     def _held_at_fork(self, pid: int) -> int | None:
         """What this process held when it forked another one; None if that was not seen."""
         process = _stat(pid)
-        if process is None or not self._forks:
+        if process is None:
             return None
         started = process.started / _TICKS
-        when, held = min(self._forks, key=lambda fork: abs(fork[0] - started))
-        return held if abs(when - started) < _NEAR else None
+        around = [fork for fork in self._forks if fork.begun - _NEAR <= started <= fork.ended + _NEAR]
+        return around[-1].held if around else None
 
     def note(self) -> None:
         """Take down how much this process holds now: that much a process has from it that is forked next."""
@@ -298,6 +314,10 @@ class TreeMemory:
                 if pid not in found and _has_opened_a_card(pid):
                     found[pid] = {"a card": None}
         return found
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def _call(method: Callable[[], None] | None) -> None:

@@ -188,9 +188,12 @@ def _write(pipe: Any, inherited: bytearray, size: int) -> None:
     signal.pause()
 
 
-@pytest.mark.parametrize("written", [0, 256 * MIB])
-def test_what_a_fork_writes_of_its_parents_memory_is_its_own(tree: ProcessTree, written: int) -> None:
+@pytest.mark.parametrize(("written", "seconds"), [(0, 0.0), (0, 0.3), (256 * MIB, 0.0)])
+def test_what_a_fork_writes_of_its_parents_memory_is_its_own(tree: ProcessTree, written: int, seconds: float) -> None:
     filler = [[] for _ in range(400_000)]
+    # Runs between the probe's own function and the fork, which takes so long where much is to be copied.
+    delays = [seconds]
+    os.register_at_fork(before=lambda: time.sleep(sum(delays)))
     memory = TreeMemory(tree)
     # Loaded since it was last looked at.
     inherited = bytearray(b"x" * (256 * MIB))
@@ -202,6 +205,7 @@ def test_what_a_fork_writes_of_its_parents_memory_is_its_own(tree: ProcessTree, 
         mine.recv()
         _, (found,) = memory.read(None, floor=16 * MIB)
     finally:
+        delays.clear()
         process.kill()
         process.join()
     del filler, inherited
