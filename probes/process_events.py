@@ -34,9 +34,11 @@ class ProcessEvents:
         self._listener = listener
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
         self._is_heard = False
+        self._process = os.getpid()
 
     def start(self) -> None:
         """Begin to listen; legal again, for what was imported meanwhile."""
+        self._process = os.getpid()
         self._stand_in(subprocess.Popen, "wait", "communicate", "send_signal")
         self._stand_in(multiprocessing.process.BaseProcess, "join", "terminate", "kill")
         self._stand_in(os, "kill", "killpg")
@@ -83,8 +85,8 @@ class ProcessEvents:
         return ours
 
     def _hear(self) -> None:
-        # One of these calls another; and what is read is the main thread's to read.
-        if self._is_heard or threading.current_thread() is not threading.main_thread():
+        # One of these calls another; what is read is the main thread's to read; and a fork has these functions, too.
+        if self._is_heard or os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
             return
         self._is_heard = True
         try:

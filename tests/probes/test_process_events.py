@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import get_context
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,21 @@ def test_another_thread_is_not_heard(heard: list[str]) -> None:
     thread.start()
     thread.join()
     assert heard == []
+
+
+def _answer(heard: list[str], pipe: Any) -> None:
+    os.kill(pipe.recv(), 0)
+    pipe.send(len(heard))
+
+
+def test_a_fork_s_own_dealings_are_not_heard(heard: list[str]) -> None:
+    fork = get_context("fork")
+    mine, theirs = fork.Pipe()
+    process = fork.Process(target=_answer, args=(heard, theirs))
+    process.start()
+    mine.send(os.getpid())
+    assert mine.recv() == 0
+    process.join()
 
 
 def test_an_error_in_the_listener_is_no_error_of_the_program() -> None:
