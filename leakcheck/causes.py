@@ -18,6 +18,7 @@ from typing import Any, Union
 
 import msgspec
 
+from lowtide.leakcheck.cuts import Cut
 from lowtide.leakcheck.endings import class_named, ending_of, on
 from lowtide.leakcheck.explain import Holder, first_holders
 from lowtide.leakcheck.item_findings import ItemLeak, with_fingerprint
@@ -29,6 +30,7 @@ from lowtide.probes.foreign import is_a
 from lowtide.probes.objects import Census, all_objects
 from lowtide.probes.reach import reach
 from lowtide.probes.stand_ins import stand_ins
+from lowtide.probes.thread_names import thread_key
 from lowtide.reports.schema import Finding, Hop
 from lowtide.reports.sizes import format_amount, format_bytes
 
@@ -82,7 +84,7 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
             for each in _apart(part, context) if cause is None else [part]:
                 drafts.append(each)
                 causes.append(cause or _holder_of(each, turn, context))
-    causes = _with_caches(drafts, _with_losses(drafts, causes))
+    causes = _with_changes(drafts, _with_losses(drafts, causes))
     return drafts, _with_host_memory(drafts, _with_threads(drafts, causes))
 
 
@@ -171,22 +173,33 @@ def _apart(draft: Draft, context: Context) -> list[Draft]:
     return [draft]
 
 
-def _caches_of(draft: Draft) -> set[int]:
-    """The identities of the caches that have to be emptied for all that a finding is about, as far as it takes that."""
+def _caches_of(draft: ItemLeak) -> set[int]:
+    """The identities of the caches that keep what a finding is about."""
+    return {id(draft.cached[name].cache()) for name in draft.names if name in draft.cached}
+
+
+def _changes_for(draft: Draft) -> set[Hashable]:
+    """The caches that have to be emptied for a finding, and the entries of containers that have to be deleted."""
     if isinstance(draft, ItemLeak):
-        return {id(draft.cached[name].cache()) for name in draft.names if name in draft.cached}
+        return set(_caches_of(draft))
     if isinstance(draft, TensorLeak):
-        return {cut.emptied for told in draft.explanations.values() for cut in told.cuts}
+        return {_change(cut, draft.finding.device) for told in draft.explanations.values() for cut in told.cuts}
     return set()
 
 
-def _with_caches(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
-    """And all that one and the same cache keeps: to empty it gives back the modules, their tables and the like."""
-    caches = [_caches_of(draft) if cause is None else set() for draft, cause in zip(drafts, causes, strict=True)]
-    every = [next(iter(found)) if len(found) == 1 else 0 for found in caches]
+def _change(cut: Cut, device: str) -> Hashable:
+    if cut.place is not None:
+        return cut.place.container, cut.place.position, device
+    return cut.emptied
+
+
+def _with_changes(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+    """And all that one change gives back: what one cache keeps, modules and tables alike; an entry's key and value."""
+    found = [_changes_for(draft) if cause is None else set() for draft, cause in zip(drafts, causes, strict=True)]
+    every = [next(iter(changes)) if len(changes) == 1 else 0 for changes in found]
     return [
-        Cause(("cache", cache)) if cache and every.count(cache) > 1 else cause
-        for cache, cause in zip(every, causes, strict=True)
+        Cause(("change", change)) if change and every.count(change) > 1 else cause
+        for change, cause in zip(every, causes, strict=True)
     ]
 
 
@@ -351,7 +364,8 @@ def _with_threads(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> li
             continue
         of = next((of for name, of in holding.items() if next(iter(draft.names)).startswith(name)), None)
         if of is not None:
-            found[of] = found[turn] = found[of] or Cause(("thread", *draft.names))
+            advice = draft.finding.advice or ""
+            found[of] = found[turn] = found[of] or Cause(("thread", *draft.names), advice=advice)
     return found
 
 
@@ -378,7 +392,7 @@ def _objects_of(draft: Draft) -> list[Any]:
         new = frozenset().union(*(told.new for told in draft.explanations.values()))
         return [item for item in all_objects() if id(item) in new] if new else []
     if isinstance(draft, ItemLeak) and draft.key == "threads":
-        return [thread for thread in threading.enumerate() if f"{thread.name} ({thread.ident})" in draft.names]
+        return [thread for thread in threading.enumerate() if thread_key(thread) in draft.names]
     if isinstance(draft, ItemLeak):
         return [entry for item in draft.cached.values() for entry in item.entries]
     return []

@@ -18,6 +18,7 @@ import psutil
 
 from lowtide.probes.counters import child_processes
 from lowtide.probes.foreign import attribute, module_of_class
+from lowtide.probes.thread_names import thread_ident, thread_key
 from lowtide.reports.schema import Resource
 
 Names = Collection[str]
@@ -227,7 +228,7 @@ def _idle_in(module: str) -> Callable[[Names], Names]:
 
     def among(names: Names) -> Names:
         idle = {ident for ident, frame in sys._current_frames().items() if is_idle(frame)}
-        return {name for name, thread in _threads_by_name().items() if name in names and thread.ident in idle}
+        return {name for name, thread in _threads_by_name().items() if name in names and thread_ident(thread) in idle}
 
     return among
 
@@ -241,7 +242,7 @@ def _module_of(target: Any) -> str:
 
 
 def _threads_by_name() -> dict[str, threading.Thread]:
-    return {f"{thread.name} ({thread.ident})": thread for thread in threading.enumerate()}
+    return {thread_key(thread): thread for thread in threading.enumerate()}
 
 
 def _ended_threads(names: Names) -> Names:
@@ -256,7 +257,7 @@ def _in_torchs_pools(names: Names) -> Names:
     kept = gc.get_referents(getattr(getattr(compiler, "AsyncCompile", None), "pool", None))
     kept.append(getattr(functions, "_prefetch_executor", None))
     own = [thread for pool in kept if isinstance(pool, ThreadPoolExecutor) for thread in pool._threads]
-    return {f"{thread.name} ({thread.ident})" for thread in own} & set(names)
+    return set(map(thread_key, own)) & set(names)
 
 
 def _free_arenas(names: Names) -> Names:

@@ -229,7 +229,10 @@ def _first_holder(found: Traces, place: int, inspect: Inspector) -> Holder | Non
     first, _ = _suspect_steps(path.steps)
     shown = shown_from_landmark(path)
     if first < shown.skipped:
-        return None
+        # What it has a name of its own for is the program's; a fixture's value is the test runner's to end.
+        named = Hop(type=path.steps[shown.skipped - 1].type_name, edge=shown.path.root_name, suspect=True)
+        held = found.link(place, shown.skipped - 1).held
+        return Holder(held, (named,), None, (named,)) if shown.is_code else None
     hops = [Hop(type=step.type_name, edge=step.edge) for step in shown.path.steps]
     turn = first - shown.skipped
     hops[turn] = msgspec.structs.replace(hops[turn], suspect=True)
@@ -378,6 +381,9 @@ class _Way:
         if has_cut and turn < len(self.links) and not self.territory(turn).is_ground:
             return ""
         if turn >= len(self.links) or self.links[turn].kind in _CACHED or not self.territory(turn).is_librarys:
+            return ""
+        if self.shown.path.root_kind == "thread" and self.territory(turn).inside == "threading":
+            # What a running thread has is let go of by ending the thread.
             return ""
         library, words = self.territory(turn).inside, self.shown.code(turn + 1)
         if not library:

@@ -33,6 +33,7 @@ from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.foreign import type_name
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
 from lowtide.probes.settings import SettingReader
+from lowtide.probes.thread_names import thread_key, thread_name
 from lowtide.reports.schema import Cause, Finding, Remedy
 from lowtide.reports.sizes import format_amount, format_bytes
 
@@ -347,7 +348,7 @@ def _joining(leak: ItemLeak, patience: float) -> list[Action]:
     """What ends threads, and what waits for them; all of them together for as long as for one."""
 
     def threads() -> list[threading.Thread]:
-        own = [thread for thread in threading.enumerate() if f"{thread.name} ({thread.ident})" in leak.names]
+        own = [thread for thread in threading.enumerate() if thread_key(thread) in leak.names]
         return [thread for thread in own if thread is not threading.current_thread()]
 
     def join() -> None:
@@ -364,7 +365,7 @@ def _joining(leak: ItemLeak, patience: float) -> list[Action]:
     actions = [Action(ending.code, ending.changed, functools.partial(end, ending)) for ending in leak.endings]
     waiting = threads()
     if len(waiting) == 1:
-        actions.append(Action(f"{of_thread(waiting[0].name)}.join()", "", join))
+        actions.append(Action(f"{of_thread(thread_name(waiting[0]))}.join()", "", join))
     elif waiting:
         actions.append(Action(f"join() of the {len(waiting)} threads", "", join, is_code=False))
     return actions

@@ -26,9 +26,11 @@ from typing import Any
 
 from lowtide.leakcheck.listing import first_of
 from lowtide.probes.counters import Counters
+from lowtide.probes.foreign import attribute
 from lowtide.probes.makers import Maker, Makers
 from lowtide.probes.objects import Census
 from lowtide.probes.reach import module_namespaces, reach
+from lowtide.probes.thread_names import thread_key
 from lowtide.probes.whose_code import is_library, program_modules
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount
@@ -223,7 +225,7 @@ class _State:
         behind += gc.get_referents(*(item for item in behind if type(item) is tuple or type(item) is dict))
         census = Census([*objects, *behind])
         threads = census.instances_of(threading.Thread)
-        self._names = {f"{thread.name} ({thread.ident})" for thread in threads}
+        self._names = set(map(thread_key, threads))
         self._pids = {item.pid for kind in (subprocess.Popen, BaseProcess) for item in census.instances_of(kind)}
         files = [file for kind in (io.FileIO, socket.SocketType, select.epoll) for file in census.instances_of(kind)]
         self._numbers = set(map(_number, files))
@@ -286,8 +288,9 @@ def _number(file: Any) -> int:
 def _pool_of(name: str) -> ThreadPoolExecutor | None:
     """The executor that a thread works for, which starts no more of them than it may."""
     for thread in threading.enumerate():
-        if f"{thread.name} ({thread.ident})" == name:
-            arguments = getattr(thread, "_args", ())
-            pool = arguments[0]() if arguments and type(arguments[0]) is weakref.ref else None
+        if thread_key(thread) == name:
+            arguments: Any = attribute(thread, "_args")
+            is_worker = type(arguments) is tuple and arguments and type(arguments[0]) is weakref.ref
+            pool = arguments[0]() if is_worker else None
             return pool if type(pool) is ThreadPoolExecutor else None
     return None

@@ -22,6 +22,7 @@ from lowtide.probes.counters import Counters
 from lowtide.probes.objects import Census
 from lowtide.probes.reach import module_namespaces, reach
 from lowtide.probes.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
+from lowtide.probes.thread_names import thread_key
 from lowtide.probes.whose_code import library_globals
 
 # pytest's own objects lead from any fixture to all of the session, and this checker's to all that it judges.
@@ -203,7 +204,7 @@ class Claims:
         for owner, reached in self._reached:
             census = Census(reached.values())
             if key == "threads":
-                names = [f"{thread.name} ({thread.ident})" for thread in census.instances_of(threading.Thread)]
+                names = list(map(thread_key, census.instances_of(threading.Thread)))
             elif key == "processes":
                 names = [
                     str(item.pid) for kind in (subprocess.Popen, BaseProcess) for item in census.instances_of(kind)

@@ -47,7 +47,7 @@ def shown_from_landmark(path: Path) -> Shown:
             steps = rest or (dataclasses.replace(path.steps[turn], edge=""),)
             skipped = turn + 1 if rest else turn
             cut = dataclasses.replace(path, root_kind="object", root_name=name, steps=steps)
-            return Shown(path, cut, skipped, name.startswith("logging."))
+            return Shown(path, cut, skipped, name.startswith(("logging.", "asyncio.")))
     return Shown(path, path, 0, path.root_kind not in ("interpreter", "native"))
 
 

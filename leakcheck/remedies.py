@@ -26,6 +26,7 @@ from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_stora
 from lowtide.probes.foreign import is_a
 from lowtide.probes.objects import FROZEN_AT_STARTUP
 from lowtide.probes.tensors import plain_tensors, torch_member
+from lowtide.probes.thread_names import thread_name
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
@@ -333,9 +334,9 @@ def _rungs(
     names = {told.thread for told in explanations} - {""}
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
     actions = [
-        _RungAction(f"{of_thread(thread.name)}.join()", thread=thread, patience=patience)
+        _RungAction(f"{of_thread(thread_name(thread))}.join()", thread=thread, patience=patience)
         for thread in others
-        if thread.name in names and thread is not threading.current_thread() and id(thread) not in waited
+        if thread_name(thread) in names and thread is not threading.current_thread() and id(thread) not in waited
     ]
     waited.update(id(action.thread) for action in actions)
     if may_unfreeze and gc.get_freeze_count() > FROZEN_AT_STARTUP:

@@ -24,6 +24,7 @@ from lowtide.leakcheck.territory import Offer, offered_method
 from lowtide.probes.described import name_of
 from lowtide.probes.foreign import attribute, code_of, is_a, mro_of, namespace_of, type_name
 from lowtide.probes.heap import is_library
+from lowtide.probes.thread_names import thread_ident, thread_key
 from lowtide.reports.schema import Hop
 
 _SHOWN = 3
@@ -75,7 +76,7 @@ def works(names: Collection[str], context: Context) -> list[Work]:
         names: the threads, as the counters name them.
         context: what is known around them.
     """
-    running = [thread for thread in threading.enumerate() if f"{thread.name} ({thread.ident})" in names]
+    running = [thread for thread in threading.enumerate() if thread_key(thread) in names]
     owners = [list(_owners(thread)) for thread in running]
     targets = list({id(item): item for found in owners for item in found}.values())
     told = first_holders(
@@ -89,7 +90,12 @@ def works(names: Collection[str], context: Context) -> list[Work]:
     holders = {id(item): holder for item, holder in zip(targets, told, strict=True) if _is_programs(holder)}
     groups: dict[Hashable, list[_Running]] = {}
     for thread, own in zip(running, owners, strict=True):
-        each = _Running(thread, own, [holders.get(id(item)) for item in own], context.started(thread.ident or 0))
+        each = _Running(
+            thread,
+            own,
+            [holders.get(id(item)) for item in own],
+            context.started(thread_ident(thread)),
+        )
         # What a fingerprint tells apart, and no more, or two findings of a test had the same.
         groups.setdefault(identity_of("threads", [each.name]), []).append(each)
     return [_work(group) for group in groups.values()]
@@ -121,7 +127,7 @@ class _Running:
 
     @property
     def name(self) -> str:
-        return f"{self.thread.name} ({self.thread.ident})"
+        return thread_key(self.thread)
 
     @property
     def held(self) -> tuple[Any, Holder] | None:

@@ -22,6 +22,7 @@ from typing import Any
 from lowtide.probes.counters import describe_process_group
 from lowtide.probes.foreign import MISSING, attribute, is_a, type_name
 from lowtide.probes.heap import is_library
+from lowtide.probes.thread_names import thread_key
 
 _MADE_UP_THREADS = re.compile(
     r"(Thread|Dummy)-\d+( \(.*\))?|ThreadPoolExecutor-\d+_\d+|asyncio_\d+|QueueFeederThread|QueueManagerThread"
@@ -81,7 +82,7 @@ def _thread(item: str) -> _Name:
     """`name (ident)`: the name if somebody gave it, its class, and what it runs if that is the program's own."""
     given = item.rpartition(" (")[0] or item
     name = "" if _MADE_UP_THREADS.fullmatch(given) else without_numbers(given)
-    thread = next((known for known in threading.enumerate() if f"{known.name} ({known.ident})" == item), None)
+    thread = next((known for known in threading.enumerate() if thread_key(known) == item), None)
     if thread is None:
         return _Name(name or without_numbers(given), bool(name))
     cls = type_name(type(thread))

@@ -22,6 +22,7 @@ from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.objects import frozen_by_program
 from lowtide.probes.settings import SettingReader
 from lowtide.probes.stages import announced_pools
+from lowtide.probes.thread_names import thread_key
 
 Items = Mapping[str, int]
 
@@ -259,7 +260,7 @@ def _target(number: int) -> str:
 
 
 def _threads() -> Items:
-    return {f"{thread.name} ({thread.ident})": 1 for thread in threading.enumerate()}
+    return dict.fromkeys(map(thread_key, threading.enumerate()), 1)
 
 
 def _shared_memory() -> Items:

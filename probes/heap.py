@@ -46,6 +46,7 @@ from lowtide.probes.interpreter_holders import InterpretersTables, exit_function
 from lowtide.probes.landmarks import landmarks
 from lowtide.probes.native_references import held_from_c, outermost, references_of
 from lowtide.probes.objects import FROZEN_AT_STARTUP, collector_paused, frame_locals
+from lowtide.probes.thread_names import thread_name
 from lowtide.probes.unseen_references import Reader, reader_of, untracked_holders
 
 RootKind = Literal["module", "frame", "thread", "class", "context", "object", "interpreter", "native"]
@@ -692,7 +693,7 @@ def _roots() -> Iterator[_Root]:
             known_as = _own_name(module, str(name))
             yield _Root("module", known_as, module, [], turn=_LATER if is_library(known_as) else _FIRST)
     running = dict(threading._active)  # type: ignore[attr-defined]
-    names = {ident: _thread_name(thread) for ident, thread in running.items()}
+    names = {ident: thread_name(thread) for ident, thread in running.items()}
     for ident, thread in running.items():
         if id(thread) not in seen:
             seen.add(id(thread))
@@ -704,7 +705,7 @@ def _roots() -> Iterator[_Root]:
             seen.add(id(held))
             yield _Root("interpreter", name, held, [], _LAST)
     for frame, ident in _running_frames():
-        thread_name = "" if ident == threading.get_ident() else names.get(ident, str(ident))
+        running_in = "" if ident == threading.get_ident() else names.get(ident, str(ident))
         variables = variables_of(frame)
         frame_locals(frame)  # undoes what reading them left behind
         also = [*(value for _, value in variables), frame.f_globals]
@@ -712,7 +713,7 @@ def _roots() -> Iterator[_Root]:
             # There the collector shows most of it already, and each reference counts once.
             shown = set(map(id, gc.get_referents(frame)))
             also = [item for item in also if id(item) not in shown]
-        yield _Root("frame", _frame_name(frame), frame, also, _LAST, thread_name, variables)
+        yield _Root("frame", _frame_name(frame), frame, also, _LAST, running_in, variables)
     # A class written in C shows the collector nothing, and lives as long as the process.
     waiting: list[type] = [object]
     while waiting:
@@ -807,11 +808,6 @@ def _extend(objects: list[object], more: list[object], known: Collection[int]) -
     objects.extend(compress(more, wanted.tolist()))
     # The frame of this very call may be among them, and would keep them.
     more.clear()
-
-
-def _thread_name(thread: object) -> str:
-    name = attribute(thread, "_name")
-    return name if type(name) is str else type_name(type(thread))
 
 
 def _frame_name(frame: FrameType) -> str:

@@ -16,6 +16,7 @@ import psutil
 
 from lowtide.probes.counters import own_bytes
 from lowtide.probes.ranges import Range, common, merge
+from lowtide.probes.thread_names import thread_key
 
 _SHARED_MEMORY = Path("/dev/shm")
 _UNNAMED_SHARED_MEMORY = ("/dev/zero (deleted)", "/memfd:", "/SYSV")
@@ -134,7 +135,7 @@ def read_host() -> HostReading:
         uss=_uss(process, notes),
         anonymous=status["RssAnon"],
         file_backed=status["RssFile"] + status["RssShmem"],
-        threads=tuple(sorted(f"{thread.name} ({thread.ident})" for thread in threading.enumerate())),
+        threads=tuple(sorted(map(thread_key, threading.enumerate()))),
         native_threads=process.num_threads(),
         children=_children(process),
         descriptors=_descriptors(),

@@ -78,6 +78,15 @@ def _is_pytests(item: object) -> bool:
     return any(module_of_class(base).partition(".")[0] == "_pytest" for base in mro_of(type(item)))
 
 
+def _event_loop(items: Sequence[object], edges: Sequence[str]) -> str:
+    """The event loop that the program has set for this thread, and not closed."""
+    is_set = edges[-2:] == ["._local", "._loop"] or edges[-2:] == [".__dict__", "['_loop']"]
+    is_policys = len(items) > 2 and any(
+        type_name(base) == "asyncio.events.BaseDefaultEventLoopPolicy" for base in mro_of(type(items[-3]))
+    )
+    return "asyncio.get_event_loop()" if is_set and is_policys else ""
+
+
 def _finalizer(items: Sequence[object], edges: Sequence[str]) -> str:
     """A callback of `weakref.finalize` that waits for its object to die."""
     kind: Any = getattr(weakref.finalize, "_Info", None)
@@ -98,7 +107,7 @@ def _function(function: object) -> str:
     return f"<{type_name(type(function)).rpartition('.')[2]}>"
 
 
-_RULES = (_logger, _fixture_value, _of_test_runner, _finalizer)
+_RULES = (_logger, _fixture_value, _of_test_runner, _finalizer, _event_loop)
 
 
 def module_expression(name: str) -> str:

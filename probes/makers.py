@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lowtide.probes.thread_names import thread_ident
 from lowtide.probes.whose_code import is_library
 
 _PLUMBING = frozenset(
@@ -59,7 +60,7 @@ class Makers:
         """Begin to note; legal twice."""
         if self._replaced:
             return
-        self._after(threading.Thread, "start", lambda thread, result: self._note(self._threads, thread.ident))
+        self._after(threading.Thread, "start", lambda thread, result: self._note(self._threads, thread_ident(thread)))
         self._after(subprocess.Popen, "__init__", lambda child, result: self._note(self._processes, child.pid))
         kind = multiprocessing.process.BaseProcess
         self._after(kind, "start", lambda child, result: self._note(self._processes, child.pid))

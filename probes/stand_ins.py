@@ -15,6 +15,7 @@ from typing import Any
 
 from lowtide.probes.foreign import MISSING, attribute, type_name
 from lowtide.probes.objects import Census
+from lowtide.probes.thread_names import thread_key
 
 _NUMBER = re.compile(r"\d+")
 
@@ -43,7 +44,7 @@ def stand_ins(census: Census, items: dict[str, list[str]]) -> dict[tuple[str, st
 def _owned(census: Census) -> Iterator[tuple[str, str, Any]]:
     """Resource, name (for a descriptor, its number) and owner."""
     for thread in threading.enumerate():
-        yield "threads", f"{thread.name} ({thread.ident})", thread
+        yield "threads", thread_key(thread), thread
     for kind in (BaseProcess, subprocess.Popen):
         for process in census.instances_of(kind):
             yield "processes", str(_pid(process)), process

@@ -17,7 +17,7 @@ RELEASE = threading.Event()
 """
 
 CASES = """
-import functools, multiprocessing, os, queue, socket, threading
+import asyncio, functools, multiprocessing, os, queue, socket, threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import kept
 import pytest
@@ -197,6 +197,45 @@ def test_function():
     threading.Thread(target=kept.RELEASE.wait, args=(60,), daemon=True).start()
 
 
+class Engine:
+    def __init__(self):
+        self.weights = torch.ones(1000)
+
+    def serve(self):
+        kept.RELEASE.wait()
+
+    def close(self):
+        pass
+
+
+def test_thread_of_an_object_with_tensors():
+    threading.Thread(target=Engine().serve, daemon=True).start()
+
+
+class Nameless(threading.Thread):
+    @property
+    def name(self):
+        raise RuntimeError("the program's own code ran")
+
+    @property
+    def ident(self):
+        raise RuntimeError("the program's own code ran")
+
+    def __getattr__(self, name):
+        raise RuntimeError("the program's own code ran")
+
+    def run(self):
+        kept.RELEASE.wait()
+
+
+def test_thread_that_cannot_be_asked_its_name():
+    Nameless(daemon=True).start()
+
+
+def test_event_loop():
+    asyncio.set_event_loop(asyncio.new_event_loop())
+
+
 class Net(torch.nn.Module):
     pass
 
@@ -238,6 +277,7 @@ def test_groups():
 
 def test_ends_what_others_left():
     kept.RELEASE.set()
+    asyncio.get_event_loop().close()
     for waiting in kept.THREADS:
         waiting.set()
     for end in kept.ENDS:
@@ -285,6 +325,8 @@ POOL = ["processes", "threads", "file-descriptors"]
         ("test_timer_that_is_cancelled", []),
         ("test_threads_that_do_different_things", [["threads"], ["threads"]]),
         ("test_cache", [["tensors", "lru-cache"]]),
+        ("test_thread_of_an_object_with_tensors", [["tensors", "threads"]]),
+        ("test_thread_that_cannot_be_asked_its_name", [["threads"]]),
         ("test_two_caches", [["tensors", "lru-cache"], ["lru-cache"]]),
     ],
 )
@@ -413,3 +455,14 @@ def test_one_cache_is_emptied_once(run: InnerRun) -> None:
         *["test_causes.table.cache_clear()"] * 2,
         "test_causes.other.cache_clear()",
     ]
+
+
+def test_what_a_thread_keeps_is_let_go_of_by_the_thread_s_owner(run: InnerRun) -> None:
+    (finding,) = run.subject("test_causes.py::test_thread_of_an_object_with_tensors").findings
+    assert finding.advice == "keep the test_causes.Engine, and call its close() at the end"
+
+
+def test_an_event_loop_that_was_set_is_called_by_what_gives_it(run: InnerRun) -> None:
+    (finding,) = run.subject("test_causes.py::test_event_loop").findings
+    assert finding.holder == "asyncio.get_event_loop()"
+    assert finding.advice == "end asyncio.get_event_loop() where its owner ends: asyncio.get_event_loop().close()"
