@@ -283,7 +283,13 @@ class _Found:
 
 def _parts(torch: ModuleType, tensor: Any) -> tuple[Any, ...]:
     """The strided tensors that hold a tensor's data."""
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    # What `vmap` and `grad` give a function, which may keep it: each wraps what the transformation around it gave.
+    while functorch is not None and functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
     layout = torch_member(tensor, "layout")
+    if layout is torch.strided and torch_member(tensor, "is_nested"):
+        return (torch_member(tensor, "values")(),)
     if layout is torch.sparse_coo:
         return (torch_member(tensor, "_indices")(), torch_member(tensor, "_values")())
     names: tuple[str, ...] = ()

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.probes.stages import PoolReading
-from lowtide.probes.tensors import TensorReading, live_storages, read_tensors
+from lowtide.probes.tensors import TensorReading, keys_of_each, live_storages, read_tensors, survey_storages
 
 
 def reading_of(*objects: object, pools: tuple[PoolReading, ...] = ()) -> TensorReading:
@@ -124,10 +124,26 @@ def test_a_compressed_sparse_tensor_counts_its_three_parts(
     assert reading_of(sparse).bytes_on("cpu") == expected > 0
 
 
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad, lambda run: torch.vmap(torch.vmap(run))])
+def test_what_a_transformed_function_keeps_holds_its_memory(transform: Any) -> None:
+    kept: list[torch.Tensor] = []
+
+    def run(value: torch.Tensor) -> torch.Tensor:
+        kept.append(value * 2)
+        return (value * value).sum()
+
+    transform(run)(torch.ones(2, 3, 4))
+    survey = survey_storages(kept)
+    assert survey.unreadable == 0
+    assert [storage.bytes for storage in survey.storages] == [2 * 3 * 4 * 4]
+    assert keys_of_each(kept) == [frozenset({(storage.device, storage.address) for storage in survey.storages})]
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_counts_its_buffer() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     assert reading_of(nested).bytes_on("cpu") >= 20
+    assert reading_of(nested).unreadable == 0
 
 
 def test_a_tensor_whose_storage_python_cannot_reach_is_counted_as_unreadable() -> None:
