@@ -261,7 +261,7 @@ def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:
         for draft in found
         if isinstance(draft, ItemLeak) and draft.key == "file-descriptors"
         for name in draft.names
-        if " -> /dev/shm/torch_" in name
+        if " -> /" in name
     ]
     if not names:
         return {}

@@ -156,9 +156,10 @@ def explain(
     known = names or Names()
 
     def inspect(root: RootKind, items: Sequence[object]) -> Sequence[Mark | None]:
-        return marks(
+        found = marks(
             items, innocent=innocent, ages_known=known.older is not None, living=living, hollow=root == "object"
         )
+        return _past_first_new(found, items, known) if known.are_free and known.older is not None else found
 
     with trace(targets, ignore=ignore, roots=roots, thorough=True) as found:
         natively = frozenset(id(target) for place, target in enumerate(targets) if found.is_held_from_c(place))
@@ -173,6 +174,16 @@ def explain(
     lost = [target for target, told in zip(targets, explained, strict=True) if told is None]
     without = _without_path(lost, natively, {id(targets), id(lost), *ignore}) if lost else []
     return [told if told is not None else without.pop(0) for told in explained]
+
+
+def _past_first_new(found: Sequence[Mark | None], items: Sequence[object], names: Names) -> Sequence[Mark | None]:
+    """Marks without the innocence of what only something new leads to.
+
+    When the program is over it is known of few objects that they are new, those on the path as it was before: another
+    path may lead through other parts of the same thing.
+    """
+    first = next((turn for turn, item in enumerate(items) if not names.may_have_been_there(item)), len(items))
+    return [None if mark == "innocent" and turn > first else mark for turn, mark in enumerate(found)]
 
 
 def expression_to(item: object) -> str | None:
@@ -306,6 +317,8 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
     advice = way.advice(first, has_cut=cut is not None)
     if shown.path.root_kind == "interpreter" and cut is None:
         advice = advice_for_root(shown.path.root_name) or advice
+    if path.root_kind == "context" and cut is None:
+        advice = f"call reset() of {shown.path.root} with the token that its set() returned"
     if path.root_kind == "native" and path.root_name.startswith(HOOK):
         advice = _LETTING_HOOK_GO.format(path.root_name)
         cut = None if cut is None else dataclasses.replace(cut, action=advice)
@@ -388,7 +401,8 @@ class _Way:
         library, words = self.territory(turn).inside, self.shown.code(turn + 1)
         if not library:
             return f"{words} is {self.territory(turn).shared}'s: put back what was there, or take out what was added"
-        return advice_for(library, [link.owner for link in self.links[: turn + 1]], words)
+        # What it leads to may itself have a way to end, as a timer has.
+        return advice_for(library, [link.owner for link in self.links[: turn + 2]], words)
 
     def offer(self, turn: int) -> Cut | None:
         """What the library offers by which what lies inside it is let go of."""

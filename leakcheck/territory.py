@@ -199,6 +199,7 @@ _OFFERED = {
     "contextlib.AsyncExitStack": "end the stack with aclose()",
     "multiprocessing.pool.Pool": "end the pool with terminate() and join()",
     "multiprocessing.util.Finalize": "call cancel() of the multiprocessing.util.Finalize that registered it",
+    "threading.Thread": "tell the thread's function to return, and wait for it with join()",
     "threading.Timer": "end the timer with cancel()",
     "torch.jit.Future": "complete the future with set_result() or set_exception(): then it lets go of its callbacks",
 }

@@ -29,6 +29,7 @@ from types import (
 from typing import Any, Literal, NamedTuple
 from weakref import CallableProxyType, ProxyType, ReferenceType
 
+from lowtide.probes.capsules import CAPSULE, EXPORTED
 from lowtide.probes.foreign import (
     LRU_CACHE,
     attribute,
@@ -310,6 +311,8 @@ def _of_unseen(way: Sequence[Any]) -> Edge | None:
     """A reference that the collector is not shown: an array's base, what a memory view is of."""
     if type(way[0]) is memoryview and len(way) > 2 and type_name(type(way[1])) == "managedbuffer":
         return Edge(".obj", "other", 2)
+    if type(way[0]) is CAPSULE:
+        return Edge(EXPORTED, "opaque")
     text = edge_of(way[0], way[1])
     if text == CALLBACK:
         return Edge(text, "opaque")

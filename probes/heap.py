@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtide.probes.address_table import AddressTable, Indices, Ints, first_places
+from lowtide.probes.capsules import CAPSULE, ExportedMemory
 from lowtide.probes.cxx_holders import held_as
 from lowtide.probes.edges import GENERATORS, Edge, EdgeNamer, Kind, is_dict_of_cache, variables_of
 from lowtide.probes.foreign import (
@@ -386,7 +387,7 @@ class _Heap:
         self.held_from_c: frozenset[int] = frozenset()
         self._native_roots: dict[int, _Root] = {}
         listed = len(self.objects)
-        table = self._walk()
+        table = self._walk(targets)
         # What is tracked, and was not listed but met by the walk, is frozen, if a program has frozen anything at all.
         # (To ask the collector how many are frozen takes it a walk over all of them.)
         met = np.count_nonzero(are_tracked(identities(self.objects[listed:])))
@@ -591,11 +592,14 @@ class _Heap:
         total = int(ends[-1]) if len(ends) else 0
         return counts, np.arange(total) + np.repeat(starts - (ends - counts), counts)
 
-    def _walk(self) -> AddressTable:
+    def _walk(self, targets: Sequence[object]) -> AddressTable:
         """Reads the references of all objects, adding those that it meets; returns the table of their addresses."""
         table = AddressTable(identities(self.objects))
         readers: dict[int, Reader] = {}
         self._untracked_holders = [id(kind) for kind in untracked_holders()]
+        if self._is_thorough:
+            readers[id(CAPSULE)] = ExportedMemory(targets).held_by
+            self._untracked_holders.append(id(CAPSULE))
         self._types: dict[int, type] = {}
         known_kinds = AddressTable(np.zeros(0, np.int64))
         counts: list[Ints] = []

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.leakcheck.explain import Explanation, explain
+from lowtide.leakcheck.explain import Explanation, explain, expression_to
 from lowtide.leakcheck.inspectors import marks
 
 pytestmark = pytest.mark.no_leakcheck(reason="what C alone holds here is never given back")
@@ -114,6 +114,25 @@ def base_of(holder: Any) -> torch.Tensor:
 def test_an_array_holds_its_memory_and_its_objects(arrays: dict[str, Explanation], name: str, edge: str) -> None:
     told = arrays[name]
     assert (told.verdict, told.holder) == ("reachable", f"{HERE}[{name!r}]{edge}")
+
+
+def test_a_capsule_holds_the_tensor_that_it_exports() -> None:
+    """As another library gets a tensor by DLPack, whoever keeps the capsule: the program, or an array made of it."""
+    tensors = {name: torch.zeros(8) for name in ("capsule", "array", "used up", "other")}
+    HELD["capsule"] = torch.utils.dlpack.to_dlpack(tensors["capsule"])  # type: ignore[attr-defined]
+    HELD["array"] = np.from_dlpack(tensors["array"][2:])  # type: ignore[arg-type]
+    HELD["used up"] = torch.utils.dlpack.to_dlpack(tensors["used up"])  # type: ignore[attr-defined]
+    torch.from_dlpack(HELD["used up"])
+    try:
+        told = holders_of(tensors)
+        code = expression_to(HELD["array"])
+    finally:
+        for name in ("capsule", "array", "used up"):
+            del HELD[name]
+    assert told["capsule"].holder == f"{HERE}['capsule'] (exported memory)"
+    assert told["array"].holder == f"{HERE}['array'].base (exported memory)"
+    assert [told[name].verdict for name in ("used up", "other")] == ["unexplained", "unexplained"]
+    assert code == f"{HERE}['array']"
 
 
 def test_what_was_made_of_something_new_is_new(arrays: dict[str, Explanation]) -> None:

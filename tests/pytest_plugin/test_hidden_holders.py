@@ -8,14 +8,17 @@ from lowtide.reports.schema import Finding
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
 TESTS = """
+import asyncio
 import functools
 import io
 import logging
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
+LOOP = asyncio.new_event_loop()
 pytestmark = pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated.
 HELD = {}
 
@@ -53,6 +56,15 @@ class Scripted(torch.nn.Module):
 
     def forward(self, value):
         return value @ self.weight + self.tables[0]
+
+
+class Outer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Scripted()
+
+    def forward(self, value):
+        return self.inner(value)
 
 
 def loaded():
@@ -108,6 +120,23 @@ def test_script_that_was_frozen():
     HELD["frozen"] = torch.jit.freeze(torch.jit.script(Scripted().eval()))
 
 
+def test_script_with_parts():
+    HELD["parts"] = torch.jit.script(Outer())
+
+
+def test_timer():
+    kept = torch.ones(4)
+    LOOP.call_later(1e6, lambda: kept)
+
+
+def test_mapped_file(tmp_path):
+    HELD["mapped"] = torch.from_numpy(np.memmap(tmp_path / "file", np.float32, "w+", shape=(8,)))
+
+
+def test_mapped_file_that_was_dropped(tmp_path):
+    torch.from_numpy(np.memmap(tmp_path / "file", np.float32, "w+", shape=(8,))).sum()
+
+
 def test_script_that_was_dropped():
     loaded()(torch.ones(1, 32))
 
@@ -156,6 +185,8 @@ def test_a_librarys_own_list_is_not_taken_from_it(run: InnerRun) -> None:
     ("test", "holder", "remedy"),
     [
         ("struct_sequence", "test_hidden.HELD['decomposed']", "del test_hidden.HELD['decomposed']"),
+        ("script_with_parts", "test_hidden.HELD['parts']", "del test_hidden.HELD['parts']"),
+        ("mapped_file", "test_hidden.HELD['mapped']", "del test_hidden.HELD['mapped']"),
         ("script_that_was_loaded", "test_hidden.HELD['loaded']", "del test_hidden.HELD['loaded']"),
         # torch keeps the constants of frozen code for as long as the process runs.
         ("script_that_was_frozen", "test_hidden.HELD['frozen'].graph.findAllNodes('prim::Constant')", None),
@@ -167,9 +198,25 @@ def test_the_path_to_what_c_holds_is_named(run: InnerRun, test: str, holder: str
     assert (found.remedy and found.remedy.action) == remedy
 
 
+def test_the_descriptor_of_a_file_is_a_part_of_the_tensors_in_it(run: InnerRun) -> None:
+    (found,) = findings_of(run, "mapped_file")
+    assert [part.resource for part in found.parts] == ["file-descriptors"]
+
+
+def test_a_timer_is_to_be_cancelled(run: InnerRun) -> None:
+    (found,) = findings_of(run, "timer")
+    assert (found.advice or "").endswith("keep what call_later() or call_soon() returned, and call its cancel()")
+
+
 @pytest.mark.parametrize(
     "test",
-    ["hook_that_was_removed", "script_that_was_dropped", "script_of_a_fixture", "script_that_was_there"],
+    [
+        "mapped_file_that_was_dropped",
+        "hook_that_was_removed",
+        "script_that_was_dropped",
+        "script_of_a_fixture",
+        "script_that_was_there",
+    ],
 )
 def test_the_clean_twin_is_silent(run: InnerRun, test: str) -> None:
     assert findings_of(run, test) == ()
