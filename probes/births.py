@@ -134,9 +134,10 @@ class Births:
 
     def _reveal(self, found: dict[int, Any]) -> None:
         """Adds the tensors of TorchScript modules: until they are asked for there are none in Python."""
-        # Asked by the type, since there may be thousands of modules.
-        scripts = {kind for kind in set(map(type, found.values())) if is_script(kind)}
-        for module in [item for item in found.values() if type(item) in scripts]:
+        # Asked by the type, since there may be thousands of modules; by its identity, as a metaclass may hash it.
+        kinds = {id(kind): kind for kind in map(type, found.values())}
+        scripts = {key for key, kind in kinds.items() if is_script(kind)}
+        for module in [item for item in found.values() if id(type(item)) in scripts]:
             noted = self._noted.get(id(module), (self.label, self.turn))
             for tensor in tensors_of_script(module):
                 if id(tensor) not in self._known and id(tensor) not in found:
