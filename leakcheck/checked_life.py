@@ -454,6 +454,8 @@ class CheckedLife:
             levels[phase] = max(levels.get(phase, 0), self._host_outside())
 
         target, able = self._target, self._capabilities
+        # What an earlier engine left free in the heap would hide what this one takes of it.
+        trim_heap()
         before, host_before = self._outside(), self._host_outside()
         target.create(config)
         note("running")
@@ -502,6 +504,7 @@ class CheckedLife:
         """A new engine's baseline."""
         # Otherwise what an engine takes anew may come out of what earlier ones left in torch's cache, and show nowhere.
         release(Rung.EMPTY_CACHE)
+        trim_heap()
         self._others = frozenset(address for pool in announced_pools() for address, _ in pool.ranges)
         self._lives.watch.begin("create")
         self._baseline = self._lives.counters.read()
@@ -634,10 +637,14 @@ class CheckedLife:
 
     def _check_ledger(self, name: str) -> None:
         """What no arena, pool or segment of torch accounts for must not grow beyond what libraries need."""
-        left = self._host_outside() - self._host_at_first
         at_work = self._lives.host_at_work
         phases = ("running", "asleep") if self.model.awake else (self.model.phase,)
-        if left - max(at_work.get(phase, 0) for phase in phases) > host_memory_tolerance([self._device]):
+        allowed = max(at_work.get(phase, 0) for phase in phases) + host_memory_tolerance([self._device])
+        left = self._host_outside() - self._host_at_first
+        if left > allowed:
+            trim_heap()
+            left = self._host_outside() - self._host_at_first
+        if left > allowed:
             self._fail("host-memory", f"{format_bytes(left)} of host memory are nobody's after {name}", amount=left)
         if self._device == "cpu":
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,9 @@ from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
 
 Play = Callable[[CheckedLife], object]
+
+LIBC = ctypes.CDLL(None)
+LIBC.malloc.restype = ctypes.c_void_p
 
 
 @pytest.fixture(autouse=True)
@@ -693,9 +697,36 @@ def test_host_memory_of_an_engine_at_work_is_its_own_and_asleep_it_is_not(monkey
         monkeypatch.setattr(HasHostMemory, "keeps_it_asleep", True)
         life = CheckedLife(lives)
         life.create()
-        with pytest.raises(LifeError, match=r"128\.\d MiB of host memory are nobody's after sleep"):
+        with pytest.raises(LifeError, match=r"12[78]\.\d MiB of host memory are nobody's after sleep"):
             life.sleep(1)
         life.abandon()
+
+
+class TakesItFromTheHeap(SmallTarget):
+    """Its host memory is in small blocks, which the C library keeps when they are freed."""
+
+    blocks: tuple[ctypes.c_void_p, ...] = ()
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
+        self.blocks = tuple(ctypes.c_void_p(LIBC.malloc(ctypes.c_size_t(64 * KIB - 64))) for _ in range(2000))
+        for block in self.blocks:
+            ctypes.memset(block, 1, 64 * KIB - 64)
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        # The last one keeps the end of the heap where it is.
+        for block in self.blocks[:-1]:
+            LIBC.free(block)
+        self.blocks = ()
+
+
+def test_what_stays_free_in_the_heap_is_nobodys_leak() -> None:
+    with Lives(TakesItFromTheHeap) as lives:
+        for _ in range(3):
+            life = CheckedLife(lives)
+            life.create()
+            life.close()
 
 
 def test_what_settings_add_to_host_memory_may_come_together() -> None:
