@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 from lowtide.leakcheck import declarations
 from lowtide.leakcheck.entries import (
     can_delete_from_dict,
+    can_delete_key,
     can_discard,
     delete_from_dict,
     delete_from_sequence,
+    delete_key,
     discard,
     keys_of,
     set_in_dict,
@@ -277,6 +279,32 @@ def _entry(link: Link, of: _Owner, names: Names) -> Cut | None:
     )
 
 
+def _key(link: Link, of: _Owner, names: Names) -> Cut | None:
+    """A key of a dict, with its entry: where the key is new, so is that."""
+    carrier = link.carrier
+    if link.kind != "item" or not link.edge.startswith("<key") or not is_a(carrier, dict) or carrier is not link.owner:
+        return None
+    place = next((place for place, key in enumerate(dict.keys(carrier)) if id(key) == link.held), None)
+    if place is None or not can_delete_key(carrier, link.held):
+        return None
+    if not names.are_free and (names.older is None or link.held in names.older):
+        raise Refused
+    key = list(dict.keys(carrier))[place]
+    key_text = None if of.code is None else key_of(of.code, carrier, place, key)
+    del key
+    is_last = place == dict.__len__(carrier) - 1
+    delete = None if of.code is None else _deleting(of.code, carrier, key_text, is_last=is_last)
+    text = f"{of.text}[{key_text}]" if key_text is not None else f"the entry of {of.words}{link.edge}"
+    is_plain_del = delete is not None and delete.startswith("del ")
+    return of.cut(
+        delete,
+        f"delete {text}",
+        f"{text} is deleted",
+        lambda: delete_key(carrier, link.held),
+        place=_place_in(of, carrier, place, f"[{key_text}]", "dict")._replace(is_plain=is_plain_del),
+    )
+
+
 def _setting(code: str, entries: object, key: str) -> str:
     if is_plain(type(entries), "__setitem__"):
         return f"{code}[{key}] = None"
@@ -521,6 +549,7 @@ def _context_variable(link: Link, of: _Owner, names: Names) -> Cut | None:
 _MAKERS = (
     _cache,
     _entry,
+    _key,
     _slot,
     _item_of_array,
     _member_of_set,

@@ -58,6 +58,22 @@ def delete_from_dict(entries: Any, held: int) -> None:
         base.__setitem__(entries, each, value)
 
 
+def can_delete_key(entries: Any, key: int) -> bool:
+    """Whether `delete_key` can."""
+    found = [item for item in dict.keys(entries) if id(item) == key]
+    return (
+        bool(found)
+        and has_plain_hash(found[0])
+        and (_base(entries) is dict or all(map(has_plain_hash, dict.keys(entries))))
+    )
+
+
+def delete_key(entries: Any, key: int) -> None:
+    """Delete the entry whose key is the object of an identity; nothing where that takes the program's own hash."""
+    if can_delete_key(entries, key):
+        _base(entries).__delitem__(entries, next(item for item in dict.keys(entries) if id(item) == key))
+
+
 def set_in_dict(entries: Any, held: int, value: object) -> None:
     """Put something else where the object of an identity is; nothing where that takes the program's own hash."""
     for key in keys_of(entries, held)[:1]:

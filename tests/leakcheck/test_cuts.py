@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import gc
 import importlib
@@ -1662,3 +1663,18 @@ def test_a_cut_that_is_refused_says_so_to_whoever_asks(load: Load) -> None:
         link = found.link(0, 0)
     with pytest.raises(Refused):
         cut_of(link, "program", Names(Others(thing)))
+
+
+def test_a_new_key_is_deleted_with_its_entry_and_an_older_one_stays() -> None:
+    old, new = torch.ones(1), torch.ones(1)
+    entries = {old: 1, new: 2, "b": 3}
+    link = Link("<key>", "item", entries, entries, id(new))
+    cut = cut_of(link, "helper.entries", Names(older=Others(new)))
+    assert cut is not None
+    assert (cut.action, cut.is_code) == ("del helper.entries[list(helper.entries)[1]]", True)
+    assert cut.place is not None
+    assert (cut.place.container, cut.place.position) == (id(entries), 1)
+    with pytest.raises(Refused):
+        cut_of(dataclasses.replace(link, held=id(old)), "helper.entries", Names(older=Others(new)))
+    cut.apply()
+    assert list(entries.values()) == [1, 3]

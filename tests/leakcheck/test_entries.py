@@ -13,9 +13,11 @@ import torch
 
 from lowtide.leakcheck.entries import (
     can_delete_from_dict,
+    can_delete_key,
     can_discard,
     delete_from_dict,
     delete_from_sequence,
+    delete_key,
     discard,
     set_in_dict,
 )
@@ -172,3 +174,28 @@ class Hashes(Thing):
 )
 def test_whose_hash_is_plain(key: object, is_plain: bool) -> None:
     assert has_plain_hash(key) is is_plain
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_a_key_goes_with_its_entry(kind: type[dict[object, int]]) -> None:
+    first, second = torch.ones(2), torch.ones(2)
+    entries = kind()
+    for key in (first, second, "a"):
+        entries[key] = 1
+    delete_key(entries, id(second))
+    assert [key is first or key == "a" for key in entries] == [True, True]
+    # There is none any more.
+    delete_key(entries, id(second))
+    assert len(entries) == 2
+
+
+def test_a_key_with_a_hash_of_its_own_stays() -> None:
+    class Hashed:
+        def __hash__(self) -> int:
+            return 1
+
+    entries = {Hashed(): 1}
+    key = id(next(iter(entries)))
+    assert not can_delete_key(entries, key)
+    delete_key(entries, key)
+    assert len(entries) == 1
