@@ -8,12 +8,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from lowtide.probes.address_table import Ints
 from lowtide.probes.caches import LRU_CACHE
+from lowtide.probes.identities import identities
 from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.unseen_references import is_script, tensors_of_script
 
 _MOST_IDENTITIES = 200_000
 """Identities of objects of any kind that are remembered between a mark and the next."""
+
+_MOST_ALIKE = 4
+"""Times as many that are noted before those that are the same are made one."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,9 @@ class Births:
         self.turn = 1
         self._known: set[int] = set()
         self._noted: dict[int, tuple[str, int]] = {}
-        self._born: set[int] = set()
+        # Not as Python's integers: each would keep the memory around it, where a test's small objects have been.
+        self._born: list[Ints] = []
+        self._born_number = 0
         self._moved = 0
         self._full = False
         self._frozen = 0
@@ -71,13 +80,13 @@ class Births:
             gc.callbacks.remove(self._collecting)
         self._noted.clear()
         self._known.clear()
-        self._born.clear()
+        self._forget_born()
 
     def mark(self, label: str = "") -> None:
         """From here on: whatever is alive now is not newborn."""
         self.label, self.turn = label, 1
         self._noted.clear()
-        self._born.clear()
+        self._forget_born()
         self._moved = 0
         self._full = False
         self._frozen = gc.get_freeze_count()
@@ -149,9 +158,28 @@ class Births:
 
         (Some of them may be dead.)
         """
-        if len(self._born) > _MOST_IDENTITIES or self.froze:
+        self._merge_born()
+        if self._born_number > _MOST_IDENTITIES or self.froze:
             return None
-        return (self._born | set(map(id, _young()))) - self._known
+        moved = {identity for part in self._born for identity in part.tolist()}
+        return (moved | set(map(id, _young()))) - self._known
+
+    def _note_born(self, young: list[object]) -> None:
+        if self._born_number > _MOST_IDENTITIES * _MOST_ALIKE:
+            self._merge_born()
+        if self._born_number <= _MOST_IDENTITIES * _MOST_ALIKE:
+            self._born.append(identities(young))
+            self._born_number += len(young)
+
+    def _merge_born(self) -> None:
+        """Many of them are those of objects that took the places of earlier ones."""
+        if len(self._born) > 1:
+            self._born = [np.unique(np.concatenate(self._born))]
+            self._born_number = len(self._born[0])
+
+    def _forget_born(self) -> None:
+        self._born.clear()
+        self._born_number = 0
 
     def _moved_objects(self) -> list[object]:
         if self.froze:
@@ -177,8 +205,7 @@ class Births:
         self._witness = None
         self._moved += len(young)
         self._full = self._full or info["generation"] == 2
-        if len(self._born) <= _MOST_IDENTITIES:
-            self._born.update(map(id, young))
+        self._note_born(young)
         for item in _watched(young):
             if id(item) not in self._known:
                 self._noted.setdefault(id(item), (self.label, self.turn))
