@@ -182,6 +182,9 @@ class _Owners:
             if self._states[package].has(key, name) or self._states[package].has_number_of(key, name):
                 pool = _pool_of(name) if key == "threads" else None
                 owner = next(module for module in maker.modules if module.partition(".")[0] == package)
+                # What two libraries make by the code of a third are two first uses.
+                outermost = maker.modules[-1].partition(".")[0]
+                owner += f" for {outermost}" if outermost != package else ""
                 return (owner, 0) if pool is None else (f"{owner} (an executor)", pool._max_workers)
         return "", 0
 

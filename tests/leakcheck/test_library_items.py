@@ -287,6 +287,23 @@ def test_what_native_code_makes_is_listed_once_and_told_with_the_first_if_it_bec
     assert len(process.end("test_b")[0]["file-descriptors"]) == 4
 
 
+def test_what_two_libraries_make_by_the_code_of_a_third_are_two_first_uses(
+    process: Process, library: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first_caller", "second_caller"):
+        module = ModuleType(name)
+        module.__file__ = f"{sysconfig.get_path('purelib')}/{name}.py"
+        exec(compile("def call(function):\n    function()", module.__file__, "exec"), vars(module))
+        monkeypatch.setitem(sys.modules, name, module)
+        vars(module)["call"](library.keep_pipe)
+        told, found = process.end(name)
+        assert not told
+        (line,) = found.listed
+        assert f"installed_library for {name}: " in line.what
+    sys.modules["first_caller"].call(library.keep_pipe)
+    assert len(process.end("third")[0]["file-descriptors"]) == 4
+
+
 def test_where_the_program_may_have_made_it_unseen_it_is_told_at_once(
     process: Process, native_pipe: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
