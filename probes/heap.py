@@ -38,6 +38,7 @@ from lowtide.probes.foreign import (
     is_a,
     is_callable,
     is_definition,
+    module_of_class,
     mro_of,
     namespace_of_class,
     type_name,
@@ -66,6 +67,7 @@ _MAY_BE_TRACKED = 1 << 14
 
 # The frames of the checker hold what it looks at; they are never part of an answer.
 _CHECKER = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
+_PROBES = "lowtide.probes."
 # A path through one of these modules comes last: what is theirs is seldom what must be cut.
 _LIBRARIES = frozenset({"_pytest", "execnet", "hypothesis", "numpy", "pluggy", "pytest", "torch", "triton", "xdist"})
 # A path through an instance of one of these modules' classes comes last.
@@ -397,7 +399,7 @@ class _Heap:
         # Its own list is an object like any other, which leads everywhere.
         ignore = {id(self.objects), *ignore}
         ignored = table.find(np.fromiter(ignore, np.int64, len(ignore)))
-        self._blocked = np.concatenate([ignored[ignored >= 0], self._checkers_generators()])
+        self._blocked = np.concatenate([ignored[ignored >= 0], self._checkers_generators(), self._checkers_probes()])
         self._turns = self._find_turns(table)
 
     def clear(self) -> None:
@@ -671,6 +673,15 @@ class _Heap:
         files = _checkers_files()
         places = np.flatnonzero(np.isin(self._kinds, list(GENERATORS))).tolist()
         return np.array([place for place in places if _code_file(self.objects[place]) in files], np.int32)
+
+    def _checkers_probes(self) -> Indices:
+        """The objects with which the checker reads the program: they hold what they compare, and keep it for nobody.
+
+        A way to them leads from any function that they stand in for.
+        """
+        own = [kind for kind, cls in self._types.items() if module_of_class(cls).startswith(_PROBES)]
+        nodes = np.flatnonzero(np.isin(self._kinds, own)).astype(np.int32)
+        return nodes[nodes >= len(self.roots)]
 
     def _find_turns(self, table: AddressTable) -> npt.NDArray[np.uint8]:
         """In which of the search's queues each node waits."""
