@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,9 @@ _POOLS = (
 
 _CONNECTIONS = ("multiprocessing.connection", "_ConnectionBase", ("recv", "recv_bytes"))
 """What a message from another process comes through: whoever answers is at work."""
+
+_PAUSE = 0.005
+"""Seconds in which one answer is enough: some engines answer ten thousand times a second."""
 
 
 class ProcessEvents:
@@ -34,6 +38,7 @@ class ProcessEvents:
         self._listener = listener
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
         self._is_heard = False
+        self._heard_at = 0.0
         self._process = os.getpid()
 
     def start(self) -> None:
@@ -79,7 +84,8 @@ class ProcessEvents:
         @functools.wraps(original)
         def ours(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            self._hear()
+            if time.perf_counter() - self._heard_at >= _PAUSE:
+                self._hear()
             return result
 
         return ours
@@ -95,3 +101,4 @@ class ProcessEvents:
             return
         finally:
             self._is_heard = False
+            self._heard_at = time.perf_counter()

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,6 +56,17 @@ def test_an_answer_is_heard_and_so_is_a_join(heard: list[str]) -> None:
     assert (mine.recv(), heard) == ("ready", ["heard"])
     process.join()
     assert (heard, process.exitcode) == (["heard"] * 2, 0)
+
+
+def test_of_many_answers_in_a_row_few_are_heard(heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("lowtide.probes.process_events.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    mine, theirs = get_context("fork").Pipe()
+    for now in (100.0, 100.001, 100.002, 100.006):
+        clock[0] = now
+        theirs.send("answer")
+        mine.recv()
+    assert heard == ["heard"] * 2
 
 
 def test_another_thread_is_not_heard(heard: list[str]) -> None:
