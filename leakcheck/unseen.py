@@ -98,6 +98,9 @@ class UnseenMemory:
             )
             if had_to_be_seen and not process.cards and not process.forked and _is_data_worker(process.pid):
                 had_to_be_seen = process.own - _WORKER_IMPORTS > SHARE * whole
+                if not had_to_be_seen:
+                    # It has its name only once it has imported everything.
+                    self._found.pop(process.pid, None)
             if had_to_be_seen and not (self._told and self._is_of_told(process.pid)):
                 before = self._found.get(process.pid)
                 self._found[process.pid] = process if before is None else max(before, process, key=_size)

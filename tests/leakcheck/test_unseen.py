@@ -229,6 +229,13 @@ def test_a_worker_of_a_data_loader_may_have_what_imports_take(
     assert bool(found_in(monkeypatch, tree)) is told
 
 
+def test_a_worker_that_had_not_its_name_yet_is_one_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([False, True])
+    monkeypatch.setattr(unseen, "_is_data_worker", lambda pid: next(answers))
+    tree = FakeTree(process(7, 150 * MIB))
+    assert found_in(monkeypatch, tree, tree) == ()
+
+
 def test_the_most_that_a_process_held_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     core = {"name": "VLLM::EngineCore"}
     told = found_in(
