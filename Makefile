@@ -20,8 +20,10 @@ demo: $(STAMP)
 
 # One thread each: the two processes' threads would mostly wait for each other.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --leakcheck
-# Apart, because what goes through the whole heap takes five times as long where torch is loaded.
-WITHOUT_TORCH := $(shell grep -LE 'torch|transformers|small_target|checked_life' tests/probes/test_*.py tests/leakcheck/test_*.py tests/reports/test_*.py)
+# Apart, because what goes through the whole heap takes five times as long where torch is loaded: also by one file's
+# import alone, since each process imports all of them.
+WITHOUT_TORCH := $(shell grep -LE 'torch|transformers|small_target|checked_life|test_driver|lowtide\.engine|check_run' \
+	tests/probes/test_*.py tests/leakcheck/test_*.py tests/reports/test_*.py)
 # Last, because torch's compiler and transformers make the heap twice as large for all that is run after them.
 LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
 	'torch\.compile|COMPILED|FakeTensorMode|torch\.profiler|import transformers|from transformers' tests/*/test_*.py)

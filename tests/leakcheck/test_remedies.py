@@ -487,7 +487,7 @@ def test_a_thread_that_ends_by_itself_is_waited_for() -> None:
     with HeldByThread(60) as held:
         leaks, context = leaks_of(("call", lambda: held.start(4001)))
         # Only now: how long the explaining takes is the machine's affair.
-        threading.Timer(0.3, held.stop.set).start()
+        threading.Timer(2.0, held.stop.set).start()
         (found,) = prove(leaks, dataclasses.replace(context, patience=20))
         action = remedy(JOIN, 4001)
         assert told(found) == (action, (action,), ())

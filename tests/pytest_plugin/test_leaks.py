@@ -79,7 +79,7 @@ def run(folder: Path, *args: str, **files: str) -> Subjects:
     command += [f"{name}.py" for name in files if name != "conftest"]
     # No other plugin, so that a finding is the inner test's own doing.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return {subject.id.rpartition("::")[2]: subject for subject in read(folder / "report").subjects}
 
