@@ -156,10 +156,11 @@ def explain(
     known = names or Names()
 
     def inspect(root: RootKind, items: Sequence[object]) -> Sequence[Mark | None]:
-        found = marks(
-            items, innocent=innocent, ages_known=known.older is not None, living=living, hollow=root == "object"
-        )
-        return _past_first_new(found, items, known) if known.are_free and known.older is not None else found
+        # What an engine that was shut down is made of is new and may be there all the same.
+        hollow = root == "object"
+        found = marks(items, innocent=innocent, ages_known=known.older is not None, living=living, hollow=hollow)
+        ages_tell = known.are_free and known.older is not None and not hollow
+        return _past_first_new(found, items, known) if ages_tell else found
 
     with trace(targets, ignore=ignore, roots=roots, thorough=True) as found:
         natively = frozenset(id(target) for place, target in enumerate(targets) if found.is_held_from_c(place))

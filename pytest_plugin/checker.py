@@ -563,8 +563,11 @@ class Checker:
     def _owner_subjects(self, verdict: Verdict, ended: Sequence[FixtureOwner]) -> list[Subject]:
         subjects = []
         for owner in ended:
-            if verdict.of_owners.get(owner.label):
-                subjects.append(self._subject(f"{owner.name} ({owner.where})", verdict.of_owners[owner.label]))
+            name = f"{owner.name} ({owner.where})"
+            if verdict.of_owners.get(owner.label) and owner.excused:
+                subjects.append(Subject(id=name, outcome="skipped", reason=owner.excused))
+            elif verdict.of_owners.get(owner.label):
+                subjects.append(self._subject(name, verdict.of_owners[owner.label]))
                 self._put_off(subjects[-1], verdict.unproven_of_owners.get(owner.label, Unproven()))
         return subjects
 

@@ -14,6 +14,7 @@ import pytest
 
 from lowtide.leakcheck.owners import Owner
 from lowtide.probes.whose_code import is_library
+from lowtide.pytest_plugin.settings import excuse_of
 
 # pytest wraps what unittest and xunit-style classes and modules set up in fixtures of its own.
 _WRAPPED = re.compile(r"_(?:xunit|unittest)_(setup_module|setup_class|setUpModule|setUpClass|setUp_class)_fixture_(.*)")
@@ -46,12 +47,17 @@ class FixtureOwner(Owner):
     Args:
         fixture: pytest's definition of it.
         request: with which it is set up; only the class and module it is for are kept, weakly.
+
+    Attributes:
+        excused: why what it leaves is not judged, as the class or module says for which it is; empty: it is.
     """
 
     def __init__(self, fixture: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
         name = fixture_name(fixture)
         super().__init__(name, self._roots, stage=name if _WRAPPED.fullmatch(fixture.argname) else None)
         self.where = _place(fixture)
+        # Of a fixture for one test `node` is that test, which is judged by its own markers.
+        self.excused = excuse_of(request.node) or "" if fixture.scope != "function" else ""
         self._fixture = weakref.ref(fixture)
         places = [getattr(request, "cls", None)] if fixture.scope == "class" else []
         places.append(getattr(request, "module", None) if fixture.scope in ("class", "module") else None)

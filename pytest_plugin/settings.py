@@ -122,17 +122,22 @@ def read_markers(item: pytest.Item) -> TestSettings:
             tolerance = parse_bytes(marker.kwargs["tolerance"])
         except ValueError as error:
             raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.leakcheck(tolerance=…): {error}") from None
-    excuse = item.get_closest_marker("no_leakcheck")
-    excused = ""
-    if excuse is not None:
-        reason = excuse.kwargs.get("reason", excuse.args[0] if len(excuse.args) == 1 else None)
-        extra = len(excuse.args) > 1 or set(excuse.kwargs) - {"reason"} or (excuse.args and excuse.kwargs)
-        if extra or not isinstance(reason, str) or not reason.strip():
-            raise pytest.UsageError(
-                f"{item.nodeid}: @pytest.mark.no_leakcheck needs one argument, reason='why it is not judged'"
-            )
-        excused = reason
+    excused = excuse_of(item)
+    if excused is None:
+        raise pytest.UsageError(
+            f"{item.nodeid}: @pytest.mark.no_leakcheck needs one argument, reason='why it is not judged'"
+        )
     return TestSettings(tolerance, excused)
+
+
+def excuse_of(node: pytest.Item | pytest.Collector) -> str | None:
+    """Why a test, or all tests of a class or module, are not judged; empty: they are; None: there is no good reason."""
+    excuse = node.get_closest_marker("no_leakcheck")
+    if excuse is None:
+        return ""
+    reason = excuse.kwargs.get("reason", excuse.args[0] if len(excuse.args) == 1 else None)
+    extra = len(excuse.args) > 1 or set(excuse.kwargs) - {"reason"} or (excuse.args and excuse.kwargs)
+    return reason if not extra and isinstance(reason, str) and reason.strip() else None
 
 
 def _read(config: pytest.Config, name: str, parse: Callable[[str, Path], T], default: T) -> T:

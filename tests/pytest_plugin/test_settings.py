@@ -97,7 +97,44 @@ TOLERANCES = """
         pass
 """
 
-FILES = {"conftest.py": CONFTEST, "test_tolerance.py": TOLERANCES}
+EXCUSED = """
+    import pytest
+    from helper import leave
+
+    pytestmark = pytest.mark.no_leakcheck(reason="it is known")
+
+    @pytest.fixture(scope="module")
+    def of_a_module():
+        leave(1)
+
+    def test_excused(of_a_module):
+        pass
+"""
+
+EXCUSED_CLASS = """
+    import pytest
+    from helper import leave
+
+    @pytest.fixture(scope="class")
+    def of_a_class():
+        leave(1)
+
+    @pytest.mark.no_leakcheck(reason="it is known")
+    class TestExcused:
+        def test_excused(self, of_a_class):
+            pass
+
+    class TestJudged:
+        def test_judged(self, of_a_class):
+            pass
+"""
+
+FILES = {
+    "conftest.py": CONFTEST,
+    "test_tolerance.py": TOLERANCES,
+    "test_excused.py": EXCUSED,
+    "test_excused_class.py": EXCUSED_CLASS,
+}
 
 
 def failed(run: InnerRun) -> set[str]:
@@ -145,12 +182,22 @@ def test_what_an_excused_test_left_is_not_the_next_ones(by_default: InnerRun) ->
     assert by_default.is_clean("test_tolerance.py::test_after_an_excused_one")
 
 
+def test_a_fixture_is_excused_with_its_class_or_module(by_default: InnerRun) -> None:
+    subject = by_default.subject("module fixture 'of_a_module' (test_excused.py)")
+    assert (subject.outcome, subject.reason, subject.findings) == ("skipped", "it is known", ())
+    assert "module fixture 'of_a_module' (test_excused.py)" not in by_default.blamed
+    assert by_default.report is not None
+    of_a_class = "class fixture 'of_a_class' (test_excused_class.py)"
+    outcomes = [found.outcome for found in by_default.report.subjects if found.id == of_a_class]
+    assert outcomes == ["skipped", "leak"]
+
+
 def test_a_fixture_is_judged_though_a_test_that_uses_it_is_excused(by_default: InnerRun) -> None:
     assert "module fixture 'leaving' (test_tolerance.py)" in by_default.blamed
 
 
 def test_the_terminal_counts_what_was_not_judged(by_default: InnerRun) -> None:
-    assert "3 not judged" in by_default.out
+    assert "7 not judged" in by_default.out
 
 
 def test_the_header_says_the_defaults(by_default: InnerRun) -> None:
