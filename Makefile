@@ -30,7 +30,8 @@ LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
 WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(sort $(shell find tests -name "test_*.py")))
 # Whole lives and commands, which take 40 % of the time of all tests: `make test-all` runs them, every night.
 NIGHTLY := tests/package/test_cli.py tests/pytest_plugin/test_remedies.py $(addprefix tests/leakcheck/test_, \
-	checked_life.py fuzz.py leftovers.py lifecycle.py shared_sweep.py sleeping_lives.py witness.py)
+	checked_life.py damage.py defects.py first_use_in_lives.py fuzz.py host_figure.py leftovers.py lifecycle.py \
+	shared_sweep.py sleeping_lives.py target_life.py witness.py)
 
 test: $(STAMP)
 	$(PYTEST) $(filter-out $(NIGHTLY),$(WITHOUT_TORCH))

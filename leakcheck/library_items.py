@@ -221,8 +221,11 @@ class _State:
     def __init__(self, modules: Iterable[ModuleType]) -> None:
         values = [value for module in modules for value in _values(module)]
         self._called = {id(value) for value in values}
-        # What a module imports is another's, and so is what it has of a library's own globals.
-        objects, self._is_more = reach(values, namespaces=module_namespaces(), max_objects=_MOST_OBJECTS)
+        # What a module imports is another's, and so is what it has of a library's own globals. The functions by which
+        # this checker stands in for a library's lead to all that it knows, which is nobody's state.
+        objects, self._is_more = reach(
+            values, packages=("lowtide",), namespaces=module_namespaces(), max_objects=_MOST_OBJECTS
+        )
         behind = gc.get_referents(*objects)
         # The collector does not track a tuple or a dict of numbers.
         behind += gc.get_referents(*(item for item in behind if type(item) is tuple or type(item) is dict))

@@ -138,7 +138,7 @@ def test_a_thread_that_the_block_leaves_is_waited_for_and_then_told(done: thread
         if ends:
             timer.start()
     assert subject(check).outcome == ("clean" if ends else "leak")
-    assert ["left" in (finding.holder or "") for finding in subject(check).findings] == ([] if ends else [True])
+    assert ["left (" in finding.message for finding in subject(check).findings] == ([] if ends else [True])
     timer.join() if ends else done.set()
 
 
