@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lowtide.probes.passing_for import passing_for
 from lowtide.probes.whose_code import is_of_python, is_of_site
 
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"
@@ -37,11 +38,13 @@ class EnvironmentSetters:
         put: Callable[..., None] = os.putenv
         unset: Callable[..., None] = os.unsetenv
 
+        @passing_for(put, os, "putenv")
         def putenv(name: Any, value: Any) -> None:
             put(name, value)
             if name != _CURRENT_TEST:
                 self._note(os.fsdecode(name), "set", sys._getframe(1))
 
+        @passing_for(unset, os, "unsetenv")
         def unsetenv(name: Any) -> None:
             unset(name)
             if name != _CURRENT_TEST:

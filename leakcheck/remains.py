@@ -16,6 +16,7 @@ import psutil
 
 from lowtide.leakcheck.shared_memory import MadeSegments
 from lowtide.probes.host import mapped_shared_memory
+from lowtide.probes.passing_for import passing_for
 from lowtide.probes.process_tree import ProcessTree
 
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -62,7 +63,7 @@ class Remains:
         for name, pids_of in (("kill", self._pids_of_one), ("killpg", self._pids_of_group)):
             original = getattr(os, name)
             self._originals[name] = original
-            setattr(os, name, self._standing_in(original, pids_of))
+            setattr(os, name, passing_for(original, os, name)(self._standing_in(original, pids_of)))
 
     def stop(self) -> None:
         """End it; legal twice."""

@@ -7,6 +7,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from lowtide.probes.passing_for import passing_for
+
 
 class MadeSegments:
     """Notes the names that `multiprocessing.shared_memory` makes, from `start` to `stop`.
@@ -33,6 +35,7 @@ class MadeSegments:
         original = self._module.shm_open
         names = self.names
 
+        @passing_for(original, self._module, "shm_open")
         def shm_open(path: str, flags: int, mode: int = 0o777) -> int:
             opened: int = original(path, flags, mode=mode)
             if flags & os.O_CREAT:

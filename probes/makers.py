@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing.process
 import os
 import selectors
@@ -16,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from lowtide.probes.passing_for import passing_for
 from lowtide.probes.thread_names import thread_ident
 from lowtide.probes.whose_code import is_library
 
@@ -103,7 +103,7 @@ class Makers:
     def _after(self, place: Any, name: str, note: Callable[[Any, Any], None]) -> None:
         original = vars(place)[name]
 
-        @functools.wraps(original)
+        @passing_for(original, place, name)
         def ours(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import multiprocessing.process
 import os
 import subprocess
@@ -11,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+from lowtide.probes.passing_for import passing_for
 
 _POOLS = (
     ("concurrent.futures.process", "ProcessPoolExecutor", ("shutdown",)),
@@ -68,12 +69,13 @@ class ProcessEvents:
             return
         for name in names:
             original = vars(place)[name]
-            ours = self._heard_after(original) if after else self._heard_before(original)
+            ours = passing_for(original, place, name)(
+                self._heard_after(original) if after else self._heard_before(original)
+            )
             setattr(place, name, ours)
             self._replaced.append((place, name, original, ours))
 
     def _heard_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def ours(*args: Any, **kwargs: Any) -> Any:
             self._hear()
             return original(*args, **kwargs)
@@ -81,7 +83,6 @@ class ProcessEvents:
         return ours
 
     def _heard_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
         def ours(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
             if time.perf_counter() - self._heard_at >= _PAUSE:
