@@ -177,7 +177,8 @@ def test_copies_of_a_forks_parents_pages_are_not_its_own(tree: ProcessTree, own:
     del filler
     assert found.private is not None
     assert found.private > own + 16 * MIB
-    assert own <= found.own < own + 16 * MIB
+    # The parent gives back a little between the reading and the fork, or takes a little more.
+    assert abs(found.own - own) < 16 * MIB
 
 
 def _write(pipe: Any, inherited: bytearray, size: int) -> None:
