@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-from lowtide.probes.foreign import code_of, is_a, mro_of, namespace_of
+from lowtide.probes.foreign import code_of, dict_of_module, is_a, mro_of, namespace_of
 
 _NAMES = ("shutdown", "terminate", "close", "stop", "cancel")
 _COROUTINES = 0x80 | 0x200
@@ -22,8 +22,12 @@ def class_named(name: str) -> type | None:
         module, _, rest = module.rpartition(".")[0], "", f"{module.rpartition('.')[2]}.{rest}"
     item: Any = sys.modules.get(module)
     for part in rest.split("."):
-        item = None if item is None else vars(item).get(part)
-    return item if item is not None and is_a(item, type) else None
+        # Under the name of a function in which a class was made there may be anything by now.
+        if is_a(item, ModuleType):
+            item = dict_of_module(item).get(part)
+        else:
+            item = namespace_of(item).get(part) if is_a(item, type) else None
+    return item if is_a(item, type) else None
 
 
 def ending_of(cls: type | None) -> str:
