@@ -1,8 +1,8 @@
 """First use of a library: what its code made and keeps, once in the process, is no leak until it becomes more.
 
 A thread, child process, socket or pipe counts as a library's where the library's code made it and the library's own
-module state holds it, and as native code's where no Python code made it. The first of a library are excused and listed;
-if there are more of them later while those live, they are all told.
+module state holds it, and as native code's where no Python code made it, as does a small file in /dev/shm. The first of
+a library are excused and listed; if there are more of them later while those live, they are all told.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -25,23 +25,32 @@ from types import ModuleType
 from typing import Any
 
 from lowtide.leakcheck.listing import first_of
+from lowtide.leakcheck.native_files import native_files
 from lowtide.probes.counters import Counters
 from lowtide.probes.foreign import attribute
 from lowtide.probes.makers import Maker, Makers
 from lowtide.probes.objects import Census
+from lowtide.probes.ranges import Range
 from lowtide.probes.reach import module_namespaces, reach
 from lowtide.probes.thread_names import thread_key
 from lowtide.probes.whose_code import is_library, program_modules
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount
 
-JUDGED = {"threads": "threads", "processes": "processes", "file-descriptors": "file descriptors"}
+JUDGED = {
+    "threads": "threads",
+    "processes": "processes",
+    "file-descriptors": "file descriptors",
+    "shared-memory": "files in /dev/shm",
+}
 """The resources of which a library may keep some from its first use, with their units."""
 
 NATIVE = "native code"
 
 _NAMELESS = re.compile(r"(pipe|socket|anon_inode):")
 """Descriptors on files have a path, which says whose they are."""
+
+_SHARED_MEMORY = "/dev/shm/"
 
 _REGISTRIES = frozenset(
     {"threading", "subprocess", "asyncio", "logging", "weakref", "atexit", "signal", "socket", "concurrent"}
@@ -56,9 +65,11 @@ Items = Mapping[str, Mapping[str, int]]
 
 @dataclass
 class _Kept:
-    """What a library keeps of one resource: the names, how many there may be, and in which test the first came."""
+    """What a library keeps of one resource: the names with their amounts, how many there may be, and in which test the
+    first came.
+    """
 
-    names: set[str]
+    names: dict[str, int]
     level: int
     since: str
     grown: bool = False
@@ -70,13 +81,14 @@ class Sorted:
 
     Attributes:
         excused: per resource, those that are a library's first.
-        earlier: per resource, by the name of one that a library has more of now, those that were excused before.
+        earlier: per resource, by the name of one that a library has more of now, those that were excused before, with
+            their amounts.
         since: per resource, with which test the earlier ones came.
         listed: what to say of those that are excused.
     """
 
     excused: Mapping[str, Collection[str]] = field(default_factory=dict)
-    earlier: Mapping[str, Mapping[str, Collection[str]]] = field(default_factory=dict)
+    earlier: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
     since: Mapping[str, str] = field(default_factory=dict)
     listed: tuple[NotMeasured, ...] = ()
 
@@ -95,11 +107,11 @@ class Sorted:
             now: all that are there now.
         """
         earlier = self.earlier.get(key, {})
-        more = {name for new in items if new in earlier for name in earlier[new] if name in now}
+        more = {name: size for new in items if new in earlier for name, size in earlier[new].items() if name in now}
         if not more and not self.excused.get(key):
             return items
         left = {name: amount for name, amount in items.items() if name not in self.excused.get(key, ())}
-        return {**left, **dict.fromkeys(sorted(more), 1)}
+        return {**left, **dict(sorted(more.items()))}
 
 
 class LibraryItems:
@@ -113,21 +125,22 @@ class LibraryItems:
         self._makers = makers
         self._kept: dict[tuple[str, str], _Kept] = {}
 
-    def sort(self, new: Items, now: Counters, subject: str) -> Sorted:
+    def sort(self, new: Items, now: Counters, subject: str, tensors: Sequence[Range] = ()) -> Sorted:
         """Tell apart what of some new items is a library's first.
 
         Args:
             new: per resource, what nobody is known to own.
             now: the counters now.
             subject: what is judged, as a later finding calls it.
+            tensors: where the tensors' memory lies that is not on a card.
         """
         asked = {key: names for key, names in new.items() if key in JUDGED and names}
         if not asked:
             return Sorted()
-        owners = _Owners(self._makers)
+        owners = _Owners(self._makers, native_files(new.get("shared-memory", ()), tensors))
         excused: dict[str, set[str]] = {}
         since: dict[str, str] = {}
-        earlier: dict[str, dict[str, set[str]]] = {}
+        earlier: dict[str, dict[str, dict[str, int]]] = {}
         listed = []
         for key, names in asked.items():
             by_owner: dict[str, list[str]] = {}
@@ -138,17 +151,19 @@ class LibraryItems:
                     by_owner.setdefault(owner, []).append(name)
                     most[owner] = limit
             for owner, own in by_owner.items():
-                kept = self._kept.setdefault((key, owner), _Kept(set(), 0, subject))
-                alive = kept.names & now.items[key].keys()
-                fresh = set(own) - alive
+                kept = self._kept.setdefault((key, owner), _Kept({}, 0, subject))
+                alive = {name: size for name, size in kept.names.items() if name in now.items[key]}
+                fresh = {name: names[name] for name in own if name not in alive}
                 kept.level = max(kept.level, most[owner]) or len(own)
                 if kept.grown or (fresh and len(alive) + len(fresh) > kept.level):
                     kept.grown = True
                     since[key] = kept.since
                     for name in own:
-                        earlier.setdefault(key, {})[name] = alive - set(own)
+                        earlier.setdefault(key, {})[name] = {
+                            other: size for other, size in alive.items() if other not in own
+                        }
                 else:
-                    kept.names = alive | fresh
+                    kept.names = {**alive, **fresh}
                     excused.setdefault(key, set()).update(own)
                     listed.append(_listed(key, owner, own))
         return Sorted(excused, earlier, since, tuple(listed))
@@ -162,15 +177,25 @@ def _listed(key: str, owner: str, names: Collection[str]) -> NotMeasured:
 
 
 class _Owners:
-    """Finds for one judgement whose new items are; walks a library's state, and the program's, once at most."""
+    """Finds for one judgement whose new items are; walks a library's state, and the program's, once at most.
 
-    def __init__(self, makers: Makers) -> None:
+    Args:
+        makers: who made what.
+        native: the files in /dev/shm that native code made.
+    """
+
+    def __init__(self, makers: Makers, native: Collection[str]) -> None:
         self._makers = makers
+        self._native = native
         self._states: dict[str, _State] = {}
         self._program: _State | None = None
 
     def of(self, key: str, name: str) -> tuple[str, int]:
         """Whose an item is, and how many of them there may be if that is known; empty if it is the program's."""
+        file = _shared_file(key, name)
+        if file:
+            is_native = file in self._native and not (key != "shared-memory" and self._of_program().has(key, name))
+            return (f"{NATIVE} ({_stem(file)})" if is_native else "", 0)
         maker = self._maker(key, name)
         if maker is None:
             return (NATIVE if self._is_native(key, name) else "", 0)
@@ -271,6 +296,19 @@ def _state_of(package: str) -> list[ModuleType]:
         for name, module in list(sys.modules.items())
         if name.partition(".")[0] == package and name not in _REGISTRIES and issubclass(type(module), ModuleType)
     ]
+
+
+def _shared_file(key: str, name: str) -> str:
+    """The name of a file in /dev/shm, of the file itself or of a descriptor on it; empty for anything else."""
+    if key == "shared-memory":
+        return name
+    target = name.partition(" -> ")[2] if key == "file-descriptors" else ""
+    return target.removeprefix(_SHARED_MEMORY) if target.startswith(_SHARED_MEMORY) else ""
+
+
+def _stem(file: str) -> str:
+    """What all files of a library are called, without their numbers: two libraries' files are two first uses."""
+    return re.split(r"[^a-zA-Z]*\d", file, maxsplit=1)[0]
 
 
 def _executable(pid: str) -> str:

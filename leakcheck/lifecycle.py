@@ -485,9 +485,10 @@ class LifecycleRun:
         for metric in shutdown_metrics(self._device):
             key: str = metric.resource
             if key in JUDGED and metric.items is not None:
-                new[key] = {as_counted(key, name): 1 for name in metric.new_items(baseline, now)}
-                there[key] = {as_counted(key, name): 1 for name in metric.items(now)}
-        found = self._library_items.sort(new, Counters(there, {}, {}), f"cycle {cycle}")
+                new[key] = {as_counted(key, name): size for name, size in metric.new_items(baseline, now).items()}
+                there[key] = {as_counted(key, name): size for name, size in metric.items(now).items()}
+        tensors = now.tensors.on("cpu").ranges
+        found = self._library_items.sort(new, Counters(there, {}, {}), f"cycle {cycle}", tensors)
         for key in JUDGED:
             known = self._first_use.setdefault(key, {})
             for name in found.excused.get(key, ()):
@@ -504,9 +505,10 @@ class LifecycleRun:
 
         def left(snapshot: Snapshot) -> dict[str, int]:
             known = self._first_use.get(metric.resource, ())
-            return {name: 1 for name in items(snapshot) if as_counted(metric.resource, name) not in known}
+            found = items(snapshot).items()
+            return {name: size for name, size in found if as_counted(metric.resource, name) not in known}
 
-        return dataclasses.replace(metric, read=lambda snapshot: len(left(snapshot)), items=left)
+        return dataclasses.replace(metric, read=lambda snapshot: sum(left(snapshot).values()), items=left)
 
     def _importing(self, owner: Owner) -> None:
         """What a module makes and changes when a life imports it belongs to the process, as in tests."""

@@ -791,8 +791,12 @@ class Watch:
         """A full reading, without what libraries are excused for; that is settled with the first of a judgement."""
         deep, now = self._reader(subjects, ended, seen, note), self._read()
         if self._sorted is None:
-            new = {key: {name: 1 for part in deep.readings for name in part.items.get(key, ())} for key in JUDGED}
-            self._sorted = self._library_items.sort(new, now, self._subject)
+            new = {
+                key: {name: size for part in deep.readings for name, size in part.items.get(key, {}).items()}
+                for key in JUDGED
+            }
+            tensors = [(address, 1) for device, address in deep.heap.alive if device == "cpu"]
+            self._sorted = self._library_items.sort(new, now, self._subject, tensors)
             self._values = self._cached_values.sort(deep.heap.held, self._caches.known(), self._subject)
         return deep.settled(self._sorted, now).without(self._values.excused)
 

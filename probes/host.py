@@ -300,12 +300,17 @@ def _is_shared_memory(name: str) -> bool:
 
 def named_shared_memory() -> list[Range]:
     """Where this process maps files of /dev/shm that still have their names there."""
+    return [part for parts in mapped_shared_files().values() for part in parts]
+
+
+def mapped_shared_files() -> dict[str, list[Range]]:
+    """By their names, the files of /dev/shm that this process maps and that still have these names, with where."""
     prefix = f"{_SHARED_MEMORY}/"
-    return [
-        (start, end - start)
-        for start, end, _, name in _maps()
-        if name.startswith(prefix) and not name.endswith(" (deleted)")
-    ]
+    found: dict[str, list[Range]] = {}
+    for start, end, _, name in _maps():
+        if name.startswith(prefix) and not name.endswith(" (deleted)"):
+            found.setdefault(name.removeprefix(prefix), []).append((start, end - start))
+    return found
 
 
 def _swapped_bytes(part: Range) -> int:

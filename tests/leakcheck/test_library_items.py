@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import mmap
 import os
 import socket
 import sys
@@ -12,6 +13,7 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 from lowtide.leakcheck.library_items import LibraryItems, Sorted
 from lowtide.probes.counters import CounterReader, Counters
 from lowtide.probes.makers import Makers
+from lowtide.probes.tensors import live_storages
 
 LIBRARY = """
 import os, socket, threading
@@ -82,7 +85,13 @@ class Process:
             for key, names in now.items.items()
             if key != "shared-memory"
         }
-        found = self._items.sort(new, now, name)
+        new["shared-memory"] = {
+            item: Path("/dev/shm", item).stat().st_size
+            for item in now.items["shared-memory"]
+            if f"_{os.getpid()}_" in item and item not in self._before.items["shared-memory"]
+        }
+        tensors = [(held.address, held.bytes) for held in live_storages() if held.device == "cpu"]
+        found = self._items.sort(new, now, name, tensors)
         told = {key: set(found.applied(key, names, now.items[key])) for key, names in new.items()}
         self._before = now
         return {key: names for key, names in told.items() if names}, found
@@ -311,3 +320,84 @@ def test_where_the_program_may_have_made_it_unseen_it_is_told_at_once(
     monkeypatch.setattr(sys.modules[__name__], "pipe", os.pipe.__wrapped__, raising=False)  # type: ignore[attr-defined]
     native_pipe()
     assert process.end("test_a")[0].keys() == {"file-descriptors"}
+
+
+LIBC = ctypes.CDLL(None)
+LIBC.mmap.restype = ctypes.c_void_p
+LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+COUNTERS = 80_064
+
+
+@pytest.fixture
+def native_file() -> Iterator[Callable[..., int]]:
+    """Makes a file in /dev/shm past Python, and maps it, as torch and a card's driver do for what processes share."""
+    made: list[tuple[Path, int, int, int]] = []
+
+    def make(name: str, size: int = COUNTERS, *, mapped: bool = True) -> int:
+        file = Path(f"/dev/shm/{name}_{os.getpid()}_{len(made)}")
+        number = LIBC.open(str(file).encode(), os.O_RDWR | os.O_CREAT, 0o600)
+        assert number >= 0
+        assert LIBC.ftruncate(number, ctypes.c_long(size)) == 0
+        address = LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, number, 0) if mapped else 0
+        made.append((file, number, address, size))
+        return number
+
+    yield make
+    for file, number, address, size in made:
+        file.unlink(missing_ok=True)
+        os.close(number)
+        if address:
+            LIBC.munmap(address, size)
+
+
+def test_the_books_of_native_code_in_shared_memory_are_listed_once_and_told_if_they_become_more(
+    process: Process, native_file: Callable[..., int]
+) -> None:
+    native_file("torch")
+    told, first = process.end("test_a")
+    assert not told
+    assert sorted(line.what.partition(": ")[0] for line in first.listed) == [
+        "1 file descriptor of native code (torch)",
+        "1 file in /dev/shm of native code (torch)",
+    ]
+    native_file("cuda.shm")
+    told, second = process.end("test_b")
+    assert not told
+    assert [line.what.partition(": ")[0].partition(" of ")[2] for line in second.listed] == [
+        "native code (cuda.shm)",
+        "native code (cuda.shm)",
+    ]
+    native_file("torch")
+    told, third = process.end("test_c")
+    assert {key: len(names) for key, names in told.items()} == {"file-descriptors": 2, "shared-memory": 2}
+    more = third.applied(
+        "shared-memory", dict.fromkeys(told["shared-memory"], COUNTERS), dict.fromkeys(told["shared-memory"], 1)
+    )
+    assert set(more.values()) == {COUNTERS}
+
+
+@pytest.mark.parametrize("kind", ["large", "not mapped", "semaphore", "mapped by Python", "a tensor", "open here"])
+def test_a_shared_file_with_data_of_the_program_is_told_at_once(
+    process: Process, native_file: Callable[..., int], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "sem.mp" if kind == "semaphore" else "torch"
+    number = native_file(name, (2 << 20) if kind == "large" else COUNTERS, mapped=kind != "not mapped")
+    held: list[Any] = []
+    if kind == "mapped by Python":
+        held.append(mmap.mmap(number, COUNTERS))
+    elif kind == "a tensor":
+        torch = pytest.importorskip("torch")
+        file = f"/dev/shm/torch_{os.getpid()}_0"
+        held.append(torch.from_file(file, shared=True, size=COUNTERS, dtype=torch.uint8))
+    elif kind == "open here":
+        held.append(Path(f"/dev/shm/torch_{os.getpid()}_0").open("rb"))  # noqa: SIM115 - it leaks
+        monkeypatch.setattr(sys.modules[__name__], "HELD", held)
+    told, found = process.end("test_a")
+    if kind == "open here":
+        assert [name.partition(" ")[0] for name in told["file-descriptors"]] == [str(held[0].fileno())]
+        held[0].close()
+    else:
+        assert {"shared-memory", "file-descriptors"} == told.keys()
+        assert not found.listed
