@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Literal
 
 import lowtide
+from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.readings import this_machine
 from lowtide.leakcheck.sleep_watch import SleepWatch
 from lowtide.leakcheck.suppressions import shipped
@@ -55,6 +56,7 @@ class LeakCheck:
         self._watch = Watch(
             Policy(tolerance=tolerance, settle=settle, stacks=stacks, remedies="now" if remedies else "never")
         )
+        self._imports = ImportWatch(self._watch.enter, self._watch.leave)
         self._stack = ExitStack()
         self._report: Report | None = None
         self._outer: list[str] = []
@@ -71,13 +73,17 @@ class LeakCheck:
             stack.callback(self._watch.close)
             self._watch.open()
             stack.enter_context(listening(self))
+            stack.callback(self._imports.remove)
+            self._imports.install()
             self._watch.begin("block", module=self._name)
+            self._imports.active = True
             self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._imports.active = False
         with self._stack:
             if error is not None:
                 # Its traceback holds the frames of the block: nothing can be said yet.

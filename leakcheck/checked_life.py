@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import date
 from typing import Any
@@ -13,16 +13,19 @@ from lowtide.leakcheck import contract
 from lowtide.leakcheck.faults import Injection, Kind, Seam, ShardSeam, injecting
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.growth import GrowthWatch
+from lowtide.leakcheck.imported import Imported
+from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.interrupts import Interrupts
 from lowtide.leakcheck.ladder import Rung, release, trim_heap
 from lowtide.leakcheck.late_release import DRIVER_PATIENCE, wait_until_within
 from lowtide.leakcheck.life_model import LifeModel
+from lowtide.leakcheck.owners import Owner
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.process_state import ProcessState
 from lowtide.leakcheck.suppressions import shipped
 from lowtide.leakcheck.survival import Survival
 from lowtide.leakcheck.target import Capabilities, LifecycleTarget, TargetFactory, make_target
-from lowtide.leakcheck.watch import Policy, Watch
+from lowtide.leakcheck.watch import Policy, Verdict, Watch
 from lowtide.probes.counters import CounterReader, Counters, anonymous_bytes
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.stages import announced_pools, listening
@@ -126,6 +129,10 @@ class Lives:
         self.driver_at_work = 0
         self.host_at_work: dict[str, int] = {}
         self.counters = CounterReader(self._ask_driver)
+        # What modules make and change belongs to the process, whichever call imports them first.
+        self.imports = ImportWatch(self._importing, self._import_done)
+        self.imported = Imported(self.counters.read)
+        self._is_watching = False
         # What could not be judged, once each.
         self.not_measured: dict[NotMeasured, None] = {}
         # By prompt length: how many tokens were asked for, and what came.
@@ -138,9 +145,16 @@ class Lives:
 
     def __enter__(self) -> Lives:
         """Loads what a first life loads, so that it is no life's."""
+        self._listening.callback(self.imports.remove)
+        self.imports.install()
         self._process.mark()
         self._frozen = gc.get_freeze_count()
-        self._warm_up()
+        try:
+            self.imports.active = True
+            self._warm_up()
+        except BaseException:
+            self._listening.close()
+            raise
         gc.collect()
         self.put_back()
         self.watch.open()
@@ -155,6 +169,26 @@ class Lives:
         if self._driver is not None:
             self._driver.close()
             self._driver = None
+
+    def begin(self) -> None:
+        """A life begins: what is there now is its baseline."""
+        with self._judging():
+            self.watch.begin("create")
+            self._is_watching = True
+
+    def end(self) -> Verdict:
+        """A life is over: what it has left behind."""
+        with self._judging():
+            return self.watch.end()
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """What this checker itself imports now is nobody's."""
+        self.imports.active = False
+        try:
+            yield
+        finally:
+            self.imports.active = True
 
     def put_back(self) -> None:
         """Undo what lives have changed in the process, so that the next one can be seen to change it again.
@@ -181,6 +215,16 @@ class Lives:
             tokens = tuple(said)
             self._tokens[prompt_length] = (asked, tokens)
         return tokens[:max_tokens]
+
+    def _importing(self, owner: Owner) -> None:
+        if self._is_watching:
+            self.watch.enter(owner)
+        self.imported.begin(owner)
+
+    def _import_done(self) -> None:
+        self._process.adopt(self.imported.end())
+        if self._is_watching:
+            self.watch.leave()
 
     def _warm_up(self) -> None:
         for length in self.capabilities.prompt_lengths:
@@ -251,6 +295,7 @@ class CheckedLife:
         self._pages_at_work: dict[str, int] = {}
         self._baseline = Counters({}, {}, {})
         self._host_at_first = 0
+        self._imports_at_first = 0
         # Where earlier lives' memory is that did not come back.
         self._others: frozenset[int] = frozenset()
         self.model = LifeModel(self._capabilities)
@@ -506,8 +551,9 @@ class CheckedLife:
         release(Rung.EMPTY_CACHE)
         trim_heap()
         self._others = frozenset(address for pool in announced_pools() for address, _ in pool.ranges)
-        self._lives.watch.begin("create")
+        self._lives.begin()
         self._baseline = self._lives.counters.read()
+        self._imports_at_first = self._driver_of_imports()
         self._host_at_first = self._host_outside()
 
     def _call(
@@ -658,7 +704,7 @@ class CheckedLife:
         of_libraries = self._lives.of_libraries
         if self.model.phase == "running":
             of_libraries = max(of_libraries, self._lives.driver_at_work)
-        allowed = then + of_libraries + DRIVER_TOLERANCE
+        allowed = then + of_libraries + DRIVER_TOLERANCE + self._driver_of_imports() - self._imports_at_first
         # What it does not tell any more is not back for that.
         left = wait_until_within(lambda: self._outside(first), allowed, DRIVER_PATIENCE, first)
         if left > allowed:
@@ -669,8 +715,9 @@ class CheckedLife:
             self._fail("driver", said, amount=left - then)
 
     def _host_outside(self) -> int:
-        """Bytes of the process's own host memory beyond announced pools."""
-        return anonymous_bytes() - sum(pool.mapped for pool in announced_pools() if pool.device == "cpu")
+        """Bytes of the process's own host memory beyond announced pools and what imported modules took."""
+        pooled = sum(pool.mapped for pool in announced_pools() if pool.device == "cpu")
+        return anonymous_bytes() - pooled - self._lives.imported.growth("host-memory")
 
     def _outside(self, unknown: int = 0) -> int:
         """Bytes that the driver counts for this process beyond arenas and torch's segments; where it does not tell,
@@ -678,9 +725,12 @@ class CheckedLife:
         told = self._lives.counters.read().amounts.get(f"driver {self._device}")
         return unknown if told is None else told
 
+    def _driver_of_imports(self) -> int:
+        return self._lives.imported.growth(f"driver {self._device}")
+
     def _left(self) -> list[Finding]:
         """What the life has left behind, now that it is over."""
-        verdict = self._lives.watch.end()
+        verdict = self._lives.end()
         self._lives.not_measured.update(dict.fromkeys(verdict.not_measured))
         found = shipped().apply(verdict.findings, date.today()).findings
         return [finding for finding in found if finding.suppressed_by is None]

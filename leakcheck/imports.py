@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -50,11 +51,14 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         if name.partition(".")[0] in _OWN:
             return None
         # 0 is this, 1 `_find_spec`, 2 its caller: the import system itself, or somebody who only asks.
-        if sys._getframe(2).f_code.co_name != "_find_and_load_unlocked":
+        asked_by_another = sys._getframe(1).f_code is ImportWatch.find_spec.__code__
+        if not asked_by_another and sys._getframe(2).f_code.co_name != "_find_and_load_unlocked":
             return None
-        for finder in sys.meta_path:
+        # Those before this one have been asked; another watch among those after it is told, too.
+        behind = itertools.dropwhile(lambda finder: finder is not self, tuple(sys.meta_path))
+        for finder in itertools.islice(behind, 1, None):
             find: Any = getattr(finder, "find_spec", None)
-            spec: Any = None if finder is self or find is None else find(name, path, target)
+            spec: Any = None if find is None else find(name, path, target)
             if spec is not None:
                 if spec.loader is not None and hasattr(spec.loader, "exec_module"):
                     spec.loader = _TellingLoader(spec.loader, self)

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import msgspec
 
 from lowtide.leakcheck import contract
+from lowtide.leakcheck.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.growth import GrowthWatch
+from lowtide.leakcheck.imported import Imported
 from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.interrupts import Interrupts
 from lowtide.leakcheck.judge import excesses, grouped, judge
@@ -34,7 +36,7 @@ from lowtide.leakcheck.target import TargetError
 from lowtide.leakcheck.trend import trend_of
 from lowtide.leakcheck.type_growth import TypeCounts
 from lowtide.leakcheck.unseen import UnseenMemory
-from lowtide.probes.counters import Counters, child_processes
+from lowtide.probes.counters import CounterReader, Counters, child_processes
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.ledger import LedgerBase, base_from
 from lowtide.probes.makers import Makers
@@ -150,10 +152,19 @@ class LifecycleRun:
         self._remains = Remains(self._tree, self._segments)
         self._unseen = UnseenMemory(self._tree, lambda: self._driver)
         self._events = ProcessEvents(self._unseen.look)
-        self._process = ProcessState(self._driver_bytes)
+        self._environment = EnvironmentSetters()
+        self._process = ProcessState(self._driver_bytes, self._environment)
         self._imports = ImportWatch(self._importing, self._import_done)
-        # By the time of each snapshot.
-        self._imported: dict[float, dict[str, int]] = {}
+        self._imported = Imported(
+            CounterReader(
+                lambda: self._driver,
+                card=device != "cpu",
+                orphans=self._tree.orphans,
+                temporary_files=self._remains.temporary_files,
+            ).read
+        )
+        # Bytes of imported modules' tensors by device, and by how much imports raised each level, at each snapshot.
+        self._imported_bytes: dict[float, dict[str, int]] = {}
         self._makers = Makers()
         self._library_items = LibraryItems(self._makers)
         # By resource, what libraries have from their first use, with the life; in which lives there was some of it that
@@ -178,6 +189,7 @@ class LifecycleRun:
             self._segments.start()
             self._makers.start()
             self._events.start()
+            self._environment.start()
             self._remains.start()
             self._remains.mark()
             self._unseen.begin()
@@ -198,6 +210,7 @@ class LifecycleRun:
             self._remains.stop()
             self._segments.stop()
             self._events.stop()
+            self._environment.stop()
             self._makers.stop()
             self._tree.stop()
         return self._subject()
@@ -467,7 +480,7 @@ class LifecycleRun:
         )
 
     def _metrics(self, cycle: int) -> tuple[Metric[Snapshot], ...]:
-        metrics = tuple(map(self._without_first_use, map(self._without_imports, shutdown_metrics(self._device))))
+        metrics = tuple(map(self._without_first_use, self._metrics_without_imports()))
         if self._judges_first_use(cycle):
             return metrics
         late = [metric for metric in metrics if metric.first_use]
@@ -482,7 +495,7 @@ class LifecycleRun:
         """Tell apart what a library made and keeps: it is a leak once a later life makes more of it."""
         new: dict[str, dict[str, int]] = {}
         there: dict[str, dict[str, int]] = {}
-        for metric in shutdown_metrics(self._device):
+        for metric in self._metrics_without_imports():
             key: str = metric.resource
             if key in JUDGED and metric.items is not None:
                 new[key] = {as_counted(key, name): size for name, size in metric.new_items(baseline, now).items()}
@@ -512,21 +525,38 @@ class LifecycleRun:
 
     def _importing(self, owner: Owner) -> None:
         """What a module makes and changes when a life imports it belongs to the process, as in tests."""
+        self._imported.begin(owner)
         self._leftovers.importing(owner)
-        self._process.importing()
 
     def _import_done(self) -> None:
-        self._process.imported()
         self._leftovers.imported()
+        self._process.adopt(self._imported.end())
+
+    def _metrics_without_imports(self) -> list[Metric[Snapshot]]:
+        return list(map(self._without_imports, shutdown_metrics(self._device)))
 
     def _without_imports(self, metric: Metric[Snapshot]) -> Metric[Snapshot]:
-        """Of tensors that Python holds, without those that modules made for themselves when a life imported them."""
-        if metric.resource != "tensors" or metric.unit != "bytes" or metric.cause != "unknown":
+        """Without what modules made for themselves when a life imported them: tensors that Python holds, what has a
+        name, and by how much the levels of the process rose."""
+        if metric.items is not None:
+            items = metric.items
+
+            def left(snapshot: Snapshot) -> dict[str, int]:
+                names = self._imported.names(metric.resource)
+                found = items(snapshot)
+                return {name: found[name] for name in found if as_counted(metric.resource, name) not in names}
+
+            return dataclasses.replace(metric, read=lambda snapshot: sum(left(snapshot).values()), items=left)
+        if metric.resource == "tensors" and metric.unit == "bytes" and metric.cause == "unknown":
+            key = metric.device
+        elif metric.resource in ("host-memory", "driver"):
+            key = f"{metric.resource} {metric.device}"
+        else:
             return metric
 
-        def read(snapshot: Snapshot) -> int:
-            imported = self._imported.get(snapshot.taken_at, {})
-            return snapshot.tensors.bytes_on(metric.device) - imported.get(metric.device, 0)
+        def read(snapshot: Snapshot) -> int | None:
+            level = metric.read(snapshot)
+            return None if level is None else level - self._imported_bytes.get(snapshot.taken_at, {}).get(key, 0)
 
         return dataclasses.replace(metric, read=read)
 
@@ -565,7 +595,7 @@ class LifecycleRun:
 
     def _snapshot(self, label: str) -> Snapshot:
         snapshot = take_snapshot(label, driver=self._driver, devices=self._indices)
-        self._imported[snapshot.taken_at] = self._leftovers.imported_bytes()
+        self._imported_bytes[snapshot.taken_at] = self._bytes_of_imports()
         # Those that serve a library for the whole process are no engine's; those whose parent has ended are.
         children = {name.partition(" ")[0]: name for name in snapshot.host.children}
         children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self._tree.orphans()}
@@ -582,6 +612,13 @@ class LifecycleRun:
             temporary_files=tuple(self._remains.temporary_files()),
         )
         return dataclasses.replace(snapshot, host=host)
+
+    def _bytes_of_imports(self) -> dict[str, int]:
+        found = self._leftovers.imported_bytes()
+        # Tensors are counted by themselves.
+        of_host = max(0, self._imported.growth("host-memory") - found.get("cpu", 0))
+        of_driver = self._imported.growth(f"driver {self._device}")
+        return {**found, "host-memory cpu": of_host, f"driver {self._device}": of_driver}
 
     def _unexplained(self, snapshot: Snapshot) -> dict[str, int]:
         known = {"cpu": base_from(snapshot, "cpu")}

@@ -11,9 +11,12 @@ import msgspec
 
 from lowtide.leakcheck import changed_settings
 from lowtide.leakcheck.changed_settings import ABSENT, Change, changes_between
+from lowtide.leakcheck.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.item_findings import Action, ItemLeak, actions_for, still_changed, try_actions
 from lowtide.leakcheck.listing import listed
+from lowtide.leakcheck.owners import Owner
+from lowtide.leakcheck.setting_remedies import advice
 from lowtide.probes.counters import CounterReader, Counters, process_groups
 from lowtide.reports.schema import Finding, Resource
 from lowtide.reports.sizes import format_amount
@@ -24,14 +27,16 @@ class ProcessState:
 
     Args:
         driver: reads the driver's bytes of this process, on all cards: a group of a card's library holds some.
+        environment: who set which environment variable; None: what is added, and not only replaced or removed, is not
+            judged, as where a library's first use adds some and nobody knows who did.
     """
 
-    def __init__(self, driver: Callable[[], int]) -> None:
+    def __init__(self, driver: Callable[[], int], environment: EnvironmentSetters | None = None) -> None:
         self._driver = driver
+        self._environment = environment
         self._reader = CounterReader(None, card=False)
         self._baseline: Counters | None = None
         self._functions: dict[str, object] = {}
-        self._before_import: Mapping[str, str] = {}
 
     def mark(self) -> None:
         """A life begins."""
@@ -39,18 +44,23 @@ class ProcessState:
         # The functions themselves: what replaced one tells nothing of it, and it is what must be put back.
         self._functions = {name: _function(name) for name in self._baseline.settings if _is_function(name)}
 
-    def importing(self) -> None:
-        """A module that a life imports is about to run."""
-        self._before_import = self._reader.read().settings
+    def adopt(self, owner: Owner) -> None:
+        """What the import of a module has set or made is what lives must leave as it is.
 
-    def imported(self) -> None:
-        """It has run: what it has set is what lives must leave as it is."""
+        Args:
+            owner: the import, with what it took.
+        """
         if self._baseline is None:
             return
-        now = self._reader.read().settings
-        changed = {name: text for name, text in now.items() if self._before_import.get(name) != text}
-        self._baseline = dataclasses.replace(self._baseline, settings={**self._baseline.settings, **changed})
-        self._functions.update((name, _function(name)) for name in changed if _is_function(name))
+        settings = {
+            name: text for name, text in {**self._baseline.settings, **owner.settings}.items() if text != ABSENT
+        }
+        groups = dict.fromkeys(owner.items.get("process-groups", ()), 1)
+        groups.update(self._baseline.items["process-groups"])
+        items = {**self._baseline.items, "process-groups": groups}
+        self._baseline = dataclasses.replace(self._baseline, settings=settings, items=items)
+        known = (name for name in owner.settings if _is_function(name) and name in settings)
+        self._functions.update((name, _function(name)) for name in known)
 
     def findings(self, stage: str, *, remedies: bool) -> list[Finding]:
         """What is there now and was not at the mark, or is not as it was.
@@ -67,11 +77,13 @@ class ProcessState:
             leak = _leak("process-groups", dict.fromkeys(sorted(groups), 1), stage, "process groups")
             actions = actions_for(leak, patience=0, may_unfreeze=False) if remedies else []
             found.append(try_actions(leak, actions, _groups_now, self._driver))
-        # What is new is what the first life's imports have brought.
-        changes = [
-            change for change in changes_between(self._baseline.settings, now.settings) if change.before != ABSENT
-        ]
+        changes = filter(self._is_judged, changes_between(self._baseline.settings, now.settings))
         return found + [self._changed(change, stage, remedies=remedies) for change in changes]
+
+    def _is_judged(self, change: Change) -> bool:
+        if self._environment is None:
+            return change.before != ABSENT
+        return ABSENT not in (change.before, change.now) or not self._environment.is_librarys(change.name)
 
     def _changed(self, change: Change, stage: str, *, remedies: bool) -> Finding:
         leak = _leak("globals", {change.setting: 1}, stage, "process-wide settings")
@@ -82,7 +94,9 @@ class ProcessState:
         actions = [_putting_back(change.name, function)] if function is not None else []
         leak = ItemLeak(finding, leak.key, leak.names, leak.subject, changes=(change,))
         actions = actions or actions_for(leak, patience=0, may_unfreeze=False)
-        return try_actions(leak, actions if remedies else [], lambda: _still(change), self._driver)
+        if not remedies:
+            return msgspec.structs.replace(leak.finding, advice=advice((change,)))
+        return try_actions(leak, actions, lambda: _still(change), self._driver)
 
 
 def _leak(resource: Resource, names: Mapping[str, int], stage: str, unit: str) -> ItemLeak:
