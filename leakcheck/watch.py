@@ -45,6 +45,7 @@ from lowtide.leakcheck.item_findings import (
 from lowtide.leakcheck.judge import excesses, judge
 from lowtide.leakcheck.kept_memory import LEAST_KEPT, KeptMemory
 from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, collect, release, trim_heap
+from lowtide.leakcheck.library_caches import empty_library_caches
 from lowtide.leakcheck.library_items import JUDGED, LibraryItems, Sorted
 from lowtide.leakcheck.listing import FROZEN, listed
 from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric
@@ -840,6 +841,8 @@ class Watch:
             # At which rung it comes back is a diagnosis; whether it is a leak may be known before.
             climbs = self.policy.explain or any(metric.rung.order > Rung.COLLECT.order for metric in left)
             if left and climbs and release(rung):
+                if rung is Rung.EMPTY_CACHE:
+                    empty_library_caches()
                 steps.append(Step(rung, self._read_deep(subjects, ended, self._seen), 0.0))
         return steps, frozen
 
