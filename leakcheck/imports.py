@@ -71,7 +71,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
             loader.exec_module(module)
             return
         self._importing = threading.get_ident()
-        self._entered(Owner(f"import of {module.__name__}"))
+        self._entered(Owner(f"import of {module.__name__}", only_adds=True))
         try:
             loader.exec_module(module)
         finally:

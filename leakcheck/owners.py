@@ -39,6 +39,8 @@ class Owner:
         name: as a finding calls it: `module fixture 'engine'`.
         roots: what it holds now, by which to tell what grew under it later.
         stage: in which stage what it sets up appeared, if not in its setup.
+        only_adds: whether it comes in the middle of a test's own work, as an import does: what falls meanwhile (garbage
+            that is collected, frozen objects that die) was not its own to give back.
 
     Attributes:
         label: what the births during its setup are called; no other owner's is the same.
@@ -53,8 +55,16 @@ class Owner:
         ledger: what lies under it, test by test.
     """
 
-    def __init__(self, name: str, roots: Callable[[], Iterable[object]] = tuple, stage: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        roots: Callable[[], Iterable[object]] = tuple,
+        stage: str | None = None,
+        *,
+        only_adds: bool = False,
+    ) -> None:
         self.name = name
+        self.only_adds = only_adds
         self.stage = stage or f"setup of {name}"
         self.where = ""
         self.serial = next(_serial)
@@ -94,7 +104,8 @@ class Owner:
         for key, level in now.amounts.items():
             then = self.before.amounts.get(key, 0)
             if level is not None and then is not None:
-                self.growth[key] = level - then - sum(other.growth.get(key, 0) for other in nested)
+                grown = level - then - sum(other.growth.get(key, 0) for other in nested)
+                self.growth[key] = max(grown, 0) if self.only_adds else grown
         # What a nested one set is that one's; what was not known before, as of a library that came, is as it is now.
         others = {setting for other in nested for setting in other.settings.items()}
         known = self.before.settings

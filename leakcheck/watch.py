@@ -315,7 +315,7 @@ class Watch:
             # A card that another thread has used before is known as it was then.
             self._cards.forget()
             return
-        owner = Owner("the card's warm-up")
+        owner = Owner("the card's warm-up", only_adds=True)
         self.enter(owner)
         try:
             use()

@@ -337,6 +337,15 @@ def test_without_owners_all_growth_is_the_test_s(books: Books) -> None:
     assert shares(books, -7) == [-7]
 
 
+def test_what_falls_while_a_module_is_imported_leaves_no_room_for_an_alarm(books: Books) -> None:
+    books.begin("setup", counters(host=100))
+    owner = Owner("import of heavy", only_adds=True)
+    books.enter(owner, counters(host=150))
+    books.leave(counters(host=110))
+    assert shares(books, 100) == [0]
+    assert shares(books, 117) == [17]
+
+
 def test_what_a_live_owner_took_is_expected_to_stay(books: Books) -> None:
     owned(books, "fixture", counters(host=0), counters(host=100))
     assert shares(books, 107) == [7]

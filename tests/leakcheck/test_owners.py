@@ -74,6 +74,15 @@ def test_it_does_not_take_what_is_another_s() -> None:
     assert owner.growth == {"host-memory": 15}
 
 
+def test_what_falls_meanwhile_is_a_fixture_s_and_not_an_import_s() -> None:
+    owner, imported = Owner("fixture"), Owner("import of heavy", only_adds=True)
+    for each in (owner, imported):
+        each.before = counters(host=10)
+        each.take(counters(host=4), (), ())
+    assert owner.growth == {"host-memory": -6}
+    assert imported.growth == {"host-memory": 0}
+
+
 def test_a_level_that_cannot_be_told_has_no_growth() -> None:
     assert taken(counters(host=None), counters(host=5)).growth == {}
     assert taken(counters(host=5), counters(host=None)).growth == {}

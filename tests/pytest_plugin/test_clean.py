@@ -91,6 +91,20 @@ def test_import_of_a_library_that_keeps_things():
     assert heavy.TABLE.sum() > 0
 
 
+def test_import_in_which_frozen_objects_die(tmp_path, monkeypatch):
+    import gc, sys
+
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "frees_some.py").write_text("import sys; sys.frozen_for_a_while.clear()")
+    sys.frozen_for_a_while = [[number] for number in range(50)]
+    gc.collect()
+    gc.freeze()
+    import frees_some
+
+    gc.unfreeze()
+    del sys.frozen_for_a_while, sys.modules["frees_some"]
+
+
 def test_import_of_torch_fx():
     import torch.fx
 
