@@ -11,6 +11,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lowtide.probes.device.allocations import read_allocations
@@ -25,6 +26,19 @@ _MOST_THREADS = 32
 
 _SMALLEST = 1 << 20
 """Bytes of the part by which a handle is known: the others are of a size that anything may have."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial has shown.
+
+    Attributes:
+        kept: those of the allocations that are idle handles, by name.
+        taken: address and bytes of what the trial itself has taken anew, which stays as well.
+    """
+
+    kept: frozenset[str] = frozenset()
+    taken: tuple[Range, ...] = ()
 
 
 class BlasHandles:
@@ -42,10 +56,10 @@ class BlasHandles:
             before: the driver's allocations before the call.
             after: those after it.
         """
-        self._sizes.setdefault(index, tuple(sorted(_new_sizes(index, before, after), reverse=True)))
+        self._sizes.setdefault(index, tuple(sorted((size for _, size in _new(index, before, after)), reverse=True)))
 
-    def kept(self, index: int, items: Mapping[str, int]) -> set[str]:
-        """Those of some new allocations that are idle handles, by name.
+    def tried(self, index: int, items: Mapping[str, int]) -> Trial:
+        """Which of some new allocations are idle handles.
 
         So many threads at once use the library as there would be idle handles; only what they do not have to take anew
         was there. What they take anew stays, as idle handles.
@@ -56,28 +70,30 @@ class BlasHandles:
         """
         sizes = self._sizes.get(index, ())
         if not sizes or sizes[0] < _SMALLEST:
-            return set()
+            return Trial()
         candidates = sum(size == sizes[0] for size in items.values())
         wanted = self._idle.get(index, 0) + candidates
         if not candidates or wanted > _MOST_THREADS:
-            return set()
+            return Trial()
         before = read_allocations(index) or ()
-        if not _use_at_once(index, wanted):
-            return set()
-        taken = sum(size == sizes[0] for size in _new_sizes(index, before, read_allocations(index) or ()))
+        has_worked = _use_at_once(index, wanted)
+        new = _new(index, before, read_allocations(index) or ())
+        if not has_worked:
+            return Trial(taken=tuple(new))
         self._idle[index] = wanted
+        taken = sum(size == sizes[0] for _, size in new)
         found: set[str] = set()
         for size, count in Counter(sizes).items():
             alike = [name for name, held in items.items() if held == size and name not in found]
             found.update(alike[: count * max(0, candidates - taken)])
-        return found
+        return Trial(frozenset(found), tuple(new))
 
 
-def _new_sizes(index: int, before: Sequence[Range], after: Sequence[Range]) -> list[int]:
-    """Bytes of each allocation that was not there before and is not torch's."""
+def _new(index: int, before: Sequence[Range], after: Sequence[Range]) -> list[Range]:
+    """Each allocation that was not there before and is not torch's."""
     known = set(before)
     segments = [(address, size) for _, address, size, _ in read_segments(index) or ()]
-    return [entry[1] for entry in after if entry not in known and not common([entry], segments)]
+    return [entry for entry in after if entry not in known and not common([entry], segments)]
 
 
 def _use_at_once(index: int, count: int) -> bool:

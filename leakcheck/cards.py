@@ -165,13 +165,16 @@ class Cards:
         explained = [(address, size) for _, address, size, _ in segments]
         explained += [part for pool in announced_pools() if pool.device == device for part in pool.ranges]
         readings[f"allocations {device}"] = {
-            f"allocation at {address:#x}": size
-            for address, size in allocations
-            if not common([(address, size)], explained)
+            allocation_name(address): size for address, size in allocations if not common([(address, size)], explained)
         }
         counted = _counted(now, device)
         unlisted = None if counted is None else counted - total(allocations)
         return _Card(readings, allocations, unlisted, now.amounts.get(f"driver {device}"))
+
+
+def allocation_name(address: int) -> str:
+    """How an allocation of the driver is called in the items of a reading."""
+    return f"allocation at {address:#x}"
 
 
 def _index(device: str) -> int:

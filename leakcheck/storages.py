@@ -86,9 +86,11 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
         del census
         newborn = {id(born.item): born for born in births.survivors() if is_tensor(born.item)}
         old = [item for item in everything if id(item) not in newborn]
+        owned = {key for owner in (*claims.owners, *ended) for key in owner.storages}
         if births.froze:
-            # What was frozen before it was ever seen young: new is what lies where nothing lay before.
-            known = set(seen)
+            # What was frozen before it was ever seen young: new is what lies where nothing lay before, and nothing that
+            # an earlier import or fixture has made, of which a clean test took no full reading.
+            known = {*seen, *owned}
             hidden = [item for item, keys in zip(old, keys_of_each(old), strict=True) if not keys <= known]
             newborn.update((id(item), Newborn(item, births.froze_in or births.label)) for item in hidden)
             old = [item for item in old if id(item) not in newborn]
@@ -108,7 +110,6 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
             if owner is None or any(owner is gone for gone in ended):
                 text = stage if owner is None or stage not in by_label else owner.stage
                 held.append(Held(key, storage.bytes, _text(storage), text, owner, turn))
-        owned = {key for owner in (*live, *ended) for key in owner.storages}
         moved = {key for key in older if key[0] != "cpu" and key not in seen and key not in owned}
         if moved:
             over = {

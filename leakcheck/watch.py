@@ -23,7 +23,7 @@ import msgspec
 from lowtide.leakcheck.blas_handles import BlasHandles
 from lowtide.leakcheck.books import Books, Subject
 from lowtide.leakcheck.cached_values import CachedValues, SortedValues
-from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards
+from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards, allocation_name
 from lowtide.leakcheck.causes import Cause, by_cause, with_causes
 from lowtide.leakcheck.cuts import namespace_sizes
 from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of, unclaimed
@@ -824,7 +824,7 @@ class Watch:
             may_thaw: whether a freeze that was done since the baseline may be undone: not that of an owner that lives.
         """
         first = self._read_deep(subjects, ended, self._seen, note)
-        if self._keeps_blas_handles(first):
+        if self._tries_blas_handles(first):
             first = self._read_deep(subjects, ended, self._seen)
         frozen_before = self._books.baseline.amounts.get("gc-frozen") or 0
         steps: list[Step[Deep]] = []
@@ -846,15 +846,20 @@ class Watch:
                 steps.append(Step(rung, self._read_deep(subjects, ended, self._seen), 0.0))
         return steps, frozen
 
-    def _keeps_blas_handles(self, deep: Deep) -> bool:
-        """Whether some of the test's allocations are handles that torch keeps for the next thread; they are known now.
+    def _tries_blas_handles(self, deep: Deep) -> bool:
+        """Whether some allocations are known now: handles that torch keeps for the next thread, and a trial's own.
 
         What a second run of the same call does not take again is a first use.
         """
         found = False
         for key, items in deep.readings[0].items.items():
-            if key.startswith("allocations ") and (kept := self._handles.kept(int(key.rpartition(":")[2]), items)):
-                self._cards.forget_allocations(key.partition(" ")[2], kept)
+            if not key.startswith("allocations "):
+                continue
+            device = key.partition(" ")[2]
+            trial = self._handles.tried(int(device.rpartition(":")[2]), items)
+            known = {*trial.kept, *(allocation_name(address) for address, _ in trial.taken)}
+            if known:
+                self._cards.forget_allocations(device, known)
                 found = True
         return found
 

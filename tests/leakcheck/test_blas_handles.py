@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lowtide.leakcheck import blas_handles
-from lowtide.leakcheck.blas_handles import BlasHandles
+from lowtide.leakcheck.blas_handles import BlasHandles, Trial
 
 MIB = 1 << 20
 HANDLE = (64 * MIB, 131072)
@@ -66,30 +66,44 @@ def handles(card: FakeCard) -> BlasHandles:
 
 def test_the_handles_of_threads_that_ended_are_kept(card: FakeCard, handles: BlasHandles) -> None:
     items = card.threads(3)
-    assert handles.kept(0, items) == set(items)
+    assert handles.tried(0, items).kept == set(items)
 
 
 def test_an_allocation_of_a_handle_s_size_that_no_thread_can_use_is_none(card: FakeCard, handles: BlasHandles) -> None:
     items = card.take(64 * MIB)
-    assert handles.kept(0, items) == set()
+    assert handles.tried(0, items).kept == set()
 
 
 def test_of_a_handle_and_a_leak_of_its_size_one_is_kept(card: FakeCard, handles: BlasHandles) -> None:
     items = {**card.threads(1), **card.take(64 * MIB)}
-    kept = handles.kept(0, items)
+    kept = handles.tried(0, items).kept
     assert sorted(items[name] for name in kept) == sorted(HANDLE)
 
 
 def test_idle_handles_of_earlier_tests_excuse_no_later_leak(card: FakeCard, handles: BlasHandles) -> None:
-    assert handles.kept(0, card.threads(2))
-    assert handles.kept(0, card.take(64 * MIB)) == set()
+    assert handles.tried(0, card.threads(2)).kept
+    assert handles.tried(0, card.take(64 * MIB)).kept == set()
 
 
 def test_where_no_handle_was_seen_nothing_is_tried(card: FakeCard) -> None:
-    assert BlasHandles().kept(0, card.threads(1)) == set()
+    assert BlasHandles().tried(0, card.threads(1)) == Trial()
 
 
 def test_a_trial_that_fails_proves_nothing(card: FakeCard, handles: BlasHandles) -> None:
     items = card.threads(1)
     card.broken = True
-    assert handles.kept(0, items) == set()
+    assert handles.tried(0, items).kept == set()
+
+
+def test_what_a_trial_takes_itself_is_told(card: FakeCard, handles: BlasHandles) -> None:
+    items = card.take(64 * MIB)
+    there = set(card.read(0))
+    trial = handles.tried(0, items)
+    assert trial == Trial(taken=tuple(entry for entry in card.read(0) if entry not in there))
+    assert sorted(size for _, size in trial.taken) == sorted(HANDLE)
+
+
+def test_what_a_trial_that_fails_has_taken_is_told(card: FakeCard, handles: BlasHandles) -> None:
+    items = card.take(64 * MIB)
+    card.broken = True
+    assert sorted(size for _, size in handles.tried(0, items).taken) == sorted(HANDLE)

@@ -105,6 +105,14 @@ def test_import_in_which_frozen_objects_die(tmp_path, monkeypatch):
     del sys.frozen_for_a_while, sys.modules["frees_some"]
 
 
+def test_freeze_when_a_library_has_made_tensors_before():
+    import gc
+
+    gc.collect()
+    gc.freeze()
+    gc.unfreeze()
+
+
 def test_import_of_torch_fx():
     import torch.fx
 
