@@ -13,13 +13,16 @@ from typing import Any
 from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.storages import Key, is_tensor, storage_keys
 from lowtide.probes.births import Newborn
-from lowtide.probes.caches import LRU_CACHE, CacheActivity, cache_entries
+from lowtide.probes.caches import BEYOND_CACHES, CacheActivity, cache_entries, walk_caches
 from lowtide.probes.foreign import is_a, module_of_class, type_name
 from lowtide.probes.heap import trace
 from lowtide.probes.reach import module_namespaces, reach
 
 _MOST_REACHED = 20_000
 """Objects that are looked at behind one cache, or behind one object that it holds."""
+
+_MOST_IN_ALL = 300_000
+"""Objects that are looked at behind all large caches together; what several of these reach is told of the first."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class CachedItem:
         namespaces = module_namespaces()
         found = []
         for entry in _single_entries(cache):
-            objects, _ = reach([entry], boundaries=(LRU_CACHE,), namespaces=namespaces, max_objects=_MOST_REACHED)
+            objects, _ = reach([entry], boundaries=BEYOND_CACHES, namespaces=namespaces, max_objects=_MOST_REACHED)
             if any(id(item) == self.identity for item in objects):
                 found.append(entry)
         return found
@@ -172,9 +175,10 @@ class FilledCaches:
         # Asked once: with torch's compiler loaded there are thousands of modules, and dozens of its caches fill.
         namespaces = module_namespaces()
         found = {}
-        for place, cache in enumerate(self._filled):
-            kept = _kept_by(cache, namespaces)
-            new = [item for item in kept if self._is_new(item, newborn)]
+        places = {id(cache): place for place, cache in enumerate(self._filled)}
+        for cache, objects, _ in walk_caches(self._filled, namespaces, _MOST_REACHED, _MOST_IN_ALL):
+            place = places[id(cache)]
+            new = [item for item in _kept_among(objects) if self._is_new(item, newborn)]
             stays = exempt("lru-cache", [_told(item, cache) for item in new]) if new else set()
             found[place] = [item for item in new if _told(item, cache) not in stays]
         return found
@@ -198,7 +202,11 @@ class FilledCaches:
 def _kept_by(cache: Any, namespaces: Collection[int]) -> list[Any]:
     """The `torch.nn.Module`s, and the objects that bound methods belong to, behind a cache's entries."""
     entries = cache_entries(cache)
-    objects, _ = reach(entries, boundaries=(LRU_CACHE,), namespaces=namespaces, max_objects=_MOST_REACHED)
+    objects, _ = reach(entries, boundaries=BEYOND_CACHES, namespaces=namespaces, max_objects=_MOST_REACHED)
+    return _kept_among(objects)
+
+
+def _kept_among(objects: list[Any]) -> list[Any]:
     kept = [item.__self__ if type(item) is MethodType else item for item in objects]
     kept = [item for item, of in zip(kept, objects, strict=True) if type(of) is MethodType or _is_module(item)]
     return list({id(item): item for item in kept}.values())
@@ -225,7 +233,7 @@ def _outermost(items: Iterable[Any], judged: Collection[Key]) -> list[Any]:
     for item in items:
         if id(item) in inside:
             continue
-        objects, _ = reach([item], boundaries=(LRU_CACHE,), namespaces=namespaces, max_objects=_MOST_REACHED)
+        objects, _ = reach([item], boundaries=BEYOND_CACHES, namespaces=namespaces, max_objects=_MOST_REACHED)
         own = set(map(id, objects))
         inside |= own
         kept = {identity: other for identity, other in kept.items() if identity not in own}

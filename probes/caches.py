@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress
 from types import MethodType
@@ -24,6 +25,16 @@ from lowtide.probes.tensors import held_ranges, survey_storages
 
 LRU_CACHE = type(functools.lru_cache(maxsize=1)(len))
 
+BEYOND_CACHES: tuple[type, ...] = (LRU_CACHE, logging.Handler, logging.Manager)
+"""Types that a walk from a cache's entries does not look into.
+
+Another cache holds its own entries; and from any logger a walk comes to all loggers, to their handlers, and through the
+records that these keep to whatever was ever logged.
+"""
+
+_FEW = 2000
+"""Objects behind one cache that are walked for by themselves: most caches hold fewer."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheReading:
@@ -37,7 +48,8 @@ class CacheReading:
         tensors: tensors that its entries reach.
         modules: `torch.nn.Module`s that its entries reach.
         bound_objects: type names of the objects that the bound methods reached belong to, sorted, each once.
-        truncated: whether the walk stopped at its limit, so that there may be more.
+        truncated: whether the walk stopped at its limit, or before what another cache reaches too, so that there may be
+            more.
         held: device, address and length of the memory behind `tensor_bytes`.
     """
 
@@ -53,23 +65,26 @@ class CacheReading:
 
 
 def read_caches(
-    objects: Iterable[object] | Census | None = None, *, max_objects: int = 100_000
+    objects: Iterable[object] | Census | None = None, *, max_objects: int = 100_000, max_in_all: int | None = None
 ) -> tuple[CacheReading, ...]:
     """Reads every cache with at least one entry; sorted by name.
 
     Args:
         objects: what to look through; default: everything alive (`all_objects()`).
         max_objects: how many objects to look at per cache.
+        max_in_all: how many objects to look at behind all those caches together that reach more than a few thousand.
+            Then what one of these reaches is not walked through for the next: in a real engine's process dozens of
+            caches reach the same half of the heap. Default: no limit, and each by itself.
 
-    The walk stops at modules and their namespaces, classes, code, frames and other caches, and of a function follows
-    its closure and its defaults only: what lies beyond is held by others as well. It does not pass to the target of a
-    weak reference, which keeps nothing alive. The cached function itself is no entry.
+    The walk stops at modules and their namespaces, classes, code, frames, logging's manager and handlers, and other
+    caches, and of a function follows its closure and its defaults only: what lies beyond is held by others as well. It
+    does not pass to the target of a weak reference, which keeps nothing alive. The cached function itself is no entry.
     """
     with collector_paused():
         census = objects if isinstance(objects, Census) else Census(all_objects() if objects is None else objects)
-        wrappers = census.exactly(LRU_CACHE)
+        wrappers = [wrapper for wrapper in census.exactly(LRU_CACHE) if wrapper.cache_info().currsize]
         namespaces = module_namespaces()
-        readings = [_read(wrapper, namespaces, max_objects) for wrapper in wrappers if wrapper.cache_info().currsize]
+        readings = [_read(*walked) for walked in walk_caches(wrappers, namespaces, max_objects, max_in_all)]
     return tuple(sorted(readings, key=lambda reading: (reading.name, reading.entries, reading.held)))
 
 
@@ -135,11 +150,42 @@ class CacheActivity:
         return alive
 
 
-def _read(wrapper: Any, namespaces: Collection[int], max_objects: int) -> CacheReading:
+def walk_caches(
+    wrappers: Iterable[Any], namespaces: Collection[int], max_objects: int, max_in_all: int | None = None
+) -> Iterator[tuple[Any, list[Any], bool]]:
+    """Each cache with what its entries reach, and whether that may not be all.
+
+    Args:
+        wrappers: the caches.
+        namespaces: `module_namespaces()`.
+        max_objects: as of `read_caches`.
+        max_in_all: as of `read_caches`.
+    """
+    if max_in_all is None:
+        for wrapper in wrappers:
+            yield (wrapper, *_walk(wrapper, namespaces, max_objects))
+        return
+    large: list[Any] = []
+    for wrapper in wrappers:
+        reached, is_more = _walk(wrapper, namespaces, min(_FEW, max_objects))
+        if is_more and max_objects > _FEW:
+            large.append(wrapper)
+        else:
+            yield wrapper, reached, is_more
+    known, left = set(namespaces), max_in_all
+    for number, wrapper in enumerate(large):
+        reached, is_more = _walk(wrapper, known, min(max_objects, max(left, 1)))
+        left -= len(reached)
+        known.update(map(id, reached))
+        yield wrapper, reached, is_more or number > 0
+
+
+def _walk(wrapper: Any, namespaces: Collection[int], max_objects: int) -> tuple[list[Any], bool]:
+    return reach(cache_entries(wrapper), boundaries=BEYOND_CACHES, namespaces=namespaces, max_objects=max_objects)
+
+
+def _read(wrapper: Any, reached: list[Any], truncated: bool) -> CacheReading:
     info = wrapper.cache_info()
-    reached, truncated = reach(
-        cache_entries(wrapper), boundaries=(LRU_CACHE,), namespaces=namespaces, max_objects=max_objects
-    )
     torch = sys.modules.get("torch")
     held: tuple[tuple[str, int, int], ...] = ()
     tensors = modules = 0

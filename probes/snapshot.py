@@ -107,6 +107,10 @@ class Snapshot:
         return 0 if reading is None else reading.reserved
 
 
+_MOST_BEHIND_CACHES = 300_000
+"""Objects behind all large caches together that one snapshot looks at: a third of a second."""
+
+
 def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = ()) -> Snapshot:
     """Reads everything once; the heap is gone through once for all probes that need it.
 
@@ -132,7 +136,7 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         pinned = read_pinned()
         census = Census(all_objects())
         survey = survey_storages(census)
-        caches = read_caches(census)
+        caches = read_caches(census, max_in_all=_MOST_BEHIND_CACHES)
         del census
         tensors = summarize(survey, pools)
         pooled = [part for pool in pools if _in_host_memory(pool) for part in pool.ranges]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 import sys
 import types
 import weakref
@@ -244,3 +245,55 @@ def test_a_cache_in_a_frozen_heap_is_seen() -> None:
 
 def test_the_probes_have_no_cache_of_their_own() -> None:
     assert [reading.name for reading in read_caches() if reading.name.startswith("lowtide.probes")] == []
+
+
+def test_what_a_logger_s_handlers_hold_is_no_cache_s() -> None:
+    class Handler(logging.Handler):
+        records = (torch.ones(100),)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = torch.ones(50)
+
+    @functools.cache
+    def print_once(logger: logging.Logger, text: str) -> torch.Tensor:
+        return torch.ones(25)
+
+    logger = logging.Logger("of_a_test")
+    logger.addHandler(Handler())
+    print_once(logger, "hello")
+    assert reading_of(print_once).tensor_bytes == 100
+
+
+def caches_of_one_heap(number: int, size: int) -> tuple[list[Any], Any]:
+    """So many caches that hold one list of tensors, and one that holds a small tensor of its own."""
+    shared = [torch.ones(1) for _ in range(size)]
+    caches = [functools.cache(lambda key: shared) for _ in range(number)]
+    for cache in caches:
+        cache(1)
+    small = functools.cache(lambda key: torch.ones(25))
+    small(1)
+    return caches, small
+
+
+def test_what_several_caches_reach_is_walked_through_once() -> None:
+    caches, small = caches_of_one_heap(3, 3000)
+    by_themselves = read_caches([*caches, small])
+    assert sorted(reading.tensor_bytes for reading in by_themselves) == [100, 12000, 12000, 12000]
+    assert not any(reading.truncated for reading in by_themselves)
+    together = read_caches([*caches, small], max_in_all=100_000)
+    assert sorted(reading.tensor_bytes for reading in together) == [0, 0, 100, 12000]
+    assert sorted(reading.truncated for reading in together) == [False, False, True, True]
+    assert bytes_held(together) == bytes_held(by_themselves) == 12100
+
+
+def test_all_together_look_at_so_many_objects_only() -> None:
+    caches, small = caches_of_one_heap(2, 3000)
+    together = read_caches([*caches, small], max_in_all=2500)
+    assert 0 < bytes_held(together) < 12100
+    assert sum(reading.truncated for reading in together) == 2
+
+
+def test_caches_that_hold_little_are_read_by_themselves_in_either_case() -> None:
+    caches, small = caches_of_one_heap(2, 30)
+    assert read_caches([*caches, small], max_in_all=1) == read_caches([*caches, small])
