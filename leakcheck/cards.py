@@ -55,6 +55,8 @@ class Cards:
     def __init__(self, *, driver: bool) -> None:
         self._driver = driver
         self._known: dict[str, _Card] = {}
+        # The last list, with the figures at which it was taken; only while one judgement lasts.
+        self._listed: dict[str, tuple[tuple[int | None, ...], tuple[Range, ...]]] = {}
         # Looked for where the driver counts more than it lists, and only then.
         self._mappings: dict[str, Mapping[str, int]] = {}
 
@@ -80,6 +82,7 @@ class Cards:
             if self._grown(device, card) > UNLISTED_TOLERANCE:
                 self._mappings[device] = _mappings(device, card)
             self._known[device] = card
+        self._listed.clear()
 
     def new_items(self, now: Counters, devices: Iterable[str], claimed: Collection[int]) -> dict[str, dict[str, int]]:
         """By metric's key (`native cuda:0`, `reserved cuda:0`, …), what was not there then."""
@@ -145,6 +148,15 @@ class Cards:
         known = self._known.get(device, _Card()).unlisted
         return 0 if known is None or card.unlisted is None else card.unlisted - known
 
+    def _allocations(self, device: str, now: Counters) -> tuple[Range, ...] | None:
+        """What the driver lists; where its figures are as they were in this judgement, what is left of that list."""
+        figures, (known, listed) = _figures(now, device), self._listed.get(device, ((), ()))
+        is_known = known == figures and figures[0] is not None
+        found = read_allocations(_index(device), listed) if is_known else read_allocations(_index(device))
+        if found is not None:
+            self._listed[device] = (figures, found)
+        return found
+
     def _read(self, device: str, claimed: Collection[int], now: Counters) -> _Card:
         index = _index(device)
         readings: dict[str, dict[str, int]] = {}
@@ -159,7 +171,7 @@ class Cards:
                 readings[key] = {f"{word} at {address:#x}": size for address, size in found.items()}
         segments = read_segments(index) or []
         readings[f"reserved {device}"] = _empty_pools(segments)
-        allocations = read_allocations(index) if self._driver else None
+        allocations = self._allocations(device, now) if self._driver else None
         if allocations is None:
             return _Card(readings)
         explained = [(address, size) for _, address, size, _ in segments]
@@ -170,6 +182,16 @@ class Cards:
         counted = _counted(now, device)
         unlisted = None if counted is None else counted - total(allocations)
         return _Card(readings, allocations, unlisted, now.amounts.get(f"driver {device}"))
+
+
+def _figures(now: Counters, device: str) -> tuple[int | None, ...]:
+    """What changes when the driver gives out memory, in the steps in which it does, or takes some back."""
+    return (
+        now.amounts.get(f"driver {device}"),
+        now.amounts.get(f"reserved {device}"),
+        now.amounts.get(f"memory-pool {device}"),
+        sum(now.items.get(f"arena {device}", {}).values()),
+    )
 
 
 def allocation_name(address: int) -> str:

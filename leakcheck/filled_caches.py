@@ -134,7 +134,7 @@ class FilledCaches:
 
     def suspects(self, survivors: Iterable[Newborn]) -> bool:
         """Whether a filled cache holds anything that may be its alone; looks at nothing but the caches."""
-        return bool(self._filled) and any(self._new_in_each(survivors).values())
+        return bool(self._filled) and any(self._new_in_each(survivors, module_namespaces()).values())
 
     def held(self, survivors: Iterable[Newborn], judged: Collection[Key]) -> dict[str, int]:
         """New modules, and objects of bound methods, that live only because of the filled caches, as text with 1 each.
@@ -148,12 +148,14 @@ class FilledCaches:
         """
         if not self._filled:
             return {}
-        in_each = self._new_in_each(survivors)
+        # Asked once: with torch's compiler loaded there are thousands of modules, and dozens of its caches fill.
+        namespaces = module_namespaces()
+        in_each = self._new_in_each(survivors, namespaces)
         self._find_alone([item for items in in_each.values() for item in items])
         found: dict[str, int] = {}
         for place, items in in_each.items():
             cache = self._filled[place]
-            for item in _outermost([item for item in items if self._alone[id(item)]], judged):
+            for item in _outermost([item for item in items if self._alone[id(item)]], judged, namespaces):
                 text = _told(item, cache)
                 found[text] = 1
                 self._told[text] = CachedItem(weakref.ref(cache), _name(cache), id(item))
@@ -169,11 +171,9 @@ class FilledCaches:
         """What is told by these texts; it may be asked for long after `forget`."""
         return {name: self._told[name] for name in names if name in self._told}
 
-    def _new_in_each(self, survivors: Iterable[Newborn]) -> dict[int, list[Any]]:
+    def _new_in_each(self, survivors: Iterable[Newborn], namespaces: Collection[int]) -> dict[int, list[Any]]:
         """By a filled cache's place, the modules and owners of bound methods in it that were born since the mark."""
         newborn = {id(born.item) for born in survivors}
-        # Asked once: with torch's compiler loaded there are thousands of modules, and dozens of its caches fill.
-        namespaces = module_namespaces()
         found = {}
         places = {id(cache): place for place, cache in enumerate(self._filled)}
         for cache, objects, _ in walk_caches(self._filled, namespaces, _MOST_REACHED, _MOST_IN_ALL):
@@ -225,11 +225,10 @@ def _told(item: object, cache: Any) -> str:
     return f"{type_name(type(item))} at {id(item):#x} in {_name(cache)}"
 
 
-def _outermost(items: Iterable[Any], judged: Collection[Key]) -> list[Any]:
+def _outermost(items: Iterable[Any], judged: Collection[Key], namespaces: Collection[int]) -> list[Any]:
     """Without those that another one of them holds, and without those that lead to a storage that is judged."""
     kept: dict[int, Any] = {}
     inside: set[int] = set()
-    namespaces = module_namespaces()
     for item in items:
         if id(item) in inside:
             continue

@@ -27,14 +27,17 @@ class FakeCard:
     created: int = 0
     idle_pool: int = 0
     searches: int = 0
+    lists: int = 0
 
     def now(self) -> Counters:
         counted = self.context + self.created + self.idle_pool + sum(self.listed.values()) + sum(self.mapped.values())
         amounts = {f"driver {CARD}": counted, f"reserved {CARD}": 0, f"memory-pool {CARD}": self.idle_pool}
         return Counters({}, amounts, {})
 
-    def allocations(self, index: int) -> tuple[tuple[int, int], ...]:
-        return tuple(sorted(self.listed.items()))
+    def allocations(self, index: int, among: Sequence[tuple[int, int]] | None = None) -> tuple[tuple[int, int], ...]:
+        self.lists += among is None
+        there = self.listed.items()
+        return tuple(sorted(there if among is None else (entry for entry in there if entry in among)))
 
     def mappings(self, index: int, listed: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         self.searches += 1
@@ -136,3 +139,31 @@ def test_a_card_that_was_forgotten_is_to_be_read_again(card: FakeCard, known: Ca
     assert not known.knows(CARD)
     known.adopt(card.now(), [CARD], ())
     assert new(known, card) == {}
+
+
+def test_one_judgement_lists_a_card_once_as_long_as_its_figures_stay(card: FakeCard, known: Cards) -> None:
+    card.listed[0x1000] = 64 * MIB
+    lists = card.lists
+    assert new(known, card) == new(known, card) == {f"allocations {CARD}": {"allocation at 0x1000": 64 * MIB}}
+    assert card.lists == lists + 1
+    known.adopt(card.now(), [CARD], ())
+    assert card.lists == lists + 1
+    assert new(known, card) == {}
+    assert card.lists == lists + 2
+
+
+def test_what_went_in_a_judgement_is_not_told_of_an_old_list(card: FakeCard, known: Cards) -> None:
+    card.listed |= {0x1000: 64 * MIB, 0x5000: 512}
+    assert len(new(known, card)[f"allocations {CARD}"]) == 2
+    now = card.now()
+    del card.listed[0x5000]
+    # So small a part of the driver's step does not show in its figure.
+    found = known.new_items(now, [CARD], ())
+    assert found[f"allocations {CARD}"] == {"allocation at 0x1000": 64 * MIB}
+
+
+def test_what_came_in_a_judgement_is_seen_by_the_figures(card: FakeCard, known: Cards) -> None:
+    card.listed[0x1000] = 64 * MIB
+    assert len(new(known, card)[f"allocations {CARD}"]) == 1
+    card.listed[0x9000] = 2 * MIB
+    assert len(new(known, card)[f"allocations {CARD}"]) == 2
