@@ -51,6 +51,7 @@ from lowtide.leakcheck.listing import FROZEN, listed
 from lowtide.leakcheck.metrics import NOT_OF_PYTHON, Metric
 from lowtide.leakcheck.owner_growth import COUNTED, growth_of, limit_passed, merged, note_growth, rest_of
 from lowtide.leakcheck.owners import Claims, Owner
+from lowtide.leakcheck.past_torch import PastTorch
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, UNLISTED_TOLERANCE, Reading, host_memory_tolerance, plain_metrics
 from lowtide.leakcheck.remains import Remains
 from lowtide.leakcheck.remedies import prove
@@ -188,6 +189,7 @@ class Watch:
         self._first_use = FirstUse()
         self._handles = BlasHandles()
         self._warm_up = WarmUp(self._handles, self._warming_up)
+        self._past_torch = PastTorch()
         self._stacks = AllocationStacks(
             card=self.policy.card and self.policy.stacks != "off", cpu=self.policy.stacks == "all"
         )
@@ -290,6 +292,8 @@ class Watch:
         self._remains.mark()
         self._namespaces = namespace_sizes()
         now = self._counters.read_in_part(settings="no library's") if follows else self._read()
+        if self._joins_card(now):
+            now = self._read()
         self._is_judged = judged
         if self._level_at_end is not None:
             self._kept.fell(max(self._level_at_end - (now.amounts["host-memory"] or 0), 0))
@@ -307,6 +311,17 @@ class Watch:
         """Again and again: torch may have been imported meanwhile, or a card used by another thread."""
         if self.policy.card and self.policy.warm_up != "off":
             self._warm_up.queue()
+
+    def _joins_card(self, now: Counters) -> bool:
+        """Whether torch has just been warmed up on a card that the program uses without it, to be judged from here on.
+
+        The program has a context there already.
+        """
+        may_warm_up = self.policy.card and self.policy.warm_up != "off" and "torch" in sys.modules
+        if not may_warm_up or self._warm_up.is_done or not self._past_torch.cards(now):
+            return False
+        self._warm_up.now()
+        return True
 
     def _warming_up(self, use: Callable[[], None]) -> None:
         """What the first use of a card takes belongs to the process, whoever's test it is in."""
@@ -492,6 +507,7 @@ class Watch:
         self._caches.born(self._births.born() if self._caches.any_filled else ())
         untold = tuple(NotMeasured(what=key, why=why) for key, why in now.untold.items())
         untold += self._warm_up.told() + self._unseen.not_measured
+        untold += self._past_torch.told(now) if self.policy.card else ()
         if not self._suspects(now, ended):
             return Verdict(not_measured=untold, findings=self._kept_in_all(now, ended, final=final))
         born = self._births.born()
