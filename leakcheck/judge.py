@@ -164,9 +164,7 @@ def _finding(
         holder, advice = holder or DRIVER_HOLDER, DRIVER_ADVICE
     elif cause == "native" and new:
         advice = f"release or deregister it at {stage}, where its owner ends"
-    amount = format_amount(left, metric.unit)
-    message = f"{amount} of {_name(metric)}" if metric.unit == "bytes" else amount
-    message += f" did not come back at {stage}"
+    message = f"{named_amount(metric, left)} did not come back at {stage}"
     if new:
         message += ": " + ", ".join(new)
     message += returns
@@ -196,6 +194,12 @@ def _finding(
         remedy=remedy,
         advice=advice,
     )
+
+
+def named_amount(metric: Metric[Any], amount: int) -> str:
+    """`4.0 MiB of driver on cuda:0`, `3 threads`: how much of what a metric counts."""
+    text = format_amount(amount, metric.unit)
+    return f"{text} of {_name(metric)}" if metric.unit == "bytes" else text
 
 
 def _bytes(metric: Metric[Any], amount: int) -> int:

@@ -113,7 +113,7 @@ class Leftovers:
         """Undo a freeze that a life did, and collect; False if there was none."""
         if not self._frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
             return False
-        context = self._context(None)
+        context = self.context(None)
         self._behind_frozen = behind_frozen_holders({held.key for held in self._found.rows[0]}, context)
         hidden = thaw(self._births.froze_in or self._births.label, self._seen)
         self._found.rows[0] = (*self._found.rows[0], *hidden)
@@ -125,7 +125,7 @@ class Leftovers:
         if not devices:
             return []
         self.read(Rung.RAW)
-        leaks = self._leaks(self._context(engine), devices, only=cycle)
+        leaks = self._leaks(self.context(engine), devices, only=cycle)
         self._found = _Found()
         findings = [leak.finding for leak in leaks]
         self._earlier.update((finding.fingerprint, finding) for finding in findings)
@@ -152,7 +152,7 @@ class Leftovers:
             tuple(held for held in row if held.stage == "infer" and not is_pooled(held.key[1]))
             for row in self._found.rows
         ]
-        leaks = self._leaks(dataclasses.replace(self._context(engine), living=True), {device}, only=cycle)
+        leaks = self._leaks(dataclasses.replace(self.context(engine), living=True), {device}, only=cycle)
         self._found = _Found()
         return [_advised(leak.finding) for leak in leaks]
 
@@ -164,7 +164,7 @@ class Leftovers:
             cycle: its number.
             devices: where tensors did not come back, besides those that a freeze had hidden.
         """
-        context = self._context(engine, lives=cycle)
+        context = self.context(engine, lives=cycle)
         hidden = {held.key[0] for row in self._found.rows[1:2] for held in self._found.rows[0] if held not in row}
         findings = prove(self._leaks(context, {*devices, *hidden}), context)
         now = {finding.fingerprint for finding in findings}
@@ -191,7 +191,13 @@ class Leftovers:
             leaks += tensor_leaks(of_device, self._found.rungs, explained, context)
         return leaks
 
-    def _context(self, engine: object, lives: int = 1) -> Context:
+    def context(self, engine: object, lives: int = 1) -> Context:
+        """What is known around what is left, while an engine is held.
+
+        Args:
+            engine: the one that was shut down, or sleeps.
+            lives: how many there were.
+        """
         return Context(
             born=self._births.born(),
             # Whoever called shutdown still has the engine, and may.

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 import msgspec
 
 from lowtide.leakcheck import contract
+from lowtide.leakcheck.empty_pools import of_empty_pools
 from lowtide.leakcheck.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.growth import GrowthWatch
 from lowtide.leakcheck.imported import Imported
 from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.interrupts import Interrupts
-from lowtide.leakcheck.judge import excesses, grouped, judge
+from lowtide.leakcheck.judge import Judgement, excesses, grouped, judge, named_amount
 from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy, Step, climb, release
 from lowtide.leakcheck.late_release import DRIVER_PATIENCE, wait_for_release
 from lowtide.leakcheck.leftovers import Leftovers
@@ -52,6 +53,8 @@ if sys.version_info < (3, 11):
 
 _OF_GROUPS = ("driver", "file-descriptors", "threads")
 """What a process group holds besides itself."""
+
+_NO_SECOND_LIFE = "libraries move it in a first life, and no whole second life followed to compare it with"
 
 SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "infer", "shutdown")
 """One whole life."""
@@ -140,6 +143,9 @@ class LifecycleRun:
         self._context: dict[str, int] = {}
         self._first_baseline: Snapshot | None = None
         self._warm_baseline: Snapshot | None = None
+        # What the first life left, and whether a whole one has followed that says how much of that was first use.
+        self._first_end: Snapshot | None = None
+        self._has_compared = False
         self._expected: Sequence[Sequence[int]] | None = None
         self._leftovers = Leftovers(card=device != "cpu")
         # Of what is counted and not followed one by one: in which lives there was more of it at the end.
@@ -354,6 +360,8 @@ class LifecycleRun:
             self._interrupt()
             steps = self._climb(metrics, baselines, (Rung.SETTLE, Rung.COLLECT))
         self._note_first_use(cycle, baseline, steps[-1].reading)
+        self._first_end = steps[-1].reading if cycle == 1 else self._first_end
+        self._has_compared |= cycle > 1 and not self._failure
         is_last = cycle == self._cycles or bool(self._failure)
         self._stages.append(("shutdown", cycle, seconds, before, steps[0].reading, 0, 0))
         missing = self._missing(metrics, baselines, steps[-1].reading)
@@ -371,6 +379,7 @@ class LifecycleRun:
         for start in baselines:
             judged = self._metrics_since(start, metrics)
             judgement = judge(judged, start, steps, stage="shutdown", cycle=cycle, actions=actions)
+            judgement = self._with_pools(judgement, judged, start, steps[-1].reading, engine)
             found = [finding for finding in judgement.findings if not _is_told(finding, explained)]
             # Whether a tensor that nobody sees keeps an arena is known when the heap is thawed, after the last life.
             hidden = is_last and any(finding.verdict == "frozen-garbage" for finding in of_tensors)
@@ -380,9 +389,10 @@ class LifecycleRun:
             if start is baseline:
                 self._returns += [item for item in judgement.returns if not _is_told(item, explained)]
                 offset = 1 if self._cycles > 1 else 0
-                for finding in judgement.findings:
+                for finding, key in zip(judgement.findings, judgement.keys, strict=True):
                     is_late = any(
-                        metric.first_use and (metric.resource, metric.device) == (finding.resource, finding.device)
+                        metric.first_use
+                        and (metric.resource, metric.device, metric.key) == (finding.resource, finding.device, key)
                         for metric in judged
                     )
                     self._left_in.setdefault(finding.fingerprint, []).append(cycle - (offset if is_late else 0))
@@ -394,6 +404,23 @@ class LifecycleRun:
         self._findings += changed
         if is_last and any(finding.remedy is not None for finding in changed):
             self._drop_what_went_too(metrics, baselines)
+
+    def _with_pools(
+        self,
+        judgement: Judgement,
+        metrics: Sequence[Metric[Snapshot]],
+        start: Snapshot,
+        now: Snapshot,
+        engine: object,
+    ) -> Judgement:
+        """With who holds the private pools of torch's allocator that no rung gave back."""
+        findings = list(judgement.findings)
+        for metric in metrics:
+            if metric.key and metric.key in judgement.keys and (left := metric.new_items(start, now)):
+                place = judgement.keys.index(metric.key)
+                context = self._leftovers.context(engine)
+                findings[place] = of_empty_pools(findings[place], metric.key, left, context)
+        return dataclasses.replace(judgement, findings=tuple(findings))
 
     def _drop_what_went_too(self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]) -> None:
         """What is back now that a process group is destroyed was the group's, and is told with it."""
@@ -633,7 +660,8 @@ class LifecycleRun:
 
     def _subject(self) -> Subject:
         findings = tuple(map(self._with_trend, grouped(self._findings)))
-        not_measured = (*self._not_measured.values(), *self._once_so_far, *largest_of_each(self._unseen.not_measured))
+        not_measured = (*self._not_measured.values(), *self._not_compared(), *self._once_so_far)
+        not_measured += largest_of_each(self._unseen.not_measured)
         outcome, reason = judged_as("leak" if findings else "clean", not_measured)
         if self._failure and not findings:
             outcome, reason = "error", self._failure
@@ -649,6 +677,21 @@ class LifecycleRun:
             not_measured=not_measured,
             type_growth=self._type_growth if findings else (),
         )
+
+    def _not_compared(self) -> list[NotMeasured]:
+        """What the first life left of what libraries move in it, where no second one could say what is theirs."""
+        if self._cycles == 1 or self._has_compared or self._first_baseline is None or self._first_end is None:
+            return []
+        late = [metric for metric in map(self._without_first_use, self._metrics_without_imports()) if metric.first_use]
+        left = [
+            f"{named_amount(item.metric, item.above)} after the shutdown of cycle 1"
+            for item in excesses(late, self._first_baseline, self._first_end)
+            if item.above is not None and not item.is_back
+        ]
+        if self._indices:
+            lived = dict.fromkeys(name for name, *_ in self._stages if name in self._emptying)
+            left += [f"the driver's level on {self._device} in {name}" for name in lived]
+        return [NotMeasured(what=what, why=_NO_SECOND_LIFE) for what in left]
 
     def _with_trend(self, finding: Finding) -> Finding:
         if finding.trend is not None or finding.fingerprint not in self._left_in:

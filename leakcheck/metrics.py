@@ -50,7 +50,7 @@ class Metric(Generic[R]):
         what: how a finding calls it, if not by the resource.
         cause: what a finding says when no rung brings it back.
         verdict: likewise.
-        key: under which a plain test's reading has it; empty for the metrics of an engine's life.
+        key: under which a plain test's reading has it; of an engine's life only that of private pools has one.
     """
 
     resource: Resource
@@ -133,6 +133,14 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
                 verdict="in-flight",
             ),
             Metric("reserved", device, lambda s: empty_segments(s, device), first_use=True),
+            Metric(
+                "reserved",
+                device,
+                lambda s: sum(empty_private_pools(s, device).values()),
+                items=lambda s: empty_private_pools(s, device),
+                what="private pools",
+                key=f"reserved {device}",
+            ),
             Metric(
                 "driver",
                 device,
@@ -238,11 +246,27 @@ def arena_without_tensors(snapshot: Snapshot, device: str) -> int:
 
 
 def empty_segments(snapshot: Snapshot, device: str) -> int | None:
-    """Bytes of torch's segments in which nothing is in use: reserved for nothing but the next allocation."""
+    """Bytes of the default pool's segments in which nothing is in use: reserved for nothing but the next allocation."""
     allocator = snapshot.allocator(device)
     if allocator is None:
         return 0
-    return sum(pool.empty for pool in allocator.pools) if allocator.trusted else None
+    return sum(pool.empty for pool in allocator.pools if not pool.private) if allocator.trusted else None
+
+
+def empty_private_pools(snapshot: Snapshot, device: str) -> dict[str, int]:
+    """Bytes of private pools' segments in which nothing is in use, by name: no library's first use makes these.
+
+    They go back only when the pool's owner is gone.
+    """
+    allocator = snapshot.allocator(device)
+    if allocator is None or not allocator.trusted:
+        return {}
+    return {
+        f"pool {pool.pool_id}, segment at {address:#x}": size
+        for pool in allocator.pools
+        if pool.private
+        for address, size in pool.empty_at
+    }
 
 
 ALLOCATOR_HOLDER = "torch's caching allocator"

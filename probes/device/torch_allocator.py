@@ -7,7 +7,7 @@ import re
 import sys
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class PoolSegments:
         unclaimed: bytes of the blocks in use that neither a live storage nor a workspace explains: what native code
             holds, such as tensors that autograd saved and caches in C++.
         pending: bytes of the blocks that were freed while a stream still worked on them.
+        empty_at: address and bytes of each segment in which no block is in use.
     """
 
     pool_id: tuple[int, int]
@@ -44,6 +45,7 @@ class PoolSegments:
     empty: int
     unclaimed: int
     pending: int
+    empty_at: tuple[tuple[int, int], ...] = field(default=(), compare=False)
 
     @property
     def private(self) -> bool:
@@ -197,14 +199,17 @@ def parse_pools(
     """
     addresses = sorted(claimed)
     sums: dict[tuple[int, int], list[int]] = {}
+    empty_at: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for segment in segments:
         if segment["device"] != device:
             continue
         first, second = segment.get("segment_pool_id", (0, 0))
-        held = sums.setdefault((int(first), int(second)), [0, 0, 0, 0, 0, 0, 0])
+        pool_id = int(first), int(second)
+        held = sums.setdefault(pool_id, [0, 0, 0, 0, 0, 0, 0])
         held[0] += segment["total_size"]
         if all(block["state"] == "inactive" for block in segment["blocks"]):
             held[4] += segment["total_size"]
+            empty_at.setdefault(pool_id, []).append((segment["address"], segment["total_size"]))
         for block in segment["blocks"]:
             if block["state"] == "inactive":
                 continue
@@ -216,7 +221,12 @@ def parse_pools(
                 held[5] += block["size"]
             elif is_pending(block):
                 held[6] += block["size"]
-    return tuple(PoolSegments(pool_id, *held) for pool_id, held in sorted(sums.items()))
+    found = []
+    for pool_id, (reserved, allocated, blocks, workspaces, empty, unclaimed, pending) in sorted(sums.items()):
+        places = tuple(sorted(empty_at.get(pool_id, ())))
+        amounts = (reserved, allocated, blocks, workspaces, empty, unclaimed, pending)
+        found.append(PoolSegments(pool_id, *amounts, places))
+    return tuple(found)
 
 
 class UnexplainedBlocks(NamedTuple):
