@@ -21,6 +21,7 @@ import msgspec
 from lowtide.leakcheck.cuts import Cut
 from lowtide.leakcheck.endings import class_named, ending_of, on
 from lowtide.leakcheck.explain import Holder, first_holders
+from lowtide.leakcheck.graph_parts import graph_parts
 from lowtide.leakcheck.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.listing import listed
 from lowtide.leakcheck.path_names import way_text
@@ -76,10 +77,14 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
     shared = _shared_causes(leaks, context) if len({leak.key for leak in leaks}) > 1 else {}
     mapped = _mapped_files(found)
     shared.update((("file-descriptors", name), Cause(("tensors", turn))) for name, turn in mapped.items())
+    of_graphs = graph_parts(found, context)
+    shared.update((named, Cause(("cuda-graph", group))) for named, group in of_graphs.names.items())
     drafts: list[Draft] = []
     causes: list[Cause | None] = []
     for turn, draft in enumerate(found):
         own = _graph_of(draft) or (Cause(("tensors", turn)) if turn in mapped.values() else None)
+        if own is None and turn in of_graphs.places:
+            own = Cause(("cuda-graph", of_graphs.places[turn]))
         for part, cause in _split(draft, shared) if isinstance(draft, ItemLeak) else [(draft, own)]:
             for each in _apart(part, context) if cause is None else [part]:
                 drafts.append(each)
@@ -120,12 +125,12 @@ def _as_one(group: Sequence[Finding], cause: Cause | None) -> Finding:
     return msgspec.structs.replace(first, parts=tuple(parts), message=message, holder=holder, path=path, advice=advice)
 
 
-def _rank(finding: Finding) -> tuple[int, bool, bool]:
+def _rank(finding: Finding) -> tuple[int, bool, bool, bool]:
     resource = _MAIN.index(finding.resource) if finding.resource in _MAIN else -1
     if finding.resource == "host-memory":
         resource = len(_MAIN)
-    # A tensor has a path, and bytes.
-    return resource, finding.cause != "autograd", finding.resource == "lru-cache"
+    # A tensor has a path, and bytes; what native code holds has none.
+    return resource, finding.cause != "autograd", finding.resource == "lru-cache", finding.cause == "native"
 
 
 _Named = tuple[str, str]

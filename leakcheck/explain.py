@@ -35,6 +35,7 @@ from lowtide.leakcheck.path_names import Shown, holder_name, shown_from_landmark
 from lowtide.leakcheck.territory import (
     Territory,
     advice_for,
+    advice_for_finalizer,
     advice_for_root,
     library_of,
     offered_function,
@@ -391,7 +392,7 @@ class _Way:
         """What to do where the first suspect edge lies inside a library, unless it can be cut there."""
         turn = max(first, self.begin)
         if self._is_finalizers:
-            return f"call detach() of {self.shown.path.root_name} when what it is for is over"
+            return advice_for_finalizer(self.shown.path.root_name, [link.owner for link in self.links])
         if has_cut and turn < len(self.links) and not self.territory(turn).is_ground:
             return ""
         if turn >= len(self.links) or self.links[turn].kind in _CACHED or not self.territory(turn).is_librarys:

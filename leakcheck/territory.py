@@ -11,10 +11,11 @@ import re
 import sys
 import sysconfig
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from lowtide.probes.foreign import attribute, dict_of_module, is_a, is_definition, module_of_class, mro_of, type_name
@@ -23,6 +24,7 @@ from lowtide.probes.heap import Link, is_library
 _DUNDER = re.compile(r"__\w+__")
 # Instances of these have no names but those that the program gives them.
 _BARE = (threading.local, SimpleNamespace, BaseException)
+_FINALIZER = vars(weakref.finalize)["_Info"]
 # Where a project keeps its package; what is installed under that name is the project's own.
 _SOURCES = ("", "src")
 
@@ -132,6 +134,26 @@ class Offer:
 def advice_for_root(name: str) -> str:
     """What to do about something that the interpreter or torch holds in C, by the name of that; empty if unknown."""
     return next((f"{name}: {text}" for start, text in _OF_ROOTS.items() if name.startswith(start)), "")
+
+
+def advice_for_finalizer(name: str, owners: Sequence[object]) -> str:
+    """What to do about what a `weakref.finalize` holds.
+
+    Args:
+        name: the finalizer, for a reader.
+        owners: the objects on the path to it and from it.
+    """
+    # What it keeps beside the weak reference: its function, and what that is called with.
+    held: Any = next((owner for owner in owners if type(owner) is _FINALIZER), None)
+    function: Any = None if held is None else held.func
+    told: Any = ""
+    if type(function) is MethodType:
+        told = type_name(type(function.__self__))
+    elif type(function) is FunctionType:
+        told = function.__module__
+    # A library keeps its finalizers to itself.
+    known = next((text for pattern, text in _KNOWN if type(told) is str and pattern.fullmatch(told)), "")
+    return f"{name} is {top_of(told)}'s: {known}" if known else f"call detach() of {name} when what it is for is over"
 
 
 _KERNELS = (

@@ -8,15 +8,19 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from lowtide.leakcheck.causes import by_cause, with_causes
+from lowtide.leakcheck import graph_parts
+from lowtide.leakcheck.causes import Draft, by_cause, with_causes
 from lowtide.leakcheck.filled_caches import CachedItem
 from lowtide.leakcheck.item_findings import ItemLeak
-from lowtide.leakcheck.tensor_findings import Context
-from lowtide.reports.schema import Finding, Resource
+from lowtide.leakcheck.tensor_findings import Context, TensorLeak
+from lowtide.probes.allocation_stacks import StackFrame
+from lowtide.reports.schema import Finding, Hop, Resource
 
 
 def leak(resource: Resource, *names: str, size: int = 0) -> ItemLeak:
@@ -135,3 +139,122 @@ def test_what_hangs_on_a_cache_entry_is_part_of_the_finding_about_it(
         leak("lru-cache", "part"), cached={"part": CachedItem(weakref.ref(cache), "cache", id(part))}
     )
     assert told(kept, leak("host-memory", size=100_000)) == resources
+
+
+CARD = "cuda:0"
+SITE = "/opt/lib/site-packages/torch/cuda/graphs.py"
+STATE = (StackFrame(SITE, 115, "capture_begin"), StackFrame(SITE, 257, "__enter__"), StackFrame("/w/e.py", 9, "run"))
+COMPILED = (StackFrame("/opt/lib/site-packages/torch/_functorch/w.py", 409, "__torch_dispatch__"), *STATE)
+OWN = (StackFrame("/w/e.py", 9, "run"), *STATE)
+STATIC = (StackFrame(SITE, 640, "make_graphed_callables"), StackFrame("/w/e.py", 9, "run"))
+STACKS = {0x1000: STATE, 0x1200: STATE, 0x2000: OWN, 0x3000: COMPILED, 0x4000: STATIC}
+
+
+def path(*hops: str) -> tuple[Hop, ...]:
+    """`edge:type`, all of them suspect but the first."""
+    parts = [hop.rpartition(":") for hop in hops]
+    return tuple(Hop(type=kind, edge=edge, suspect=turn > 0) for turn, (edge, _, kind) in enumerate(parts))
+
+
+def on_card(resource: Resource, key: str, cause: Any, names: dict[str, int], way: tuple[Hop, ...] = ()) -> ItemLeak:
+    size = sum(names.values())
+    finding = Finding(
+        resource=resource,
+        cause=cause,
+        bytes=size,
+        count=1,
+        device=CARD,
+        stage="call",
+        message=f"{size} B of something on {CARD} did not come back at call: {', '.join(names)}",
+        fingerprint=f"{key} {cause}",
+        verdict="native-held" if cause == "native" else None,
+        path=way,
+    )
+    return ItemLeak(finding, key, names, 0)
+
+
+def kept(cause: Any, addresses: tuple[int, ...], way: tuple[Hop, ...] = (), device: str = CARD) -> TensorLeak:
+    leaked = on_card("tensors", "tensors", cause, {"tensor": 64}, way).finding
+    leaked = msgspec.structs.replace(leaked, device=device, fingerprint=f"tensors {cause} {addresses}")
+    return TensorLeak(leaked, {(device, address): 8 for address in addresses}, {})
+
+
+def grouped(*leaks: Draft) -> list[list[str]]:
+    """The resources and causes of each finding with those of its parts."""
+    context = Context(stacks=lambda device, addresses: {at: STACKS[at] for at in addresses if at in STACKS})
+    drafts, causes = with_causes(leaks, context)
+    findings = [draft if isinstance(draft, Finding) else draft.finding for draft in drafts]
+    merged = by_cause(findings, {id(finding): cause for finding, cause in zip(findings, causes, strict=True)})
+    return [[f"{part.resource} {part.cause} {part.bytes}" for part in (finding, *finding.parts)] for finding in merged]
+
+
+MANAGER = ("finalize:object", ".func:method", ".__self__:torch.Container", ".tree_manager:torch.Manager")
+POOL = on_card(
+    "reserved", f"reserved {CARD}", "cuda-graph", {"pool (0, 1), segment at 0x9": 80}, path(*MANAGER, ".graph:g")
+)
+
+
+def blocks(*addresses: int) -> ItemLeak:
+    return on_card("tensors", f"native {CARD}", "native", {f"block at {at:#x}": 512 for at in addresses})
+
+
+@pytest.fixture
+def graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph is alive."""
+    monkeypatch.setattr(graph_parts, "any_graph_alive", lambda: True)
+
+
+def test_the_state_of_a_graph_s_random_numbers_is_part_of_the_finding_about_it(graph: None) -> None:
+    assert grouped(blocks(0x1000, 0x1200), POOL) == [["reserved cuda-graph 80", "tensors native 1024"]]
+    held = kept("cuda-graph", (0x5000,), path("m:module", ".KEEP:dict", "['g']:torch.cuda.graphs.CUDAGraph"))
+    assert grouped(kept("native", (0x3000,)), held) == [["tensors cuda-graph 64", "tensors native 64"]]
+
+
+def test_other_memory_of_native_code_is_a_leak_of_its_own(graph: None) -> None:
+    assert grouped(blocks(0x1000, 0x2000, 0x4000, 0x6000), POOL) == [
+        ["reserved cuda-graph 80", "tensors native 512"],
+        ["tensors native 1536"],
+    ]
+    assert grouped(kept("native", (0x3000, 0x2000)), POOL) == [["tensors native 64"], ["reserved cuda-graph 80"]]
+
+
+def test_without_a_finding_about_a_graph_there_is_nothing_to_be_part_of(graph: None) -> None:
+    assert grouped(blocks(0x1000, 0x1200)) == [["tensors native 1024"]]
+    other = on_card("reserved", f"reserved {CARD}", "allocator-cache", {"pool (0, 2), segment at 0x9": 80})
+    assert grouped(blocks(0x1000), other) == [["tensors native 512"], ["reserved allocator-cache 80"]]
+
+
+def test_without_a_graph_that_is_alive_it_is_a_leak_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph_parts, "any_graph_alive", lambda: False)
+    assert grouped(blocks(0x1000), POOL) == [["tensors native 512"], ["reserved cuda-graph 80"]]
+
+
+def test_a_pool_and_the_tensors_of_one_manager_are_one_finding_with_the_state_of_its_graphs(graph: None) -> None:
+    held = kept(
+        "cuda-graph", (0x5000,), path(*MANAGER, "._current_node:torch.Node", ".inputs:list", "[0]:torch.Tensor")
+    )
+    assert grouped(held, kept("native", (0x3000,)), POOL) == [
+        ["tensors cuda-graph 64", "reserved cuda-graph 80", "tensors native 64"]
+    ]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        ("test:module", ".KEEP:dict", "['x']:torch.Tensor"),
+        ("finalize:object", ".func:dict", "[0]:torch.Tensor"),
+        (),
+    ],
+)
+def test_tensors_that_another_thing_holds_are_no_part_of_the_pool(graph: None, way: tuple[str, ...]) -> None:
+    assert grouped(kept("cuda-graph", (0x5000,), path(*way)), POOL) == [
+        ["tensors cuda-graph 64"],
+        ["reserved cuda-graph 80"],
+    ]
+
+
+def test_two_entries_of_a_container_are_two_leaks(graph: None) -> None:
+    way = ("m:module", ".CACHE:dict")
+    pool = on_card("reserved", POOL.key, "cuda-graph", POOL.names, path(*way, "['g']:torch.cuda.graphs.CUDAGraph"))
+    held = kept("cuda-graph", (0x5000,), path(*way, "['x']:torch.Tensor"))
+    assert grouped(held, pool) == [["tensors cuda-graph 64"], ["reserved cuda-graph 80"]]
