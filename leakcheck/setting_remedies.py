@@ -12,7 +12,7 @@ from typing import Any
 
 from lowtide.leakcheck.changed_settings import ABSENT, Change, is_secret
 from lowtide.probes.settings import is_entry
-from lowtide.probes.torch_settings import NO_LIMIT
+from lowtide.probes.torch_settings import DEFAULT_STREAM, NO_LIMIT
 
 _LONGEST_LINE = 240
 """Characters of code beyond which nobody reads it."""
@@ -209,6 +209,9 @@ def _value(name: str, before: str) -> str | None:
             return f"[torch.cuda.set_per_process_memory_fraction(1.0, card) {every}]"
         shares = enumerate(ast.literal_eval(before))
         return "; ".join(f"torch.cuda.set_per_process_memory_fraction({share}, {card})" for card, share in shares)
+    if name == "torch.cuda.current_stream()":
+        stream = "default_stream()" if before == DEFAULT_STREAM else f"Stream{before}"
+        return f"torch.cuda.set_stream(torch.cuda.{stream})"
     expression = _expression(before)
     if expression is None or expression == name:
         return None

@@ -200,6 +200,10 @@ NO_LIMIT = "1.0 on each card"
 """What the share of the memory of each card is that a process may take, where nobody has set one."""
 
 
+DEFAULT_STREAM = "the default one"
+"""What the current stream is where nobody has set one."""
+
+
 def _card(torch: Any) -> list[Value]:
     """Of each card on which torch has begun to work: until then there is nothing to read, and nothing is begun."""
     core = torch._C
@@ -216,9 +220,15 @@ def _card(torch: Any) -> list[Value]:
     def device() -> int:
         return int(core._cuda_getDevice()) if initialized() else 0
 
+    def stream() -> object:
+        # Of the current card: setting a stream makes its card the current one. The default stream has the number 0.
+        number, card, kind = core._cuda_getCurrentStream(core._cuda_getDevice()) if initialized() else (0, 0, 0)
+        return f"(stream_id={number}, device_index={card}, device_type={kind})" if number else DEFAULT_STREAM
+
     return [
         Value("torch.cuda.get_per_process_memory_fraction()", fractions, str),
         Value("torch.cuda.current_device()", device),
+        Value("torch.cuda.current_stream()", stream, str),
     ]
 
 

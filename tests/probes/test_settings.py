@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.leakcheck.changed_settings import ABSENT, Change, changes_between, told
 from lowtide.leakcheck.setting_remedies import advice, run, undo, undoing
+from lowtide.probes import torch_settings
 from lowtide.probes.settings import SettingReader
 
 
@@ -554,3 +556,62 @@ def test_who_disables_all_loggers_is_told_how_not_to() -> None:
     )
     assert advice(many).endswith("; and 23 more")
     assert not advice(many[:1]).startswith("give")
+
+
+class Card:
+    """Stands for torch with a card: a current stream, set as torch sets it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.initialized = True
+        self.stream = (0, 1, 1)
+        self.asked = 0
+        cuda = SimpleNamespace(
+            is_initialized=lambda: self.initialized,
+            set_stream=lambda stream: setattr(self, "stream", stream),
+            default_stream=lambda: (0, 1, 1),
+            Stream=lambda stream_id, device_index, device_type: (stream_id, device_index, device_type),
+        )
+        core = SimpleNamespace(
+            _cuda_getMemoryFraction=lambda index: 1.0,
+            _cuda_getDeviceCount=lambda: 2,
+            _cuda_getDevice=lambda: 1,
+            _cuda_getCurrentStream=self.current,
+        )
+        self.torch = ModuleType("torch")
+        vars(self.torch).update(cuda=cuda, _C=core)
+        monkeypatch.setitem(sys.modules, "torch", self.torch)
+
+    def current(self, index: int) -> tuple[int, int, int]:
+        self.asked += 1
+        assert index == 1
+        return self.stream
+
+    def value(self) -> str:
+        (value,) = (item for item in torch_settings._card(self.torch) if item.name == "torch.cuda.current_stream()")
+        return value.text(value.read())
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [((0, 1, 1), (35, 1, 1)), ((35, 1, 1), (36, 1, 1)), ((35, 1, 1), (0, 1, 1))]
+)
+def test_a_current_stream_that_is_left_is_seen_and_undone(
+    before: tuple[int, int, int], now: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = Card(monkeypatch)
+    card.stream = before
+    was = card.value()
+    card.stream = now
+    assert card.value() != was
+    lines = undoing([Change("torch.cuda.current_stream()", was, card.value())])
+    assert lines[0].startswith("torch.cuda.set_stream(torch.cuda.")
+    run(lines)
+    assert (card.stream, card.value()) == (before, was)
+
+
+def test_that_torch_begins_on_a_card_is_no_change_of_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch)
+    card.initialized = False
+    before = card.value()
+    assert not card.asked
+    card.initialized = True
+    assert card.value() == before
