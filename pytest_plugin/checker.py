@@ -42,6 +42,7 @@ from lowtide.pytest_plugin.retention import (
 )
 from lowtide.pytest_plugin.scopes import FixtureOwner, has_own_setup
 from lowtide.pytest_plugin.settings import Settings, read_markers, read_settings
+from lowtide.pytest_plugin.spent import Spent
 from lowtide.pytest_plugin.stage_records import MOST_STAGES, StageRecords
 from lowtide.reports.folder import write_folder
 from lowtide.reports.outcomes import judged_as
@@ -84,7 +85,8 @@ class Checker:
         )
         if self.settings.device == "cuda":
             _insist_on_a_card()
-        self._imports = ImportWatch(self.watch.enter, self.watch.leave)
+        self._spent = Spent()
+        self._imports = ImportWatch(self._import_entered, self._import_left)
         self._is_open = self._has_judged = False
         # Whether a failed test can end the session.
         self._may_stop = bool(config.getoption("maxfail", 0) or config.getoption("stepwise", False))
@@ -140,6 +142,7 @@ class Checker:
             self._config.workeroutput["lowtide_proven"] = proven_as_json(proven)  # type: ignore[attr-defined]
             self._config.workeroutput["lowtide"] = _encode(self.subjects)  # type: ignore[attr-defined]
             self._config.workeroutput["lowtide_used"] = sorted(self._used)  # type: ignore[attr-defined]
+            self._config.workeroutput["lowtide_spent"] = self._spent.both()  # type: ignore[attr-defined]
             return
         self._tell_proven(proven)
         if self.subjects:
@@ -155,12 +158,13 @@ class Checker:
         """An xdist worker is done: take what it judged outside of tests."""
         output = getattr(node, "workeroutput", None) or {}
         self._used |= set(output.get("lowtide_used", ()))
+        self._spent.add(output.get("lowtide_spent", (0.0, 0.0)))
         self.subjects += [subject for subject in _decode(output.get("lowtide", "[]")) if subject not in self.subjects]
         self._tell_proven(proven_from_json(output.get("lowtide_proven", "[]")))
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One line per leak."""
-        terminal.summary(terminalreporter, self.subjects, self.settings, self._problems)
+        terminal.summary(terminalreporter, self.subjects, self.settings, self._problems, self._spent)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
@@ -174,7 +178,7 @@ class Checker:
             return []
         self._failure = ""
         found: list[dict[str, Finding]] = []
-        with self._guarded():
+        with self._spent.on_remedies(), self._guarded():
             found = self.watch.prove([later for _, later in unproven])
         if self._failure:
             reason = f"lowtide could not try what gives the leaks back: {self._failure}"
@@ -450,7 +454,7 @@ class Checker:
         self.watch.full_phase(self.watch.stage_now)
         with contextlib.ExitStack() as stack:
             if self._records is not None:
-                stack.enter_context(self._records.record(name))
+                stack.enter_context(self._records.record(name, self._spent))
             stack.enter_context(stage(name))
             try:
                 yield
@@ -489,10 +493,19 @@ class Checker:
     def _guarded(self) -> Iterator[None]:
         """A reading that fails must not keep a test from being set up or torn down; its verdict says so."""
         try:
-            yield
+            with self._spent.on_judging():
+                yield
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this checker's
             place = traceback.extract_tb(error.__traceback__)[-1]
             self._failure = self._failure or f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"
+
+    def _import_entered(self, owner: Owner) -> None:
+        with self._spent.on_judging():
+            self.watch.enter(owner)
+
+    def _import_left(self) -> None:
+        with self._spent.on_judging():
+            self.watch.leave()
 
     @contextlib.contextmanager
     def _owned_by(self, owner: Owner) -> Iterator[None]:

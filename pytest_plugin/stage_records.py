@@ -10,6 +10,7 @@ from lowtide.leakcheck.readings import to_readings
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.snapshot import Snapshot, take_snapshot
+from lowtide.pytest_plugin.spent import Spent
 from lowtide.reports.schema import Stage
 
 MOST_STAGES = 32
@@ -30,19 +31,21 @@ class StageRecords:
         self.left_out = 0
 
     @contextlib.contextmanager
-    def record(self, name: str) -> Iterator[None]:
-        """The block is one stage."""
+    def record(self, name: str, spent: Spent) -> Iterator[None]:
+        """The block is one stage; the readings on both sides count as judging."""
         if len(self.stages) >= MOST_STAGES:
             self.left_out += 1
             yield
             return
-        before = self._snapshot()
+        with spent.on_judging():
+            before = self._snapshot()
         started = time.perf_counter()
         try:
             yield
         finally:
             seconds = time.perf_counter() - started
-            after = self._snapshot()
+            with spent.on_judging():
+                after = self._snapshot()
             device = f"cuda:{self._cards()[0]}" if self._cards() else "cpu"
             self.stages.append(
                 Stage(

@@ -11,6 +11,7 @@ import pytest
 
 from lowtide.leakcheck.plain import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.pytest_plugin.settings import Settings
+from lowtide.pytest_plugin.spent import Spent
 from lowtide.reports.finding_lines import amount, first_line, holder_text, one_line, terminal_lines
 from lowtide.reports.markdown import not_measured
 from lowtide.reports.outcomes import held_by_process
@@ -57,7 +58,11 @@ def not_judged(settings: Settings, *, shares_card: bool) -> Iterator[str]:
 
 
 def summary(
-    reporter: pytest.TerminalReporter, subjects: Sequence[Subject], settings: Settings, problems: Sequence[str]
+    reporter: pytest.TerminalReporter,
+    subjects: Sequence[Subject],
+    settings: Settings,
+    problems: Sequence[str],
+    spent: Spent,
 ) -> None:
     """The section at the end of the run; `problems` are those of the suppressions."""
     shown = [subject for subject in subjects if subject.findings or subject.outcome == "error"]
@@ -85,6 +90,7 @@ def summary(
     if skipped:
         counts += f", {len(skipped)} not judged"
     reporter.write_line(counts, green=not leaking, red=bool(leaking))
+    reporter.write_line(str(spent))
     if settings.report is not None:
         reporter.write_line(f"report: {os.fspath(settings.report)}/index.html")
 

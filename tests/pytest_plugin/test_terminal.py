@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from lowtide.pytest_plugin.settings import Settings
+from lowtide.pytest_plugin.spent import Spent
 from lowtide.pytest_plugin.terminal import MOST_NOT_MEASURED, summary
 from lowtide.reports.schema import NotMeasured, Subject
 
@@ -39,7 +40,7 @@ def said(subjects: Sequence[Subject]) -> list[str]:
         stacks="auto",
         remedies=True,
     )
-    summary(cast(pytest.TerminalReporter, reporter), subjects, settings, ())
+    summary(cast(pytest.TerminalReporter, reporter), subjects, settings, (), Spent(3.14, 6.4))
     return [line for line in reporter.lines if line.startswith("not judged") and "here" not in line]
 
 

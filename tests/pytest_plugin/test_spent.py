@@ -1,0 +1,53 @@
+"""What the check itself has cost, as the last lines of a run say it."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING
+
+from lowtide.pytest_plugin.spent import Spent
+
+if TYPE_CHECKING:
+    from tests.pytest_plugin.conftest import RunInner
+
+
+def test_blocks_add_up_and_what_is_inside_of_one_counts_once() -> None:
+    spent = Spent()
+    for _ in range(2):
+        with spent.on_judging(), spent.on_judging():
+            time.sleep(0.02)
+    assert 0.04 <= spent.judging < 2
+    assert spent.remedies == 0
+
+
+def test_what_is_read_to_try_a_remedy_is_no_judging() -> None:
+    spent = Spent()
+    with spent.on_remedies(), spent.on_judging():
+        time.sleep(0.01)
+    assert spent.judging == 0
+    assert spent.remedies >= 0.01
+
+
+def test_a_block_that_raises_ends_all_the_same() -> None:
+    spent = Spent()
+    for _ in range(2):
+        try:
+            with spent.on_judging():
+                raise ValueError
+        except ValueError:
+            pass
+    with spent.on_judging():
+        time.sleep(0.01)
+    assert spent.judging >= 0.01
+
+
+def test_the_seconds_of_all_workers_are_told_together() -> None:
+    spent = Spent(1.0, 0.5)
+    spent.add(Spent(2.14, 5.9).both())
+    assert str(spent) == "judging 3.1 s, remedies 6.4 s"
+
+
+def test_a_run_ends_with_what_the_check_has_cost(run_inner: RunInner) -> None:
+    done = run_inner({"test_one.py": "def test_clean(): pass\n"}, "-n", "1", using=["xdist"])
+    assert re.search(r"1 judged, 0 with leaks\njudging \d+\.\d s, remedies 0\.0 s\n", done.out)
