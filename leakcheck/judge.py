@@ -40,6 +40,9 @@ HOLDER_OF_RUNG: dict[Rung, str] = {
 
 R = TypeVar("R")
 
+Level = tuple[str, str, str, str]
+"""What a metric without names counts: its resource, device, unit, and how a finding calls it."""
+
 
 @dataclass(frozen=True)
 class Excess:
@@ -68,12 +71,14 @@ class Judgement:
         returns: what came back later than at once.
         not_measured: what this machine does not say.
         keys: the key of the metric that each finding is about.
+        metrics: that metric.
     """
 
     findings: tuple[Finding, ...]
     returns: tuple[Return, ...]
     not_measured: tuple[NotMeasured, ...]
     keys: tuple[str, ...] = ()
+    metrics: tuple[Metric[Any], ...] = ()
 
 
 def judge(
@@ -95,7 +100,7 @@ def judge(
         cycle: which life, from 1.
         actions: what was done at each rung.
     """
-    findings, returns, not_measured, keys = [], [], [], []
+    findings, returns, not_measured, judged = [], [], [], []
     table = [excesses(metrics, baseline, step.reading) for step in steps]
     for column, metric in enumerate(metrics):
         excess = [row[column] for row in table]
@@ -125,8 +130,9 @@ def judge(
             # What could be told before, and cannot now, has not come back for that.
             above.append(above[-1] if item.above is None else item.above)
         findings.append(_finding(metric, baseline, steps, above, back, stage, actions))
-        keys.append(metric.key)
-    return Judgement(tuple(findings), tuple(returns), tuple(not_measured), tuple(keys))
+        judged.append(metric)
+    keys = tuple(metric.key for metric in judged)
+    return Judgement(tuple(findings), tuple(returns), tuple(not_measured), keys, tuple(judged))
 
 
 def _finding(
@@ -213,6 +219,24 @@ def _name(metric: Metric[Any]) -> str:
 
 def _weight(finding: Finding) -> tuple[bool, int, int]:
     return finding.remedy is not None, finding.bytes, finding.count
+
+
+def one_for_each_level(findings: Iterable[Finding], level_of: Mapping[str, Level]) -> tuple[Finding, ...]:
+    """Findings about the same level as one, the largest with a remedy, in order of first appearance.
+
+    A later reading of a level counts what earlier ones found, and may have seen it come back at another rung.
+
+    Args:
+        findings: of several lives.
+        level_of: the level that findings are about, by their fingerprints; what has names is not among them.
+    """
+    groups: dict[object, Finding] = {}
+    for finding in findings:
+        level = level_of.get(finding.fingerprint, finding.fingerprint)
+        known = groups.get(level)
+        if known is None or _weight(finding) > _weight(known):
+            groups[level] = finding
+    return tuple(groups.values())
 
 
 def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -21,7 +21,7 @@ from lowtide.leakcheck.growth import GrowthWatch
 from lowtide.leakcheck.imported import Imported
 from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.interrupts import Interrupts
-from lowtide.leakcheck.judge import Judgement, excesses, grouped, judge, named_amount
+from lowtide.leakcheck.judge import Judgement, Level, excesses, grouped, judge, named_amount, one_for_each_level
 from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy, Step, climb, release
 from lowtide.leakcheck.late_release import DRIVER_PATIENCE, wait_for_release
 from lowtide.leakcheck.leftovers import Leftovers
@@ -151,6 +151,7 @@ class LifecycleRun:
         # Of what is counted and not followed one by one: in which lives there was more of it at the end.
         self._left_in: dict[str, list[int]] = {}
         self._turns: dict[str, int] = {}
+        self._level_of: dict[str, Level] = {}
         self._types: TypeCounts | None = None
         self._type_growth: tuple[TypeGrowth, ...] = ()
         self._tree = ProcessTree()
@@ -379,7 +380,7 @@ class LifecycleRun:
         for start in baselines:
             judged = self._metrics_since(start, metrics)
             judgement = judge(judged, start, steps, stage="shutdown", cycle=cycle, actions=actions)
-            judgement = self._with_pools(judgement, judged, start, steps[-1].reading, engine)
+            judgement = self._with_pools(judgement, start, steps[-1].reading, engine)
             found = [finding for finding in judgement.findings if not _is_told(finding, explained)]
             # Whether a tensor that nobody sees keeps an arena is known when the heap is thawed, after the last life.
             hidden = is_last and any(finding.verdict == "frozen-garbage" for finding in of_tensors)
@@ -389,48 +390,47 @@ class LifecycleRun:
             if start is baseline:
                 self._returns += [item for item in judgement.returns if not _is_told(item, explained)]
                 offset = 1 if self._cycles > 1 else 0
-                for finding, key in zip(judgement.findings, judgement.keys, strict=True):
-                    is_late = any(
-                        metric.first_use
-                        and (metric.resource, metric.device, metric.key) == (finding.resource, finding.device, key)
-                        for metric in judged
-                    )
-                    self._left_in.setdefault(finding.fingerprint, []).append(cycle - (offset if is_late else 0))
-                    self._turns[finding.fingerprint] = self._cycles - (offset if is_late else 0)
+                for finding, metric in zip(judgement.findings, judgement.metrics, strict=True):
+                    late = offset if metric.first_use else 0
+                    self._left_in.setdefault(finding.fingerprint, []).append(cycle - late)
+                    self._turns[finding.fingerprint] = self._cycles - late
+            for finding, metric in zip(judgement.findings, judgement.metrics, strict=True):
+                if metric.items is None:
+                    level = (metric.resource, metric.device, metric.unit, metric.what)
+                    self._level_of[finding.fingerprint] = level
             self._not_measured.update({item.what: item for item in judgement.not_measured})
         if is_last:
             self._findings += of_tensors
         changed = self._process.findings("shutdown", remedies=is_last)
+        groups = next((finding for finding in changed if finding.resource == "process-groups"), None)
+        if groups is not None:
+            # One remedy ends those of all lives.
+            self._findings = [finding for finding in self._findings if finding.resource != "process-groups"]
+        if groups is not None and groups.changed:
+            changed[changed.index(groups)] = self._with_what_went_too(groups, metrics, baselines)
         self._findings += changed
-        if is_last and any(finding.remedy is not None for finding in changed):
-            self._drop_what_went_too(metrics, baselines)
 
-    def _with_pools(
-        self,
-        judgement: Judgement,
-        metrics: Sequence[Metric[Snapshot]],
-        start: Snapshot,
-        now: Snapshot,
-        engine: object,
-    ) -> Judgement:
+    def _with_pools(self, judgement: Judgement, start: Snapshot, now: Snapshot, engine: object) -> Judgement:
         """With who holds the private pools of torch's allocator that no rung gave back."""
         findings = list(judgement.findings)
-        for metric in metrics:
-            if metric.key and metric.key in judgement.keys and (left := metric.new_items(start, now)):
-                place = judgement.keys.index(metric.key)
-                context = self._leftovers.context(engine)
-                findings[place] = of_empty_pools(findings[place], metric.key, left, context)
+        for place, metric in enumerate(judgement.metrics):
+            if metric.key and (left := metric.new_items(start, now)):
+                findings[place] = of_empty_pools(findings[place], metric.key, left, self._leftovers.context(engine))
         return dataclasses.replace(judgement, findings=tuple(findings))
 
-    def _drop_what_went_too(self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]) -> None:
-        """What is back now that a process group is destroyed was the group's, and is told with it."""
+    def _with_what_went_too(
+        self, groups: Finding, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]
+    ) -> Finding:
+        """What is back now that process groups are destroyed was theirs, and is a part of their finding."""
         now = self._snapshot("after shutdown")
         missing = {(metric.resource, metric.device) for metric, _ in self._missing(metrics, baselines, now)}
-        self._findings = [
+        back = [
             finding
             for finding in self._findings
-            if finding.resource not in _OF_GROUPS or (finding.resource, finding.device) in missing
+            if finding.resource in _OF_GROUPS and (finding.resource, finding.device) not in missing
         ]
+        self._findings = [finding for finding in self._findings if not any(finding is part for part in back)]
+        return msgspec.structs.replace(groups, parts=one_for_each_level(grouped(back), self._level_of))
 
     def _conclude(
         self,
@@ -659,7 +659,7 @@ class LifecycleRun:
         return [LedgerBase(device, self._context.get(device, 0), late.get(device, 0)) for device in devices]
 
     def _subject(self) -> Subject:
-        findings = tuple(map(self._with_trend, grouped(self._findings)))
+        findings = tuple(map(self._with_trend, one_for_each_level(grouped(self._findings), self._level_of)))
         not_measured = (*self._not_measured.values(), *self._not_compared(), *self._once_so_far)
         not_measured += largest_of_each(self._unseen.not_measured)
         outcome, reason = judged_as("leak" if findings else "clean", not_measured)
@@ -694,11 +694,14 @@ class LifecycleRun:
         return [NotMeasured(what=what, why=_NO_SECOND_LIFE) for what in left]
 
     def _with_trend(self, finding: Finding) -> Finding:
-        if finding.trend is not None or finding.fingerprint not in self._left_in:
-            return finding
         mark = finding.fingerprint
-        born_in = {*self._left_in[mark], *self._used_before.get(finding.resource, ())}
-        return msgspec.structs.replace(finding, trend=trend_of(born_in, self._turns[mark]))
+        level = self._level_of.get(mark, mark)
+        same = [other for other in self._left_in if self._level_of.get(other, other) == level]
+        if finding.trend is not None or not same:
+            return finding
+        born_in = {turn for other in same for turn in self._left_in[other]}
+        born_in |= self._used_before.get(finding.resource, set())
+        return msgspec.structs.replace(finding, trend=trend_of(born_in, self._turns[same[0]]))
 
     def _stage(
         self, name: str, cycle: int, seconds: float, before: Snapshot, after: Snapshot, tokens: int, moved: int

@@ -36,6 +36,8 @@ class ProcessState:
         self._environment = environment
         self._reader = CounterReader(None, card=False)
         self._baseline: Counters | None = None
+        # Groups that earlier lives left: one remedy ends them and those of later lives.
+        self._groups_of_earlier: tuple[str, ...] = ()
         self._functions: dict[str, object] = {}
 
     def mark(self) -> None:
@@ -63,7 +65,7 @@ class ProcessState:
         self._functions.update((name, _function(name)) for name in known)
 
     def findings(self, stage: str, *, remedies: bool) -> list[Finding]:
-        """What is there now and was not at the mark, or is not as it was.
+        """What is there now and was not at the mark, or is not as it was; of process groups, not at the first mark.
 
         Args:
             stage: after which this is.
@@ -71,10 +73,13 @@ class ProcessState:
         """
         assert self._baseline is not None
         now = self._reader.read()
-        groups = now.items["process-groups"].keys() - self._baseline.items["process-groups"].keys()
+        there = now.items["process-groups"].keys()
+        new = there - self._baseline.items["process-groups"].keys()
+        groups = [name for name in self._groups_of_earlier if name in there and name not in new] + sorted(new)
+        self._groups_of_earlier = tuple(groups)
         found = []
         if groups:
-            leak = _leak("process-groups", dict.fromkeys(sorted(groups), 1), stage, "process groups")
+            leak = _leak("process-groups", dict.fromkeys(groups, 1), stage, "process groups")
             actions = actions_for(leak, patience=0, may_unfreeze=False) if remedies else []
             found.append(try_actions(leak, actions, _groups_now, self._driver))
         changes = filter(self._is_judged, changes_between(self._baseline.settings, now.settings))

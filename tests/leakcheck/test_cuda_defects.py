@@ -83,8 +83,8 @@ EXPECTED: dict[str, Sequence[Told]] = {
             "process-groups",
             "not-restored",
             ("shutdown",),
-            r"\w+ \(.*nccl.*, 1 rank\)",
-            r"torch\.distributed\.destroy_process_group\(\) of group \w+",
+            r"0 \(.*nccl.*, 1 rank\), \w+ \(.*nccl.*, 1 rank\)",
+            r"torch\.distributed\.destroy_process_group\(\)",
         )
     ],
     "late-release": [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import gc
 import mmap
@@ -25,7 +26,7 @@ import torch
 
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck import lifecycle
+from lowtide.leakcheck import ladder, lifecycle
 from lowtide.leakcheck.judge import excesses
 from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy
 from lowtide.leakcheck.lifecycle import SCRIPT, Event, LifecycleRun
@@ -33,6 +34,7 @@ from lowtide.leakcheck.metrics import Metric, shutdown_metrics, unaccounted_host
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import PinnedReading
 from lowtide.probes.host import Resident
+from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announce
 from lowtide.reports.schema import Finding, Remedy, Subject
 
@@ -725,6 +727,68 @@ def test_what_a_process_group_holds_is_told_with_it_alone() -> None:
     _, findings = found(LeavesAProcessGroup, cycles=2)
     assert not torch.distributed.is_initialized()
     assert [finding.resource for finding in findings] == ["process-groups"]
+
+
+class LeavesAProcessGroupInEachLife(SmallLife):
+    """The default one, and then others beside it."""
+
+    def create(self) -> None:
+        super().create()
+        distributed = torch.distributed
+        if distributed.is_initialized():
+            distributed.new_group([0], backend="gloo", use_local_synchronization=True)
+        else:
+            distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+
+
+def test_process_groups_of_all_lives_are_one_finding_with_what_they_hold_as_parts() -> None:
+    _, findings = found(LeavesAProcessGroupInEachLife, cycles=3)
+    assert not torch.distributed.is_initialized()
+    (finding,) = findings
+    assert (finding.resource, finding.count) == ("process-groups", 3)
+    assert finding.remedy is not None
+    assert finding.remedy.action == "torch.distributed.destroy_process_group()"
+    assert [part.resource for part in finding.parts] == ["file-descriptors"]
+
+
+class LeavesAProcessGroupAndAPipe(LeavesAProcessGroupInEachLife):
+    """Of which only the one goes with the other."""
+
+    def create(self) -> None:
+        super().create()
+        KEPT.append(os.pipe())
+
+
+def test_what_the_groups_remedy_does_not_give_back_is_a_finding_of_its_own() -> None:
+    _, findings = found(LeavesAProcessGroupAndAPipe, cycles=2)
+    for pipe in KEPT:
+        os.close(pipe[0])
+        os.close(pipe[1])
+    KEPT.clear()
+    assert sorted(finding.resource for finding in findings) == ["file-descriptors", "process-groups"]
+
+
+def test_a_level_that_comes_back_at_the_last_rung_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = [0]
+
+    def snapshot(label: str, **asked: Any) -> Snapshot:
+        reading = PinnedReading(pinned[0], pinned[0])
+        return dataclasses.replace(take_snapshot(label, **asked), pinned=reading)
+
+    def trim() -> bool:
+        pinned[0] = 0
+        return True
+
+    class PinsOnce(SmallLife):
+        def create(self) -> None:
+            super().create()
+            pinned[0] = 8 * MIB
+
+    monkeypatch.setattr(lifecycle, "take_snapshot", snapshot)
+    monkeypatch.setattr(ladder, "trim_heap", trim)
+    _, (finding,) = found(PinsOnce, cycles=2)
+    assert (finding.resource, finding.cause, finding.bytes) == ("pinned", "allocator-cache", 8 * MIB)
+    assert (finding.remedy is not None, finding.trend) == (True, "residue")
 
 
 class SwapsDescriptors(SmallLife):
