@@ -19,7 +19,6 @@ import gc
 import re
 import signal
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from typing import Any
 
 import msgspec
 
+from lowtide.leakcheck.budget import Budget
 from lowtide.leakcheck.cuts import Cut, Names, Refused, cut_of
 from lowtide.leakcheck.expressions import of_public_global, of_root, one_step
 from lowtide.leakcheck.inspectors import marks
@@ -143,6 +143,7 @@ def explain(
     living: bool = False,
     roots: Sequence[tuple[str, object]] = (),
     names: Names | None = None,
+    budget: Budget | None = None,
 ) -> list[Explanation]:
     """Explains each of `targets`, in their order, by one walk over the heap.
 
@@ -153,6 +154,7 @@ def explain(
         living: whether an engine that says that it runs is meant to live, with the modules that it owns.
         roots: further roots, by name.
         names: what is known of the program before the leak, for cuts that do no harm.
+        budget: how long may be spent on what each holder retains; a few seconds at most.
     """
     known = names or Names()
 
@@ -169,7 +171,7 @@ def explain(
             None if _may_hold_its_root(target, found.root(place), natively) else found.path(place, inspect)
             for place, target in enumerate(targets)
         ]
-        sweeps = _Sweeps(found)
+        sweeps = _Sweeps(found, (budget or Budget()).within(_SWEEPING))
         explained = [
             None if path is None else _with_path(path, place, found, sweeps, known) for place, path in enumerate(paths)
         ]
@@ -269,10 +271,10 @@ def _may_hold_its_root(target: Any, root: object, held_from_c: Container[int]) -
 class _Sweeps:
     """What each edge retains, each asked for once: the suspects behind one edge share the answer."""
 
-    def __init__(self, found: Traces) -> None:
+    def __init__(self, found: Traces, budget: Budget) -> None:
         self._found = found
+        self._budget = budget
         self._freed: dict[tuple[int, str, int], frozenset[int]] = {}
-        self._until = time.perf_counter() + _SWEEPING
 
     def freed(self, links: Sequence[Link], place: int, first: int, last: int) -> list[frozenset[int] | None]:
         """For the links of a path from `first` on, which targets each of them retains.
@@ -285,7 +287,7 @@ class _Sweeps:
             for link in links
         ]
         wanted = keys[: last + 1 - first]
-        if any(key not in self._freed for key in wanted) and time.perf_counter() < self._until:
+        if any(key not in self._freed for key in wanted) and not self._budget.is_spent:
             self._freed.update(zip(keys, self._found.freed_by_cutting(place, first), strict=True))
         return [self._freed.get(key) for key in keys]
 

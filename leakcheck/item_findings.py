@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from lowtide.leakcheck.budget import Budget, untried
 from lowtide.leakcheck.cards import MEMORY_POOL
 from lowtide.leakcheck.changed_settings import ABSENT, Change, told
 from lowtide.leakcheck.explain import Explanation, explain, expression_to
@@ -198,6 +199,7 @@ def with_pool_holder(leak: ItemLeak, context: Context) -> ItemLeak:
         roots=context.roots,
         living=context.living,
         names=names_known(context),
+        budget=context.budget,
     )
     reached = [(item, explanation) for item, explanation in zip(holders, told, strict=True) if explanation.path]
     if not reached:
@@ -380,7 +382,11 @@ def _clearing(item: CachedItem) -> Action:
 
 
 def try_actions(
-    leak: ItemLeak, actions: Sequence[Action], left: Callable[[], Mapping[str, int]], driver: Callable[[], int]
+    leak: ItemLeak,
+    actions: Sequence[Action],
+    left: Callable[[], Mapping[str, int]],
+    driver: Callable[[], int],
+    budget: Budget | None = None,
 ) -> Finding:
     """The finding, with what each action gave back.
 
@@ -389,8 +395,11 @@ def try_actions(
         actions: tried in this order, until nothing is left.
         left: reads which of the names are still there.
         driver: reads the driver's bytes of this process, on all cards, for what holds memory and is only counted.
+        budget: how long may be spent; no action is begun after that.
     """
     finding = leak.finding
+    if actions and leak.names and budget is not None and budget.is_spent:
+        return msgspec.structs.replace(finding, advice=untried(finding.advice))
     tried = list(finding.tried)
     changed: list[str] = []
     names = dict(leak.names)
@@ -398,7 +407,7 @@ def try_actions(
     before_that = [finding.remedy.action] if finding.remedy is not None and finding.tried else []
     helped: list[str] = []
     for action in actions:
-        if not names:
+        if not names or (budget is not None and budget.is_spent):
             break
         before = driver()
         try:

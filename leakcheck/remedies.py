@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from lowtide.leakcheck.budget import untried
 from lowtide.leakcheck.cuts import Cut, Place
 from lowtide.leakcheck.explain import Explanation
 from lowtide.leakcheck.expressions import of_thread
@@ -86,6 +87,7 @@ class _Attempt:
     cuts: set[str] = field(default_factory=set)
     words: set[str] = field(default_factory=set)
     raised: dict[str, str] = field(default_factory=dict)
+    was_left_out: bool = False
 
     def finding(self) -> Finding:
         """The finding with its remedy: the action that gave most, or all those that it took together.
@@ -96,7 +98,8 @@ class _Attempt:
         tried = tuple(msgspec.structs.replace(item, action=self._with_error(item.action)) for item in self.tried)
         finding = msgspec.structs.replace(self.leak.finding, tried=tried, changed=tuple(self.changed))
         if not helped:
-            return finding
+            left_out = self.was_left_out and not tried
+            return msgspec.structs.replace(finding, advice=untried(finding.advice)) if left_out else finding
         # A cut that gave nothing by itself was still needed where a second holder came to light.
         last = max(turn for turn, remedy in enumerate(self.tried) if remedy.returns_bytes)
         needed = [remedy for remedy in self.tried[: last + 1] if remedy.returns_bytes or remedy.action in self.cuts]
@@ -129,9 +132,10 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
     for attempt in attempts:
         done: set[str] = set()
         told = [explanation for key, explanation in attempt.leak.explanations.items() if key not in gone]
+        attempt.was_left_out = context.budget.is_spent
         for turn in range(_MOST_ROUNDS):
             left = attempt.leak.sizes.keys() - gone
-            if not left:
+            if not left or context.budget.is_spent:
                 break
             if turn:
                 told = list(explain_storages(left, context).by_key.values())
@@ -152,7 +156,7 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
             errors = [*raised, *unraisable]
             _take_down(wording.text, returned, attempts, attempt, errors)
         for rung in _rungs(told, waited, context.patience, may_unfreeze=may_unfreeze):
-            if attempt.leak.sizes.keys() <= gone:
+            if attempt.leak.sizes.keys() <= gone or context.budget.is_spent:
                 break
             with unraisable_told():
                 was_done = rung()

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from lowtide.leakcheck.budget import Budget
 from lowtide.leakcheck.cuts import Names
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.fingerprints import fingerprint
@@ -66,6 +67,7 @@ class Context:
         patience: seconds to wait for a thread to end, to prove that it is the holder.
         module: the test module, or the fixture's file, to which the leaks belong; empty if there is none.
         started: the line that started a thread, by the thread's identifier: `function, file.py:12`; empty if unknown.
+        budget: how long may be spent on what can be left out.
     """
 
     born: Collection[int] | None = None
@@ -80,6 +82,7 @@ class Context:
     patience: float = 2.0
     module: str = ""
     started: Callable[[int], str] = lambda ident: ""
+    budget: Budget = field(default_factory=Budget)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +122,13 @@ def explain_storages(keys: Collection[Key], context: Context) -> Explained:
     storages = [of_tensor for _, of_tensor in found_in]
     del found_in
     told = explain(
-        tensors, ignore={id(tensors)}, innocent=older, roots=context.roots, living=context.living, names=names
+        tensors,
+        ignore={id(tensors)},
+        innocent=older,
+        roots=context.roots,
+        living=context.living,
+        names=names,
+        budget=context.budget,
     )
     rooted = {id(tensor): found for tensor, found in zip(tensors, told, strict=True) if found.root}
     lost = [tensor for tensor, found in zip(tensors, told, strict=True) if not found.path or found.root]

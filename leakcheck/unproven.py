@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lowtide.leakcheck.budget import Budget
 from lowtide.leakcheck.explain import Explanation
 from lowtide.leakcheck.item_findings import ItemLeak, actions_for, try_actions, with_pool_holder
 from lowtide.leakcheck.listing import FROZEN
@@ -87,7 +88,7 @@ def put_off(leaks: Sequence[TensorLeak], items: Sequence[ItemLeak]) -> Unproven:
 
 
 def prove_now(
-    each: Sequence[Unproven], left: Left, driver: Callable[[], int], patience: float
+    each: Sequence[Unproven], left: Left, driver: Callable[[], int], patience: float, budget: Budget
 ) -> list[dict[str, Finding]]:
     """The findings of some subjects, with what gave each back; changes the program as it likes.
 
@@ -98,6 +99,7 @@ def prove_now(
         left: reads what there is now.
         driver: reads the driver's bytes of this process, on all cards.
         patience: seconds to wait for a thread to end.
+        budget: how long may be spent on all of it; what is not tried then says so.
     """
     every = [leak for subject in each for leak in subject.tensors]
     # What went before anything was tried, nothing that is tried gives back.
@@ -109,7 +111,7 @@ def prove_now(
     }
     sizes = {id(leak): leak.left() for leak in every}
     new = frozenset().union(*(subject.new for subject in each), *(leak.new for leak in every))
-    context = Context(born=new, is_over=True, patience=patience)
+    context = Context(born=new, is_over=True, patience=patience, budget=budget)
     explained = explain_storages({key for keys in sizes.values() for key in keys}, context).by_key
     # All together: what gives back the leak of one may give back another's too.
     done = iter(prove([_as_leak(leak, sizes[id(leak)], explained) for leak in every], context))
@@ -122,9 +124,10 @@ def prove_now(
             emptied = [action.name for action in actions_for(draft, patience, may_unfreeze=True) if draft.cached]
             if cuts or emptied:
                 draft = draft.without(draft.left(left), "; ".join(cuts or emptied))
-            draft = dataclasses.replace(draft, explanation=with_pool_holder(item, context).explanation)
+            if not budget.is_spent:
+                draft = dataclasses.replace(draft, explanation=with_pool_holder(item, context).explanation)
             actions = actions_for(draft, patience, may_unfreeze=True)
-            told = try_actions(draft, actions, functools.partial(item.left, left), driver)
+            told = try_actions(draft, actions, functools.partial(item.left, left), driver, budget)
             findings[item.finding.fingerprint] = told
     return found
 

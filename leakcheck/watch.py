@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import math
 import multiprocessing
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import msgspec
 
 from lowtide.leakcheck.blas_handles import BlasHandles
 from lowtide.leakcheck.books import Books, Subject
+from lowtide.leakcheck.budget import REMEDIES_SHARE, Budget
 from lowtide.leakcheck.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards, allocation_name
 from lowtide.leakcheck.causes import Cause, by_cause, with_causes
@@ -116,6 +118,8 @@ class Policy:
         growth: bytes by which an owner may grow, test after test, before that is reported at once; None: it is reported
             when the owner ends.
         warnings_filters: whether these are (not where the test runner puts them back itself).
+        budget: seconds that may be spent for one test on what its holders retain; on the remedies of a session, four
+            times as many.
     """
 
     tolerance: int = 0
@@ -128,6 +132,7 @@ class Policy:
     driver: bool = True
     growth: int | None = None
     warnings_filters: bool = True
+    budget: float = math.inf
 
 
 Thing = tuple[str, str, int | str]
@@ -518,6 +523,7 @@ class Watch:
             now = self._read_trimmed(ended)
             return not self._suspects(now, ended)
 
+        budget = Budget(self.policy.budget)
         # Young garbage first, at a hundredth of the cost of a full collection.
         gc.collect(1)
         if is_clean():
@@ -543,6 +549,7 @@ class Watch:
             ]
 
         context = Context(
+            budget=budget,
             born=born,
             hints=hints,
             living=not final,
@@ -714,7 +721,8 @@ class Watch:
 
         Nothing of the program may run afterwards.
         """
-        return prove_now(each, self._left_now, self._driver_bytes, self.policy.settle)
+        budget = Budget(REMEDIES_SHARE * self.policy.budget)
+        return prove_now(each, self._left_now, self._driver_bytes, self.policy.settle, budget)
 
     def _left_now(self, key: str) -> Mapping[str, int] | None:
         now = self._read()

@@ -79,6 +79,7 @@ class Checker:
                 warm_up=_warm_up(self.settings),
                 driver=not self.shares_card,
                 growth=self.settings.growth,
+                budget=self.settings.budget,
                 # It puts them back after each test.
                 warnings_filters=not config.pluginmanager.has_plugin("warnings"),
             )

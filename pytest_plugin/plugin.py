@@ -34,6 +34,12 @@ _SETTINGS = (
         "report at once what grows test after test under a class, module, package or session fixture by more than this "
         "(default: when the fixture ends)",
     ),
+    (
+        "budget",
+        "SECONDS",
+        "how long to look for what the holders of one test's leaks retain; four times as long for trying all remedies "
+        "(default: 30)",
+    ),
     ("remedies", "on|off", "when the last test is over, try what gives each leak back (default: on)"),
     (
         "warmup",

@@ -45,6 +45,7 @@ class Settings:
         warmup: whether a card is used once before a test uses it.
         growth: bytes by which a fixture of a wider scope may grow, test after test, before that is reported at once;
             None: when its scope ends.
+        budget: seconds for one test's explanations; a session's remedies may take four times as many.
     """
 
     tolerance: int
@@ -58,6 +59,7 @@ class Settings:
     remedies: bool
     warmup: bool = True
     growth: int | None = None
+    budget: float = 30.0
 
 
 def read_settings(config: pytest.Config) -> Settings:
@@ -86,6 +88,7 @@ def read_settings(config: pytest.Config) -> Settings:
         remedies=_read(config, "remedies", _one_of("on", "off"), "on") == "on",
         warmup=_read(config, "warmup", _one_of("on", "off"), "on") == "on",
         growth=_read(config, "growth", _size, None),
+        budget=_read(config, "budget", _seconds, 30.0),
     )
 
 

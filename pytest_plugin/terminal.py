@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lowtide.leakcheck.budget import REMEDIES_SHARE, UNTRIED
 from lowtide.leakcheck.plain import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.spent import Spent
@@ -85,6 +86,11 @@ def summary(
             reporter.write_line(f"{word} {line(subject, finding)}", yellow=known, red=not known)
     for problem in problems:
         reporter.write_line(f"SUPPRESSION {problem}", red=True)
+    left_out = sum(UNTRIED in (finding.advice or "") for subject in subjects for finding in subject.findings)
+    if left_out:
+        number = "1 remedy" if left_out == 1 else f"{left_out} remedies"
+        seconds = f"{REMEDIES_SHARE * settings.budget:g} s ({REMEDIES_SHARE} times --leakcheck-budget) were over"
+        reporter.write_line(f"{number} not tried: {seconds}", yellow=True)
     judged = len(subjects) - len(skipped)
     counts = f"{judged} judged, {len(leaking)} with leaks"
     if skipped:
