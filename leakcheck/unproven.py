@@ -88,7 +88,7 @@ def put_off(leaks: Sequence[TensorLeak], items: Sequence[ItemLeak]) -> Unproven:
 
 
 def prove_now(
-    each: Sequence[Unproven], left: Left, driver: Callable[[], int], patience: float, budget: Budget
+    each: Sequence[Unproven], left: Left, driver: Callable[[], int], patience: float, budget: Budget | None = None
 ) -> list[dict[str, Finding]]:
     """The findings of some subjects, with what gave each back; changes the program as it likes.
 
@@ -101,6 +101,7 @@ def prove_now(
         patience: seconds to wait for a thread to end.
         budget: how long may be spent on all of it; what is not tried then says so.
     """
+    budget = budget or Budget()
     every = [leak for subject in each for leak in subject.tensors]
     # What went before anything was tried, nothing that is tried gives back.
     there = {
