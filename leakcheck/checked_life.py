@@ -117,7 +117,6 @@ class Lives:
         self.coverage = Coverage()
         self.watch = Watch(Policy(remedies="never", explain=explain))
         self.growth = GrowthWatch(self.capabilities.device)
-        self._process = ProcessState(lambda: 0)
         self._frozen = 0
         self._listening = ExitStack()
         # An engine, or Python in a finalizer, may have dropped one: then no further life begins.
@@ -129,6 +128,7 @@ class Lives:
         self.driver_at_work = 0
         self.host_at_work: dict[str, int] = {}
         self.counters = CounterReader(self._ask_driver)
+        self._process = ProcessState(lambda: 0, self.counters.read)
         # What modules make and change belongs to the process, whichever call imports them first.
         self.imports = ImportWatch(self._importing, self._import_done)
         self.imported = Imported(self.counters.read)

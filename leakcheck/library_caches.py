@@ -47,6 +47,8 @@ def _numba(cards: Sequence[int]) -> None:
         if device.primary_context is not None:
             # What is freed while no context is current is lost for good.
             with gpus[device.id]:
+                # Arrays wait with the memory manager, streams and events with the context.
+                device.primary_context.memory_manager.deallocations.clear()
                 device.primary_context.deallocations.clear()
 
 

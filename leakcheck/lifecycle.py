@@ -160,16 +160,15 @@ class LifecycleRun:
         self._unseen = UnseenMemory(self._tree, lambda: self._driver)
         self._events = ProcessEvents(self._unseen.look)
         self._environment = EnvironmentSetters()
-        self._process = ProcessState(self._driver_bytes, self._environment)
-        self._imports = ImportWatch(self._importing, self._import_done)
-        self._imported = Imported(
-            CounterReader(
-                lambda: self._driver,
-                card=device != "cpu",
-                orphans=self._tree.orphans,
-                temporary_files=self._remains.temporary_files,
-            ).read
+        counters = CounterReader(
+            lambda: self._driver,
+            card=device != "cpu",
+            orphans=self._tree.orphans,
+            temporary_files=self._remains.temporary_files,
         )
+        self._process = ProcessState(self._driver_bytes, counters.read, self._environment)
+        self._imports = ImportWatch(self._importing, self._import_done)
+        self._imported = Imported(counters.read)
         # Bytes of imported modules' tensors by device, and by how much imports raised each level, at each snapshot.
         self._imported_bytes: dict[float, dict[str, int]] = {}
         self._makers = Makers()

@@ -27,14 +27,21 @@ class ProcessState:
 
     Args:
         driver: reads the driver's bytes of this process, on all cards: a group of a card's library holds some.
+        read: reads the counters; the same that reads what an import takes, because a reader knows what libraries have
+            set since it was made.
         environment: who set which environment variable; None: what is added, and not only replaced or removed, is not
             judged, as where a library's first use adds some and nobody knows who did.
     """
 
-    def __init__(self, driver: Callable[[], int], environment: EnvironmentSetters | None = None) -> None:
+    def __init__(
+        self,
+        driver: Callable[[], int],
+        read: Callable[[], Counters] | None = None,
+        environment: EnvironmentSetters | None = None,
+    ) -> None:
         self._driver = driver
         self._environment = environment
-        self._reader = CounterReader(None, card=False)
+        self._read = read or CounterReader(None, card=False).read
         self._baseline: Counters | None = None
         # Groups that earlier lives left: one remedy ends them and those of later lives.
         self._groups_of_earlier: tuple[str, ...] = ()
@@ -42,7 +49,7 @@ class ProcessState:
 
     def mark(self) -> None:
         """A life begins."""
-        self._baseline = self._reader.read()
+        self._baseline = self._read()
         # The functions themselves: what replaced one tells nothing of it, and it is what must be put back.
         self._functions = {name: _function(name) for name in self._baseline.settings if _is_function(name)}
 
@@ -72,7 +79,7 @@ class ProcessState:
             remedies: whether to undo each, to show that this ends it.
         """
         assert self._baseline is not None
-        now = self._reader.read()
+        now = self._read()
         there = now.items["process-groups"].keys()
         new = there - self._baseline.items["process-groups"].keys()
         groups = [name for name in self._groups_of_earlier if name in there and name not in new] + sorted(new)

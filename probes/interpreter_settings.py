@@ -495,19 +495,47 @@ def _handler_name(handler: Any) -> str:
 
 
 class Filters:
-    """The warnings filters."""
+    """The warnings filters, but for those that came with the module that defines their category.
+
+    An installed library adds them as it is imported (sympy does), and whoever reads them cannot tell who imported it:
+    another thread, or the checker in the middle of a reading.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[str] | None = None
+        self._with_modules: set[str] = set()
+        # Modules come to the end of `sys.modules`: those behind this many came since the filters were as last seen.
+        self._modules = 0
+        self._raw: object = None
 
     def raw(self) -> object:
         """Their identities."""
         filters = warnings.filters
-        return tuple(map(id, filters)) if type(filters) is list else id(filters)
+        raw = tuple(map(id, filters)) if type(filters) is list else id(filters)
+        if raw == self._raw:
+            self._modules = len(sys.modules)
+        self._raw = raw
+        return raw
 
     def texts(self) -> dict[str, str]:
         """Each filter by what it says."""
         filters: Any = warnings.filters
         if type(filters) is not list:
             return {}
-        return {f"warnings filter {_filter(entry)}": "there" for entry in filters if type(entry) is tuple}
+        found = {_filter(entry): entry for entry in filters if type(entry) is tuple}
+        if self._seen is not None:
+            new = [text for text in found if text not in self._seen]
+            came = set(itertools.islice(sys.modules, self._modules, None)) if new else set()
+            self._with_modules.update(text for text in new if _module_of(found[text]) in came)
+        self._seen, self._modules = set(found), len(sys.modules)
+        return {f"warnings filter {text}": "there" for text in found if text not in self._with_modules}
+
+
+def _module_of(entry: tuple[Any, ...]) -> str:
+    """The module that defines a filter's category, if it is an installed one; else empty."""
+    category = entry[2] if len(entry) > 2 else None
+    module = module_of_class(category) if type(category) is type else ""
+    return module if is_installed_module(module) else ""
 
 
 def _filter(entry: tuple[Any, ...]) -> str:

@@ -237,3 +237,23 @@ def test_two_watches_are_both_told_of_an_import() -> None:
     assert sorted(told) == [(0, "import of imported_late"), (1, "import of imported_late")]
     loader = sys.modules["imported_late"].__spec__.loader  # type: ignore[union-attr]
     assert type(loader).__name__ == "SourceFileLoader"
+
+
+def test_a_level_that_one_import_sets_of_a_library_that_another_brought_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM sets that of httpx, which transformers has brought before."""
+    name = "jinja2.logger_of_a_test"
+    (tmp_path / "brings_a_logger.py").write_text(f"import logging, jinja2\nlogging.getLogger({name!r})\n")
+    (tmp_path / "sets_its_level.py").write_text(f"import logging\nlogging.getLogger({name!r}).setLevel(30)\n")
+
+    def both() -> None:
+        importlib.import_module("brings_a_logger")
+        importlib.import_module("sets_its_level")
+
+    try:
+        assert lived("create", 1, both).findings == ()
+    finally:
+        logging.root.manager.loggerDict.pop(name, None)
+        sys.modules.pop("brings_a_logger", None)
+        sys.modules.pop("sets_its_level", None)

@@ -61,9 +61,13 @@ class Numba:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waiting = {0: ["array"], 1: []}
+        self.streams = ["stream"]
         self.entered: list[int] = []
         self.current: list[int] = []
-        contexts = [SimpleNamespace(deallocations=SimpleNamespace(clear=self.clear)), None]
+        # Arrays wait with the memory manager of a context, its streams and events with itself.
+        streams = SimpleNamespace(clear=lambda: self.streams.clear())
+        arrays = SimpleNamespace(deallocations=SimpleNamespace(clear=self.clear))
+        contexts = [SimpleNamespace(deallocations=streams, memory_manager=arrays), None]
         devices = {index: SimpleNamespace(id=index, primary_context=context) for index, context in enumerate(contexts)}
         driver = module("numba.cuda.cudadrv.driver", driver=SimpleNamespace(devices=devices))
         monkeypatch.setitem(sys.modules, driver.__name__, driver)

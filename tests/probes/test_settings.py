@@ -615,3 +615,46 @@ def test_that_torch_begins_on_a_card_is_no_change_of_the_stream(monkeypatch: pyt
     assert not card.asked
     card.initialized = True
     assert card.value() == before
+
+
+def warning_of(module: str) -> type[Warning]:
+    """A category that says that this module defines it."""
+    return type("LateWarning", (DeprecationWarning,), {"__module__": module})
+
+
+@pytest.mark.parametrize(("module", "comes", "shown"), [
+    ("jinja2.late_of_a_test", True, False),
+    ("jinja2.late_of_a_test", False, True),
+    ("late_of_a_test", True, True),
+])  # fmt: skip
+def test_a_filter_is_a_library_s_only_if_it_comes_with_the_library_s_module(
+    module: str, comes: bool, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import jinja2  # noqa: F401 - an installed package
+
+    if not comes:
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    reader = SettingReader()
+    with warnings.catch_warnings():
+        before = reader.read()
+        assert reader.read() == before
+        if comes:
+            monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        warnings.simplefilter("once", warning_of(module))
+        name = f"warnings filter (once, {module}.LateWarning)"
+        for _ in range(2):
+            assert (name in reader.read()) is shown
+
+
+def test_a_filter_of_a_module_that_came_long_before_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jinja2  # noqa: F401 - an installed package
+
+    module = "jinja2.late_of_a_test"
+    reader = SettingReader()
+    with warnings.catch_warnings():
+        reader.read()
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+        # A reading in which the filters are as they were.
+        reader.read()
+        warnings.simplefilter("once", warning_of(module))
+        assert f"warnings filter (once, {module}.LateWarning)" in reader.read()
