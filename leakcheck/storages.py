@@ -92,7 +92,9 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
             # an earlier import or fixture has made, of which a clean test took no full reading.
             known = {*seen, *owned}
             hidden = [item for item, keys in zip(old, keys_of_each(old), strict=True) if not keys <= known]
-            newborn.update((id(item), Newborn(item, births.froze_in or births.label)) for item in hidden)
+            frozen = {id(item): Newborn(item, births.froze_in or births.label) for item in hidden}
+            # First: of a storage that a frozen and a young tensor view, the frozen one is the older.
+            newborn = {**frozen, **newborn}
             old = [item for item in old if id(item) not in newborn]
         older = {_key(storage): storage for storage in survey_storages(old).storages}
         readings, unreadable = _new_storages(newborn.values(), older)

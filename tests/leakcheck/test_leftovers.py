@@ -14,6 +14,9 @@ import torch
 from lowtide.leakcheck.ladder import Rung
 from lowtide.leakcheck.leftovers import Leftovers
 from lowtide.leakcheck.lifecycle import LifecycleRun
+from lowtide.leakcheck.owners import Claims
+from lowtide.leakcheck.storages import read_heap
+from lowtide.probes.births import Births
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Finding, Remedy, Subject
 
@@ -447,3 +450,27 @@ def test_a_freeze_that_hides_garbage_is_undone_and_that_gives_it_back(leftovers:
     assert (found.cause, found.verdict) == ("frozen-garbage", "frozen-garbage")
     assert found.remedy == remedy("gc.unfreeze(); gc.collect()", 40)
     assert gc.get_freeze_count() == 0
+
+
+def test_a_view_made_later_makes_no_frozen_storage_younger() -> None:
+    """VLLM's buffers are made before it freezes its heap, and each step views the next of them anew."""
+    births = Births()
+    births.start()
+    try:
+        gc.collect()
+        births.mark("create")
+        kept = [torch.zeros(1000)]
+        gc.collect()
+        gc.freeze()
+        births.note()
+        births.label = "infer"
+        kept.append(kept[0][:10])
+        kept.append(torch.zeros(20))
+        births.note()
+        held = read_heap(births, Claims(()), (), ()).held
+    finally:
+        births.stop()
+        gc.unfreeze()
+    stages = {storage.key[1]: storage.stage for storage in held}
+    assert stages[kept[0].data_ptr()] == "create"
+    assert stages[kept[2].data_ptr()] == "infer"
