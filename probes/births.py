@@ -123,7 +123,7 @@ class Births:
         return self._lost
 
     def survivors(self, label: str | None = None) -> list[Newborn]:
-        """What was born since the mark and is alive now, garbage that was not collected yet included.
+        """What was born since the mark and is alive now, the oldest first, garbage that is not collected yet included.
 
         Args:
             label: only what was first seen under this label: where nothing of that has become old, which is so after
@@ -138,7 +138,9 @@ class Births:
                     if id(item) in wanted:
                         found.setdefault(id(item), item)
             self._reveal(found)
-            born = [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in found.items()]
+            # The oldest first: of a memory that several of them view, the first tells since when it is there.
+            ordered = [(key, found.pop(key)) for key in self._noted if key in found] + list(found.items())
+            born = [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in ordered]
             return [each for each in born if label is None or each.label == label]
 
     def _reveal(self, found: dict[int, Any]) -> None:
