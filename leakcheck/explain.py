@@ -552,7 +552,8 @@ def _types_of_holders(targets: Sequence[object], ignore: Collection[int]) -> dic
     wanted = set(map(id, targets))
     found: dict[int, set[str]] = {}
     for holder in gc.get_referrers(*targets):
-        if id(holder) not in ignore and type(holder) is not FrameType:
+        # What only the state of a module in C refers to has no holder that could be named.
+        if id(holder) not in ignore and type(holder) is not FrameType and not is_a(holder, ModuleType):
             for held in wanted.intersection(map(id, gc.get_referents(holder))):
                 found.setdefault(held, set()).add(type_name(type(holder)))
     return found

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lowtide.probes.address_table import AddressTable, Indices, Ints, first_places
+from lowtide.probes.c_modules import is_kind_of_module, without_state
 from lowtide.probes.capsules import CAPSULE, ExportedMemory
 from lowtide.probes.cxx_holders import held_as
 from lowtide.probes.edges import GENERATORS, Edge, EdgeNamer, Kind, is_dict_of_cache, variables_of
@@ -604,6 +605,7 @@ class _Heap:
             self._untracked_holders.append(id(CAPSULE))
         self._types: dict[int, type] = {}
         known_kinds = AddressTable(np.zeros(0, np.int64))
+        module_kinds: list[int] = []
         counts: list[Ints] = []
         edges: list[Indices] = []
         kinds: list[Ints] = []
@@ -619,7 +621,13 @@ class _Heap:
                 for kind in met_kinds.tolist()
                 if (reader := reader_of(self._types[kind], thorough=self._is_thorough)) is not None
             )
-            held = list(map(gc.get_referents, chunk))
+            asked = list(chunk)
+            module_kinds.extend(kind for kind in met_kinds.tolist() if is_kind_of_module(self._types[kind]))
+            for kind in module_kinds:
+                for place in np.flatnonzero(kinds[-1] == kind).tolist():
+                    asked[place] = without_state(chunk[place])
+            held = list(map(gc.get_referents, asked))
+            asked.clear()
             for kind, reader in readers.items():
                 for place in np.flatnonzero(kinds[-1] == kind).tolist():
                     held[place].extend(reader(chunk[place]))
@@ -758,7 +766,8 @@ def _runs_for_a_library(thread: object) -> bool:
 def _all_held_by(item: object) -> list[object]:
     """What an object refers to, as the collector is shown it and as it is not."""
     reader = reader_of(type(item))
-    return gc.get_referents(item) if reader is None else [*gc.get_referents(item), *reader(item)]
+    shown = gc.get_referents(without_state(item) if is_a(item, ModuleType) else item)
+    return shown if reader is None else [*shown, *reader(item)]
 
 
 def _running_frames(*, of_checker: bool = False) -> Iterator[tuple[FrameType, int]]:

@@ -130,6 +130,7 @@ def _with_what_is_reached(found: list[object]) -> list[object]:
     import numpy as np
 
     from lowtide.probes.address_table import AddressTable, first_places
+    from lowtide.probes.c_modules import is_kind_of_module, without_state
     from lowtide.probes.identities import are_tracked, identities, objects_at, types_of
 
     table = AddressTable(identities(found))
@@ -144,9 +145,17 @@ def _with_what_is_reached(found: list[object]) -> list[object]:
         found.extend(objects_at(ids))
 
     add(list(_roots()))
+    of_modules = [ModuleType, *map(type, list(sys.modules.values()))]
+    module_kinds = {id(kind) for kind in of_modules if is_kind_of_module(kind)}
     done = 0
     while done < len(found):
-        referents = gc.get_referents(*found[done : done + _CHUNK])
+        chunk = found[done : done + _CHUNK]
+        kinds = types_of(identities(chunk))
+        for kind in module_kinds:
+            for place in np.flatnonzero(kinds == kind).tolist():
+                chunk[place] = without_state(found[done + place])
+        referents = gc.get_referents(*chunk)
+        chunk.clear()
         done = min(done + _CHUNK, len(found))
         add(referents)
         # The frame of this very call may be in them, and would keep them.
