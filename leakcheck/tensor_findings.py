@@ -22,9 +22,13 @@ from lowtide.leakcheck.stable_names import without_numbers
 from lowtide.leakcheck.storages import Held, Key, is_tensor, storage_keys, tensors_in
 from lowtide.leakcheck.trend import trend_of
 from lowtide.probes.allocation_stacks import StackFrame, allocating_function
+from lowtide.probes.device.torch_allocator import free_beside
 from lowtide.probes.reach import reach
 from lowtide.reports.schema import Finding, Frame, Hop, Remedy
 from lowtide.reports.sizes import format_bytes
+
+_LEAST_FREE = 2 << 20
+"""Bytes that are told of as free beside a leak; small tensors share segments of this size with all others."""
 
 _RUNNERS = ("/_pytest/", "/pluggy/", "/unittest/")
 
@@ -100,6 +104,25 @@ class TensorLeak:
     sizes: Mapping[Key, int]
     explanations: Mapping[Key, Explanation]
     keys: frozenset[Key] = frozenset()
+
+
+def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
+    """The same, each with what more it keeps reserved: the free part of the segments of torch's allocator around it.
+
+    Args:
+        leaks: of one subject; what is free in a segment is told of the first that is in it.
+    """
+    told = {id(leak): leak for leak in leaks}
+    cards = {leak.finding.device for leak in leaks if leak.finding.device.startswith("cuda:")}
+    for device in sorted(cards):
+        here = [leak for leak in leaks if leak.finding.device == device]
+        groups = [[address for of, address in leak.sizes if of == device] for leak in here]
+        for leak, free in zip(here, free_beside(int(device.partition(":")[2]), groups), strict=True):
+            if free >= _LEAST_FREE:
+                message = f"{leak.finding.message}; {format_bytes(free)} more stay reserved in its segments"
+                finding = msgspec.structs.replace(leak.finding, message=message)
+                told[id(leak)] = dataclasses.replace(leak, finding=finding)
+    return [told[id(leak)] for leak in leaks]
 
 
 @dataclass(frozen=True)

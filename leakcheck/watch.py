@@ -69,6 +69,7 @@ from lowtide.leakcheck.tensor_findings import (
     restaged,
     tensor_leaks,
     told_as_frozen,
+    with_free_beside,
 )
 from lowtide.leakcheck.unproven import Unproven, prove_now, put_off
 from lowtide.leakcheck.unseen import UnseenMemory
@@ -588,6 +589,7 @@ class Watch:
             for turn, subject in enumerate(subjects)
         ]
         del explained
+        drafts = [_with_free_beside(drafted) for drafted in drafts]
         causes: list[list[Cause | None]] = [[] for _ in drafts]
         if self.policy.explain:
             for turn, drafted in enumerate(drafts):
@@ -1025,6 +1027,12 @@ def _things(draft: Draft) -> frozenset[Thing]:
         names = () if draft.key == FROZEN else draft.names
         return frozenset(("item", draft.key, name) for name in names or ("",))
     return frozenset()
+
+
+def _with_free_beside(drafts: Sequence[Draft]) -> list[Draft]:
+    leaks = [draft for draft in drafts if isinstance(draft, TensorLeak)]
+    told = iter(with_free_beside(leaks))
+    return [next(told) if isinstance(draft, TensorLeak) else draft for draft in drafts]
 
 
 def _level_of(key: str, device: str) -> str:

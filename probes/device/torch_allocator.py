@@ -282,6 +282,30 @@ def read_segments(index: int) -> list[tuple[tuple[int, int], int, int, bool]] | 
     ]
 
 
+def free_beside(index: int, groups: Sequence[Collection[int]]) -> list[int]:
+    """Bytes that are free in the segments in which some addresses lie: no `empty_cache()` gives these back.
+
+    Args:
+        index: of the card, as torch numbers it.
+        groups: addresses; what is free in one segment counts for the first group that has one there.
+
+    Returns:
+        The bytes for each group; all 0 without a snapshot.
+    """
+    torch = initialized_torch()
+    segments = None if torch is None else _segments(torch)[0]
+    found = [0] * len(groups)
+    for segment in segments or ():
+        if segment["device"] != index:
+            continue
+        low = segment["address"]
+        high = low + segment["total_size"]
+        place = next((at for at, group in enumerate(groups) if any(low <= address < high for address in group)), None)
+        if place is not None:
+            found[place] += sum(block["size"] for block in segment["blocks"] if block["state"] == "inactive")
+    return found
+
+
 def is_workspace(block: Block, addresses: Sequence[int], workspace_sizes: Collection[int]) -> bool:
     """Whether a block is a BLAS workspace: in use, of exactly that size, with no storage in it.
 

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from lowtide.leakcheck import graph_parts
+from lowtide.leakcheck import graph_parts, tensor_findings
 from lowtide.leakcheck.causes import Draft, by_cause, with_causes
 from lowtide.leakcheck.filled_caches import CachedItem
 from lowtide.leakcheck.item_findings import ItemLeak
-from lowtide.leakcheck.tensor_findings import Context, TensorLeak
+from lowtide.leakcheck.tensor_findings import Context, TensorLeak, with_free_beside
 from lowtide.probes.allocation_stacks import StackFrame
 from lowtide.reports.schema import Finding, Hop, Resource
 
@@ -258,3 +258,25 @@ def test_two_entries_of_a_container_are_two_leaks(graph: None) -> None:
     pool = on_card("reserved", POOL.key, "cuda-graph", POOL.names, path(*way, "['g']:torch.cuda.graphs.CUDAGraph"))
     held = kept("cuda-graph", (0x5000,), path(*way, "['x']:torch.Tensor"))
     assert grouped(held, pool) == [["tensors cuda-graph 64"], ["reserved cuda-graph 80"]]
+
+
+def test_a_leak_on_a_card_says_what_more_its_segments_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, list[list[int]]]] = []
+
+    def free(index: int, groups: list[list[int]]) -> list[int]:
+        asked.append((index, groups))
+        return [65 << 20, 1 << 20][: len(groups)]
+
+    monkeypatch.setattr(tensor_findings, "free_beside", free)
+    leaks = [kept("module-global", (0x10, 0x20)), kept("lru-cache", (0x30,)), kept("unknown", (0x40,), device="cpu")]
+    told = with_free_beside(leaks)
+    ends = [leak.finding.message.partition("; ")[2] for leak in told]
+    assert ends == ["65.0 MiB more stay reserved in its segments", "", ""]
+    assert asked == [(int(CARD.partition(":")[2]), [[0x10, 0x20], [0x30]])]
+    assert [leak.sizes for leak in told] == [leak.sizes for leak in leaks]
+
+
+def test_where_nothing_leaks_on_a_card_no_allocator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_findings, "free_beside", None)
+    leaks = [kept("unknown", (0x40,), device="cpu")]
+    assert with_free_beside(leaks) == leaks

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide.probes.device import torch_allocator
 from lowtide.probes.device.torch_allocator import (
     PinnedReading,
     PoolSegments,
     blas_lt_workspace_bytes,
     blas_workspace_bytes,
+    free_beside,
     is_pending,
     is_workspace,
     parse_pinned,
@@ -403,3 +405,25 @@ def test_on_a_card_a_storage_is_read_with_its_device() -> None:
     kept = torch.ones(1000, device="cuda")
     (storage,) = live_storages([kept[3:]])
     assert (storage.device, storage.address, storage.bytes) == ("cuda:0", kept.data_ptr(), 4000)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_allocator, "initialized_torch", lambda: torch)
+    monkeypatch.setattr(torch_allocator, "_segments", lambda torch: (RECORDED, ""))
+
+
+@pytest.mark.usefixtures("recorded")
+def test_what_is_free_in_a_segment_is_told_of_the_first_that_lies_in_it() -> None:
+    inside, other, workspace = 0x1000_0200, 0x1000_0400, 0x2000_0000
+    assert free_beside(0, [[inside]]) == [14 * MIB]
+    assert free_beside(0, [[workspace], [inside], [other]]) == [0, 14 * MIB, 0]
+    assert free_beside(0, [[inside, other, 0x4000_0000]]) == [22 * MIB]
+    assert free_beside(1, [[inside]]) == [0]
+    assert free_beside(0, [[0x9000_0000], []]) == [0, 0]
+
+
+def test_without_a_snapshot_nothing_is_known_to_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_allocator, "initialized_torch", lambda: torch)
+    monkeypatch.setattr(torch_allocator, "_segments", lambda torch: (None, "no memory snapshot"))
+    assert free_beside(0, [[1], [2]]) == [0, 0]
