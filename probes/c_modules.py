@@ -26,4 +26,4 @@ def is_kind_of_module(kind: type) -> bool:
 
 def without_state(module: Any) -> object:
     """What to ask the collector in place of a module: itself, or for one that is written in C its namespace alone."""
-    return (dict_of_module(module),) if _definition_of(module) else module
+    return (dict_of_module(module),) if _definition_of(ctypes.py_object(module)) else module

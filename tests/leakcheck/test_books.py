@@ -337,6 +337,17 @@ def test_without_owners_all_growth_is_the_test_s(books: Books) -> None:
     assert shares(books, -7) == [-7]
 
 
+@pytest.mark.parametrize(("only_adds", "left"), [(True, []), (False, [DTYPE])])
+def test_to_put_back_what_an_import_set_is_no_change(books: Books, only_adds: bool, left: list[str]) -> None:
+    books.begin("setup", counters(settings={DTYPE: "float32"}))
+    owner = Owner("import of heavy", only_adds=only_adds)
+    books.enter(owner, counters(settings={DTYPE: "float32"}))
+    books.leave(counters(settings={DTYPE: "float64"}))
+    assert [change.name for change in books.left(counters(settings={DTYPE: "float32"}), None, ())] == left
+    assert [change.name for change in books.left(counters(settings={DTYPE: "float64"}), None, ())] == []
+    assert [change.name for change in books.left(counters(settings={DTYPE: "float16"}), None, ())] == [DTYPE]
+
+
 def test_what_falls_while_a_module_is_imported_leaves_no_room_for_an_alarm(books: Books) -> None:
     books.begin("setup", counters(host=100))
     owner = Owner("import of heavy", only_adds=True)
