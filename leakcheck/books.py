@@ -200,8 +200,9 @@ class Books:
             if owner in self.live:
                 before.update(owner.settings)
             if owner.only_adds:
-                # To put back what an import has changed is no change.
-                left |= {(name, owner.before.settings.get(name, ABSENT)) for name in owner.settings}
+                # To put back what an import has changed is no change: to what it was before it, or before the test.
+                earlier = (owner.before.settings, self.baseline.settings)
+                left |= {(name, settings.get(name, ABSENT)) for settings in earlier for name in owner.settings}
         # What an ended one left as it had set it, is its own.
         changes = changes_between({name: text for name, text in before.items() if text != ABSENT}, now.settings)
         return [change for change in changes if (change.name, change.now) not in left and not self._is_librarys(change)]
