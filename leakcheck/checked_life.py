@@ -156,8 +156,9 @@ class Lives:
             self._listening.close()
             raise
         gc.collect()
-        self.put_back()
-        self.watch.open()
+        with self._judging():
+            self.put_back()
+            self.watch.open()
         self._listening.enter_context(listening(self.growth))
         self._listening.enter_context(self.interrupts)
         return self

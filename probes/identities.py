@@ -17,6 +17,9 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+
+# `np.unique` imports it when it is first called, which in the middle of a reading would pass for the program's import.
+import numpy.ma
 import numpy.typing as npt
 
 from lowtide.probes.address_table import Ints, first_places
