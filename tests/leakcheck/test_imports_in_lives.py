@@ -17,8 +17,11 @@ import pytest
 
 from lowtide.leakcheck.check import LeakCheck
 from lowtide.leakcheck.checked_life import CheckedLife, LifeError, Lives
+from lowtide.leakcheck.imported import Imported
 from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.lifecycle import LifecycleRun
+from lowtide.leakcheck.owners import Owner
+from lowtide.leakcheck.watch import Watch
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Subject
 from tests.leakcheck.small_target import SmallTarget
@@ -222,10 +225,11 @@ def test_a_block_does_not_own_what_it_imports_first() -> None:
 
 def test_two_watches_are_both_told_of_an_import() -> None:
     told: list[tuple[int, str]] = []
-    watches = [
-        ImportWatch(lambda owner, turn=turn: told.append((turn, owner.name)), lambda: None)  # type: ignore[misc]
-        for turn in range(2)
-    ]
+
+    def watching(turn: int) -> ImportWatch:
+        return ImportWatch(lambda owner: told.append((turn, owner.name)), lambda: None)
+
+    watches = [watching(turn) for turn in range(2)]
     for watch in watches:
         watch.install()
         watch.active = True
@@ -235,8 +239,9 @@ def test_two_watches_are_both_told_of_an_import() -> None:
         for watch in watches:
             watch.remove()
     assert sorted(told) == [(0, "import of imported_late"), (1, "import of imported_late")]
-    loader = sys.modules["imported_late"].__spec__.loader  # type: ignore[union-attr]
-    assert type(loader).__name__ == "SourceFileLoader"
+    spec = sys.modules["imported_late"].__spec__
+    assert spec is not None
+    assert type(spec.loader).__name__ == "SourceFileLoader"
 
 
 def test_a_level_that_one_import_sets_of_a_library_that_another_brought_stays(
@@ -257,3 +262,21 @@ def test_a_level_that_one_import_sets_of_a_library_that_another_brought_stays(
         logging.root.manager.loggerDict.pop(name, None)
         sys.modules.pop("brings_a_logger", None)
         sys.modules.pop("sets_its_level", None)
+
+
+def test_what_the_checker_imports_as_it_opens_its_watch_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    begin, opened = Imported.begin, Watch.open
+
+    def note(imported: Imported, owner: Owner) -> None:
+        told.append(owner.name)
+        begin(imported, owner)
+
+    def open_late(watch: Watch) -> None:
+        import_late()
+        opened(watch)
+
+    monkeypatch.setattr(Imported, "begin", note)
+    monkeypatch.setattr(Watch, "open", open_late)
+    with Lives(Acting, explain=False):
+        assert "import of imported_late" not in told
