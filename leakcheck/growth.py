@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.ladder import ACTIONS, Rung, release
 from lowtide.leakcheck.metrics import MIB
+from lowtide.probes.device.torch_allocator import AllocatedRanges, allocated_ranges
+from lowtide.probes.ranges import Range, common, total, without
 from lowtide.probes.stages import Stage
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
@@ -15,12 +19,29 @@ from lowtide.reports.sizes import format_bytes
 GROWTH = "grow_workspace"
 """The stage that an engine marks around the growth of a buffer."""
 
+LEAST = MIB
+"""Bytes that a growth must leave to be told: torch puts smaller blocks together into segments of 2 MiB."""
+
 SLACK = 8 * MIB
-"""Bytes by which torch's segments may grow beyond what they hold more: it rounds large ones up by less."""
+"""The same where torch cannot list its blocks: it rounds large segments up by less than this."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What there was when a growth began."""
+
+    ranges: AllocatedRanges | None
+    reserved: int
+    allocated: int
+    collects: bool
 
 
 class GrowthWatch:
-    """Listens to an engine's stages: what torch's allocator reserves more in a growth must be what it holds more.
+    """Listens to an engine's stages: what a growth lets go of must not stay reserved.
+
+    That is what was in use before it, and afterwards is free in a segment of torch's. The sum that torch reserves does
+    not tell: the new buffer may come out of what torch had cached. It is the measure only where torch cannot list its
+    blocks (`cudaMallocAsync`, pluggable allocators): what it reserves more must be what it holds more.
 
     Args:
         device: `cpu`, where nothing is reserved, or `cuda:0`.
@@ -28,24 +49,38 @@ class GrowthWatch:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._open: list[tuple[int, int]] = []
-        self._left = 0
+        self._open: list[_Opened] = []
+        self._left: list[Range] = []
+        self._left_uncounted = 0
         self._times = 0
 
     def stage_entered(self, stage: Stage) -> None:
-        """Reads, in a tenth of a millisecond, what there is before."""
-        if stage.name == GROWTH and self._device != "cpu":
-            self._open.append(self._figures())
+        """Reads, in some milliseconds, what there is before."""
+        if stage.name != GROWTH or self._device == "cpu":
+            return
+        collects = gc.isenabled()
+        # What a collection frees meanwhile is nothing that the growth let go of.
+        gc.disable()
+        self._open.append(_Opened(self._ranges(), *self._figures(), collects))
 
     def stage_left(self, stage: Stage, error: BaseException | None) -> None:
-        """Counts what it left."""
+        """Notes what it left."""
         if stage.name != GROWTH or not self._open:
             return
-        reserved, allocated = self._open.pop()
-        reserved_now, allocated_now = self._figures()
-        left = (reserved_now - reserved) - max(0, allocated_now - allocated)
-        if left > SLACK:
-            self._left += left
+        before = self._open.pop()
+        if before.collects:
+            gc.enable()
+        now = self._ranges()
+        if before.ranges is not None and now is not None:
+            left = without(common(before.ranges.in_use, now.reserved), now.in_use)
+            if total(left) >= LEAST:
+                self._left += left
+                self._times += 1
+            return
+        reserved, allocated = self._figures()
+        more = (reserved - before.reserved) - max(0, allocated - before.allocated)
+        if more > SLACK:
+            self._left_uncounted += more
             self._times += 1
 
     def finding(self, stage: str) -> Finding | None:
@@ -54,22 +89,33 @@ class GrowthWatch:
         Args:
             stage: in which they were.
         """
-        left, times = self._left, self._times
-        self._left = self._times = 0
+        left, uncounted, times = self._left, self._left_uncounted, self._times
+        self._left, self._left_uncounted, self._times = [], 0, 0
         if not times:
+            return None
+        # What two growths left one after the other at one place is there once, and what is in use again is not left.
+        now = self._ranges()
+        left_now = left if now is None else list(without(common(left, now.reserved), now.in_use))
+        amount = total(left_now) + uncounted
+        if amount < LEAST:
             return None
         before, _ = self._figures()
         release(Rung.EMPTY_CACHE)
-        after, _ = self._figures()
-        remedy = Remedy(action=ACTIONS[Rung.EMPTY_CACHE], returns_bytes=before - after)
+        if uncounted:
+            returned = before - self._figures()[0]
+        else:
+            after = self._ranges()
+            returned = amount - total(left_now if after is None else common(left_now, after.reserved))
+        remedy = Remedy(action=ACTIONS[Rung.EMPTY_CACHE], returns_bytes=returned)
+        growths = "a growth" if times == 1 else f"{times} growths"
         message = (
-            f"{format_bytes(left)} stay reserved on {self._device} after {times} growths of a workspace in {stage}: "
+            f"{format_bytes(amount)} stay reserved on {self._device} after {growths} of a workspace in {stage}: "
             f"its old memory is kept beside the new; {remedy.action} returns {format_bytes(remedy.returns_bytes)}"
         )
         return Finding(
             resource="reserved",
             cause="allocator-cache",
-            bytes=left,
+            bytes=amount,
             count=times,
             device=self._device,
             stage=stage,
@@ -85,3 +131,7 @@ class GrowthWatch:
         torch: Any = sys.modules["torch"]
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         return stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]["current"]
+
+    def _ranges(self) -> AllocatedRanges | None:
+        _, _, index = self._device.partition(":")
+        return allocated_ranges(int(index or 0))

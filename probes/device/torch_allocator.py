@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
+from lowtide.probes.ranges import Range, merge
 from lowtide.probes.tensors import live_storages
 
 # A memory segment and a block in it, as `torch.cuda.memory_snapshot()` gives them.
@@ -280,6 +281,36 @@ def read_segments(index: int) -> list[tuple[tuple[int, int], int, int, bool]] | 
         for segment in segments
         if segment["device"] == index
     ]
+
+
+class AllocatedRanges(NamedTuple):
+    """Where torch's allocator has memory on a card.
+
+    Attributes:
+        reserved: address and bytes of its segments, merged.
+        in_use: those of the blocks that are not free, merged.
+    """
+
+    reserved: tuple[Range, ...]
+    in_use: tuple[Range, ...]
+
+
+def allocated_ranges(index: int) -> AllocatedRanges | None:
+    """The segments of a card, and the blocks in them that are in use; None without a snapshot."""
+    torch = initialized_torch()
+    segments = None if torch is None else _segments(torch)[0]
+    if segments is None:
+        return None
+    here = [segment for segment in segments if segment["device"] == index]
+    return AllocatedRanges(
+        merge((segment["address"], segment["total_size"]) for segment in here),
+        merge(
+            (block["address"], block["size"])
+            for segment in here
+            for block in segment["blocks"]
+            if block["state"] != "inactive"
+        ),
+    )
 
 
 def free_beside(index: int, groups: Sequence[Collection[int]]) -> list[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from lowtide.leakcheck import growth
 from lowtide.leakcheck.growth import GrowthWatch
 from lowtide.leakcheck.lifecycle import SCRIPT, LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.device.torch_allocator import AllocatedRanges
+from lowtide.probes.ranges import merge
 from lowtide.probes.stages import listening, stage
 from lowtide.reports.schema import Finding, Subject
 
@@ -400,6 +404,115 @@ def test_a_growth_that_ends_with_less_in_use_and_as_much_reserved_keeps_nothing(
     allocator.reserved = allocator.allocated = 256 * MIB
     allocator.grow(-64 * MIB, keeping=64 * MIB)
     assert watch.finding("infer") is None
+
+
+class Blocks:
+    """The blocks of torch's allocator on a card: each fills a segment, and is free or in use."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.segments: dict[int, tuple[int, bool]] = {}
+        monkeypatch.setattr(growth, "allocated_ranges", self.ranges)
+        monkeypatch.setattr(growth, "release", self.empty)
+        monkeypatch.setattr(GrowthWatch, "_figures", lambda watch: (0, 0))
+
+    def ranges(self, index: int) -> AllocatedRanges:
+        assert index == 1
+        in_use = [(address, size) for address, (size, used) in self.segments.items() if used]
+        return AllocatedRanges(merge((at, size) for at, (size, _) in self.segments.items()), merge(in_use))
+
+    def allocate(self, address: int, size: int) -> None:
+        self.segments[address] = (size, True)
+
+    def free(self, address: int) -> None:
+        self.segments[address] = (self.segments[address][0], False)
+
+    def empty(self, rung: object) -> bool:
+        self.segments = {address: held for address, held in self.segments.items() if held[1]}
+        return True
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> Blocks:
+    return Blocks(monkeypatch)
+
+
+@pytest.fixture
+def seeing(blocks: Blocks) -> Iterator[GrowthWatch]:
+    watch = GrowthWatch("cuda:1")
+    with listening(watch):
+        yield watch
+
+
+def test_a_buffer_that_was_replaced_is_told_although_the_new_one_came_out_of_what_was_cached(
+    seeing: GrowthWatch, blocks: Blocks
+) -> None:
+    blocks.allocate(0, 16 * MIB)
+    blocks.allocate(1 << 30, 512 * MIB)
+    blocks.free(1 << 30)
+    blocks.allocate(1 << 31, 512 * MIB)
+    blocks.free(1 << 31)
+    with stage("grow_workspace"):
+        blocks.free(0)
+        blocks.allocate(1 << 30, 512 * MIB)
+    found = seeing.finding("infer")
+    assert found is not None
+    assert (found.bytes, found.count, found.device) == (16 * MIB, 1, "cuda:1")
+    # Not the other 512 MiB that emptying the cache gives back, too: they were free before.
+    assert found.remedy is not None
+    assert found.remedy.returns_bytes == 16 * MIB
+    assert "16.0 MiB stay reserved on cuda:1 after a growth of a workspace in infer" in found.message
+    assert seeing.finding("infer") is None
+
+
+def test_what_two_growths_left_at_one_place_is_there_once(seeing: GrowthWatch, blocks: Blocks) -> None:
+    for address in (0, 1 << 30):
+        blocks.allocate(address, 64 * MIB)
+        with stage("grow_workspace"):
+            blocks.free(address)
+    blocks.allocate(0, 64 * MIB)
+    with stage("grow_workspace"):
+        blocks.free(0)
+    found = seeing.finding("infer")
+    assert found is not None
+    assert (found.bytes, found.count) == (128 * MIB, 3)
+
+
+@pytest.mark.parametrize("way", ["in place", "given back", "a temporary", "as large as the segment", "used again"])
+def test_a_growth_that_leaves_nothing_of_its_own_is_clean(seeing: GrowthWatch, blocks: Blocks, way: str) -> None:
+    blocks.allocate(0, 16 * MIB)
+    with stage("grow_workspace"):
+        if way == "in place":
+            blocks.allocate(0, 64 * MIB)
+        elif way == "given back":
+            blocks.free(0)
+            blocks.allocate(1 << 30, 64 * MIB)
+            blocks.empty(None)
+        elif way == "a temporary":
+            blocks.allocate(1 << 30, 64 * MIB)
+            blocks.free(1 << 30)
+        elif way == "as large as the segment":
+            # A segment of 20 MiB for 8 of them: 12 MiB more are reserved than held, and nothing old is kept.
+            blocks.allocate(1 << 30, 8 * MIB)
+            blocks.segments[(1 << 30) + 8 * MIB] = (12 * MIB, False)
+        else:
+            blocks.free(0)
+    if way == "used again":
+        blocks.allocate(0, 16 * MIB)
+    assert seeing.finding("infer") is None
+
+
+def test_what_a_collection_frees_is_nothing_that_a_growth_let_go_of(seeing: GrowthWatch, blocks: Blocks) -> None:
+    blocks.allocate(0, 16 * MIB)
+    blocks.allocate(1 << 30, 16 * MIB)
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            with suppress(KeyError), stage("grow_workspace"), stage("grow_workspace"):
+                assert not gc.isenabled()
+                raise KeyError
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
 
 
 def test_other_stages_may_reserve_what_they_like(watch: GrowthWatch, allocator: Allocator) -> None:

@@ -13,6 +13,7 @@ from lowtide.probes.device import torch_allocator
 from lowtide.probes.device.torch_allocator import (
     PinnedReading,
     PoolSegments,
+    allocated_ranges,
     blas_lt_workspace_bytes,
     blas_workspace_bytes,
     free_beside,
@@ -24,6 +25,7 @@ from lowtide.probes.device.torch_allocator import (
     read_pinned,
     unexplained_blocks,
 )
+from lowtide.probes.ranges import common, total, without
 from lowtide.probes.tensors import live_storages
 
 MIB = 1 << 20
@@ -427,3 +429,26 @@ def test_without_a_snapshot_nothing_is_known_to_be_free(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch_allocator, "initialized_torch", lambda: torch)
     monkeypatch.setattr(torch_allocator, "_segments", lambda torch: (None, "no memory snapshot"))
     assert free_beside(0, [[1], [2]]) == [0, 0]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_what_is_reserved_and_what_is_in_use_are_told_by_place() -> None:
+    found = allocated_ranges(0)
+    assert found is not None
+    assert total(found.reserved) == sum(segment["total_size"] for segment in RECORDED if segment["device"] == 0)
+    free = [
+        block
+        for segment in RECORDED
+        if segment["device"] == 0
+        for block in segment["blocks"]
+        if block["state"] == "inactive"
+    ]
+    assert total(without(found.reserved, found.in_use)) == sum(block["size"] for block in free)
+    assert not common(found.in_use, [(block["address"], block["size"]) for block in free])
+    assert allocated_ranges(1) == (((0x1000_0000, 99 * MIB),), ((0x1000_0000, 99 * MIB),))
+    assert allocated_ranges(2) == ((), ())
+
+
+def test_where_torch_cannot_list_its_blocks_no_place_is_told(counters: type[Counters.cuda]) -> None:
+    counters.refuses = ("snapshot",)
+    assert allocated_ranges(0) is None
