@@ -7,10 +7,12 @@ from collections.abc import Mapping
 
 import msgspec
 
+from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.item_findings import ItemLeak, with_fingerprint, with_pool_holder
 from lowtide.leakcheck.listing import first_of
+from lowtide.leakcheck.metrics import ALLOCATOR_HOLDER
 from lowtide.leakcheck.tensor_findings import Context
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
 _POOL = re.compile(r"pool \(\d+, \d+\)")
@@ -48,3 +50,31 @@ def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context
         advice = f"let go of {leak.explanation.holder} at {finding.stage}, then torch.cuda.empty_cache()"
     found = with_fingerprint(leak, "").finding
     return msgspec.structs.replace(found, advice=advice, former_fingerprint=finding.fingerprint)
+
+
+def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
+    """The finding about pools that `torch.cuda.empty_cache()` gave back: only torch held them, as it holds its cache.
+
+    Args:
+        pools: as the metric tells it.
+        others: what the same call gave back of the default pool, whose cause is the same; None for nothing.
+    """
+    assert pools.remedy is not None
+    size, returned = pools.bytes, pools.remedy.returns_bytes
+    of_pools = f"{format_bytes(size)} of it in private pools in which nothing lives"
+    if others is not None and others.remedy is not None:
+        size, returned = size + others.bytes, returned + others.remedy.returns_bytes
+    action = pools.remedy.action
+    told = msgspec.structs.replace(pools if others is None else others, former_fingerprint=pools.fingerprint)
+    return msgspec.structs.replace(
+        told,
+        bytes=size,
+        # That of the default pool's finding, also in a life in which nothing of that pool is told.
+        fingerprint=fingerprint(
+            resource=told.resource, device=told.device, stage=told.stage, suspects=("", told.cause)
+        ),
+        holder=ALLOCATOR_HOLDER,
+        remedy=Remedy(action=action, returns_bytes=returned),
+        message=f"{format_bytes(size)} of reserved on {told.device} did not come back at {told.stage}, {of_pools}; "
+        f"{action} returns {format_bytes(returned)}",
+    )

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from lowtide.leakcheck import contract
-from lowtide.leakcheck.empty_pools import of_empty_pools
+from lowtide.leakcheck.empty_pools import of_cached_pools, of_empty_pools
 from lowtide.leakcheck.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.growth import GrowthWatch
@@ -410,12 +410,21 @@ class LifecycleRun:
         self._findings += changed
 
     def _with_pools(self, judgement: Judgement, start: Snapshot, now: Snapshot, engine: object) -> Judgement:
-        """With who holds the private pools of torch's allocator that no rung gave back."""
-        findings = list(judgement.findings)
-        for place, metric in enumerate(judgement.metrics):
-            if metric.key and (left := metric.new_items(start, now)):
-                findings[place] = of_empty_pools(findings[place], metric.key, left, self._leftovers.context(engine))
-        return dataclasses.replace(judgement, findings=tuple(findings))
+        """With who holds the private pools of torch's allocator; those that its cache held are told with the rest."""
+        told = list(zip(judgement.findings, judgement.metrics, judgement.keys, strict=True))
+        for pools in [each for each in told if each[1].key]:
+            finding, metric, key = pools
+            others = [each for each in told if each is not pools and _is_cached_like(each[0], finding)]
+            if left := metric.new_items(start, now):
+                context = self._leftovers.context(engine)
+                told[told.index(pools)] = (of_empty_pools(finding, metric.key, left, context), metric, key)
+            elif finding.cause == "allocator-cache" and others:
+                told.remove(pools)
+                told[told.index(others[0])] = (of_cached_pools(finding, others[0][0]), *others[0][1:])
+            elif finding.cause == "allocator-cache":
+                told[told.index(pools)] = (of_cached_pools(finding, None), metric, key)
+        findings, metrics, keys = zip(*told, strict=True) if told else ((), (), ())
+        return dataclasses.replace(judgement, findings=findings, metrics=metrics, keys=keys)
 
     def _with_what_went_too(
         self, groups: Finding, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]
@@ -751,6 +760,11 @@ def _failures(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [part for inner in error.exceptions for part in _failures(inner)]
     return [] if isinstance(error, KeyboardInterrupt) else [error]
+
+
+def _is_cached_like(finding: Finding, other: Finding) -> bool:
+    """Whether torch's cache on one card is the cause of both."""
+    return finding.cause == "allocator-cache" and (finding.resource, finding.device) == (other.resource, other.device)
 
 
 def _was_interrupted(error: BaseException) -> bool:

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck import lifecycle
+from lowtide.leakcheck import ladder, lifecycle
+from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.ladder import Rung, release
 from lowtide.leakcheck.lifecycle import LifecycleRun
 from lowtide.probes.device.driver import DriverReading
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import AllocatorReading, parse_pools
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.reports.schema import Subject
+from lowtide.reports.sizes import format_bytes
 
 CARD = "cuda:0"
 MIB = 1 << 20
@@ -138,6 +141,46 @@ def test_a_pool_that_nobody_holds_is_named_by_its_id(card: FakeCard) -> None:
     (finding,) = lived(lambda turn: card.reserve(5, 8 * MIB) if turn == 1 else None).findings
     assert (finding.holder, finding.bytes) == ("pool (0, 5)", 8 * MIB)
     assert finding.advice == "let go of the pool at shutdown, then torch.cuda.empty_cache()"
+
+
+@pytest.mark.parametrize("default", [0, 2 * MIB])
+def test_what_torch_caches_in_pools_and_beside_them_is_one_finding(
+    card: FakeCard, monkeypatch: pytest.MonkeyPatch, default: int
+) -> None:
+    def let_go(rung: Rung) -> bool:
+        if rung is Rung.EMPTY_CACHE:
+            card.segments.clear()
+            return True
+        return release(rung)
+
+    def create(turn: int) -> None:
+        card.reserve(3, 14 * MIB)
+        card.reserve(3, 20 * MIB)
+        if default:
+            card.reserve(0, default)
+
+    monkeypatch.setattr(ladder, "release", let_go)
+    (finding,) = lived(create).findings
+    size = 34 * MIB + default
+    assert (finding.resource, finding.cause, finding.device, finding.stage, finding.bytes, finding.count) == (
+        "reserved",
+        "allocator-cache",
+        CARD,
+        "shutdown",
+        size,
+        1,
+    )
+    assert finding.remedy is not None
+    assert (finding.remedy.action, finding.remedy.returns_bytes) == ("torch.cuda.empty_cache()", size)
+    assert finding.holder == "torch's caching allocator"
+    # As in a life in which the default pool alone was cached: it is the same leak.
+    assert finding.fingerprint == fingerprint(
+        resource="reserved", device=CARD, stage="shutdown", suspects=("", "allocator-cache")
+    )
+    assert finding.message == (
+        f"{format_bytes(size)} of reserved on cuda:0 did not come back at shutdown, 34.0 MiB of it in private pools in"
+        f" which nothing lives; torch.cuda.empty_cache() returns {format_bytes(size)}"
+    )
 
 
 def test_what_torch_s_own_pool_keeps_from_the_first_life_is_first_use(card: FakeCard) -> None:

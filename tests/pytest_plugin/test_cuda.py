@@ -278,7 +278,7 @@ def test_a_process_group_that_stays_is_destroyed_and_what_that_gave_back_is_meas
     assert finding.remedy is not None
     assert finding.remedy.action == "torch.distributed.destroy_process_group()"
     assert finding.remedy.returns_bytes > 0
-    assert finding.changed == ("process group 0 is destroyed",)
+    assert finding.changed == ("all process groups are destroyed",)
 
 
 def test_first_uses_and_caches_are_no_leaks(clean: Report) -> None:
