@@ -24,7 +24,15 @@ from lowtide.leakcheck.plain import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.process_state import ProcessState
 from lowtide.leakcheck.suppressions import shipped
 from lowtide.leakcheck.survival import Survival
-from lowtide.leakcheck.target import Capabilities, LifecycleTarget, TargetFactory, make_target
+from lowtide.leakcheck.target import (
+    Capabilities,
+    LifecycleTarget,
+    TargetError,
+    TargetFactory,
+    Unjudged,
+    make_target,
+    tokens_of_one,
+)
 from lowtide.leakcheck.watch import Policy, Verdict, Watch
 from lowtide.probes.counters import CounterReader, Counters, anonymous_bytes
 from lowtide.probes.device.driver import Driver, find_driver
@@ -207,13 +215,17 @@ class Lives:
         asked, tokens = self._tokens.get(prompt_length, (0, ()))
         if asked < max_tokens:
             asked = max(self.capabilities.max_tokens, max_tokens)
-            target = make_target(self.factory)
+            target: Any = Unjudged(make_target(self.factory))
             target.create(simplest(self.capabilities))
             try:
-                (said,) = target.infer([prompt_length], asked)
-            finally:
-                target.shutdown()
-            tokens = tuple(said)
+                said = target.infer([prompt_length], asked)
+            except TargetError:
+                # What the shutdown of an engine that has failed raises would say less.
+                with suppress(TargetError):
+                    target.shutdown()
+                raise
+            target.shutdown()
+            tokens = tokens_of_one(said)
             self._tokens[prompt_length] = (asked, tokens)
         return tokens[:max_tokens]
 
@@ -499,7 +511,8 @@ class CheckedLife:
         def note(phase: str) -> None:
             levels[phase] = max(levels.get(phase, 0), self._host_outside())
 
-        target, able = self._target, self._capabilities
+        target: Any = Unjudged(self._target)
+        able = self._capabilities
         # What an earlier engine left free in the heap would hide what this one takes of it.
         trim_heap()
         before, host_before = self._outside(), self._host_outside()

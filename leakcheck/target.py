@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,6 +190,50 @@ def make_target(factory: TargetFactory) -> LifecycleTarget:
             "declare them in its capabilities"
         )
     return target
+
+
+class Unjudged:
+    """A target in calls of which nothing is judged, as before the first life: what they raise says what to do.
+
+    Args:
+        target: what is driven.
+    """
+
+    def __init__(self, target: LifecycleTarget) -> None:
+        self._target = target
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """The call of that name, which raises nothing but `TargetError`."""
+        method = getattr(self._target, name)
+
+        def call(*arguments: Any) -> Any:
+            try:
+                return method(*arguments)
+            except Exception as error:  # any engine may raise anything
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                said = " ".join(f"{type(error).__name__}: {error}".split())
+                again = "; lives make engines one after the other in this process" if name == "create" else ""
+                raise TargetError(
+                    f"{name} raised {said} ({last.filename}:{last.lineno}), before any life was judged{again}: "
+                    "`lowtide check` judges a life up to the call that raises"
+                ) from error
+
+        return call
+
+
+def tokens_of_one(said: Any) -> tuple[int, ...]:
+    """The tokens of the only request of an `infer`.
+
+    Raises:
+        TargetError: that is not what it gave.
+    """
+    try:
+        (tokens,) = said
+        return tuple(tokens)
+    except (TypeError, ValueError):
+        raise TargetError(
+            f"infer gave {type(said).__name__} for one prompt: it must give one sequence of token ids for each prompt"
+        ) from None
 
 
 def load_factory(name: str) -> TargetFactory:

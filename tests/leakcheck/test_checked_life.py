@@ -21,7 +21,7 @@ from lowtide.leakcheck.fault_sweep import sweep
 from lowtide.leakcheck.faults import Seam
 from lowtide.leakcheck.fuzz import fuzz
 from lowtide.leakcheck.ladder import Rung, SettlePolicy
-from lowtide.leakcheck.target import Capabilities
+from lowtide.leakcheck.target import Capabilities, TargetError
 from lowtide.probes.counters import Counters
 from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
@@ -326,6 +326,39 @@ def test_what_the_warm_up_has_left_changed_already_is_found_in_every_life() -> N
             life.abandon()
             assert torch.accelerator.synchronize is before
     assert gc.get_freeze_count() < 2000
+
+
+class MadeOnce(SmallTarget):
+    """As vLLM with its sleep mode: a second one cannot be made in the process."""
+
+    made: ClassVar[int] = 0
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        MadeOnce.made += 1
+        if MadeOnce.made == 2:
+            raise AssertionError("can only be used for one instance per process")
+        super().create(config)
+
+
+class NeverInfers(SmallTarget):
+    ended: ClassVar[list[str]] = []
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        raise ValueError("no kernel for this card")
+
+    def shutdown(self) -> None:
+        self.ended.append(self.phase)
+        super().shutdown()
+        raise ValueError("cannot be shut down after that")
+
+
+def test_a_target_that_fails_before_anything_is_judged_is_refused_in_a_line() -> None:
+    with pytest.raises(TargetError, match=r"create raised AssertionError: can only be used for one instance .*; lives"):
+        Lives(MadeOnce).__enter__()
+    with pytest.raises(TargetError, match=r"infer raised ValueError: no kernel for this card \(.*_life\.py:"):
+        Lives(NeverInfers).__enter__()
+    # It was shut down all the same.
+    assert NeverInfers.ended == ["running"]
 
 
 class KeepsOnAFailure(SmallTarget):

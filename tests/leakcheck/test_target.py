@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,14 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.target import Capabilities, TargetError, load_factory, make_target
+from lowtide.leakcheck.target import (
+    Capabilities,
+    TargetError,
+    Unjudged,
+    load_factory,
+    make_target,
+    tokens_of_one,
+)
 
 
 class Bare:
@@ -115,3 +123,41 @@ def load_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> Any
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     return load_factory(name)
+
+
+class Broken(Bare):
+    def create(self, config: Mapping[str, Any]) -> None:
+        raise RuntimeError("one engine\n  for each process")
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+        raise KeyboardInterrupt
+
+    def shutdown(self) -> None:
+        raise ValueError("not now")
+
+
+def test_what_a_call_raises_before_anything_is_judged_is_said_in_one_line_with_its_place() -> None:
+    unjudged = Unjudged(Broken())
+    with pytest.raises(TargetError) as caught:
+        unjudged.create({})
+    assert re.fullmatch(
+        r"create raised RuntimeError: one engine for each process \(.*test_target\.py:\d+\), before any life was judged"
+        r"; lives make engines one after the other in this process: `lowtide check` judges a life up to the call that "
+        r"raises",
+        str(caught.value),
+    )
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(TargetError, match=r"shutdown raised ValueError: not now \(.*\), before any life was judged: "):
+        unjudged.shutdown()
+    with pytest.raises(KeyboardInterrupt):
+        unjudged.infer([3], 1)
+
+
+@pytest.mark.parametrize("said", [None, [], [[1], [2]], [7]])
+def test_what_is_not_one_sequence_of_tokens_for_the_prompt_is_refused(said: object) -> None:
+    with pytest.raises(TargetError, match=f"infer gave {type(said).__name__} for one prompt"):
+        tokens_of_one(said)
+
+
+def test_the_tokens_of_the_only_request_are_given() -> None:
+    assert tokens_of_one(iter([[1, 2]])) == (1, 2)
