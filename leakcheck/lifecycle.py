@@ -429,15 +429,28 @@ class LifecycleRun:
     def _with_what_went_too(
         self, groups: Finding, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]
     ) -> Finding:
-        """What is back now that process groups are destroyed was theirs, and is a part of their finding."""
+        """What is back now that process groups are destroyed was theirs, and is a part of their finding.
+
+        Of what came back in part, the rest is told.
+        """
         now = self._snapshot("after shutdown")
-        missing = {(metric.resource, metric.device) for metric, _ in self._missing(metrics, baselines, now)}
-        back = [
-            finding
-            for finding in self._findings
-            if finding.resource in _OF_GROUPS and (finding.resource, finding.device) not in missing
-        ]
-        self._findings = [finding for finding in self._findings if not any(finding is part for part in back)]
+        of_groups = [metric for metric in metrics if metric.resource in _OF_GROUPS]
+        left: dict[tuple[str, str], Finding] = {}
+        for start in baselines:
+            judged = judge(
+                self._metrics_since(start, of_groups), start, [Step(Rung.RAW, now, 0.0)], stage="shutdown", cycle=1
+            )
+            left |= {(finding.resource, finding.device): finding for finding in judged.findings}
+        back, kept = [], []
+        for finding in self._findings:
+            rest = left.get((finding.resource, finding.device))
+            if finding.resource not in _OF_GROUPS:
+                kept.append(finding)
+            elif rest is None:
+                back.append(finding)
+            else:
+                kept.append(_less(finding, rest))
+        self._findings = kept
         return msgspec.structs.replace(groups, parts=one_for_each_level(grouped(back), self._level_of))
 
     def _conclude(
@@ -760,6 +773,15 @@ def _failures(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         return [part for inner in error.exceptions for part in _failures(inner)]
     return [] if isinstance(error, KeyboardInterrupt) else [error]
+
+
+def _less(finding: Finding, rest: Finding) -> Finding:
+    """A finding with what is left of it; as it was where that is no less."""
+    if (rest.bytes, rest.count) >= (finding.bytes, finding.count):
+        return finding
+    return msgspec.structs.replace(
+        finding, bytes=rest.bytes, count=rest.count, message=rest.message, holder=rest.holder
+    )
 
 
 def _is_cached_like(finding: Finding, other: Finding) -> bool:

@@ -761,11 +761,16 @@ class LeavesAProcessGroupAndAPipe(LeavesAProcessGroupInEachLife):
 
 def test_what_the_groups_remedy_does_not_give_back_is_a_finding_of_its_own() -> None:
     _, findings = found(LeavesAProcessGroupAndAPipe, cycles=2)
+    own = {f"{end} -> pipe" for pipe in KEPT[1:] for end in pipe}
     for pipe in KEPT:
         os.close(pipe[0])
         os.close(pipe[1])
     KEPT.clear()
-    assert sorted(finding.resource for finding in findings) == ["file-descriptors", "process-groups"]
+    descriptors, groups = sorted(findings, key=lambda finding: finding.resource)
+    assert (descriptors.resource, groups.resource) == ("file-descriptors", "process-groups")
+    # And what they did give back is none of that finding's.
+    assert descriptors.count == 2
+    assert {name.partition(":")[0] for name in (descriptors.holder or "").split(", ")} == own
 
 
 def test_a_level_that_comes_back_at_the_last_rung_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
