@@ -200,6 +200,8 @@ def collect(is_enough: Callable[[], bool] = lambda: False) -> None:
     for _ in range(_MOST_COLLECTIONS):
         if not gc.collect() or is_enough():
             return
+        # What asking has left in cycles is young, and no reason to collect once more.
+        gc.collect(1)
 
 
 def reset_compiled() -> None:

@@ -336,3 +336,21 @@ def test_collecting_ends_as_soon_as_it_is_enough() -> None:
     del garbage
     ladder.collect(lambda: asked.append(1) is None)
     assert asked == [1]
+
+
+def test_what_asking_leaves_in_cycles_is_no_reason_to_collect_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    full: list[int] = []
+
+    def collect(generation: int = 2, collect_all: Callable[[int], int] = gc.collect) -> int:
+        full.extend([generation] if generation == 2 else [])
+        return collect_all(generation)
+
+    def ask() -> bool:
+        knot: list[object] = []
+        knot.append(knot)
+        return False
+
+    ask()
+    monkeypatch.setattr(ladder, "gc", SimpleNamespace(collect=collect))
+    ladder.collect(ask)
+    assert len(full) == 2
