@@ -156,7 +156,7 @@ class Claims:
         found: dict[int, Owner] = {}
         for owner, reached in self._reached:
             with plain_tensors(sys.modules["torch"]):
-                gradients = set(map(id, _gradients(Census(reached.values()).instances_of(tensor_type))))
+                gradients = set(map(id, gradients_of(Census(reached.values()).instances_of(tensor_type))))
             found.update(dict.fromkeys(gradients & ids, owner))
         return found
 
@@ -171,7 +171,7 @@ class Claims:
             seen: set[Any] = set()
             with plain_tensors(torch):
                 held = [saved.tensor for output in outputs for saved in saved_behind(output, seen)]
-                held += _gradients(held)
+                held += gradients_of(held)
             keys = keys_of_each(tensor for tensor in held if tensor is not None)
             found.update(dict.fromkeys(set().union(*keys).intersection(wanted), owner))
         return found
@@ -206,7 +206,7 @@ class Claims:
             return []
         tensors = [t for _, reached in self._reached for t in Census(reached.values()).instances_of(torch.Tensor)]
         with plain_tensors(torch):
-            gradients = [grad for grad in _gradients(tensors) if grad is not None]
+            gradients = [grad for grad in gradients_of(tensors) if grad is not None]
             return [torch_member(grad, "data_ptr")() for grad in gradients if _is_strided(torch, grad)]
 
     def names(self, key: str) -> dict[str, Owner]:
@@ -238,8 +238,8 @@ def _is_strided(torch: Any, tensor: Any) -> bool:
     return torch_member(tensor, "layout") is torch.strided
 
 
-def _gradients(tensors: Iterable[Any]) -> list[Any]:
-    """The gradients of those that collect one."""
+def gradients_of(tensors: Iterable[Any]) -> list[Any]:
+    """The gradients of those that collect one, None where there is none yet; call it within `plain_tensors`."""
     collecting = (item for item in tensors if torch_member(item, "requires_grad") and torch_member(item, "is_leaf"))
     return [torch_member(item, "grad") for item in collecting]
 
@@ -251,7 +251,7 @@ def _held_in_all(torch: Any, census: Census) -> list[Any]:
     with plain_tensors(torch):
         outputs = [tensor for tensor in tensors if not torch_member(tensor, "is_leaf")]
         saved = [saved.tensor for output in outputs for saved in saved_behind(output, seen)]
-        gradients = [gradient for gradient in _gradients([*tensors, *saved]) if gradient is not None]
+        gradients = [gradient for gradient in gradients_of([*tensors, *saved]) if gradient is not None]
     return [*tensors, *census.instances_of(torch.UntypedStorage), *saved, *gradients]
 
 

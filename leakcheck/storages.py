@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.leakcheck.ladder import collect
-from lowtide.leakcheck.owners import Claims, Owner
+from lowtide.leakcheck.owners import Claims, Owner, gradients_of
 from lowtide.probes.births import Births, Newborn
 from lowtide.probes.foreign import mro_of, type_name
 from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import merge, total
-from lowtide.probes.tensors import StorageReading, keys_of_each, survey_storages
+from lowtide.probes.tensors import StorageReading, keys_of_each, plain_tensors, survey_storages
 
 Key = tuple[str, int]
 """A storage: its device and its address."""
@@ -85,6 +85,7 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
         everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
         del census
         newborn = {id(born.item): born for born in births.survivors() if is_tensor(born.item)}
+        newborn |= _hidden_gradients(torch, births, newborn, everything)
         old = [item for item in everything if id(item) not in newborn]
         owned = {key for owner in (*claims.owners, *ended) for key in owner.storages}
         if births.froze:
@@ -270,6 +271,23 @@ def _new_storages(
                 if survey_storages([item]).unreadable:
                     unreadable[f"{type_name(type(item)).rpartition('.')[2]} {id(item):#x}"] = Newborn(item, label)
     return readings, unreadable
+
+
+def _hidden_gradients(
+    torch: Any, births: Births, newborn: Mapping[int, Newborn], everything: Iterable[object]
+) -> dict[int, Newborn]:
+    """The gradients of new tensors that Python has never read: they are no objects until somebody asks for them."""
+    visible = set(map(id, everything))
+    found: dict[int, Newborn] = {}
+    with plain_tensors(torch):
+        for born in newborn.values():
+            if not any(base is torch.Tensor for base in mro_of(type(born.item))):
+                continue
+            for gradient in gradients_of([born.item]):
+                if gradient is not None and id(gradient) not in visible:
+                    revealed = births.add(gradient, born)
+                    found |= {} if revealed is None else {id(gradient): revealed}
+    return found
 
 
 def _claimed(torch: Any, claims: Claims, newborn: Mapping[int, Newborn]) -> dict[Key, Owner]:

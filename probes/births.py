@@ -143,6 +143,16 @@ class Births:
             born = [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in ordered]
             return [each for each in born if label is None or each.label == label]
 
+    def add(self, item: object, like: Newborn) -> Newborn | None:
+        """Takes in an object that asking for it has only now made visible, with the label of the one that holds it.
+
+        Returns:
+            It, with the label under which it was seen if that was before; None if it was there at the mark.
+        """
+        if id(item) in self._known:
+            return None
+        return Newborn(item, *self._noted.setdefault(id(item), (like.label, like.turn)))
+
     def _reveal(self, found: dict[int, Any]) -> None:
         """Adds the tensors of TorchScript modules: until they are asked for there are none in Python."""
         # Asked by the type, since there may be thousands of modules; by its identity, as a metaclass may hash it.
