@@ -285,8 +285,7 @@ def _hidden_gradients(
                 continue
             for gradient in gradients_of([born.item]):
                 if gradient is not None and id(gradient) not in visible:
-                    revealed = births.add(gradient, born)
-                    found |= {} if revealed is None else {id(gradient): revealed}
+                    found[id(gradient)] = births.add(gradient, born)
     return found
 
 

@@ -143,14 +143,14 @@ class Births:
             born = [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in ordered]
             return [each for each in born if label is None or each.label == label]
 
-    def add(self, item: object, like: Newborn) -> Newborn | None:
-        """Takes in an object that asking for it has only now made visible, with the label of the one that holds it.
+    def add(self, item: object, like: Newborn) -> Newborn:
+        """Takes in an object that asking for it has only now made, with the label of the one that holds it.
 
         Returns:
-            It, with the label under which it was seen if that was before; None if it was there at the mark.
+            It, with the label under which it was seen if that was before.
         """
-        if id(item) in self._known:
-            return None
+        # One that was there at the mark and is gone had this address.
+        self._known.discard(id(item))
         return Newborn(item, *self._noted.setdefault(id(item), (like.label, like.turn)))
 
     def _reveal(self, found: dict[int, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.storages import HeapReading, read_heap
 from lowtide.leakcheck.tensor_findings import Context, explain_storages
-from lowtide.probes.births import Births
+from lowtide.probes.births import Births, Newborn
 
 KEPT: list[Any] = []
 FLOATS = 1000
@@ -110,6 +110,16 @@ def test_a_gradient_that_was_there_before_is_not_new() -> None:
         assert [each.key[1] for each in read(births).held] == [parameter.data_ptr()]
     finally:
         births.stop()
+
+
+def test_one_at_the_address_of_what_was_there_before_is_found_again(births: Births) -> None:
+    KEPT.append(torch.nn.Parameter(torch.ones(FLOATS)))
+    backward(KEPT[0])
+    # Made here, as the reading would make it, and taken for one that was there at the mark.
+    births._known.add(id(KEPT[0].grad))
+    KEPT.append(births.add(KEPT[0].grad, Newborn(KEPT[0], "call")))
+    assert {each.stage for each in read(births).held} == {"call"}
+    assert len(read(births).held) == 2
 
 
 def test_the_gradients_of_a_living_fixtures_tensors_are_its_own(births: Births) -> None:
