@@ -82,12 +82,14 @@ def excused_by_libraries(
         shipped list); and what may be a library's or a leak, which cannot be told apart.
     """
     may_be = [finding for finding in findings if _may_be_a_library(finding)]
-    if not may_be:
+    # Loaded they are with a torch that was built for cards, used only where a card is.
+    is_open = driver_is_open(now) or any(finding.resource == "driver" for finding in may_be)
+    if not may_be or not is_open:
         return tuple(findings), ()
     libraries = first_use.libraries()
     holders = libraries
     graphs = False
-    if _opened_the_driver(before, now):
+    if driver_is_open(now) and not driver_is_open(before):
         of_memory = "the card's driver was first used here, and keeps descriptors and memory of its own"
         of_descriptors = of_memory
         holders = ["context", *libraries]
@@ -139,11 +141,9 @@ def _known(finding: Finding, holders: Sequence[str]) -> Finding | None:
     return msgspec.structs.replace(applied[0], holder=", ".join(holders))
 
 
-def _opened_the_driver(before: Counters, now: Counters) -> bool:
-    def opened(counters: Counters) -> bool:
-        return any(" -> /dev/nvidia" in name or "/dev/kfd" in name for name in counters.items["file-descriptors"])
-
-    return opened(now) and not opened(before)
+def driver_is_open(counters: Counters) -> bool:
+    """Whether the process has a descriptor of a card's driver."""
+    return any(" -> /dev/nvidia" in name or "/dev/kfd" in name for name in counters.items["file-descriptors"])
 
 
 def _may_be_a_library(finding: Finding) -> bool:

@@ -31,7 +31,7 @@ from lowtide.leakcheck.cuts import namespace_sizes
 from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of, unclaimed
 from lowtide.leakcheck.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.filled_caches import FilledCaches
-from lowtide.leakcheck.first_use import FirstUse, excused_by_libraries, may_be_a_drivers
+from lowtide.leakcheck.first_use import FirstUse, driver_is_open, excused_by_libraries, may_be_a_drivers
 from lowtide.leakcheck.item_findings import (
     UNFROZEN,
     ItemLeak,
@@ -1006,7 +1006,7 @@ class Watch:
 
     def _adopt(self, now: Counters, heap: HeapReading) -> None:
         self._seen = heap.alive
-        if devices_of(now):
+        if devices_of(now) or driver_is_open(now):
             self._first_use.adopt()
         self._cards.adopt(now, devices_of(now), {address for _, address in heap.alive})
 

@@ -108,6 +108,7 @@ def finding_of(resource: Resource, message: str) -> Finding:
     )
 
 
+DRIVER = Counters({"file-descriptors": {"5 -> /dev/nvidiactl": 1}}, {}, {})
 PIPES = finding_of("file-descriptors", "2 file descriptors did not come back: 7 -> pipe:[1], 8 -> pipe:[1]")
 OF_DRIVER = finding_of("driver", "152.0 MiB of driver on cuda:0 did not come back")
 
@@ -123,8 +124,14 @@ def test_a_library_is_named_for_descriptors_only_if_it_has_some(
     uses: FirstUse, memory: Memory, library: str, why: str
 ) -> None:
     memory.resident[library] = MUCH
-    findings, (excused,) = excused_by_libraries([PIPES], NOTHING, NOTHING, uses)
+    findings, (excused,) = excused_by_libraries([PIPES], DRIVER, DRIVER, uses)
     assert (findings, excused.what, excused.why) == ((), PIPES.message, why)
+
+
+def test_without_a_card_libraries_are_loaded_and_not_used(memory: Memory) -> None:
+    """A torch that was built for cards loads them; nobody adopts what is loaded where there is no card."""
+    memory.resident["libnccl.so.2"] = MUCH
+    assert excused_by_libraries([PIPES], NOTHING, NOTHING, FirstUse()) == ((PIPES,), ())
 
 
 @pytest.mark.parametrize("library", ["libcublasLt.so.12", "libnccl.so.2"])
@@ -147,7 +154,7 @@ def test_graphs_are_looked_for_only_where_memory_may_be_theirs(uses: FirstUse, m
         raise AssertionError
 
     memory.resident["libcublasLt.so.12"] = MUCH
-    excused_by_libraries([PIPES], NOTHING, NOTHING, uses, asked)
+    excused_by_libraries([PIPES], DRIVER, DRIVER, uses, asked)
     uses.adopt()
     assert excused_by_libraries([OF_DRIVER], NOTHING, NOTHING, uses, asked) == ((OF_DRIVER,), ())
 
