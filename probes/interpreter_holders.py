@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import codecs
 import ctypes
 import encodings
@@ -24,7 +25,7 @@ _WORD = 8
 _STATE_BYTES = 1 << 20
 """Of the interpreter's state are read at most so many; all that is looked for lies in its first half."""
 
-_NEAR = 512
+_NEAR = 1024
 """Words."""
 
 _LINK = -16
@@ -110,7 +111,8 @@ class InterpretersTables:
     def _audit_hooks(self) -> frozenset[int]:
         """The identities of the functions that hear of audit events: a list that the collector is not shown.
 
-        It is looked for among what the interpreter's state refers to near the namespace of `sys`.
+        It is looked for among what the interpreter's state refers to near the namespace of `sys`, or near the class
+        `ExceptionGroup`: the allocator's state, which is large, lies between the two in CPython 3.12.
         """
         try:
             file = os.open("/proc/self/mem", os.O_RDONLY)
@@ -118,8 +120,10 @@ class InterpretersTables:
             return frozenset()
         try:
             state = interpreter_words(file)
-            anchors = np.flatnonzero(state == id(vars(sys)))[:1].tolist()
-            near = state[max(0, anchors[0] - _NEAR) : anchors[0] + _NEAR].tolist() if anchors else []
+            # Python 3.10 has no such class.
+            marks = (vars(sys), vars(builtins).get("ExceptionGroup", sys.modules))
+            anchors = [place for mark in marks for place in np.flatnonzero(state == id(mark))[:1].tolist()]
+            near = [word for place in anchors for word in state[max(0, place - _NEAR) : place + _NEAR].tolist()]
             return frozenset(item for word in dict.fromkeys(near) for item in _items_of_hidden_list(file, word))
         finally:
             os.close(file)
