@@ -7,6 +7,7 @@ a library are excused and listed; if there are more of them later while those li
 
 from __future__ import annotations
 
+import enum
 import gc
 import io
 import re
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -252,15 +253,14 @@ class _State:
             values, packages=("lowtide",), namespaces=module_namespaces(), max_objects=_MOST_OBJECTS
         )
         behind = gc.get_referents(*objects)
-        # The collector does not track a tuple or a dict of numbers.
-        behind += gc.get_referents(*(item for item in behind if type(item) is tuple or type(item) is dict))
         census = Census([*objects, *behind])
         threads = census.instances_of(threading.Thread)
         self._names = set(map(thread_key, threads))
         self._pids = {item.pid for kind in (subprocess.Popen, BaseProcess) for item in census.instances_of(kind)}
         files = [file for kind in (io.FileIO, socket.SocketType, select.epoll) for file in census.instances_of(kind)]
-        self._numbers = set(map(_number, files))
-        self._integers = {value for value in behind if type(value) is int}
+        self._numbers = set(map(_number, files)) | set(_of_connections(census))
+        self._integers = {value for value in _in_variables(objects, census) if type(value) is int}
+        self._integers |= {value for value in values if type(value) is int}
 
     def has(self, key: str, name: str) -> bool:
         """Whether an item is held there; where there is too much to look at, it counts as held."""
@@ -280,12 +280,39 @@ class _State:
 
 
 def _values(module: ModuleType) -> list[object]:
-    found: list[object] = []
-    for value in list(vars(module).values()):
-        found.append(value)
+    found: list[tuple[object, object]] = []
+    for name, value in list(vars(module).items()):
+        found.append((name, value))
         if issubclass(type(value), type) and type.__dict__["__module__"].__get__(value) == module.__name__:
-            found += list(type.__dict__["__dict__"].__get__(value).values())
-    return found
+            found += list(type.__dict__["__dict__"].__get__(value).items())
+    return [value for name, value in found if not _is_constant(name, value)]
+
+
+def _is_constant(name: object, value: object) -> bool:
+    """Whether it is a number, or a tuple of some, that does not change, as its name says, or that is Python's own.
+
+    Python 3.13 keeps in each class the line where it begins.
+    """
+    if type(name) is not str or not (name.isupper() or name.startswith("__")):
+        return False
+    numbers: tuple[object, ...] = value if type(value) is tuple else (value,)
+    return all(type(number) is int for number in numbers)
+
+
+def _in_variables(objects: Sequence[object], census: Census) -> list[object]:
+    """What some objects refer to, without what the members of enumerations, such as the signals, do."""
+    members = census.instances_of(enum.Enum)
+    constant = {id(item) for item in [*members, *gc.get_referents(*members)]}
+    return gc.get_referents(*(item for item in objects if id(item) not in constant))
+
+
+def _of_connections(census: Census) -> Iterator[int]:
+    """The numbers that the ends of `multiprocessing`'s pipes, and its queues by them, hold for descriptors."""
+    connection: Any = sys.modules.get("multiprocessing.connection")
+    for end in census.instances_of(connection._ConnectionBase) if connection is not None else ():
+        number = attribute(end, "_handle")
+        if type(number) is int:
+            yield number
 
 
 def _state_of(package: str) -> list[ModuleType]:

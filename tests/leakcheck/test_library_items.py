@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import gc
 import mmap
+import multiprocessing.context
+import multiprocessing.queues
 import os
 import socket
 import sys
@@ -14,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,6 +252,60 @@ def test_what_the_program_holds_is_told_at_once(
         assert process.end("test_a")[0].keys() == {"file-descriptors"}
     finally:
         HELD.clear()
+
+
+@pytest.mark.parametrize("held", ["constant", "tuple of constants", "signal", "line"])
+def test_a_number_that_never_changes_is_no_descriptor_s(process: Process, library: Any, held: str) -> None:
+    """Python 3.12's `multiprocessing` has the lengths of digests; 3.13 keeps in each class the line where it begins."""
+    made = library.call(os.pipe)
+    if held == "constant":
+        library.MESSAGE_LENGTH, library.DIGEST_LENGTH = made
+    elif held == "tuple of constants":
+        library.LENGTHS = made
+    elif held == "signal":
+        library.ignored = list(enum.IntEnum("Signals", {"FIRST": made[0], "SECOND": made[1]}))
+    else:
+        library.Server.__firstlineno__, library.Server.__lastlineno__ = made
+    try:
+        assert len(process.end("test_a")[0]["file-descriptors"]) == 2
+    finally:
+        for number in made:
+            os.close(number)
+
+
+@pytest.mark.parametrize("place", ["global", "class", "object", "closure"])
+def test_a_number_that_a_library_keeps_is_a_descriptor_s(process: Process, library: Any, place: str) -> None:
+    """As `multiprocessing.resource_tracker` keeps its pipe's."""
+    made = library.call(os.pipe)
+    if place == "global":
+        library._read, library._write = made
+    elif place == "class":
+        library.Server.read, library.Server.write = made
+    elif place == "object":
+        library.KEPT.append(SimpleNamespace(read=made[0], write=made[1]))
+    else:
+        library.wake = lambda: made
+    try:
+        told, found = process.end("test_a")
+        assert told == {}
+        assert found.listed[0].what.startswith("2 file descriptors of ")
+    finally:
+        for number in made:
+            os.close(number)
+
+
+def test_an_end_of_multiprocessing_s_pipe_that_the_program_holds_is_told_at_once(process: Process) -> None:
+    """Of which the program has only an object with the number, and the code that made it is a library's."""
+    HELD.append(multiprocessing.Queue())
+    # Beside it, `multiprocessing` itself happens to have these numbers.
+    ends = (HELD[0]._reader.fileno(), HELD[0]._writer.fileno())
+    vars(multiprocessing.context)["_happens_to_be"] = ends
+    try:
+        told = process.end("test_a")[0]["file-descriptors"]
+        assert {int(name.partition(" ")[0]) for name in told} == set(ends)
+    finally:
+        del vars(multiprocessing.context)["_happens_to_be"]
+        HELD.pop().close()
 
 
 def test_a_descriptor_of_the_program_is_told_at_once(process: Process) -> None:
