@@ -76,9 +76,8 @@ class Leftovers:
 
     def stage(self, name: str, cycle: int) -> None:
         """What appears from here on, appeared in this stage of this life."""
-        self._births.note()
-        if self._births.turn != cycle:
-            self._births.forget_dead()
+        # Not once a life: what a stage makes takes the address of what an earlier one of the same life let go.
+        self._births.forget_dead()
         self._births.label, self._births.turn = name, cycle
 
     def importing(self, owner: Owner) -> None:
