@@ -36,6 +36,7 @@ from lowtide.leakcheck.target import (
 from lowtide.leakcheck.watch import Policy, Verdict, Watch
 from lowtide.probes.counters import CounterReader, Counters, anonymous_bytes
 from lowtide.probes.device.driver import Driver, find_driver
+from lowtide.probes.objects import frozen_by_program
 from lowtide.probes.stages import announced_pools, listening
 from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Resource
@@ -156,7 +157,7 @@ class Lives:
         self._listening.callback(self.imports.remove)
         self.imports.install()
         self._process.mark()
-        self._frozen = gc.get_freeze_count()
+        self._frozen = frozen_by_program(gc.get_freeze_count())
         try:
             self.imports.active = True
             self._warm_up()
@@ -206,7 +207,7 @@ class Lives:
         """
         self._process.findings("shutdown", remedies=True)
         self.watch.forget_settings()
-        if gc.get_freeze_count() > self._frozen:
+        if frozen_by_program(gc.get_freeze_count()) > self._frozen:
             gc.unfreeze()
             gc.collect()
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from lowtide.probes.objects import frozen_by_program
+
 _MOST_COLLECTIONS = 8
 """Collections in a row; a chain of holders of which each waits for the death of the one before is seldom longer."""
 
@@ -155,7 +157,7 @@ def release(rung: Rung) -> bool:
     if rung is Rung.COLLECT:
         collect()
     elif rung is Rung.UNFREEZE:
-        if gc.get_freeze_count() == 0:
+        if not frozen_by_program(gc.get_freeze_count()):
             return False
         gc.unfreeze()
         collect()

@@ -11,6 +11,7 @@ import psutil
 
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.ledger import LedgerBase, read_ledger
+from lowtide.probes.objects import frozen_by_program
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Ledger, LedgerLine, Machine, Readings
 
@@ -30,7 +31,7 @@ def to_readings(snapshot: Snapshot, device: str, bases: Sequence[LedgerBase]) ->
         host_pools=sum(pool.mapped for pool in snapshot.pools if pool.kind == "host"),
         driver=snapshot.driver_bytes(device),
         rss=snapshot.host.rss,
-        frozen_objects=snapshot.gc.frozen,
+        frozen_objects=frozen_by_program(snapshot.gc.frozen),
         cache_bytes=snapshot.cache_bytes,
         threads=len(snapshot.host.threads),
         native_threads=snapshot.host.native_threads,

@@ -13,7 +13,7 @@ import numpy as np
 from lowtide.probes.address_table import Ints
 from lowtide.probes.caches import LRU_CACHE
 from lowtide.probes.identities import identities
-from lowtide.probes.objects import Census, all_objects, collector_paused
+from lowtide.probes.objects import Census, all_objects, collector_paused, frozen_by_program
 from lowtide.probes.unseen_references import is_script, tensors_of_script
 
 _MOST_IDENTITIES = 200_000
@@ -89,7 +89,7 @@ class Births:
         self._forget_born()
         self._moved = 0
         self._full = False
-        self._frozen = gc.get_freeze_count()
+        self._frozen = frozen_by_program(gc.get_freeze_count())
         # In this order, and the set in place: what is freed here must not leave its identity among the known ones.
         self._known.clear()
         self._witness = []
@@ -117,7 +117,7 @@ class Births:
 
         Even if it has unfrozen them since: they are old then.
         """
-        if gc.get_freeze_count() > self._frozen:
+        if frozen_by_program(gc.get_freeze_count()) > self._frozen:
             return True
         self._look_at_witness(_young())
         return self._lost

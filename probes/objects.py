@@ -17,13 +17,15 @@ _CHUNK = 50_000
 # So few objects are asked for their types one by one in less time than numpy takes to begin.
 _FEW = 1000
 
-# CPython 3.12 freezes some hundred objects of its own while it starts. A program's `gc.freeze()` freezes everything
-# there is, and the barest interpreter has over 4,000 objects: so few frozen ones as this are never a program's.
+# Each full collection of CPython 3.12 moves what is immortal to the permanent generation: the tuples of bases and of
+# the method resolution order of the interpreter's own types, 375 of them before a program's first line. (3.13 does not
+# track such tuples.) A program's `gc.freeze()` freezes everything there is, and the barest interpreter has over 4,000
+# objects: so few frozen ones as this are never a program's.
 FROZEN_AT_STARTUP = 2000
 
 
 def frozen_by_program(count: int) -> int:
-    """How many objects a program has frozen: of so few as the interpreter freezes while it starts, none.
+    """How many objects a program has frozen: of so few as the interpreter itself keeps there, none.
 
     Args:
         count: what `gc.get_freeze_count()` said.

@@ -13,6 +13,7 @@ import pytest
 
 from lowtide.leakcheck import ladder
 from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, release
+from lowtide.probes.objects import frozen_by_program
 
 QUICK = SettlePolicy(stability=0.05, limit=0.5, first_pause=0.001, longest_pause=0.01)
 
@@ -163,11 +164,12 @@ def thawed() -> Iterator[None]:
 
 @pytest.mark.usefixtures("thawed")
 def test_unfreezing_is_tried_only_where_something_is_frozen() -> None:
-    assert gc.get_freeze_count() == 0
+    # What Python 3.12 keeps in its permanent generation itself comes back there at every full collection.
+    gc.collect()
     assert not release(Rung.UNFREEZE)
     gc.freeze()
     assert release(Rung.UNFREEZE)
-    assert gc.get_freeze_count() == 0
+    assert frozen_by_program(gc.get_freeze_count()) == 0
 
 
 def test_clearing_caches_clears_every_functools_cache() -> None:
@@ -256,11 +258,18 @@ def test_the_heap_of_the_host_is_trimmed_where_there_is_glibc(
 def test_unfreezing_collects_what_was_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     heap = SimpleNamespace(
-        get_freeze_count=lambda: 7, unfreeze=lambda: asked.append("unfreeze"), collect=lambda: asked.append("collect")
+        get_freeze_count=lambda: 7000,
+        unfreeze=lambda: asked.append("unfreeze"),
+        collect=lambda: asked.append("collect"),
     )
     monkeypatch.setattr(ladder, "gc", heap)
     assert release(Rung.UNFREEZE)
     assert asked == ["unfreeze", "collect"]
+
+
+def test_what_the_interpreter_itself_keeps_from_the_collector_is_not_unfrozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ladder, "gc", SimpleNamespace(get_freeze_count=lambda: 375))
+    assert not release(Rung.UNFREEZE)
 
 
 @pytest.mark.parametrize("counters", [{}, {"frames": {}}, {"frames": {"total": 0}}])

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.probes.objects import frozen_by_program
 from lowtide.probes.stages import PoolReading
 from lowtide.probes.tensors import TensorReading, keys_of_each, live_storages, read_tensors, survey_storages
 
@@ -276,7 +277,7 @@ def test_the_whole_heap_is_read_by_default() -> None:
 @pytest.fixture
 def thaw() -> Iterator[None]:
     """Undoes the freezing of a test."""
-    assert gc.get_freeze_count() == 0
+    assert frozen_by_program(gc.get_freeze_count()) == 0
     yield
     gc.unfreeze()
 
