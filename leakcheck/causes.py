@@ -48,6 +48,17 @@ _ANONYMOUS = re.compile(r"\d+ -> ((pipe|socket|anon_inode):.*|/dev/null)")
 """What a descriptor is called that a backend of a process group opens to talk to itself or to others."""
 
 
+_WAS = re.compile(r" was .*, is | was added$| is gone$", re.DOTALL)
+"""What follows a setting's name where it is told how it changed."""
+
+_ROOTS = (
+    ("torch's default hook for saved tensors", "torch._C._autograd._top_saved_tensors_default_hooks(True)"),
+    ("torch function mode ", "torch.overrides._get_current_function_mode_stack()"),
+    ("torch dispatch mode ", "torch.utils._python_dispatch._get_current_dispatch_mode_stack()"),
+)
+"""What a setting is called, and the root of paths that is its value, where these are not the same words."""
+
+
 @dataclass(frozen=True)
 class Cause:
     """What several findings have in common.
@@ -77,12 +88,15 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
     shared = _shared_causes(leaks, context) if len({leak.key for leak in leaks}) > 1 else {}
     mapped = _mapped_files(found)
     shared.update((("file-descriptors", name), Cause(("tensors", turn))) for name, turn in mapped.items())
+    by_setting = _held_by_settings(found)
+    shared.update((("globals", name), Cause(("tensors", turn))) for name, turn in by_setting.items())
+    around = {*mapped.values(), *by_setting.values()}
     of_graphs = graph_parts(found, context)
     shared.update((named, Cause(("cuda-graph", group))) for named, group in of_graphs.names.items())
     drafts: list[Draft] = []
     causes: list[Cause | None] = []
     for turn, draft in enumerate(found):
-        own = _graph_of(draft) or (Cause(("tensors", turn)) if turn in mapped.values() else None)
+        own = _graph_of(draft) or (Cause(("tensors", turn)) if turn in around else None)
         if own is None and turn in of_graphs.places:
             own = Cause(("cuda-graph", of_graphs.places[turn]))
         for part, cause in _split(draft, shared) if isinstance(draft, ItemLeak) else [(draft, own)]:
@@ -115,7 +129,8 @@ def _as_one(group: Sequence[Finding], cause: Cause | None) -> Finding:
     if cause is None:
         return group[0]
     first, *parts = sorted(group, key=_rank)
-    advice = first.advice or cause.advice or None
+    of_setting = next((part.advice for part in parts if part.resource == "globals"), None)
+    advice = first.advice or cause.advice or of_setting
     if not cause.holder:
         return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
     # One that was explained by itself knows more of its way.
@@ -127,7 +142,7 @@ def _as_one(group: Sequence[Finding], cause: Cause | None) -> Finding:
 
 def _rank(finding: Finding) -> tuple[int, bool, bool, bool]:
     resource = _MAIN.index(finding.resource) if finding.resource in _MAIN else -1
-    if finding.resource == "host-memory":
+    if finding.resource in ("host-memory", "globals"):
         resource = len(_MAIN)
     # A tensor has a path, and bytes; what native code holds has none.
     return resource, finding.cause != "autograd", finding.resource == "lru-cache", finding.cause == "native"
@@ -283,6 +298,28 @@ def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:
                 places[name] = turn
     # Where the graph of a loss is what is kept, that has a cause of its own.
     return {name: turn for name, turn in places.items() if _graph_of(found[turn]) is None}
+
+
+def _held_by_settings(found: Sequence[Draft]) -> dict[str, int]:
+    """A process-wide setting that is left and whose value holds tensors, with the place of the tensors' finding.
+
+    Of several settings the message tells what each was and how it is put back: these stay together.
+    """
+    names = [
+        name
+        for draft in found
+        if isinstance(draft, ItemLeak) and draft.key == "globals" and len(draft.names) == 1
+        for name in draft.names
+    ]
+    held: dict[str, int] = {}
+    for name in names:
+        setting = _WAS.split(name)[0]
+        root = next((edge for known, edge in _ROOTS if setting.startswith(known)), setting)
+        for turn, draft in enumerate(found):
+            path = draft.finding.path if isinstance(draft, TensorLeak) else ()
+            if path and path[0].type == "interpreter" and (path[0].edge or "").startswith(root):
+                held.setdefault(name, turn)
+    return held
 
 
 def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], Cause]) -> list[tuple[Draft, Cause | None]]:

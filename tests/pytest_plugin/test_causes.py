@@ -17,7 +17,7 @@ RELEASE = threading.Event()
 """
 
 CASES = """
-import asyncio, functools, multiprocessing, os, queue, socket, threading
+import asyncio, functools, multiprocessing, os, queue, signal, socket, sys, threading
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 import kept
 import pytest
@@ -26,6 +26,11 @@ import torch
 # Python 3.12 and later warn of a fork beside threads.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 FORK = multiprocessing.get_context("fork")
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
 
 
 def keep_a_pool():
@@ -259,6 +264,33 @@ def test_two_caches():
     other(Net())
 
 
+def test_handler_with_a_tensor():
+    held = torch.ones(300)
+    signal.signal(signal.SIGUSR2, lambda *heard: held)
+
+
+def test_hook_with_a_tensor():
+    held = torch.ones(300)
+    torch.autograd.graph.saved_tensors_hooks(lambda saved: (held, saved), lambda packed: packed[1]).__enter__()
+
+
+def test_mode_with_a_tensor():
+    mode = Mode()
+    mode.held = torch.ones(300)
+    mode.__enter__()
+
+
+def test_handler_and_another_tensor():
+    signal.signal(signal.SIGUSR1, lambda *heard: None)
+    kept.LOSSES.append(torch.ones(300))
+
+
+def test_two_settings_and_a_tensor():
+    held = torch.ones(300)
+    signal.signal(signal.SIGUSR2, lambda *heard: held)
+    sys.setrecursionlimit(sys.getrecursionlimit() + 1)
+
+
 def make_groups():
     import torch.distributed as dist
 
@@ -328,12 +360,24 @@ POOL = ["processes", "threads", "file-descriptors"]
         ("test_thread_of_an_object_with_tensors", [["tensors", "threads"]]),
         ("test_thread_that_cannot_be_asked_its_name", [["threads"]]),
         ("test_two_caches", [["tensors", "lru-cache"], ["lru-cache"]]),
+        ("test_handler_with_a_tensor", [["tensors", "globals"]]),
+        ("test_hook_with_a_tensor", [["tensors", "globals"]]),
+        ("test_mode_with_a_tensor", [["tensors", "globals"]]),
+        ("test_handler_and_another_tensor", [["globals"], ["tensors"]]),
+        # The finding of several settings tells what each was.
+        ("test_two_settings_and_a_tensor", [["globals"], ["tensors"]]),
     ],
 )
 def test_what_one_cause_left_is_one_finding_and_what_another_left_is_not(
     name: str, resources: list[list[str]], run: InnerRun
 ) -> None:
     assert found(run, name) == resources
+
+
+def test_the_finding_of_what_a_setting_holds_says_how_to_put_it_back(run: InnerRun) -> None:
+    (finding,) = run.subject("test_causes.py::test_handler_with_a_tensor").findings
+    assert finding.holder == "signal.getsignal(signal.SIGUSR2), closure cell 'held'"
+    assert finding.advice == "signal.signal(signal.SIGUSR2, signal.SIG_DFL)"
 
 
 def test_the_finding_names_the_pool_and_how_to_end_it(run: InnerRun) -> None:
