@@ -18,9 +18,11 @@ from lowtide.leakcheck.empty_pools import of_cached_pools, of_empty_pools
 from lowtide.leakcheck.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.exemptions import exempt
 from lowtide.leakcheck.growth import GrowthWatch
+from lowtide.leakcheck.host_arrays import with_array_holder
 from lowtide.leakcheck.imported import Imported
 from lowtide.leakcheck.imports import ImportWatch
 from lowtide.leakcheck.interrupts import Interrupts
+from lowtide.leakcheck.item_findings import ItemLeak
 from lowtide.leakcheck.judge import Judgement, Level, excesses, grouped, judge, named_amount, one_for_each_level
 from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy, Step, climb, release
 from lowtide.leakcheck.late_release import DRIVER_PATIENCE, wait_for_release
@@ -380,6 +382,8 @@ class LifecycleRun:
             judged = self._metrics_since(start, metrics)
             judgement = judge(judged, start, steps, stage="shutdown", cycle=cycle, actions=actions)
             judgement = self._with_pools(judgement, start, steps[-1].reading, engine)
+            if is_last:
+                judgement = self._with_arrays(judgement, engine)
             found = [finding for finding in judgement.findings if not _is_told(finding, explained)]
             # Whether a tensor that nobody sees keeps an arena is known when the heap is thawed, after the last life.
             hidden = is_last and any(finding.verdict == "frozen-garbage" for finding in of_tensors)
@@ -425,6 +429,20 @@ class LifecycleRun:
                 told[told.index(pools)] = (of_cached_pools(finding, None), metric, key)
         findings, metrics, keys = zip(*told, strict=True) if told else ((), (), ())
         return dataclasses.replace(judgement, findings=findings, metrics=metrics, keys=keys)
+
+    def _with_arrays(self, judgement: Judgement, engine: object) -> Judgement:
+        """With who holds the arrays that the host memory is which nothing else explains."""
+        context = self._leftovers.context(engine)
+        findings = []
+        for finding in judgement.findings:
+            if finding.resource == "host-memory" and finding.cause == "unknown":
+                told = with_array_holder(ItemLeak(finding, finding.resource, {}, 0), context).finding
+                # It stays the same leak as in the lives before, of which only the level is known.
+                mark, former = finding.fingerprint, finding.former_fingerprint
+                findings.append(msgspec.structs.replace(told, fingerprint=mark, former_fingerprint=former))
+            else:
+                findings.append(finding)
+        return dataclasses.replace(judgement, findings=tuple(findings))
 
     def _with_what_went_too(
         self, groups: Finding, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]

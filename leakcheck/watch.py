@@ -32,6 +32,7 @@ from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of, unclaim
 from lowtide.leakcheck.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.first_use import FirstUse, driver_is_open, excused_by_libraries, may_be_a_drivers
+from lowtide.leakcheck.host_arrays import with_array_holder
 from lowtide.leakcheck.item_findings import (
     UNFROZEN,
     ItemLeak,
@@ -931,7 +932,7 @@ class Watch:
                     leak = with_changes(
                         leak, self._books.left(self._read(), subject, ended), self._environment.place_of
                     )
-                found.append(with_fingerprint(leak, context.module))
+                found.append(with_array_holder(with_fingerprint(leak, context.module), context))
         return found
 
     def _stack_of(self, device: str, key: str, names: Mapping[str, int]) -> tuple[Frame, ...]:

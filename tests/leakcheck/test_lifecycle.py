@@ -493,6 +493,22 @@ def test_host_memory_beyond_the_tolerance_is_found_and_one_life_says_that_it_can
     assert {item.what for item in subject.not_measured} == {"host-memory", "file-descriptors"}
 
 
+class KeepsMuchHostMemory(SmallLife):
+    """So much that what a run itself leaves free in the heap makes no difference."""
+
+    def create(self) -> None:
+        super().create()
+        KEPT.append(touched(160 * MIB))
+
+
+def test_the_holder_of_host_memory_is_named_by_the_size_of_what_it_holds() -> None:
+    _, (finding,) = found(KeepsMuchHostMemory, cycles=2)
+    # The last life's own.
+    assert finding.holder == f"{__name__}.KEPT[1]"
+    assert f"; 160.0 MiB in a mmap.mmap held by {__name__}.KEPT[1]" in finding.message
+    assert (finding.resource, finding.cause) == ("host-memory", "module-global")
+
+
 class KeepsHostMemoryByATensor(SmallLife):
     def create(self) -> None:
         super().create()

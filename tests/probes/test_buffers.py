@@ -1,0 +1,107 @@
+"""The large buffers that Python objects own, wherever they lie."""
+
+from __future__ import annotations
+
+import array
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lowtide.probes.buffers import large_buffers
+
+MIB = 1 << 20
+
+
+class Kept:
+    held: Any = None
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept() -> Any:
+    yield
+    Kept.held = None
+
+
+def sizes() -> list[int]:
+    """Bytes of what is found, of what these tests make: of sizes that nothing else has."""
+    return sorted(found.bytes for found in large_buffers() if found.bytes % MIB == 4096)
+
+
+class Odd(np.ndarray):  # type: ignore[type-arg]
+    def __getattribute__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was asked for")
+
+    def __len__(self) -> int:
+        raise AssertionError("its length was asked for")
+
+
+class OddBytes(bytes):
+    def __len__(self) -> int:
+        raise AssertionError("its length was asked for")
+
+
+def numbers(size: int) -> Any:
+    return np.ones(size // 8)
+
+
+SIZE = 2 * MIB + 4096
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: numbers(SIZE),
+        lambda: numbers(SIZE)[5:90],
+        lambda: numbers(SIZE).reshape(2, -1).T[1:],
+        lambda: numbers(SIZE).view(Odd),
+        lambda: np.frombuffer(bytes(SIZE), dtype=np.int8),
+        lambda: np.empty(SIZE // 8, dtype=object),
+        lambda: bytes(SIZE),
+        lambda: OddBytes(bytes(SIZE)),
+        lambda: bytearray(SIZE),
+        lambda: array.array("d", bytes(SIZE)),
+        lambda: mmap.mmap(-1, SIZE),
+    ],
+)
+@pytest.mark.parametrize("hide", [lambda item: item, lambda item: {"a": ({"b": (item,)}, 1)}, lambda item: [[item]]])
+def test_what_owns_memory_is_found_with_its_size(make: Any, hide: Any) -> None:
+    Kept.held = hide(make())
+    assert sizes() == [SIZE]
+
+
+def mapped_file(folder: Path) -> Any:
+    path = folder / "file"
+    path.write_bytes(bytes(SIZE))
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def closed_map(folder: Path) -> Any:
+    closed = mmap.mmap(-1, SIZE)
+    closed.close()
+    return closed
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        mapped_file,
+        closed_map,
+        # What a tensor owns is counted with the tensors.
+        lambda folder: torch.ones(SIZE // 4).numpy(),
+        lambda folder: bytes(4096),
+    ],
+)
+def test_what_owns_no_memory_of_its_own_is_left_out(make: Any, tmp_path: Path) -> None:
+    Kept.held = make(tmp_path)
+    assert sizes() == []
+
+
+def test_one_that_lies_in_several_places_is_found_once() -> None:
+    one = numbers(SIZE)
+    Kept.held = [one, {"again": one}, one[3:]]
+    assert sizes() == [SIZE]
