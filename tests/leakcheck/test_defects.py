@@ -123,7 +123,8 @@ def is_a_bound_method_in_a_cache(findings: tuple[Finding, ...]) -> None:
 def is_a_shutdown_that_ends_early(findings: tuple[Finding, ...]) -> None:
     errors = [found for found in findings if found.resource == "teardown"]
     assert errors
-    assert all("accelerator" in found.message for found in errors)
+    # What it says besides is torch's: that there is no accelerator, or no driver where it was built for cards.
+    assert all("RuntimeError: " in found.message for found in errors)
     skipped = [found for found in findings if found.resource != "teardown"]
     # The host's copy of the weights and the transfer ring come after it too.
     assert {found.resource for found in skipped} == {"tensors", "host-memory"}
