@@ -44,7 +44,8 @@ from lowtide.leakcheck.territory import (
 )
 from lowtide.probes.edges import Kind
 from lowtide.probes.foreign import HOOK, is_a, type_name
-from lowtide.probes.heap import Inspector, Link, Mark, Path, RootKind, Step, Traces, is_library, trace
+from lowtide.probes.heap import Inspector, Link, Mark, Path, Step, Traces, trace
+from lowtide.probes.heap_graph import RootKind, is_library
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, collector_paused
 from lowtide.probes.tensors import plain_tensors, torch_member
 from lowtide.reports.schema import Cause, Hop, Verdict

@@ -38,7 +38,8 @@ from lowtide.probes.foreign import (
     namespace_of,
     type_name,
 )
-from lowtide.probes.heap import Link, Path, is_library
+from lowtide.probes.heap import Link, Path
+from lowtide.probes.heap_graph import is_library
 from lowtide.probes.unseen_references import reader_of
 
 _LONGEST_KEY = 200

@@ -7,7 +7,8 @@ import gc
 import re
 from collections.abc import Sequence
 
-from lowtide.probes.heap import Path, Step, is_library
+from lowtide.probes.heap import Path, Step
+from lowtide.probes.heap_graph import is_library
 from lowtide.probes.landmarks import module_expression
 from lowtide.probes.objects import FROZEN_AT_STARTUP
 from lowtide.reports.schema import Hop

@@ -23,7 +23,7 @@ from lowtide.leakcheck.tensor_findings import Context, older_than
 from lowtide.leakcheck.territory import Offer, offered_method
 from lowtide.probes.described import name_of
 from lowtide.probes.foreign import attribute, code_of, is_a, mro_of, namespace_of, type_name
-from lowtide.probes.heap import is_library
+from lowtide.probes.heap_graph import is_library
 from lowtide.probes.thread_names import thread_ident, thread_key
 from lowtide.reports.schema import Hop
 

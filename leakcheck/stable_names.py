@@ -21,7 +21,7 @@ from typing import Any
 
 from lowtide.probes.counters import describe_process_group
 from lowtide.probes.foreign import MISSING, attribute, is_a, type_name
-from lowtide.probes.heap import is_library
+from lowtide.probes.heap_graph import is_library
 from lowtide.probes.thread_names import thread_key
 
 _MADE_UP_THREADS = re.compile(

@@ -19,7 +19,8 @@ from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from lowtide.probes.foreign import attribute, dict_of_module, is_a, is_definition, module_of_class, mro_of, type_name
-from lowtide.probes.heap import Link, is_library
+from lowtide.probes.heap import Link
+from lowtide.probes.heap_graph import is_library
 
 _DUNDER = re.compile(r"__\w+__")
 # Instances of these have no names but those that the program gives them.

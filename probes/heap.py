@@ -13,77 +13,32 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
-import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextvars import copy_context
-from dataclasses import dataclass, field
-from itertools import compress
-from types import CodeType, FrameType, FunctionType, ModuleType
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.probes.address_table import AddressTable, Indices, Ints, first_places
-from lowtide.probes.c_modules import is_kind_of_module, without_state
-from lowtide.probes.capsules import CAPSULE, ExportedMemory
+from lowtide.probes.address_table import Indices, Ints
+from lowtide.probes.c_modules import without_state
 from lowtide.probes.cxx_holders import held_as
-from lowtide.probes.edges import GENERATORS, Edge, EdgeNamer, Kind, is_dict_of_cache, variables_of
-from lowtide.probes.foreign import (
-    LRU_CACHE,
-    attribute,
-    described,
-    dict_of_module,
-    flags_of,
-    is_a,
-    is_callable,
-    is_definition,
-    module_of_class,
-    mro_of,
-    namespace_of_class,
-    type_name,
-)
-from lowtide.probes.identities import are_tracked, elements, identities, object_at, objects_at, types_of
-from lowtide.probes.interpreter_holders import InterpretersTables, exit_functions, named_holders
+from lowtide.probes.edges import Edge, EdgeNamer, Kind, is_dict_of_cache
+from lowtide.probes.foreign import LRU_CACHE, described, is_a, is_callable, is_definition, type_name
+from lowtide.probes.heap_graph import CHECKER, FIRST, LAST, LATER, Graph, Root, RootKind, running_frames
+from lowtide.probes.interpreter_holders import InterpretersTables
 from lowtide.probes.landmarks import landmarks
 from lowtide.probes.native_references import held_from_c, outermost, references_of
-from lowtide.probes.objects import FROZEN_AT_STARTUP, collector_paused, frame_locals
-from lowtide.probes.thread_names import thread_name
-from lowtide.probes.unseen_references import Reader, reader_of, untracked_holders
+from lowtide.probes.objects import Census, all_objects, collector_paused
+from lowtide.probes.unseen_references import reader_of
 
-RootKind = Literal["module", "frame", "thread", "class", "context", "object", "interpreter", "native"]
 Mark = Literal["innocent", "holding", "pending"]
 Inspector = Callable[[RootKind, Sequence[object]], "Sequence[Mark | None]"]
 """Says of each object that a path leads to, from a root of that kind, whether it is meant to live (`innocent`), should
 be gone (`holding`), or is work that has not ended (`pending`); None if it cannot tell. It runs no foreign code."""
 
-# More at once takes more memory for the lists in flight, and no less time.
-_CHUNK = 50_000
 _UNSEEN, _ROOT, _BLOCKED = -1, -2, -3
-# The search's queues: most objects, then library internals and thread locals, then running frames.
-_FIRST, _LATER, _LAST = range(3)
-_HEAP_TYPE = 1 << 9
-_MAY_BE_TRACKED = 1 << 14
-
-# The frames of the checker hold what it looks at; they are never part of an answer.
-_CHECKER = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
-_PROBES = "lowtide.probes."
-# A path through one of these modules comes last: what is theirs is seldom what must be cut.
-_LIBRARIES = frozenset({"_pytest", "execnet", "hypothesis", "numpy", "pluggy", "pytest", "torch", "triton", "xdist"})
-# A path through an instance of one of these modules' classes comes last.
-_REGISTRIES = frozenset(
-    {
-        "_frozen_importlib",
-        "_frozen_importlib_external",
-        "_pytest",
-        "execnet",
-        "hypothesis",
-        "logging",
-        "pluggy",
-        "xdist",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +131,66 @@ def find_paths(
         return [found.path(place, inspect) for place in range(len(targets))]
 
 
+_Cuts = tuple[Sequence[int], Sequence[tuple[int, Sequence[int]]]]
+"""A path's nodes, and its cuts: the place in it that each starts from, and the places of edges that go with it."""
+
+
+class SharedWalk:
+    """One walk over the heap for all who ask who holds what, as long as nothing is changed.
+
+    It is made when it is first asked for. It keeps every object alive: close it before anything is measured.
+    """
+
+    def __init__(self) -> None:
+        self._graph: Graph | None = None
+        self._lost: set[int] = set()
+
+    def graph(self, needed: Sequence[object] = ()) -> Graph:
+        """The heap.
+
+        Args:
+            needed: objects that shall be in it; where one is not, as it was made since, the walk is made again.
+        """
+        if self._graph is not None and not all(id(item) in self._lost for item in self._missing(needed)):
+            self.close()
+        if self._graph is None:
+            self._graph = Graph([item for item in needed if not gc.is_tracked(item)])
+            # What is frozen, and what nothing leads to, no walk meets.
+            self._lost = set(map(id, self._missing(needed)))
+        return self._graph
+
+    def census(self) -> Census:
+        """All objects by their types."""
+        return self.graph().census()
+
+    def close(self) -> None:
+        """Drop every object; the next who asks has the walk made again."""
+        if self._graph is not None:
+            self._graph.close()
+            self._graph = None
+
+    def _missing(self, items: Sequence[object]) -> list[object]:
+        assert self._graph is not None
+        nodes = self._graph.find(items).tolist()
+        return [item for item, node in zip(items, nodes, strict=True) if node < 0]
+
+
+@contextlib.contextmanager
+def sharing_walk() -> Iterator[SharedWalk]:
+    """For the block, a walk that everybody may ask; the collector is paused meanwhile."""
+    with collector_paused():
+        walk = SharedWalk()
+        try:
+            yield walk
+        finally:
+            walk.close()
+
+
+def census_of(walk: SharedWalk | None) -> Census:
+    """All objects by their types, from a walk, or where there is none by going through the heap."""
+    return Census(all_objects()) if walk is None else walk.census()
+
+
 @contextlib.contextmanager
 def trace(
     targets: Sequence[object],
@@ -184,6 +199,7 @@ def trace(
     roots: Sequence[tuple[str, object]] = (),
     not_roots: Collection[int] = (),
     thorough: bool = False,
+    walk: SharedWalk | None = None,
 ) -> Iterator[Traces]:
     """Walks the heap once; in the block the shortest paths to the targets can be asked for.
 
@@ -194,6 +210,7 @@ def trace(
         not_roots: ids of running threads that are no roots: it is asked who else holds them.
         thorough: whether to look again for targets that nothing holds as far as one walk sees: through containers that
             the collector does not track, and from every object that only C or C++ holds, which then is a root.
+        walk: the walk to ask, if it is shared with others.
 
     Roots are the modules in `sys.modules`, running threads, the current context, classes written in C, and the running
     frames, those of the checker excepted. Frames, thread locals, and what belongs to the interpreter's, the test
@@ -205,24 +222,29 @@ def trace(
     While the block lasts the collector is paused, and every object is kept alive.
     """
     with collector_paused():
-        heap = _Heap(targets, {id(targets), *ignore}, roots, not_roots) if targets else None
-        found = Traces(heap)
-        if thorough and heap is not None and found.misses_any:
-            found.close()
-            found = Traces(_Heap(targets, {id(targets), *ignore}, roots, not_roots, thorough=True))
-        del heap
+        own = walk or SharedWalk()
+        needed, ignore = [*targets, *(held for _, held in roots)], {id(targets), *ignore}
+        ignore.add(id(needed))
+        found = Traces(None)
         try:
+            if targets:
+                found = Traces(_Search(own.graph(needed), targets, ignore, roots, not_roots))
+            if thorough and found.misses_any:
+                found.close()
+                found = Traces(_Search(own.graph(needed), targets, ignore, roots, not_roots, thorough=True))
             yield found
         finally:
             # On Python 3.10, and at times later, this frame is one of the objects: it and the list would keep each
             # other, and the whole heap, until the next collection.
             found.close()
+            if walk is None:
+                own.close()
 
 
 class Traces:
     """The paths of one walk; targets are named by their place in the sequence that was walked for."""
 
-    def __init__(self, heap: _Heap | None) -> None:
+    def __init__(self, heap: _Search | None) -> None:
         self._heap = heap
         self._parents = np.zeros(0, np.int32) if heap is None else heap.search()
         known = [] if heap is None else heap.roots
@@ -230,13 +252,14 @@ class Traces:
             [] if heap is None else heap.objects, {id(root.held): root.variables for root in known if root.variables}
         )
         self._edges: dict[int, list[tuple[int, Edge]]] = {}
+        self._firsts: dict[int, int] = {}
+        self._sweeper: _Sweeper | None = None
 
     def close(self) -> None:
         """Drops every object."""
         if self._heap is not None:
-            self._heap.clear()
             self._namer.undo()
-            self._heap = None
+            self._heap = self._sweeper = None
 
     def reaches(self, place: int) -> bool:
         """Whether any root leads to a target."""
@@ -269,7 +292,7 @@ class Traces:
                 type_name=type_name(type(item)),
                 edge=edge.text,
                 kind=edge.kind,
-                frozen=self._heap.is_frozen(node),
+                frozen=self._heap.graph.is_frozen(node),
                 definition=is_definition(item),
                 mark=mark,
                 landmark=landmark,
@@ -290,27 +313,36 @@ class Traces:
         )
         return Link(edge.text, edge.kind, owner, carrier, id(held))
 
+    def will_be_cut(self, firsts: Mapping[int, int]) -> None:
+        """Says for which targets `freed_by_cutting` may be asked, and from which step on."""
+        self._firsts = dict(firsts)
+
     def freed_by_cutting(self, place: int, first: int) -> list[frozenset[int]]:
         """For each step of the path to a target, from `first` on: the targets that nothing holds once it is cut.
 
         An edge of a cache stands for all of the cache's entries, as clearing it cuts them all. Empty where something
-        else holds this target too. By one sweep over the heap: as long as an edge is not taken, what is not reached is
-        what it retains (the edge dominates it).
+        else holds this target too. By one sweep over the heap for all that `will_be_cut`, and one over what their
+        edges retain for each.
         """
-        nodes = self._nodes(place)
-        if self._heap is None or not nodes:
+        if self._heap is None or not self._nodes(place):
             return []
+        if self._sweeper is None or self._firsts.get(place) != first:
+            self._firsts[place] = first
+            cuts = {target: self._cuts_of(target, step) for target, step in self._firsts.items() if self._nodes(target)}
+            self._sweeper = _Sweeper(self._heap, cuts)
+        targets = self._heap.targets
+        reached = (targets >= 0) & (self._parents[targets] != _UNSEEN)
+        return [frozenset(np.flatnonzero(reached & unreached).tolist()) for unreached in self._sweeper.retained(place)]
+
+    def _cuts_of(self, place: int, first: int) -> _Cuts:
+        assert self._heap is not None
+        nodes = self._nodes(place)
         cuts = []
         for start, edge in self._edges_of(place, nodes)[first:]:
             at = start + edge.references - 1
             whole = edge.kind in ("lru-cache-key", "lru-cache-value")
             cuts.append((at, self._heap.entries_of_cache(nodes[start]) if whole else []))
-        targets = self._heap.targets
-        reached = (targets >= 0) & (self._parents[targets] != _UNSEEN)
-        return [
-            frozenset(np.flatnonzero(reached & unreached[targets]).tolist())
-            for unreached in self._heap.sweep(nodes, cuts)
-        ]
+        return nodes, cuts
 
     def root(self, place: int) -> object:
         """What the path to a target begins at; None where there is none."""
@@ -350,24 +382,21 @@ class Traces:
         return self._edges[place]
 
 
-@dataclass(frozen=True, slots=True)
-class _Root:
-    """Where paths start: an object, and what it holds besides what the collector shows (`also`)."""
+class _Search:
+    """One question to a graph: by which way the roots lead to some targets.
 
-    kind: RootKind
-    name: str
-    held: object
-    also: list[object]
-    turn: int
-    thread: str = ""
-    variables: list[tuple[str, object]] = field(default_factory=list)
-
-
-class _Heap:
-    """The process's heap as arrays: node `i` is `objects[i]`, its edges `edges[offsets[i]:offsets[i + 1]]`."""
+    Args:
+        graph: the heap.
+        targets: the suspects.
+        ignore: the identities of objects that no path may pass.
+        given: further roots, by name.
+        not_roots: the identities of objects that are no roots.
+        thorough: whether to go through everything that the graph has.
+    """
 
     def __init__(
         self,
+        graph: Graph,
         targets: Sequence[object],
         ignore: Collection[int],
         given: Sequence[tuple[str, object]],
@@ -375,50 +404,47 @@ class _Heap:
         *,
         thorough: bool = False,
     ) -> None:
-        # The first nodes are the roots, in their order.
-        own = [_Root("object", name, held, [], _FIRST) for name, held in given]
-        known_roots = {id(root.held) for root in own}.union(not_roots)
-        self.roots = [*own, *(root for root in _roots() if id(root.held) not in known_roots)]
-        self.objects = [root.held for root in self.roots]
-        known = set(map(id, self.objects))
-        _extend(self.objects, gc.get_objects(), known)
-        # The walk passes over untracked objects, unless they are asked for.
-        untracked = {id(target): target for target in targets if not gc.is_tracked(target)}
-        self.objects.extend(target for key, target in untracked.items() if key not in known)
-        self._passes_untracked = bool(untracked) or thorough
+        self.graph = graph
         self._is_thorough = thorough
         self.held_from_c: frozenset[int] = frozenset()
-        self._native_roots: dict[int, _Root] = {}
-        listed = len(self.objects)
-        table = self._walk(targets)
-        # What is tracked, and was not listed but met by the walk, is frozen, if a program has frozen anything at all.
-        # (To ask the collector how many are frozen takes it a walk over all of them.)
-        met = np.count_nonzero(are_tracked(identities(self.objects[listed:])))
-        self._unfrozen = listed if met > FROZEN_AT_STARTUP else sys.maxsize
-        self._scratch = np.zeros(len(self.objects), np.int32)
-        self.targets = table.find(identities(list(targets)))
+        self.offsets, self.edges = graph.with_hidden_edges(targets) if thorough else (graph.offsets, graph.edges)
+        self.objects = graph.objects
+        self.targets = graph.find(targets)
         # Its own list is an object like any other, which leads everywhere.
-        ignore = {id(self.objects), *ignore}
-        ignored = table.find(np.fromiter(ignore, np.int64, len(ignore)))
-        self._blocked = np.concatenate([ignored[ignored >= 0], self._checkers_generators(), self._checkers_probes()])
-        self._turns = self._find_turns(table)
+        blocked = [graph.find_ids({id(self.objects), *ignore}), graph.checkers]
+        if not thorough and all(map(gc.is_tracked, targets)):
+            blocked.append(graph.passed_over)
+        self._blocked = np.concatenate(blocked)
+        self._given = {
+            node: Root("object", name, held, [], FIRST)
+            for (name, held), node in reversed(
+                list(zip(given, graph.find([held for _, held in given]).tolist(), strict=True))
+            )
+        }
+        self._native_roots: dict[int, Root] = {}
+        own = np.arange(len(graph.roots), dtype=np.int32)
+        no_roots = graph.find_ids(not_roots)
+        first = np.array(list(dict.fromkeys(self._given)), np.int32)[::-1]
+        self._roots: Indices = np.concatenate([first, own[~np.isin(own, np.concatenate([first, no_roots]))]])
+        self._turns = graph.turns
+        if len(first) or len(no_roots):
+            self._turns = graph.turns.copy()
+            self._turns[no_roots] = [LATER if graph.comes_later(node) else FIRST for node in no_roots.tolist()]
+            self._turns[first] = FIRST
 
-    def clear(self) -> None:
-        """Drops every object."""
-        self.objects.clear()
-        self.roots.clear()
-        self._native_roots.clear()
+    @property
+    def roots(self) -> list[Root]:
+        """Those that paths may start from."""
+        return [self.root_at(node) for node in (*self._roots.tolist(), *self._native_roots)]
 
-    def root_at(self, node: int) -> _Root:
+    def root_at(self, node: int) -> Root:
         """The root that a node is."""
-        return self.roots[node] if node < len(self.roots) else self._native_roots[node]
+        if node in self._native_roots:
+            return self._native_roots[node]
+        return self._given[node] if node in self._given else self.graph.roots[node]
 
     def _root_nodes(self) -> Indices:
-        return np.array([*range(len(self.roots)), *self._native_roots], np.int32)
-
-    def is_frozen(self, node: int) -> bool:
-        """Whether the node's object is in the permanent generation."""
-        return bool(node >= self._unfrozen) and gc.is_tracked(self.objects[node])
+        return np.concatenate([self._roots, np.array(list(self._native_roots), np.int32)])
 
     def entries_of_cache(self, cache: int) -> list[int]:
         """The places, in the list of edges, of all by which an `lru_cache` holds its entries."""
@@ -428,58 +454,30 @@ class _Heap:
         kept = {id(vars(own)), id(vars(own).get("__wrapped__"))}
         places = [
             place
-            for place in range(int(self._offsets[cache]), int(self._offsets[cache + 1]))
-            if id(self.objects[self._edges[place]]) not in kept
+            for place in range(int(self.offsets[cache]), int(self.offsets[cache + 1]))
+            if id(self.objects[self.edges[place]]) not in kept
         ]
-        for node in {int(self._edges[place]) for place in places}:
+        for node in {int(self.edges[place]) for place in places}:
             # Its own dict, not one that is a result.
             if type(self.objects[node]) is dict and is_dict_of_cache(own, self.objects[node]):
-                places += range(int(self._offsets[node]), int(self._offsets[node + 1]))
+                places += range(int(self.offsets[node]), int(self.offsets[node + 1]))
         return places
 
-    def sweep(self, path: Sequence[int], cuts: Sequence[tuple[int, Sequence[int]]]) -> list[npt.NDArray[np.bool_]]:
-        """For each cut of a path, which nodes no root reaches without it; none, if the path's end is reached.
+    def reference(self, holder: int, held: int) -> int:
+        """The place, in the list of edges, of one reference."""
+        start = int(self.offsets[holder])
+        return start + int(np.flatnonzero(self.edges[start : self.offsets[holder + 1]] == held)[0])
 
-        Args:
-            path: the nodes of the path.
-            cuts: from the root on, the place in the path of the node that the reference to be cut starts from, and the
-                places of edges that go with it.
-
-        Each node is visited once for all cuts together: the next cut's reach is this one's and what it held back.
-        """
-        edges = self._edges.copy()
-        held_back: list[list[tuple[int, int]]] = []
-        for at, others in cuts:
-            places = {self._reference(path[at], path[at + 1]), *others}
-            held_back.append([(place, int(edges[place])) for place in places])
-            for place in places:
-                # To itself: a reference that leads nowhere new.
-                edges[place] = np.searchsorted(self._offsets, place, side="right") - 1
+    def reached_by(self, edges: Indices) -> npt.NDArray[np.bool_]:
+        """Which nodes the roots lead to by some edges, those that no path may pass included."""
         seen = np.zeros(len(self.objects), np.bool_)
         seen[self._blocked] = True
         frontier = np.setdiff1d(self._root_nodes(), self._blocked)
         seen[frontier] = True
-        retained = []
-        nothing = np.zeros(len(self.objects), np.bool_)
-        for turn, (at, _) in enumerate(cuts):
-            self._flood(seen, edges, frontier)
-            retained.append(nothing if seen[list(path[at + 1 :])].any() else ~seen)
-            freed = []
-            for place, held in held_back[turn]:
-                holder = np.searchsorted(self._offsets, place, side="right") - 1
-                edges[place] = held
-                if seen[holder] and not seen[held]:
-                    seen[held] = True
-                    freed.append(held)
-            frontier = np.array(freed, np.int32)
-        return retained
+        self.flood(seen, edges, frontier)
+        return seen
 
-    def _reference(self, holder: int, held: int) -> int:
-        """The place, in the list of edges, of one reference."""
-        start = int(self._offsets[holder])
-        return start + int(np.flatnonzero(self._edges[start : self._offsets[holder + 1]] == held)[0])
-
-    def _flood(self, seen: npt.NDArray[np.bool_], edges: Indices, frontier: Indices) -> None:
+    def flood(self, seen: npt.NDArray[np.bool_], edges: Indices, frontier: Indices) -> None:
         """Marks everything that the frontier reaches as seen."""
         while len(frontier):
             _, places = self._places(frontier)
@@ -491,8 +489,9 @@ class _Heap:
         """The same nodes without repetition, in their order; without a sort, whose cost grows faster than the heap."""
         places = np.arange(len(nodes), dtype=np.int32)
         # Written backwards, so that the first place of several stays.
-        self._scratch[nodes[::-1]] = places[::-1]
-        once: Indices = nodes[self._scratch[nodes] == places]
+        scratch = self.graph.scratch
+        scratch[nodes[::-1]] = places[::-1]
+        once: Indices = nodes[scratch[nodes] == places]
         return once
 
     def search(self) -> Indices:
@@ -502,15 +501,14 @@ class _Heap:
         every target is reached.
         """
         parents = np.full(len(self.objects), _UNSEEN, np.int32)
-        roots = np.arange(len(self.roots), dtype=np.int32)
-        parents[roots] = _ROOT
+        parents[self._roots] = _ROOT
         parents[self._blocked] = _BLOCKED
         # A library's namespace is reached from its module, however many functions hold it that others imported.
-        parents[self._namespaces] = self._modules
-        frontier = np.concatenate([roots, self._namespaces])
+        parents[self.graph.namespaces] = self.graph.modules
+        frontier = np.concatenate([self._roots, self.graph.namespaces])
         waiting: list[Indices] = []
         wanted = self.targets[self.targets >= 0]
-        for turn in (_FIRST, _LATER, _LAST):
+        for turn in (FIRST, LATER, LAST):
             # What the program's own modules led to, before what libraries hold themselves.
             frontier = np.concatenate([*waiting[1:], *waiting[:1], frontier])
             waiting = []
@@ -528,11 +526,11 @@ class _Heap:
     def _add_native_roots(self, parents: Indices, lost: Indices) -> Indices:
         """Makes roots of what C or C++ holds and what leads to the lost nodes, as far out as Python's graph goes."""
         unseen = parents == _UNSEEN
-        places = np.flatnonzero(unseen[self._edges])
-        held = self._edges[places]
+        places = np.flatnonzero(unseen[self.edges])
+        held = self.edges[places]
         order = np.argsort(held, kind="stable")
         held = held[order]
-        holders = (np.searchsorted(self._offsets, places[order], side="right") - 1).astype(np.int32)
+        holders = (np.searchsorted(self.offsets, places[order], side="right") - 1).astype(np.int32)
         before = np.zeros(len(parents), np.bool_)
         frontier = lost
         while len(frontier):
@@ -549,10 +547,10 @@ class _Heap:
         inside = before[held] & before[holders]
         for holder, node in zip(holders[inside].tolist(), held[inside].tolist(), strict=True):
             edges.setdefault(holder, set()).add(node)
-        variables = references_of([frame for frame, _ in _running_frames(of_checker=True)])
+        variables = references_of([frame for frame, _ in running_frames(of_checker=True)])
         # What is frozen may be held by frozen garbage, which no walk sees.
-        nodes = [node for node in nodes if not self.is_frozen(node)]
-        known = held_from_c(nodes, self.objects, refer, _all_held_by, variables)
+        nodes = [node for node in nodes if not self.graph.is_frozen(node)]
+        known = held_from_c(nodes, self.objects, refer, _all_held_by, variables, self.graph.referrers_since(nodes))
         self.held_from_c = frozenset(known)
         tables = InterpretersTables()
         outer = outermost(known, edges)
@@ -565,7 +563,7 @@ class _Heap:
             if id(item) in in_cxx:
                 name = f"{in_cxx[id(item)]}, {text}"
             kind: RootKind = "interpreter" if name else "native"
-            self._native_roots[node] = _Root(kind, name or text, item, [], _LAST)
+            self._native_roots[node] = Root(kind, name or text, item, [], LAST)
         frontier = np.array(list(self._native_roots), np.int32)
         parents[frontier] = _ROOT
         return frontier
@@ -578,7 +576,7 @@ class _Heap:
         """Marks what the frontier's nodes lead to and returns what was not reached before."""
         frontier = frontier[parents[frontier] != _BLOCKED]
         counts, places = self._places(frontier)
-        reached = self._edges[places]
+        reached = self.edges[places]
         fresh = parents[reached] == _UNSEEN
         reached = reached[fresh]
         # Written backwards, so that of several holders at the same distance the first one stays: of the module that was
@@ -589,178 +587,74 @@ class _Heap:
 
     def _places(self, nodes: Indices) -> tuple[Ints, Ints]:
         """How many edges each node has, and the places of all of them in the list of edges, node by node."""
-        starts = self._offsets[nodes]
-        counts = self._offsets[nodes + 1] - starts
+        starts = self.offsets[nodes]
+        counts = self.offsets[nodes + 1] - starts
         ends = np.cumsum(counts)
         total = int(ends[-1]) if len(ends) else 0
         return counts, np.arange(total) + np.repeat(starts - (ends - counts), counts)
 
-    def _walk(self, targets: Sequence[object]) -> AddressTable:
-        """Reads the references of all objects, adding those that it meets; returns the table of their addresses."""
-        table = AddressTable(identities(self.objects))
-        readers: dict[int, Reader] = {}
-        self._untracked_holders = [id(kind) for kind in untracked_holders()]
-        if self._is_thorough:
-            readers[id(CAPSULE)] = ExportedMemory(targets).held_by
-            self._untracked_holders.append(id(CAPSULE))
-        self._types: dict[int, type] = {}
-        known_kinds = AddressTable(np.zeros(0, np.int64))
-        module_kinds: list[int] = []
-        counts: list[Ints] = []
-        edges: list[Indices] = []
-        kinds: list[Ints] = []
-        done = 0
-        while done < len(self.objects):
-            chunk = self.objects[done : done + _CHUNK]
-            kinds.append(types_of(identities(chunk)))
-            met_kinds = np.unique(kinds[-1][known_kinds.find(kinds[-1]) < 0])
-            known_kinds.add(met_kinds)
-            self._types.update((kind, object_at(kind)) for kind in met_kinds.tolist())
-            readers.update(
-                (kind, reader)
-                for kind in met_kinds.tolist()
-                if (reader := reader_of(self._types[kind], thorough=self._is_thorough)) is not None
-            )
-            asked = list(chunk)
-            module_kinds.extend(kind for kind in met_kinds.tolist() if is_kind_of_module(self._types[kind]))
-            for kind in module_kinds:
-                for place in np.flatnonzero(kinds[-1] == kind).tolist():
-                    asked[place] = without_state(chunk[place])
-            held = list(map(gc.get_referents, asked))
-            asked.clear()
-            for kind, reader in readers.items():
-                for place in np.flatnonzero(kinds[-1] == kind).tolist():
-                    held[place].extend(reader(chunk[place]))
-            if sys.version_info >= (3, 13):
-                # A dict that shares an instance's values shows none of them, and takes them over when that dies.
-                for item, referents in zip(chunk, held, strict=True):
-                    if not referents and type(item) is dict and item:
-                        referents.extend(item.values())
-            for place in range(done, min(done + len(chunk), len(self.roots))):
-                held[place - done].extend(self.roots[place].also)
-            sizes, ids = elements(held)
-            nodes = table.find(ids)
-            unknown = np.flatnonzero(nodes < 0)
-            met = ids[unknown]
-            firsts = first_places(met)
-            first = np.flatnonzero(firsts == np.arange(len(met)))
-            added = first[self._are_worth(met[first])]
-            if len(added):
-                places = np.full(len(met), -1, np.int32)
-                places[added] = np.arange(len(self.objects), len(self.objects) + len(added), dtype=np.int32)
-                nodes[unknown] = places[firsts]
-                table.add(met[added])
-                self.objects += objects_at(met[added])
-            known = nodes >= 0
-            holders = np.repeat(np.arange(len(chunk)), sizes)
-            counts.append(np.bincount(holders[known], minlength=len(chunk)))
-            edges.append(nodes[known])
-            done += len(chunk)
-        self._kinds = np.concatenate(kinds)
-        self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.concatenate(counts))])
-        self._edges = np.concatenate(edges)
-        return table
 
-    def _are_worth(self, ids: Ints) -> npt.NDArray[np.bool_]:
-        """Which objects, met by the walk, can lead further: what is not tracked refers to nothing that is."""
-        worth = are_tracked(ids)
-        rest = np.flatnonzero(~worth)
-        kinds = types_of(ids[rest])
-        for kind in self._untracked_holders:
-            worth[rest[kinds == kind]] = True
-        if self._passes_untracked and len(rest):
-            # Dicts and tuples of nothing that is tracked are not tracked either, nor is, once it is made, what C calls
-            # a struct sequence (such as what `torch.max` returns).
-            containers = [kind for kind in np.unique(kinds).tolist() if flags_of(object_at(kind)) & _MAY_BE_TRACKED]
-            worth[rest[np.isin(kinds, containers)]] = True
-        worth[_checkers_frames(ids)] = False
-        return worth
+class _Sweeper:
+    """What cutting references retains: which targets no root leads to without one.
 
-    def _checkers_generators(self) -> Indices:
-        """The checker's own suspended generators: like its frames, they hold what it looks at."""
-        files = _checkers_files()
-        places = np.flatnonzero(np.isin(self._kinds, list(GENERATORS))).tolist()
-        return np.array([place for place in places if _code_file(self.objects[place]) in files], np.int32)
+    As long as a reference is not taken, what is not reached is what it retains (the edge dominates it). What is reached
+    without any of the references that will be asked for is found out once, by one sweep over the heap; each question
+    sweeps over the rest only, which is little.
 
-    def _checkers_probes(self) -> Indices:
-        """The objects with which the checker reads the program: they hold what they compare, and keep it for nobody.
+    Args:
+        search: the search, whose roots are known.
+        cuts: by target, its path, and, from the root on, for each cut the place in the path of the node that the
+            reference to be cut starts from, and the places of edges that go with it.
+    """
 
-        A way to them leads from any function that they stand in for.
-        """
-        own = [kind for kind, cls in self._types.items() if module_of_class(cls).startswith(_PROBES)]
-        nodes = np.flatnonzero(np.isin(self._kinds, own)).astype(np.int32)
-        return nodes[nodes >= len(self.roots)]
+    def __init__(self, search: _Search, cuts: Mapping[int, _Cuts]) -> None:
+        self._search = search
+        self._cuts = cuts
+        self._offsets, self._original = search.offsets, search.edges
+        self._edges = self._original.copy()
+        self._places = {
+            target: [sorted({search.reference(path[at], path[at + 1]), *others}) for at, others in parts]
+            for target, (path, parts) in cuts.items()
+        }
+        every = {place for parts in self._places.values() for places in parts for place in places}
+        self._every = np.array(sorted(every), np.int64)
+        self._holders = self._holders_of(self._every)
+        # To itself: a reference that leads nowhere new.
+        self._edges[self._every] = self._holders
+        self._seen = search.reached_by(self._edges)
 
-    def _find_turns(self, table: AddressTable) -> npt.NDArray[np.uint8]:
-        """In which of the search's queues each node waits."""
-        # (By a table, as `np.isin` would sort the whole heap for so many.)
-        later = AddressTable(np.array([kind for kind, cls in self._types.items() if _comes_later(cls)], np.int64))
-        turns = np.where(later.find(self._kinds) >= 0, _LATER, _FIRST).astype(np.uint8)
-        turns[: len(self.roots)] = [root.turn for root in self.roots]
-        # A module's namespace too: every function of the module holds it, without passing the module.
-        modules = [
-            place for place, root in enumerate(self.roots) if root.turn == _LATER and is_a(root.held, ModuleType)
-        ]
-        namespaces = table.find(identities([dict_of_module(self.objects[place]) for place in modules]))
-        self._namespaces = namespaces[namespaces >= 0]
-        self._modules = np.array(modules, np.int32)[namespaces >= 0]
-        turns[self._namespaces] = _LATER
-        return turns
+    def retained(self, target: int) -> list[npt.NDArray[np.bool_]]:
+        """For each cut of a target's path, which targets no root leads to then; none, if the path's end is reached."""
+        path, parts = self._cuts[target]
+        if not parts:
+            return []
+        own = [np.array(places, np.int64) for places in self._places[target]]
+        others = np.isin(self._every, np.concatenate(own), invert=True)
+        places, holders = self._every[others], self._holders[others]
+        seen = self._seen.copy()
+        self._edges[places] = self._original[places]
+        frontier = self._freed(seen, places, holders)
+        targets = self._search.targets
+        found = []
+        for (at, _), cut in zip(parts, own, strict=True):
+            self._search.flood(seen, self._edges, frontier)
+            is_held = bool(seen[path[at + 1 :]].any())
+            found.append(np.zeros(len(targets), np.bool_) if is_held else (targets >= 0) & ~seen[targets])
+            # The next cut's reach is this one's and what it held back.
+            self._edges[cut] = self._original[cut]
+            frontier = self._freed(seen, cut, self._holders_of(cut))
+        self._edges[self._every] = self._holders
+        return found
 
+    def _freed(self, seen: npt.NDArray[np.bool_], places: Ints, holders: Ints) -> Indices:
+        """What some references lead to that start from what is reached, now that they count again."""
+        held: Indices = np.unique(self._original[places[seen[holders]]])
+        held = held[~seen[held]]
+        seen[held] = True
+        return held
 
-def _roots() -> Iterator[_Root]:
-    seen: set[int] = set()
-    for name, module in list(sys.modules.items()):
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
-            known_as = _own_name(module, str(name))
-            yield _Root("module", known_as, module, [], turn=_LATER if is_library(known_as) else _FIRST)
-    running = dict(threading._active)  # type: ignore[attr-defined]
-    names = {ident: thread_name(thread) for ident, thread in running.items()}
-    for ident, thread in running.items():
-        if id(thread) not in seen:
-            seen.add(id(thread))
-            yield _Root("thread", names[ident], thread, [], _LATER if _runs_for_a_library(thread) else _FIRST)
-    for variable, value in copy_context().items():
-        yield _Root("context", variable.name, variable, [value], _LATER)
-    for name, held in (*named_holders(), *exit_functions()):
-        if id(held) not in seen and (gc.is_tracked(held) or type(held) is dict or type(held) is tuple):
-            seen.add(id(held))
-            yield _Root("interpreter", name, held, [], _LAST)
-    for frame, ident in _running_frames():
-        running_in = "" if ident == threading.get_ident() else names.get(ident, str(ident))
-        variables = variables_of(frame)
-        frame_locals(frame)  # undoes what reading them left behind
-        also = [*(value for _, value in variables), frame.f_globals]
-        if sys.version_info < (3, 11):
-            # There the collector shows most of it already, and each reference counts once.
-            shown = set(map(id, gc.get_referents(frame)))
-            also = [item for item in also if id(item) not in shown]
-        yield _Root("frame", _frame_name(frame), frame, also, _LAST, running_in, variables)
-    # A class written in C shows the collector nothing, and lives as long as the process.
-    waiting: list[type] = [object]
-    while waiting:
-        cls = waiting.pop()
-        if id(cls) not in seen:
-            seen.add(id(cls))
-            waiting.extend(type.__subclasses__(cls))
-            if not flags_of(cls) & _HEAP_TYPE:
-                yield _Root("class", type_name(cls), cls, [namespace_of_class(cls), mro_of(cls)], _LATER)
-
-
-def _own_name(module: object, name: str) -> str:
-    """The name that a module has itself, where it is found by that too; else the one that it is found by."""
-    own = dict.get(dict_of_module(module), "__name__") if is_a(module, ModuleType) else None
-    return own if type(own) is str and sys.modules.get(own) is module else name
-
-
-def _runs_for_a_library(thread: object) -> bool:
-    """Whether a thread runs a library's function, as a pool's does: what it was given has a name elsewhere."""
-    target = attribute(thread, "_target")
-    if type(target) is not FunctionType:
-        return False
-    module = dict.get(target.__globals__, "__name__")
-    return type(module) is str and is_library(module)
+    def _holders_of(self, places: Ints) -> Ints:
+        return np.searchsorted(self._offsets, places, side="right") - 1
 
 
 def _all_held_by(item: object) -> list[object]:
@@ -770,70 +664,9 @@ def _all_held_by(item: object) -> list[object]:
     return shown if reader is None else [*shown, *reader(item)]
 
 
-def _running_frames(*, of_checker: bool = False) -> Iterator[tuple[FrameType, int]]:
-    """The frames of all threads, the checker's or all others, each with its thread's identifier."""
-    waiting: list[tuple[FrameType | None, int]] = [(frame, ident) for ident, frame in sys._current_frames().items()]
-    while waiting:
-        # Nothing of this is left in a local variable at the end: one of the frames is this function's own.
-        frame, ident = waiting.pop()
-        if frame is not None:
-            waiting.append((frame.f_back, ident))
-            if _is_checkers(frame) is of_checker:
-                yield frame, ident
-
-
-def _is_checkers(frame: FrameType) -> bool:
-    """Whether the frame is the checker's, which holds what it looks at."""
-    name = dict.get(frame.f_globals, "__name__", "")
-    return type(name) is str and f"{name}.".startswith(_CHECKER)
-
-
 def _is_checkers_object(item: object) -> bool:
     """Whether an object is one of the checker's functions, or an instance of one of its classes."""
     if type(item) is FunctionType:
         name = dict.get(item.__globals__, "__name__")
-        return type(name) is str and name.startswith(_CHECKER)
-    return type_name(type(item)).startswith(_CHECKER)
-
-
-def _checkers_files() -> set[object]:
-    modules = [module for name, module in list(sys.modules.items()) if f"{name}.".startswith(_CHECKER)]
-    return {getattr(module, "__file__", None) for module in modules}
-
-
-def _code_file(generator: Any) -> str:
-    code: CodeType = getattr(generator, f"{GENERATORS[id(type(generator))]}_code")
-    return code.co_filename
-
-
-def is_library(module: str) -> bool:
-    """Whether a module is the interpreter's, torch's, the test runner's or the checker's own."""
-    top = module.partition(".")[0]
-    return top in sys.stdlib_module_names or top in _LIBRARIES or f"{module}.".startswith(_CHECKER)
-
-
-def _comes_later(cls: type) -> bool:
-    name = type_name(cls)
-    return name.partition(".")[0] in _REGISTRIES or any(base is threading.local for base in mro_of(cls))
-
-
-def _checkers_frames(ids: Ints) -> list[int]:
-    """The places of the objects that are frames of the checker's."""
-    places = np.flatnonzero(types_of(ids) == id(FrameType)).tolist()
-    return [place for place in places if _is_checkers(object_at(int(ids[place])))]
-
-
-def _extend(objects: list[object], more: list[object], known: Collection[int]) -> None:
-    """Adds those of `more` whose identity is not known and that are no frames of the checker's; empties `more`."""
-    ids = identities(more)
-    # A table that is empty finds nothing; `np.isin` would sort the whole heap.
-    wanted = AddressTable(np.fromiter(known, np.int64, len(known))).find(ids) < 0
-    wanted[_checkers_frames(ids)] = False
-    objects.extend(compress(more, wanted.tolist()))
-    # The frame of this very call may be among them, and would keep them.
-    more.clear()
-
-
-def _frame_name(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{code.co_name} in {code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{frame.f_lineno}"
+        return type(name) is str and name.startswith(CHECKER)
+    return type_name(type(item)).startswith(CHECKER)

@@ -38,6 +38,7 @@ def held_from_c(
     holders: Iterable[int],
     held_by: Callable[[object], Iterable[object]],
     variables: Variables,
+    more: Sequence[object] = (),
 ) -> list[int]:
     """Those of some nodes of a heap to which C or C++ refers, in their order.
 
@@ -49,9 +50,11 @@ def held_from_c(
         holders: places of all objects that refer to one of the nodes, each once.
         held_by: gives what an object refers to, each as often as it does.
         variables: of the running functions that the heap is without.
+        more: objects that are not in the heap and refer to one of the nodes.
     """
     wanted = {id(objects[node]) for node in nodes}
     known = _references(wanted, objects, holders, held_by)
+    known.update(_references(wanted, more, range(len(more)), held_by))
     known.update(variables.plain)
     # (No variable here may hold a node: it would be one more reference.)
     known.update(_references_to_cells(map(objects.__getitem__, nodes), variables))

@@ -95,6 +95,19 @@ class Census:
             self._kinds = types_of(identities(self._objects))
             self._types = {kind: object_at(kind) for kind in np.unique(self._kinds).tolist()}
 
+    @classmethod
+    def of_kinds(cls, objects: list[object], kinds: Any, types: dict[int, type]) -> Census:
+        """That of objects whose types are known.
+
+        Args:
+            objects: the objects.
+            kinds: the identity of each one's type, shape [len(objects)].
+            types: the types, by their identities.
+        """
+        census = cls([])
+        census._objects, census._kinds, census._types = objects, kinds, types
+        return census
+
     def instances_of(self, *classes: type) -> list[Any]:
         """The objects whose type derives from one of the classes.
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.probes.heap import Mark, RootKind, find_paths, trace
+from lowtide.probes.heap import Mark, find_paths, trace
+from lowtide.probes.heap_graph import RootKind
 
 
 class Thing:

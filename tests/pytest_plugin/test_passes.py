@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck import cards
-from lowtide.probes import counters, heap
+from lowtide.probes import counters, heap_graph
 from lowtide.probes.device.torch_allocator import UnexplainedBlocks
 
 PASSES, NOW = {}, []
@@ -48,7 +48,7 @@ def walked(walk):
     return counted
 
 gc.get_objects, gc.collect = get_objects, collect
-heap._Heap.__init__ = walked(heap._Heap.__init__)
+heap_graph.Graph.__init__ = walked(heap_graph.Graph.__init__)
 
 class FakePool:
     def __init__(self, number):
