@@ -19,7 +19,7 @@ from typing import Any
 from lowtide.leakcheck.expressions import is_name, of_module
 from lowtide.leakcheck.storages import Held, Key, storage_keys, tensors_over
 from lowtide.probes.foreign import LRU_CACHE, dict_of_module, is_a, module_of_class, namespace_of
-from lowtide.probes.heap import trace
+from lowtide.probes.heap import SharedWalk, trace
 from lowtide.probes.tensors import survey_storages
 from lowtide.probes.whose_code import is_library
 from lowtide.reports.schema import NotMeasured
@@ -71,19 +71,22 @@ class CachedValues:
         """From here on it is a later test."""
         self._turn += 1
 
-    def sort(self, held: Sequence[Held], caches: Iterable[Any], subject: str) -> SortedValues:
+    def sort(
+        self, held: Sequence[Held], caches: Iterable[Any], subject: str, walk: SharedWalk | None = None
+    ) -> SortedValues:
         """Tell apart which of some storages a library's cache keeps from its first use.
 
         Args:
             held: what is there and was not at the baseline.
             caches: the `lru_cache`s that there are.
             subject: what is judged, as a later finding calls it.
+            walk: the walk over the heap to ask, if it is shared with others.
         """
         new = {storage.key: storage.bytes for storage in held}
         asked = _asked(new, caches) if new else {}
         if not asked:
             return SortedValues()
-        alone = _held_by_these_alone(asked)
+        alone = _held_by_these_alone(asked, walk)
         excused: set[Key] = set()
         hints: list[tuple[str, object]] = []
         listed = []
@@ -131,12 +134,12 @@ def _asked(new: Mapping[Key, int], caches: Iterable[Any]) -> dict[str, tuple[Any
     return found
 
 
-def _held_by_these_alone(asked: Mapping[str, tuple[Any, list[Any]]]) -> set[Key]:
+def _held_by_these_alone(asked: Mapping[str, tuple[Any, list[Any]]], walk: SharedWalk | None) -> set[Key]:
     """The storages that nothing leads to but some caches."""
     keys = storage_keys(item for _, items in asked.values() for item in items)
     # All over that memory: the base of a view is held by the view, where no walk sees it.
-    tensors = tensors_over(keys)
-    with trace(tensors, ignore={id(cache) for cache, _ in asked.values()}) as found:
+    tensors = tensors_over(keys, walk)
+    with trace(tensors, ignore={id(cache) for cache, _ in asked.values()}, walk=walk) as found:
         return keys - storage_keys(item for place, item in enumerate(tensors) if found.reaches(place))
 
 

@@ -28,7 +28,7 @@ from lowtide.leakcheck.path_names import way_text
 from lowtide.leakcheck.running_threads import told_with, works
 from lowtide.leakcheck.tensor_findings import Context, TensorLeak, older_than
 from lowtide.probes.foreign import is_a
-from lowtide.probes.objects import Census, all_objects
+from lowtide.probes.heap import SharedWalk, census_of, objects_of
 from lowtide.probes.reach import reach
 from lowtide.probes.stand_ins import stand_ins
 from lowtide.probes.thread_names import thread_key
@@ -104,7 +104,7 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
                 drafts.append(each)
                 causes.append(cause or _holder_of(each, turn, context))
     causes = _with_changes(drafts, _with_losses(drafts, causes))
-    return drafts, _with_host_memory(drafts, _with_threads(drafts, causes))
+    return drafts, _with_host_memory(drafts, _with_threads(drafts, causes), context.walk)
 
 
 def by_cause(findings: Iterable[Finding], causes: Mapping[int, Cause | None]) -> tuple[Finding, ...]:
@@ -155,7 +155,7 @@ _Named = tuple[str, str]
 def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, Cause]:
     """The cause of each thing that has one in common with a thing of another resource."""
     names = {leak.key: [*leak.names] for leak in leaks}
-    owners = stand_ins(Census(all_objects()), names)
+    owners = stand_ins(census_of(context.walk), names)
     causes = _causes_by_name(owners, context)
     if "process-groups" in names:
         groups = Cause("process-groups")
@@ -238,7 +238,7 @@ def _holder_of(draft: Draft, turn: int, context: Context) -> Cause | None:
     """Who holds the objects that stand for descriptors or shared memory, where that is one for all of them."""
     if not isinstance(draft, ItemLeak) or draft.key not in ("file-descriptors", "shared-memory"):
         return None
-    told = _causes_by_name(stand_ins(Census(all_objects()), {draft.key: [*draft.names]}), context)
+    told = _causes_by_name(stand_ins(census_of(context.walk), {draft.key: [*draft.names]}), context)
     keys = {cause.key for cause in told.values()}
     if len(keys) != 1 or len(told) != len(draft.names):
         return None
@@ -259,6 +259,7 @@ def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Nam
         innocent=older_than(context),
         roots=context.roots,
         living=context.living,
+        walk=context.walk,
     )
     by_object = {id(item): _cause(holder) for item, holder in zip(objects, told, strict=True)}
     return {named: cause for named, item in owners.items() if (cause := by_object[id(item)]) is not None}
@@ -411,13 +412,15 @@ def _with_threads(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> li
     return found
 
 
-def _with_host_memory(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+def _with_host_memory(
+    drafts: Sequence[Draft], causes: Sequence[Cause | None], walk: SharedWalk | None
+) -> list[Cause | None]:
     """And host memory that lies in arrays behind what another finding is about."""
     found = list(causes)
     of_host = [turn for turn, draft in enumerate(drafts) if isinstance(draft, ItemLeak) and draft.key == "host-memory"]
     if not of_host:
         return found
-    behind = [_objects_of(draft) for draft in drafts]
+    behind = [_objects_of(draft, walk) for draft in drafts]
     largest = max(range(len(drafts)), key=lambda turn: _bytes_behind(behind[turn]))
     left = sum(draft.finding.bytes for draft in drafts if isinstance(draft, ItemLeak) and draft.key == "host-memory")
     # Less than all of it leaves room for another leak, which nothing may hide.
@@ -428,11 +431,11 @@ def _with_host_memory(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -
     return found
 
 
-def _objects_of(draft: Draft) -> list[Any]:
+def _objects_of(draft: Draft, walk: SharedWalk | None) -> list[Any]:
     """What a finding is about, as far as objects stand for it: new objects on the way to tensors, threads, entries."""
     if isinstance(draft, TensorLeak):
         new = frozenset().union(*(told.new for told in draft.explanations.values()))
-        return [item for item in all_objects() if id(item) in new] if new else []
+        return objects_of(new, walk) if new else []
     if isinstance(draft, ItemLeak) and draft.key == "threads":
         return [thread for thread in threading.enumerate() if thread_key(thread) in draft.names]
     if isinstance(draft, ItemLeak):

@@ -14,9 +14,10 @@ from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.library_items import Sorted
 from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.plain import Reading
-from lowtide.leakcheck.storages import HeapReading, Held, Key, read_heap
-from lowtide.probes.births import Births
+from lowtide.leakcheck.storages import HeapReading, Held, Key, read_heap, survey_births
+from lowtide.probes.births import Births, Newborn
 from lowtide.probes.counters import Counters
+from lowtide.probes.heap import SharedWalk
 from lowtide.probes.host import mapped_shared_memory
 from lowtide.probes.ranges import common
 from lowtide.probes.stages import announced_pools
@@ -48,7 +49,7 @@ class Deep:
 
     def settled(self, told_apart: Sorted, now: Counters) -> Deep:
         """The same without what libraries are excused for, and with what they were excused for and are not any more."""
-        readings = []
+        readings: list[Reading] = []
         for reading in self.readings:
             items = {
                 key: told_apart.applied(key, found, now.items.get(key, {})) for key, found in reading.items.items()
@@ -99,6 +100,8 @@ class DeepReader:
         ended: Sequence[Owner],
         seen: Collection[Key],
         note: Callable[[Claims, HeapReading, Counters], None] = lambda claims, heap, now: None,
+        walk: SharedWalk | None = None,
+        last: Deep | None = None,
     ) -> Deep:
         """One reading.
 
@@ -107,13 +110,22 @@ class DeepReader:
             ended: the owners among them.
             seen: the storages at the last full reading.
             note: is shown what the owners that are alive hold, which costs a walk and is forgotten afterwards.
+            walk: the walk over the heap to ask, if it is shared with others.
+            last: an earlier reading, if nothing has been done since by which an object could have gone.
         """
         now = self.read()
         claims = Claims(self.books.live)
-        heap = read_heap(self.births, claims, ended, seen)
+        born: Sequence[Newborn] = ()
+        if last is None:
+            survey = survey_births(self.births)
+            heap = read_heap(self.births, claims, ended, seen, survey)
+            born = survey[1]
+            del survey
+        else:
+            heap = last.heap
         explained = heap.new_on_cpu + self._named_shared_memory(now)
         cards = self.cards.new_items(now, devices_of(now), {address for _, address in heap.alive})
-        readings = []
+        readings: list[Reading] = []
         for subject in subjects:
             items: dict[str, Mapping[str, int]] = {}
             for key in (*now.items, "globals"):
@@ -131,8 +143,8 @@ class DeepReader:
                 items |= {key: _without_gradients(key, found, claims) for key, found in cards.items()}
                 items["unreadable"] = dict.fromkeys(heap.unreadable, 1)
                 judged = {held.key for held in heap.held}
-                born = self.births.survivors() if self.caches.any_filled else ()
-                items["lru-cache"] = self.caches.held(born, judged)
+                known = None if last is None else last.readings[len(readings)].items["lru-cache"]
+                items["lru-cache"] = self.caches.held(born, judged, walk) if known is None else known
             readings.append(Reading(items, self._levels(now, subject, ended, explained)))
         note(claims, heap, now)
         return Deep(tuple(readings), heap, explained)

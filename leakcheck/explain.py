@@ -22,7 +22,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -43,10 +43,10 @@ from lowtide.leakcheck.territory import (
     territories,
 )
 from lowtide.probes.edges import Kind
-from lowtide.probes.foreign import HOOK, is_a, type_name
-from lowtide.probes.heap import Inspector, Link, Mark, Path, Step, Traces, trace
+from lowtide.probes.foreign import HOOK, is_a
+from lowtide.probes.heap import Inspector, Link, Mark, Path, SharedWalk, Step, Traces, trace
 from lowtide.probes.heap_graph import RootKind, is_library
-from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, collector_paused
+from lowtide.probes.objects import FROZEN_AT_STARTUP, Census
 from lowtide.probes.tensors import plain_tensors, torch_member
 from lowtide.reports.schema import Cause, Hop, Verdict
 
@@ -104,6 +104,7 @@ class Explanation:
         also: how to cut what else holds a part of the same memory.
         advice: what to do where what holds it lies inside a library, and is not to be cut; empty elsewhere.
         root: the identity of the object that C or C++ holds and that the path begins at; 0 if it begins elsewhere.
+        through: the identities of the objects that the path leads through.
     """
 
     verdict: Verdict
@@ -118,6 +119,7 @@ class Explanation:
     also: tuple[Cut, ...] = field(default=(), repr=False, compare=False)
     advice: str = field(default="", compare=False)
     root: int = field(default=0, repr=False, compare=False)
+    through: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
 
     @property
     def is_of_node(self) -> bool:
@@ -145,6 +147,7 @@ def explain(
     roots: Sequence[tuple[str, object]] = (),
     names: Names | None = None,
     budget: Budget | None = None,
+    walk: SharedWalk | None = None,
 ) -> list[Explanation]:
     """Explains each of `targets`, in their order, by one walk over the heap.
 
@@ -156,6 +159,7 @@ def explain(
         roots: further roots, by name.
         names: what is known of the program before the leak, for cuts that do no harm.
         budget: how long may be spent on what each holder retains; a few seconds at most.
+        walk: the walk to ask, if it is shared with others.
     """
     known = names or Names()
 
@@ -166,19 +170,26 @@ def explain(
         ages_tell = known.are_free and known.older is not None and not hollow
         return _past_first_new(found, items, known) if ages_tell else found
 
-    with trace(targets, ignore=ignore, roots=roots, thorough=True) as found:
+    with trace(targets, ignore=ignore, roots=roots, thorough=True, walk=walk) as found:
         natively = frozenset(id(target) for place, target in enumerate(targets) if found.is_held_from_c(place))
         paths = [
             None if _may_hold_its_root(target, found.root(place), natively) else found.path(place, inspect)
             for place, target in enumerate(targets)
         ]
+        found.will_be_cut(
+            {place: _suspect_steps(path.steps)[0] for place, path in enumerate(paths) if path is not None}
+        )
         sweeps = _Sweeps(found, (budget or Budget()).within(_SWEEPING))
         explained = [
             None if path is None else _with_path(path, place, found, sweeps, known) for place, path in enumerate(paths)
         ]
-    lost = [target for target, told in zip(targets, explained, strict=True) if told is None]
-    without = _without_path(lost, natively, {id(targets), id(lost), *ignore}) if lost else []
-    return [told if told is not None else without.pop(0) for told in explained]
+        lost = [place for place, told in enumerate(explained) if told is None]
+        holders = dict(zip(lost, found.types_of_holders(lost, {id(targets), *ignore}), strict=True)) if lost else {}
+        some_frozen = bool(lost) and gc.get_freeze_count() > FROZEN_AT_STARTUP
+        return [
+            told or _without_path(target, natively, holders[place], frozen=some_frozen and found.is_frozen(place))
+            for place, (target, told) in enumerate(zip(targets, explained, strict=True))
+        ]
 
 
 def _past_first_new(found: Sequence[Mark | None], items: Sequence[object], names: Names) -> Sequence[Mark | None]:
@@ -191,9 +202,14 @@ def _past_first_new(found: Sequence[Mark | None], items: Sequence[object], names
     return [None if mark == "innocent" and turn > first else mark for turn, mark in enumerate(found)]
 
 
-def expression_to(item: object) -> str | None:
-    """The expression that leads to an object from a module, say; None where there is none. Walks the heap once."""
-    with trace([item]) as found:
+def expression_to(item: object, walk: SharedWalk | None = None) -> str | None:
+    """The expression that leads to an object from a module, say; None where there is none.
+
+    Args:
+        item: the object.
+        walk: the walk over the heap to ask, if it is shared with others.
+    """
+    with trace([item], walk=walk) as found:
         path = found.path(0)
         way = None if path is None else _Way(shown_from_landmark(path), 0, found)
         return None if way is None else way.code(len(way.links))
@@ -224,6 +240,7 @@ def first_holders(
     living: bool = False,
     roots: Sequence[tuple[str, object]] = (),
     not_roots: Collection[int] = (),
+    walk: SharedWalk | None = None,
 ) -> list[Holder | None]:
     """For each of `targets` what holds it of the program; None where only the system or a running frame does.
 
@@ -234,7 +251,8 @@ def first_holders(
     def inspect(root: RootKind, items: Sequence[object]) -> Sequence[Mark | None]:
         return marks(items, innocent=innocent, ages_known=True, living=living, hollow=root == "object")
 
-    with trace(targets, ignore=ignore, roots=roots, not_roots={*map(id, targets), *not_roots}) as found:
+    not_roots = {*map(id, targets), *not_roots}
+    with trace(targets, ignore=ignore, roots=roots, not_roots=not_roots, walk=walk) as found:
         return [_first_holder(found, place, inspect) for place in range(len(targets))]
 
 
@@ -339,6 +357,7 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         new=new,
         advice=advice,
         root=id(found.root(place)) if path.root_kind == "native" else 0,
+        through=frozenset(id(item) for link in way.links for item in (link.owner, link.carrier)),
     )
 
 
@@ -526,38 +545,18 @@ def _is_frozen_holder(step: Step) -> bool:
     return step.frozen and not step.definition
 
 
-def _without_path(targets: Sequence[object], natively: Collection[int], ignore: Collection[int]) -> list[Explanation]:
+def _without_path(target: Any, natively: Collection[int], holders: Collection[str], *, frozen: bool) -> Explanation:
     """Explains what no root reaches: C++ holds it, or it is garbage that nobody has collected yet.
 
     Args:
-        targets: the objects.
+        target: the object.
         natively: the identities of those to which C or C++ refers.
-        ignore: those of containers in which the caller keeps them.
+        holders: the types of what refers to it.
+        frozen: whether it is hidden by `gc.freeze()`.
     """
-    with collector_paused():
-        unfrozen = set(map(id, gc.get_objects()))
-        some_frozen = gc.get_freeze_count() > FROZEN_AT_STARTUP
-        holders = _types_of_holders(targets, ignore)
-        return [
-            _held_by_native_code(target, referred=id(target) in natively)
-            or _garbage(
-                frozen=some_frozen and gc.is_tracked(target) and id(target) not in unfrozen,
-                holders=holders.get(id(target), set()),
-            )
-            for target in targets
-        ]
-
-
-def _types_of_holders(targets: Sequence[object], ignore: Collection[int]) -> dict[int, set[str]]:
-    """By the id of a target, the types of what refers to it; one walk over the heap for all of them."""
-    wanted = set(map(id, targets))
-    found: dict[int, set[str]] = {}
-    for holder in gc.get_referrers(*targets):
-        # What only the state of a module in C refers to has no holder that could be named.
-        if id(holder) not in ignore and type(holder) is not FrameType and not is_a(holder, ModuleType):
-            for held in wanted.intersection(map(id, gc.get_referents(holder))):
-                found.setdefault(held, set()).add(type_name(type(holder)))
-    return found
+    return _held_by_native_code(target, referred=id(target) in natively) or _garbage(
+        frozen=frozen and gc.is_tracked(target), holders=holders
+    )
 
 
 def _held_by_native_code(target: Any, *, referred: bool) -> Explanation | None:

@@ -15,7 +15,7 @@ from lowtide.leakcheck.storages import Key, is_tensor, storage_keys
 from lowtide.probes.births import Newborn
 from lowtide.probes.caches import BEYOND_CACHES, CacheActivity, cache_entries, walk_caches
 from lowtide.probes.foreign import is_a, module_of_class, type_name
-from lowtide.probes.heap import trace
+from lowtide.probes.heap import SharedWalk, trace
 from lowtide.probes.reach import module_namespaces, reach
 
 _MOST_REACHED = 20_000
@@ -136,7 +136,9 @@ class FilledCaches:
         """Whether a filled cache holds anything that may be its alone; looks at nothing but the caches."""
         return bool(self._filled) and any(self._new_in_each(survivors, module_namespaces()).values())
 
-    def held(self, survivors: Iterable[Newborn], judged: Collection[Key]) -> dict[str, int]:
+    def held(
+        self, survivors: Iterable[Newborn], judged: Collection[Key], walk: SharedWalk | None = None
+    ) -> dict[str, int]:
         """New modules, and objects of bound methods, that live only because of the filled caches, as text with 1 each.
 
         What anybody else holds too (a logger, a singleton, a fixture's engine) lives anyway, and is no leak of a cache.
@@ -145,13 +147,14 @@ class FilledCaches:
         Args:
             survivors: what was born since the mark and is alive.
             judged: the storages that are judged: what leads to one of those is told by the finding about that.
+            walk: the walk over the heap to ask, if it is shared with others.
         """
         if not self._filled:
             return {}
         # Asked once: with torch's compiler loaded there are thousands of modules, and dozens of its caches fill.
         namespaces = module_namespaces()
         in_each = self._new_in_each(survivors, namespaces)
-        self._find_alone([item for items in in_each.values() for item in items])
+        self._find_alone([item for items in in_each.values() for item in items], walk)
         found: dict[str, int] = {}
         for place, items in in_each.items():
             cache = self._filled[place]
@@ -190,12 +193,12 @@ class FilledCaches:
             return id(item) in newborn
         return self._born is not None and id(item) in self._born and module_of_class(type(item)) != "builtins"
 
-    def _find_alone(self, items: list[Any]) -> None:
+    def _find_alone(self, items: list[Any], walk: SharedWalk | None) -> None:
         """Finds out which of some objects no root leads to but through the filled caches."""
         asked = list({id(item): item for item in items if id(item) not in self._alone}.values())
         if not asked:
             return
-        with trace(asked, ignore=set(map(id, self._filled))) as found:
+        with trace(asked, ignore=set(map(id, self._filled)), walk=walk) as found:
             self._alone.update((id(item), not found.reaches(place)) for place, item in enumerate(asked))
 
 

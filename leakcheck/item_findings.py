@@ -32,7 +32,8 @@ from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
 from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.foreign import type_name
-from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects
+from lowtide.probes.heap import SharedWalk, census_of
+from lowtide.probes.objects import FROZEN_AT_STARTUP
 from lowtide.probes.settings import SettingReader
 from lowtide.probes.thread_names import thread_key, thread_name
 from lowtide.reports.schema import Cause, Finding, Remedy
@@ -191,7 +192,7 @@ def with_pool_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     if leak.finding.resource != "reserved":
         return leak
     wanted = {tuple(map(int, found.groups())) for name in leak.names if (found := _POOL.search(name))}
-    holders = [item for item in _pool_owners() if _pool_id(item) in wanted]
+    holders = [item for item in _pool_owners(context.walk) if _pool_id(item) in wanted]
     told = explain(
         holders,
         ignore={id(holders)},
@@ -200,6 +201,7 @@ def with_pool_holder(leak: ItemLeak, context: Context) -> ItemLeak:
         living=context.living,
         names=names_known(context),
         budget=context.budget,
+        walk=context.walk,
     )
     reached = [(item, explanation) for item, explanation in zip(holders, told, strict=True) if explanation.path]
     if not reached:
@@ -299,13 +301,14 @@ def frozen_items() -> dict[str, int]:
     return {"frozen objects": frozen} if frozen > FROZEN_AT_STARTUP else {}
 
 
-def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[Action]:
+def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool, walk: SharedWalk | None = None) -> list[Action]:
     """What is worth trying, the smallest first.
 
     Args:
         leak: what is to be ended.
         patience: seconds to wait for a thread to end.
         may_unfreeze: whether undoing a freeze undoes nothing that is somebody else's.
+        walk: the walk over the heap to ask, if it is shared with others.
     """
     resource = leak.finding.resource
     if resource == FROZEN and may_unfreeze:
@@ -315,7 +318,7 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[
         return _joining(leak, patience)
     if resource == "lru-cache":
         by_cache = {item.cache: item for name, item in leak.cached.items() if name in leak.names}
-        return [_clearing(item) for item in by_cache.values()]
+        return [_clearing(item, walk) for item in by_cache.values()]
     if leak.key.startswith(MEMORY_POOL):
         return _trimming(int(leak.finding.device.partition(":")[2]))
     if resource == "globals":
@@ -332,6 +335,8 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool) -> list[
 
         def do() -> None:
             cut.apply()
+            # What reading has left in cycles is young, and no reason to collect twice.
+            gc.collect(1)
             release(Rung.COLLECT)
             release(Rung.EMPTY_CACHE)
 
@@ -373,9 +378,9 @@ def _joining(leak: ItemLeak, patience: float) -> list[Action]:
     return actions
 
 
-def _clearing(item: CachedItem) -> Action:
+def _clearing(item: CachedItem, walk: SharedWalk | None) -> Action:
     cache = item.cache()
-    code = None if cache is None else of_cache(cache) or expression_to(cache)
+    code = None if cache is None else of_cache(cache) or expression_to(cache, walk)
     if code is None:
         return Action(f"clear the cache {item.code}", f"{item.code} is empty", item.clear, is_code=False)
     return Action(f"{code}.cache_clear()", f"{code} is empty", item.clear)
@@ -438,10 +443,10 @@ def try_actions(
     return msgspec.structs.replace(finding, message=message, remedy=remedy, tried=tuple(tried), changed=tuple(changed))
 
 
-def _pool_owners() -> list[Any]:
+def _pool_owners(walk: SharedWalk | None) -> list[Any]:
     torch: Any = sys.modules.get("torch")
     kinds = [getattr(torch.cuda, name, None) for name in ("MemPool", "CUDAGraph")] if torch is not None else []
-    census = Census(all_objects())
+    census = census_of(walk)
     return [item for kind in kinds if kind is not None for item in census.instances_of(kind)]
 
 

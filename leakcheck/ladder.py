@@ -23,6 +23,10 @@ _MOST_COLLECTIONS = 8
 """Collections in a row; a chain of holders of which each waits for the death of the one before is seldom longer."""
 
 
+_LIBRARY = ctypes.CDLL(None)
+"""The C library, opened once: each opening leaves a cycle, for which a full collection would find garbage."""
+
+
 class Rung(enum.Enum):
     """One kind of release, in the order in which they are tried."""
 
@@ -225,7 +229,7 @@ def compiled_anything() -> bool:
 def trim_heap() -> bool:
     """Give the free parts of the C library's heap back to the kernel; False where it is not glibc."""
     try:
-        ctypes.CDLL(None).malloc_trim(0)
+        _LIBRARY.malloc_trim(0)
     except AttributeError:
         return False
     return True

@@ -12,8 +12,7 @@ from lowtide.leakcheck.cuts import Names, cut_of
 from lowtide.leakcheck.explain import Explanation
 from lowtide.leakcheck.listing import first_of
 from lowtide.probes.autograd import Saved, nodes_behind, saved_behind
-from lowtide.probes.heap import Link
-from lowtide.probes.objects import Census, all_objects
+from lowtide.probes.heap import Link, SharedWalk, census_of
 from lowtide.probes.tensors import plain_tensors, survey_storages, torch_member
 from lowtide.reports.schema import Hop
 
@@ -21,7 +20,10 @@ _SHOWN_HOLDERS = 4
 
 
 def as_gradients(
-    lost: Sequence[Any], older: Container[int], explained: Callable[[Sequence[Any]], Sequence[Explanation]]
+    lost: Sequence[Any],
+    older: Container[int],
+    explained: Callable[[Sequence[Any]], Sequence[Explanation]],
+    walk: SharedWalk | None = None,
 ) -> dict[int, Explanation]:
     """Of tensors that no path leads to, by identity: those that are gradients, explained by the tensor they belong to.
 
@@ -31,12 +33,13 @@ def as_gradients(
         lost: the tensors.
         older: the identities of what was there before the leak.
         explained: explains other objects.
+        walk: the walk over the heap to ask, if it is shared with others.
     """
     torch: Any = sys.modules["torch"]
     wanted = {id(tensor) for tensor in lost}
     owners = {}
     with plain_tensors(torch):
-        for tensor in Census(all_objects()).instances_of(torch.Tensor):
+        for tensor in census_of(walk).instances_of(torch.Tensor):
             # Asking any other one for its gradient makes torch warn.
             if not torch_member(tensor, "requires_grad") or not (
                 torch_member(tensor, "is_leaf") or torch_member(tensor, "retains_grad")
@@ -52,7 +55,10 @@ def as_gradients(
 
 
 def saved_for_backward(
-    lost: Sequence[Any], pathless: Container[int], explained: Callable[[Sequence[Any]], Sequence[Explanation]]
+    lost: Sequence[Any],
+    pathless: Container[int],
+    explained: Callable[[Sequence[Any]], Sequence[Explanation]],
+    walk: SharedWalk | None = None,
 ) -> dict[int, Explanation]:
     """Of tensors that no path leads to, by identity: those that an autograd graph has saved, and who holds the graph.
 
@@ -60,16 +66,17 @@ def saved_for_backward(
         lost: the tensors.
         pathless: the identities of those that have none even from what C++ holds, such as a hook of that very graph.
         explained: explains other objects.
+        walk: the walk over the heap to ask, if it is shared with others.
     """
     torch: Any = sys.modules["torch"]
     wanted = {key: id(tensor) for tensor in lost for key in _addresses(tensor)}
     found: dict[int, Saved] = {}
     with plain_tensors(torch):
+        everything = census_of(walk).instances_of(torch.Tensor)
         outputs = [
-            tensor
-            for tensor in Census(all_objects()).instances_of(torch.Tensor)
-            if not torch_member(tensor, "is_leaf") and id(tensor) not in pathless
+            tensor for tensor in everything if not torch_member(tensor, "is_leaf") and id(tensor) not in pathless
         ]
+        del everything
         seen: set[Any] = set()
         for output in outputs:
             for saved in saved_behind(output, seen):
@@ -90,6 +97,7 @@ def held_by_nodes(
     told: Mapping[int, Explanation],
     pathless: Container[int],
     explained: Callable[[Sequence[Any]], Sequence[Explanation]],
+    walk: SharedWalk | None = None,
 ) -> dict[int, Explanation]:
     """Of tensors whose path begins at an object that C++ holds, by identity: those where that is a node of a graph.
 
@@ -99,14 +107,14 @@ def held_by_nodes(
         told: what is said of the tensors, by their identities.
         pathless: the identities of tensors that no path leads to: they say nothing of who holds their graphs.
         explained: explains other objects.
+        walk: the walk over the heap to ask, if it is shared with others.
     """
     torch: Any = sys.modules["torch"]
     wanted = {explanation.root for explanation in told.values()} - {0}
     found: dict[int, tuple[Any, tuple[tuple[str, str], ...]]] = {}
     with plain_tensors(torch):
         seen: set[Any] = set()
-        outputs = Census(all_objects()).instances_of(torch.Tensor) if wanted else []
-        for output in outputs:
+        for output in census_of(walk).instances_of(torch.Tensor) if wanted else ():
             # What one of them keeps itself tells nothing of who holds it.
             on_node = id(output) in told and told[id(output)].is_of_node
             if on_node or id(output) in pathless or torch_member(output, "is_leaf"):
@@ -114,7 +122,6 @@ def held_by_nodes(
             for node, hops in nodes_behind(output, seen):
                 if id(node) in wanted:
                     found.setdefault(id(node), (output, hops))
-        del outputs
     holding = [output for output, _ in found.values()]
     seen.clear()
     ways = {node: hops for node, (_, hops) in found.items()}

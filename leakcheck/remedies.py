@@ -10,7 +10,7 @@ import gc
 import re
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from lowtide.leakcheck.listing import first_of
 from lowtide.leakcheck.storages import Key, live_keys, tensors_over
 from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages
 from lowtide.probes.foreign import is_a
+from lowtide.probes.heap import SharedWalk
 from lowtide.probes.objects import FROZEN_AT_STARTUP
 from lowtide.probes.tensors import plain_tensors, torch_member
 from lowtide.probes.thread_names import thread_name
@@ -52,29 +53,48 @@ class StorageWatch:
     """
 
     def __init__(self, keys: Collection[Key], over: Sequence[Any] | None = None) -> None:
-        self._references: dict[Key, list[Any]] = {}
-        self._others: set[Key] = set(keys)
-        torch: Any = sys.modules.get("torch")
-        if torch is None or not keys:
-            return
-        from torch.multiprocessing import reductions
+        found = _references(tensors_over(keys) if over is None else over) if keys and "torch" in sys.modules else {}
+        self._references = {key: found[key] for key in keys if key in found}
+        self._others = set(keys) - found.keys()
 
-        reference: Any = reductions.StorageWeakRef
-        with plain_tensors(torch):
-            for item in tensors_over(keys) if over is None else over:
-                try:
-                    storage = torch_member(item, "untyped_storage")() if is_a(item, torch.Tensor) else item
-                    key = (str(storage.device), storage.data_ptr())
-                except (RuntimeError, NotImplementedError):
-                    continue
-                if key in self._others or key in self._references:
-                    self._references.setdefault(key, []).append(reference(storage))
-                    self._others.discard(key)
+    @classmethod
+    def of_each(cls, keys: Sequence[Collection[Key]], walk: SharedWalk | None = None) -> list[StorageWatch]:
+        """A watch for each of some groups of storages, which are looked for together.
+
+        Args:
+            keys: the storages of each group.
+            walk: the walk over the heap to ask, if it is shared with others.
+        """
+        wanted = {key for group in keys for key in group}
+        found = _references(tensors_over(wanted, walk)) if wanted and "torch" in sys.modules else {}
+        watches = [cls(()) for _ in keys]
+        for watch, group in zip(watches, keys, strict=True):
+            watch._references = {key: found[key] for key in group if key in found}
+            watch._others = set(group) - found.keys()
+        return watches
 
     def gone(self) -> set[Key]:
         """Those that are gone."""
         gone = {key for key, refs in self._references.items() if all(ref.expired() for ref in refs)}
         return gone | (self._others - live_keys() if self._others else set())
+
+
+def _references(items: Sequence[Any]) -> dict[Key, list[Any]]:
+    """By storage, weak references to it, one for each of some tensors and storage objects over it."""
+    torch: Any = sys.modules["torch"]
+    from torch.multiprocessing import reductions
+
+    found: dict[Key, list[Any]] = {}
+    reference: Any = reductions.StorageWeakRef
+    with plain_tensors(torch):
+        for item in items:
+            try:
+                storage = torch_member(item, "untyped_storage")() if is_a(item, torch.Tensor) else item
+                key = (str(storage.device), storage.data_ptr())
+            except (RuntimeError, NotImplementedError):
+                continue
+            found.setdefault(key, []).append(reference(storage))
+    return found
 
 
 @dataclass
@@ -88,6 +108,8 @@ class _Attempt:
     words: set[str] = field(default_factory=set)
     raised: dict[str, str] = field(default_factory=dict)
     was_left_out: bool = False
+    told: list[Explanation] = field(default_factory=list)
+    done: set[str] = field(default_factory=set)
 
     def finding(self) -> Finding:
         """The finding with its remedy: the action that gave most, or all those that it took together.
@@ -127,44 +149,100 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
     """
     watch = StorageWatch({key for leak in leaks for key in leak.sizes})
     attempts = [_Attempt(leak) for leak in leaks]
-    gone: set[Key] = set()
-    waited: set[int] = set()
-    for attempt in attempts:
-        done: set[str] = set()
-        told = [explanation for key, explanation in attempt.leak.explanations.items() if key not in gone]
-        attempt.was_left_out = context.budget.is_spent
-        for turn in range(_MOST_ROUNDS):
-            left = attempt.leak.sizes.keys() - gone
-            if not left or context.budget.is_spent:
-                break
-            if turn:
-                told = list(explain_storages(left, context).by_key.values())
-            cuts = [cut for cut in _distinct(cut for item in told for cut in item.cuts) if cut.action not in done]
-            if not cuts:
-                break
-            done |= {cut.action for cut in cuts}
-            wording = named(cuts)
-            with unraisable_told() as unraisable:
-                raised = _apply(cuts, attempt)
-                # What runs code may let go of more than what it is made for, some of it in cycles.
-                runs_code = any(cut.ends_anyway for cut in cuts)
-                gone, returned = _measure(watch, gone, attempts, attempt, runs_code=runs_code)
-            attempt.cuts.add(wording.text)
-            if raised or not wording.is_code:
-                # What raises is no code that runs.
-                attempt.words.add(wording.text)
-            errors = [*raised, *unraisable]
-            _take_down(wording.text, returned, attempts, attempt, errors)
-        for rung in _rungs(told, waited, context.patience, may_unfreeze=may_unfreeze):
-            if attempt.leak.sizes.keys() <= gone or context.budget.is_spent:
+    trial = _Trial(watch, attempts, context, may_unfreeze=may_unfreeze)
+    waiting = attempts
+    for turn in range(_MOST_ROUNDS):
+        # Who else holds what the round before did not give back, by one walk for all leaks together.
+        left = {key for attempt in waiting for key in trial.left(attempt)} if turn else set()
+        told = explain_storages(left, context).by_key if left and not context.budget.is_spent else {}
+        waiting = [attempt for attempt in waiting if trial.goes_on(attempt, told if turn else None)]
+    for attempt in waiting:
+        trial.climb(attempt)
+    return [attempt.finding() for attempt in attempts]
+
+
+class _Trial:
+    """Makes the changes that may give some leaks back, and measures each.
+
+    Args:
+        watch: tells which of the leaks' storages are gone.
+        attempts: what is known of the remedies of each leak.
+        context: what is known around them.
+        may_unfreeze: whether the freeze of the heap is the leak's own doing.
+    """
+
+    def __init__(
+        self, watch: StorageWatch, attempts: Sequence[_Attempt], context: Context, *, may_unfreeze: bool
+    ) -> None:
+        self._watch = watch
+        self._attempts = attempts
+        self._context = context
+        self._may_unfreeze = may_unfreeze
+        self._gone: set[Key] = set()
+        self._waited: set[int] = set()
+
+    def left(self, attempt: _Attempt) -> set[Key]:
+        """The storages of a leak that are still there."""
+        return attempt.leak.sizes.keys() - self._gone
+
+    def goes_on(self, attempt: _Attempt, told: Mapping[Key, Explanation] | None) -> bool:
+        """Cuts what holds a leak; whether something of it is left that may have another holder.
+
+        Args:
+            attempt: the leak's.
+            told: who holds what is left, by storage; None: as the leak itself tells.
+        """
+        budget = self._context.budget
+        left = self.left(attempt)
+        if told is None:
+            attempt.was_left_out = budget.is_spent
+            told = attempt.leak.explanations
+            attempt.told = [explanation for key, explanation in told.items() if key not in self._gone]
+        elif left and not budget.is_spent:
+            attempt.told = [explanation for key, explanation in told.items() if key in left]
+        if not left or budget.is_spent:
+            return False
+        cuts = [
+            cut
+            for cut in _distinct(cut for item in attempt.told for cut in item.cuts)
+            if cut.action not in attempt.done
+        ]
+        if not cuts:
+            self.climb(attempt)
+            return False
+        attempt.done |= {cut.action for cut in cuts}
+        wording = named(cuts)
+        with unraisable_told() as unraisable:
+            raised = _apply(cuts, attempt)
+            # What runs code may let go of more than what it is made for, some of it in cycles.
+            returned = self._measure(attempt, runs_code=any(cut.ends_anyway for cut in cuts))
+        attempt.cuts.add(wording.text)
+        if raised or not wording.is_code:
+            # What raises is no code that runs.
+            attempt.words.add(wording.text)
+        _take_down(wording.text, returned, self._attempts, attempt, [*raised, *unraisable])
+        return bool(self.left(attempt))
+
+    def climb(self, attempt: _Attempt) -> None:
+        """Tries what may let go of a leak that cutting did not give back."""
+        for rung in _rungs(attempt.told, self._waited, self._context.patience, may_unfreeze=self._may_unfreeze):
+            if not self.left(attempt) or self._context.budget.is_spent:
                 break
             with unraisable_told():
                 was_done = rung()
-                gone, returned = _measure(watch, gone, attempts, attempt)
+                returned = self._measure(attempt)
             if was_done:
                 attempt.changed += [rung.changed] if rung.changed else []
-                _take_down(rung.name, returned, attempts, attempt)
-    return [attempt.finding() for attempt in attempts]
+                _take_down(rung.name, returned, self._attempts, attempt)
+
+    def _measure(self, current: _Attempt, *, runs_code: bool = False) -> list[int]:
+        """The bytes that each leak got back by an action."""
+        gone = self._watch.gone()
+        if runs_code or not current.leak.sizes.keys() <= gone:
+            collect(lambda: current.leak.sizes.keys() <= self._watch.gone())
+            gone = self._watch.gone()
+        new, self._gone = gone - self._gone, gone
+        return [sum(size for key, size in attempt.leak.sizes.items() if key in new) for attempt in self._attempts]
 
 
 @dataclass(frozen=True)
@@ -280,23 +358,6 @@ def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
         else:
             attempt.changed.append(cut.changed)
     return failures
-
-
-def _measure(
-    watch: StorageWatch,
-    before: set[Key],
-    attempts: Sequence[_Attempt],
-    current: _Attempt,
-    *,
-    runs_code: bool = False,
-) -> tuple[set[Key], list[int]]:
-    """What is gone after an action, and the bytes that each leak got back by it."""
-    gone = watch.gone()
-    if runs_code or not current.leak.sizes.keys() <= gone:
-        collect(lambda: current.leak.sizes.keys() <= watch.gone())
-        gone = watch.gone()
-    new = gone - before
-    return gone, [sum(size for key, size in attempt.leak.sizes.items() if key in new) for attempt in attempts]
 
 
 def _take_down(

@@ -86,6 +86,7 @@ def works(names: Collection[str], context: Context) -> list[Work]:
         roots=context.roots,
         living=context.living,
         not_roots=set(map(id, running)),
+        walk=context.walk,
     )
     holders = {id(item): holder for item, holder in zip(targets, told, strict=True) if _is_programs(holder)}
     groups: dict[Hashable, list[_Running]] = {}

@@ -14,6 +14,7 @@ from lowtide.leakcheck.ladder import collect
 from lowtide.leakcheck.owners import Claims, Owner, gradients_of
 from lowtide.probes.births import Births, Newborn
 from lowtide.probes.foreign import mro_of, type_name
+from lowtide.probes.heap import SharedWalk, census_of
 from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import merge, total
 from lowtide.probes.tensors import StorageReading, keys_of_each, plain_tensors, survey_storages
@@ -67,7 +68,13 @@ class HeapReading:
     new_on_cpu: int
 
 
-def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Collection[Key]) -> HeapReading:
+def read_heap(
+    births: Births,
+    claims: Claims,
+    ended: Sequence[Owner],
+    seen: Collection[Key],
+    survey: tuple[Census, Sequence[Newborn]] | None = None,
+) -> HeapReading:
     """Goes through the heap once.
 
     Args:
@@ -76,15 +83,16 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
         ended: those whose scope has just ended.
         seen: the storages at the last full reading, for what the program froze since the baseline, and for tensors on a
             card that lived before and have new memory now.
+        survey: all objects, and those that were born since the baseline, where they are known.
     """
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return HeapReading((), {}, frozenset(), {}, 0)
     with collector_paused():
-        census = Census(all_objects())
+        census, survivors = survey or survey_births(births)
         everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
         del census
-        newborn = {id(born.item): born for born in births.survivors() if is_tensor(born.item)}
+        newborn = {id(born.item): born for born in survivors if is_tensor(born.item)}
         newborn |= _hidden_gradients(torch, births, newborn, everything)
         old = [item for item in everything if id(item) not in newborn]
         owned = {key for owner in (*claims.owners, *ended) for key in owner.storages}
@@ -143,6 +151,13 @@ def read_heap(births: Births, claims: Claims, ended: Sequence[Owner], seen: Coll
         )
 
 
+def survey_births(births: Births) -> tuple[Census, Sequence[Newborn]]:
+    """All objects, and those that were born since the baseline; drop both soon."""
+    with collector_paused():
+        census = Census(all_objects())
+        return census, births.survivors(census=census)
+
+
 def thaw(stage: str, seen: Collection[Key]) -> tuple[Held, ...]:
     """Unfreeze the heap, and only then collect; the storages of tensors that were frozen garbage.
 
@@ -169,17 +184,17 @@ def _all_storages(torch: Any, objects: list[object]) -> tuple[StorageReading, ..
     return survey_storages([*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]).storages
 
 
-def tensors_over(keys: Collection[Key]) -> list[Any]:
+def tensors_over(keys: Collection[Key], walk: SharedWalk | None = None) -> list[Any]:
     """The tensors and storage objects over some storages; drop them soon."""
     torch: Any = sys.modules.get("torch")
     with collector_paused():
-        census = Census(all_objects())
+        census = census_of(walk)
         everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
         wanted = set(keys)
         return [item for item, found in zip(everything, keys_of_each(everything), strict=True) if found & wanted]
 
 
-def tensors_in(keys: Collection[Key]) -> list[tuple[Any, frozenset[Key]]]:
+def tensors_in(keys: Collection[Key], walk: SharedWalk | None = None) -> list[tuple[Any, frozenset[Key]]]:
     """The tensors and storage objects whose memory lies in some storages, each with those of them; drop them soon.
 
     A loader cuts a file's memory into storages of their own: who holds one of these holds all of the memory, and the
@@ -187,7 +202,7 @@ def tensors_in(keys: Collection[Key]) -> list[tuple[Any, frozenset[Key]]]:
     """
     torch: Any = sys.modules.get("torch")
     with collector_paused():
-        census = Census(all_objects())
+        census = census_of(walk)
         everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
         del census
         wanted = set(keys)

@@ -23,6 +23,7 @@ from lowtide.leakcheck.storages import Held, Key, is_tensor, storage_keys, tenso
 from lowtide.leakcheck.trend import trend_of
 from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.device.torch_allocator import free_beside
+from lowtide.probes.heap import SharedWalk, sharing_walk
 from lowtide.probes.reach import reach
 from lowtide.reports.schema import Finding, Frame, Hop, Remedy
 from lowtide.reports.sizes import format_bytes
@@ -72,6 +73,7 @@ class Context:
         module: the test module, or the fixture's file, to which the leaks belong; empty if there is none.
         started: the line that started a thread, by the thread's identifier: `function, file.py:12`; empty if unknown.
         budget: how long may be spent on what can be left out.
+        walk: the walk over the heap to ask who holds what, as long as nothing is changed; None: each asks its own.
     """
 
     born: Collection[int] | None = None
@@ -87,6 +89,7 @@ class Context:
     module: str = ""
     started: Callable[[int], str] = lambda ident: ""
     budget: Budget = field(default_factory=Budget)
+    walk: SharedWalk | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,8 +142,13 @@ def explain_storages(keys: Collection[Key], context: Context) -> Explained:
     """Finds out, by one walk over the heap, who holds each of some storages."""
     if not keys:
         return Explained()
+    with sharing_walk(context.walk) as walk:
+        return _explain_storages(keys, dataclasses.replace(context, walk=walk))
+
+
+def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
     older, names = older_than(context), names_known(context)
-    found_in = tensors_in(keys)
+    found_in = tensors_in(keys, context.walk)
     tensors = [tensor for tensor, _ in found_in]
     storages = [of_tensor for _, of_tensor in found_in]
     del found_in
@@ -152,6 +160,7 @@ def explain_storages(keys: Collection[Key], context: Context) -> Explained:
         living=context.living,
         names=names,
         budget=context.budget,
+        walk=context.walk,
     )
     rooted = {id(tensor): found for tensor, found in zip(tensors, told, strict=True) if found.root}
     lost = [tensor for tensor, found in zip(tensors, told, strict=True) if not found.path or found.root]
@@ -280,7 +289,13 @@ def _natively_held(
 
     def explained(items: Sequence[Any]) -> list[Explanation]:
         return explain(
-            items, ignore={id(items)}, innocent=older, roots=context.roots, living=context.living, names=names
+            items,
+            ignore={id(items)},
+            innocent=older,
+            roots=context.roots,
+            living=context.living,
+            names=names,
+            walk=context.walk,
         )
 
     pathless = {id(tensor) for tensor in lost} - rooted.keys()
@@ -288,13 +303,13 @@ def _natively_held(
     def past_nodes(items: Sequence[Any]) -> list[Explanation]:
         told = explained(items)
         of_nodes = {id(item): found for item, found in zip(items, told, strict=True) if found.is_of_node}
-        better = held_by_nodes({**rooted, **of_nodes}, pathless, explained) if of_nodes else {}
+        better = held_by_nodes({**rooted, **of_nodes}, pathless, explained, context.walk) if of_nodes else {}
         return [better.get(id(item), found) for item, found in zip(items, told, strict=True)]
 
     return {
-        **held_by_nodes(rooted, pathless, explained),
-        **saved_for_backward(lost, pathless, past_nodes),
-        **as_gradients(lost, older, explained),
+        **held_by_nodes(rooted, pathless, explained, context.walk),
+        **saved_for_backward(lost, pathless, past_nodes, context.walk),
+        **as_gradients(lost, older, explained, context.walk),
     }
 
 

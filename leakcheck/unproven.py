@@ -17,9 +17,13 @@ from lowtide.leakcheck.explain import Explanation
 from lowtide.leakcheck.item_findings import ItemLeak, actions_for, try_actions, with_pool_holder
 from lowtide.leakcheck.listing import FROZEN
 from lowtide.leakcheck.remedies import StorageWatch, prove
-from lowtide.leakcheck.storages import Key, tensors_over
+from lowtide.leakcheck.storages import Key
 from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages
+from lowtide.probes.heap import sharing_walk
 from lowtide.reports.schema import Finding
+
+_NO_HOLDERS = ("threads", "globals")
+"""The resources whose remedies change nothing by which a pool is held."""
 
 Left = Callable[[str], "Mapping[str, int] | None"]
 """What there is now, by a metric's key: names, with bytes or 1 each; None where that cannot be read any more."""
@@ -72,13 +76,17 @@ class Unproven:
         return Unproven((*self.tensors, *other.tensors), (*self.items, *other.items), self.new | other.new)
 
 
-def put_off(leaks: Sequence[TensorLeak], items: Sequence[ItemLeak]) -> Unproven:
-    """What is to be remembered of some leaks."""
-    keys = {key for leak in leaks for key in leak.sizes}
-    over = tensors_over(keys) if keys else []
+def put_off(leaks: Sequence[TensorLeak], watches: Sequence[StorageWatch], items: Sequence[ItemLeak]) -> Unproven:
+    """What is to be remembered of some leaks.
+
+    Args:
+        leaks: of tensors.
+        watches: for each of these, what tells which of its storages are gone.
+        items: leaks of things with names.
+    """
     tensors = tuple(
-        UnprovenLeak(leak.finding, leak.sizes, _new_in(leak.explanations.values()), StorageWatch(leak.sizes, over))
-        for leak in leaks
+        UnprovenLeak(leak.finding, leak.sizes, _new_in(leak.explanations.values()), watch)
+        for leak, watch in zip(leaks, watches, strict=True)
     )
     new = _new_in(item.explanation for item in items if item.explanation is not None)
     # Of two with one fingerprint, as a pool's pipes and another pipe, nobody could tell what is proven of which.
@@ -102,10 +110,11 @@ def prove_now(
         budget: how long may be spent on all of it; what is not tried then says so.
     """
     budget = budget or Budget()
+    readings = _Readings(left)
     every = [leak for subject in each for leak in subject.tensors]
     # What went before anything was tried, nothing that is tried gives back.
     there = {
-        id(item): item.left(left)
+        id(item): item.left(readings)
         for subject in each
         for item in subject.items
         if item.cached or item.endings or item.key == FROZEN
@@ -116,21 +125,86 @@ def prove_now(
     explained = explain_storages({key for keys in sizes.values() for key in keys}, context).by_key
     # All together: what gives back the leak of one may give back another's too.
     done = iter(prove([_as_leak(leak, sizes[id(leak)], explained) for leak in every], context))
+    readings.forget()
     found = [{leak.finding.fingerprint: next(done) for leak in subject.tensors} for subject in each]
+    # Again, since what was tried for the tensors may have changed by which way a pool is held.
+    holders = _PoolHolders([item for subject in each for item in subject.items], context)
     for subject, findings in zip(each, found, strict=True):
         cuts = dict.fromkeys(told.remedy.action for told in findings.values() if told.remedy is not None and told.tried)
         for item in subject.items:
-            draft = item.among(there.get(id(item), item.names))
-            # Its cache may have been emptied for another subject's tensors already.
-            emptied = [action.name for action in actions_for(draft, patience, may_unfreeze=True) if draft.cached]
-            if cuts or emptied:
-                draft = draft.without(draft.left(left), "; ".join(cuts or emptied))
-            if not budget.is_spent:
-                draft = dataclasses.replace(draft, explanation=with_pool_holder(item, context).explanation)
-            actions = actions_for(draft, patience, may_unfreeze=True)
+            with sharing_walk() as walk:
+                draft = item.among(there.get(id(item), item.names))
+                # Its cache may have been emptied for another subject's tensors already.
+                emptied = [
+                    action.name
+                    for action in (actions_for(draft, patience, may_unfreeze=True, walk=walk) if draft.cached else ())
+                ]
+                if cuts or emptied:
+                    draft = draft.without(draft.left(readings), "; ".join(cuts or emptied))
+                if not budget.is_spent and item.finding.resource == "reserved":
+                    draft = dataclasses.replace(draft.among(draft.left(readings)), explanation=holders.of(item))
+                actions = actions_for(draft, patience, may_unfreeze=True, walk=walk)
             told = try_actions(draft, actions, functools.partial(item.left, left), driver, budget)
+            if actions and draft.names:
+                readings.forget()
+                holders.forget(draft)
             findings[item.finding.fingerprint] = told
     return found
+
+
+class _Readings:
+    """What there is, read once by each key until something is changed."""
+
+    def __init__(self, read: Left) -> None:
+        self._read = read
+        self._known: dict[str, Mapping[str, int] | None] = {}
+
+    def __call__(self, key: str) -> Mapping[str, int] | None:
+        if key not in self._known:
+            self._known[key] = self._read(key)
+        return self._known[key]
+
+    def forget(self) -> None:
+        """Something was changed."""
+        self._known.clear()
+
+
+class _PoolHolders:
+    """Who holds the private pools that some findings are about, found out for all of them by one walk.
+
+    Args:
+        items: the findings.
+        context: what is known around them.
+    """
+
+    def __init__(self, items: Sequence[ItemLeak], context: Context) -> None:
+        self._waiting = [item for item in items if item.finding.resource == "reserved"]
+        self._context = context
+        self._known: dict[int, Explanation | None] = {}
+
+    def of(self, item: ItemLeak) -> Explanation | None:
+        """Who holds the pools of one of them, each asked for once and in their order."""
+        if id(item) not in self._known:
+            with sharing_walk() as walk:
+                context = dataclasses.replace(self._context, walk=walk)
+                self._known = {id(each): with_pool_holder(each, context).explanation for each in self._waiting}
+        self._waiting = [each for each in self._waiting if each is not item]
+        return self._known.pop(id(item))
+
+    def forget(self, given_back: ItemLeak) -> None:
+        """Something was tried: what was cut may be on the way to others, or have been in front of it.
+
+        Args:
+            given_back: for what it was tried.
+        """
+        if given_back.finding.resource in _NO_HOLDERS:
+            return
+        cut = None if given_back.explanation is None else given_back.explanation.cut
+        if cut is not None and not cut.ends_anyway:
+            ways = [told.through for told in self._known.values() if told is not None]
+            if cut.place is None or not any(cut.place.container in way for way in ways):
+                return
+        self._known.clear()
 
 
 def _as_leak(leak: UnprovenLeak, sizes: Mapping[Key, int], explained: Mapping[Key, Explanation]) -> TensorLeak:

@@ -57,7 +57,7 @@ from lowtide.leakcheck.owners import Claims, Owner
 from lowtide.leakcheck.past_torch import PastTorch
 from lowtide.leakcheck.plain import DRIVER_TOLERANCE, UNLISTED_TOLERANCE, Reading, host_memory_tolerance, plain_metrics
 from lowtide.leakcheck.remains import Remains
-from lowtide.leakcheck.remedies import prove
+from lowtide.leakcheck.remedies import StorageWatch, prove
 from lowtide.leakcheck.shared_memory import MadeSegments
 from lowtide.leakcheck.storages import HeapReading, Key, is_tensor, live_keys, read_heap, storage_keys, thaw
 from lowtide.leakcheck.tensor_findings import (
@@ -81,6 +81,7 @@ from lowtide.probes.caches import LRU_CACHE
 from lowtide.probes.counters import CounterReader, Counters, anonymous_bytes
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.graphs import any_graph_alive
+from lowtide.probes.heap import SharedWalk, sharing_walk
 from lowtide.probes.makers import Makers
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects, collector_paused
 from lowtide.probes.process_events import ProcessEvents
@@ -97,6 +98,9 @@ _FORGETTING_SHARE = 0.1
 
 _MOST_CLEARINGS = 5
 """How often a process's BLAS workspaces are cleared to tell them from other blocks: the next test takes them again."""
+
+_OF_BLOCKS = ("native ", "workspaces ", "in-flight ")
+"""The beginnings of the keys of blocks of torch's allocator in which no tensor lies."""
 
 _WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory", "temporary-files")
 
@@ -575,26 +579,31 @@ class Watch:
             owner.storages.setdefault(key, owner.stage)
         context = dataclasses.replace(context, hints=(*context.hints, *self._values.hints))
         left = {held.key for held in steps[-1].reading.heap.held}
-        explained = told_as_frozen(explain_storages(left if self.policy.explain else (), context), frozen)
-        drafts = [
-            self._findings(
-                subject,
-                turn,
-                ended=ended,
-                metrics=metrics,
-                steps=steps,
-                stage=stage,
-                explained=explained,
-                context=context,
-            )
-            for turn, subject in enumerate(subjects)
-        ]
-        del explained
-        drafts = [_with_free_beside(drafted) for drafted in drafts]
-        causes: list[list[Cause | None]] = [[] for _ in drafts]
-        if self.policy.explain:
-            for turn, drafted in enumerate(drafts):
-                drafts[turn], causes[turn] = with_causes(drafted, context)
+        causes: list[list[Cause | None]] = [[] for _ in subjects]
+        puts_off = final and self.policy.remedies == "later"
+        # Until here nothing but reading: whoever asks for a holder asks one walk.
+        with sharing_walk() as walk:
+            asking = dataclasses.replace(context, walk=walk)
+            explained = told_as_frozen(explain_storages(left if self.policy.explain else (), asking), frozen)
+            drafts = [
+                self._findings(
+                    subject,
+                    turn,
+                    ended=ended,
+                    metrics=metrics,
+                    steps=steps,
+                    stage=stage,
+                    explained=explained,
+                    context=asking,
+                )
+                for turn, subject in enumerate(subjects)
+            ]
+            del explained
+            drafts = [_with_free_beside(drafted) for drafted in drafts]
+            if self.policy.explain:
+                for turn, drafted in enumerate(drafts):
+                    drafts[turn], causes[turn] = with_causes(drafted, asking)
+            watches = _watches(drafts, walk) if puts_off else {}
         things = [_things(draft) for draft in drafts[0]]
         for owner, of_owner in zip(ended, drafts[1:], strict=True):
             of_owner[:] = [_merged(draft, self._grown.get(owner.label, ())) for draft in of_owner]
@@ -602,8 +611,8 @@ class Watch:
         read = functools.partial(self._read_deep, subjects, ended, self._seen)
         if final and self.policy.remedies == "now":
             self._try_remedies(drafts, context, read)
-        elif final and self.policy.remedies == "later":
-            unproven = self._put_off(drafts, context, read)
+        elif puts_off:
+            unproven = self._put_off(drafts, watches, context, read)
         del read
         findings = [
             tuple(draft if isinstance(draft, Finding) else draft.finding for draft in found) for found in drafts
@@ -734,9 +743,17 @@ class Watch:
             return now.items.get(key)
         if key.startswith(MEMORY_POOL):
             return {IDLE_POOL: now.amounts.get(key) or 0}
-        return self._cards.all_items(now, device, {address for _, address in live_keys()}).get(key)
+        # Only blocks are told apart by what Python's tensors hold.
+        claimed = {address for _, address in live_keys()} if key.startswith(_OF_BLOCKS) else ()
+        return self._cards.all_items(now, device, claimed).get(key)
 
-    def _put_off(self, drafts: list[list[Draft]], context: Context, read: Callable[[], Deep]) -> list[Unproven]:
+    def _put_off(
+        self,
+        drafts: list[list[Draft]],
+        watches: Mapping[int, StorageWatch],
+        context: Context,
+        read: Callable[[], Deep],
+    ) -> list[Unproven]:
         """Tries what changes nothing that the next test could need; the rest is for the end."""
         unproven = []
         for found in drafts:
@@ -748,7 +765,8 @@ class Watch:
                     found[place] = self._tried_harmless(draft, context, read)
             tensors = [draft for draft in found if isinstance(draft, TensorLeak)]
             # By now the harmless ones are findings.
-            unproven.append(put_off(tensors, [draft for draft in found if isinstance(draft, ItemLeak)]))
+            items = [draft for draft in found if isinstance(draft, ItemLeak)]
+            unproven.append(put_off(tensors, [watches[id(draft.sizes)] for draft in tensors], items))
         return unproven
 
     def _tried_harmless(self, draft: ItemLeak, context: Context, read: Callable[[], Deep]) -> Draft:
@@ -815,9 +833,14 @@ class Watch:
         ended: Sequence[Owner],
         seen: Collection[Key],
         note: Callable[[Claims, HeapReading, Counters], None] = lambda claims, heap, now: None,
+        last: Deep | None = None,
     ) -> Deep:
         """A full reading, without what libraries are excused for; that is settled with the first of a judgement."""
-        deep, now = self._reader(subjects, ended, seen, note), self._read()
+        with sharing_walk() as walk:
+            deep = self._reader(subjects, ended, seen, note, walk, last)
+            if self._sorted is None:
+                self._values = self._cached_values.sort(deep.heap.held, self._caches.known(), self._subject, walk)
+        now = self._read()
         if self._sorted is None:
             new = {
                 key: {name: size for part in deep.readings for name, size in part.items.get(key, {}).items()}
@@ -825,7 +848,6 @@ class Watch:
             }
             tensors = [(address, 1) for device, address in deep.heap.alive if device == "cpu"]
             self._sorted = self._library_items.sort(new, now, self._subject, tensors)
-            self._values = self._cached_values.sort(deep.heap.held, self._caches.known(), self._subject)
         return deep.settled(self._sorted, now).without(self._values.excused)
 
     def _climb(
@@ -870,7 +892,9 @@ class Watch:
             if left and climbs and release(rung):
                 if rung is Rung.EMPTY_CACHE:
                     empty_library_caches()
-                steps.append(Step(rung, self._read_deep(subjects, ended, self._seen), 0.0))
+                # What is free in the process's heap, or pinned, no object holds.
+                last = steps[-1].reading if rung is Rung.CLEAR_HOST_CACHE else None
+                steps.append(Step(rung, self._read_deep(subjects, ended, self._seen, last=last), 0.0))
         return steps, frozen
 
     def _tries_blas_handles(self, deep: Deep) -> bool:
@@ -1028,6 +1052,13 @@ def _things(draft: Draft) -> frozenset[Thing]:
         names = () if draft.key == FROZEN else draft.names
         return frozenset(("item", draft.key, name) for name in names or ("",))
     return frozenset()
+
+
+def _watches(drafts: Sequence[Sequence[Draft]], walk: SharedWalk) -> dict[int, StorageWatch]:
+    """For each leak of tensors, by the identity of its sizes, what tells which of its storages are gone."""
+    leaks = [draft for drafted in drafts for draft in drafted if isinstance(draft, TensorLeak)]
+    sizes = [leak.sizes for leak in leaks]
+    return dict(zip(map(id, sizes), StorageWatch.of_each(sizes, walk), strict=True))
 
 
 def _with_free_beside(drafts: Sequence[Draft]) -> list[Draft]:

@@ -122,19 +122,20 @@ class Births:
         self._look_at_witness(_young())
         return self._lost
 
-    def survivors(self, label: str | None = None) -> list[Newborn]:
+    def survivors(self, label: str | None = None, census: Census | None = None) -> list[Newborn]:
         """What was born since the mark and is alive now, the oldest first, garbage that is not collected yet included.
 
         Args:
             label: only what was first seen under this label: where nothing of that has become old, which is so after
                 nearly every import, the old generation is not looked through.
+            census: all objects, where they are known, so that they are not listed once more.
         """
         with collector_paused():
             self.note()
             found = {id(item): item for item in _watched(_young()) if id(item) not in self._known}
             wanted = {key for key, noted in self._noted.items() if label is None or noted[0] == label}
             if wanted - found.keys() and (self._moved or self._full or self.froze):
-                for item in _watched(self._moved_objects()):
+                for item in _watched(self._moved_objects()) if census is None else _watched_among(census):
                     if id(item) in wanted:
                         found.setdefault(id(item), item)
             self._reveal(found)
@@ -239,7 +240,10 @@ def _young() -> list[object]:
 
 def _watched(objects: list[object]) -> Iterator[Any]:
     """Those of the objects that are of a kind to watch."""
-    census = Census(objects)
+    yield from _watched_among(Census(objects))
+
+
+def _watched_among(census: Census) -> Iterator[Any]:
     yield from census.exactly(LRU_CACHE)
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "nn") or not hasattr(torch.nn, "Module"):

@@ -15,7 +15,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -154,7 +154,8 @@ class SharedWalk:
         if self._graph is not None and not all(id(item) in self._lost for item in self._missing(needed)):
             self.close()
         if self._graph is None:
-            self._graph = Graph([item for item in needed if not gc.is_tracked(item)])
+            with collector_paused():
+                self._graph = Graph(needed)
             # What is frozen, and what nothing leads to, no walk meets.
             self._lost = set(map(id, self._missing(needed)))
         return self._graph
@@ -176,14 +177,22 @@ class SharedWalk:
 
 
 @contextlib.contextmanager
-def sharing_walk() -> Iterator[SharedWalk]:
-    """For the block, a walk that everybody may ask; the collector is paused meanwhile."""
-    with collector_paused():
-        walk = SharedWalk()
-        try:
-            yield walk
-        finally:
-            walk.close()
+def sharing_walk(walk: SharedWalk | None = None) -> Iterator[SharedWalk]:
+    """For the block, a walk that everybody may ask: a given one, or a new one."""
+    own = walk or SharedWalk()
+    try:
+        yield own
+    finally:
+        if walk is None:
+            own.close()
+
+
+def objects_of(ids: Collection[int], walk: SharedWalk | None) -> list[object]:
+    """The objects of some identities, from a walk, or where there is none by going through the heap."""
+    if walk is None:
+        return [item for item in all_objects() if id(item) in ids]
+    graph = walk.graph()
+    return [graph.objects[node] for node in graph.find_ids(ids).tolist()]
 
 
 def census_of(walk: SharedWalk | None) -> Census:
@@ -270,6 +279,37 @@ class Traces:
         """Whether there is a target that no root leads to."""
         targets = () if self._heap is None else self._heap.targets
         return any(target >= 0 and self._parents[target] == _UNSEEN for target in targets)
+
+    def is_frozen(self, place: int) -> bool:
+        """Whether a target lies in the permanent generation, or nothing lists it."""
+        if self._heap is None:
+            return False
+        node = int(self._heap.targets[place])
+        return node < 0 or self._heap.graph.is_frozen(node)
+
+    def types_of_holders(self, places: Sequence[int], ignore: Collection[int]) -> list[set[str]]:
+        """For each of some targets, the types of the objects that refer to it and that the collector lists.
+
+        Args:
+            places: of the targets.
+            ignore: the identities of holders that do not count; the checker's frames and modules never do.
+        """
+        if self._heap is None:
+            return [set() for _ in places]
+        nodes = [int(self._heap.targets[place]) for place in places]
+        graph = self._heap.graph
+        holders = graph.holders_of({node for node in nodes if node >= 0})
+        found = []
+        for node in nodes:
+            items = [graph.objects[holder] for holder in holders.get(node, ()) if graph.is_listed(holder)]
+            found.append(
+                {
+                    type_name(type(item))
+                    for item in items
+                    if id(item) not in ignore and type(item) is not FrameType and not is_a(item, ModuleType)
+                }
+            )
+        return found
 
     def is_held_from_c(self, place: int) -> bool:
         """Whether C or C++ refers to a target itself, which no root leads to; known of a thorough walk."""
@@ -415,16 +455,15 @@ class _Search:
         if not thorough and all(map(gc.is_tracked, targets)):
             blocked.append(graph.passed_over)
         self._blocked = np.concatenate(blocked)
-        self._given = {
-            node: Root("object", name, held, [], FIRST)
-            for (name, held), node in reversed(
-                list(zip(given, graph.find([held for _, held in given]).tolist(), strict=True))
-            )
-        }
+        nodes_given = graph.find([held for _, held in given]).tolist()
+        self._given: dict[int, Root] = {}
+        for (name, held), node in zip(given, nodes_given, strict=True):
+            if node >= 0:
+                self._given.setdefault(node, Root("object", name, held, [], FIRST))
         self._native_roots: dict[int, Root] = {}
         own = np.arange(len(graph.roots), dtype=np.int32)
         no_roots = graph.find_ids(not_roots)
-        first = np.array(list(dict.fromkeys(self._given)), np.int32)[::-1]
+        first = np.array(list(self._given), np.int32)
         self._roots: Indices = np.concatenate([first, own[~np.isin(own, np.concatenate([first, no_roots]))]])
         self._turns = graph.turns
         if len(first) or len(no_roots):

@@ -87,7 +87,7 @@ class Graph:
     It keeps every object alive until it is closed.
 
     Args:
-        further: objects that shall be nodes, though the collector may not track them.
+        needed: objects that shall be nodes, though the collector may not track them; it is itself nobody's holder.
 
     Attributes:
         roots: the first nodes, in their order.
@@ -104,15 +104,16 @@ class Graph:
         scratch: room for a search, a number for each node.
     """
 
-    def __init__(self, further: Sequence[object] = ()) -> None:
+    def __init__(self, needed: Sequence[object] = ()) -> None:
         self.roots = list(_roots())
         self.objects = [root.held for root in self.roots]
         known = set(map(id, self.objects))
         _extend(self.objects, gc.get_objects(), known)
         self._table = AddressTable(identities(self.objects))
         self._begin_walk()
-        self._list([item for item in further if not self.has(item)])
-        listed = len(self.objects)
+        self._list([item for item in needed if not gc.is_tracked(item) and not self.has(item)])
+        self._own = {id(needed), id(self.objects)}
+        self._listed = listed = len(self.objects)
         self._walk_on()
         # What is tracked, and was not listed but met by the walk, is frozen, if a program has frozen anything at all.
         # (To ask the collector how many are frozen takes it a walk over all of them.)
@@ -146,6 +147,11 @@ class Graph:
     def is_frozen(self, node: int) -> bool:
         """Whether the node's object is in the permanent generation."""
         return bool(node >= self._unfrozen) and gc.is_tracked(self.objects[node])
+
+    def is_listed(self, node: int) -> bool:
+        """Whether the node's object is one that the collector lists: tracked, and not frozen."""
+        item = self.objects[node]
+        return node < self._listed and id(item) not in self._own and gc.is_tracked(item)
 
     def comes_later(self, node: int) -> bool:
         """Whether a node that is no root waits until nothing else is left to search."""

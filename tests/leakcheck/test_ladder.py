@@ -249,7 +249,7 @@ def test_the_heap_of_the_host_is_trimmed_where_there_is_glibc(
     card = Card(monkeypatch, is_initialized=on_card)
     trimmed: list[int] = []
     library = SimpleNamespace(**({"malloc_trim": trimmed.append} if is_glibc else {}))
-    monkeypatch.setattr(ladder, "ctypes", SimpleNamespace(CDLL=lambda name: library))
+    monkeypatch.setattr(ladder, "_LIBRARY", library)
     assert release(Rung.CLEAR_HOST_CACHE) is (is_glibc or on_card)
     assert trimmed == [0] * is_glibc
     assert card.asked == ["empty_host_cache"] * on_card

@@ -165,11 +165,11 @@ MOST = {
     "test_clean": {},
     "test_settling": {"lists": 1},
     "test_settling_late": {"lists": 4, "collections": 1},
-    "test_one_leak": {"lists": 9, "collections": 1, "walks": 1},
-    "test_leaks": {"lists": 21, "collections": 2, "walks": 4},
-    "test_pools": {"lists": 11, "collections": 1, "walks": 2},
-    "test_more_pools": {"lists": 4, "collections": 1, "walks": 1},
-    "remedies": {"lists": 14, "collections": 3, "walks": 4},
+    "test_one_leak": {"lists": 4, "collections": 1, "walks": 1},
+    "test_leaks": {"lists": 7, "collections": 2, "walks": 2},
+    "test_pools": {"lists": 4, "collections": 1, "walks": 1},
+    "test_more_pools": {"lists": 2, "collections": 1, "walks": 1},
+    "remedies": {"lists": 10, "collections": 3, "walks": 3},
 }
 """How often each test may go through the heap at most: lists of all its objects, full collections, and walks."""
 
