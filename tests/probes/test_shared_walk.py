@@ -1,0 +1,115 @@
+"""One walk that several questions share: each is answered as by a walk of its own."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+
+from lowtide.probes import heap
+from lowtide.probes.heap import SharedWalk, sharing_walk, trace
+from lowtide.probes.heap_graph import Graph
+
+
+class Thing:
+    """What leaks in these tests."""
+
+
+@pytest.fixture
+def helper() -> Iterator[Any]:
+    module = types.ModuleType("helper")
+    sys.modules["helper"] = module
+    yield module
+    del sys.modules["helper"]
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with each walk over the heap."""
+    made: list[int] = []
+
+    def walked(*args: Any) -> Graph:
+        made.append(len(made))
+        return Graph(*args)
+
+    monkeypatch.setattr(heap, "Graph", walked)
+    return made
+
+
+def paths(things: list[Any], walk: SharedWalk, **more: Any) -> list[str]:
+    with trace(things, walk=walk, **more) as found:
+        return [str(found.path(place)) for place in range(len(things))]
+
+
+def test_many_questions_take_one_walk(helper: Any, walks: list[int]) -> None:
+    helper.first, helper.second = Thing(), {"a": [Thing()]}
+    with sharing_walk() as walk:
+        assert paths([helper.first], walk) == ["module 'helper' .first"]
+        assert paths([helper.second["a"][0]], walk) == ["module 'helper' .second ['a'] [0]"]
+        assert walk.census().exactly(Thing) == [helper.first, helper.second["a"][0]]
+    assert len(walks) == 1
+
+
+def test_for_what_was_made_since_the_walk_is_made_again(helper: Any, walks: list[int]) -> None:
+    with sharing_walk() as walk:
+        helper.first = Thing()
+        assert paths([helper.first], walk) == ["module 'helper' .first"]
+        helper.later = Thing()
+        assert paths([helper.later], walk) == ["module 'helper' .later"]
+    assert len(walks) == 2
+
+
+def test_the_roots_of_one_question_are_no_roots_of_the_next(helper: Any) -> None:
+    pool = [Thing()]
+    helper.pool = [pool]
+    with sharing_walk() as walk:
+        assert paths(list(pool), walk, roots=[("the pool", pool)]) == ["the pool [0]"]
+        assert paths(list(pool), walk) == ["module 'helper' .pool [0] [0]"]
+
+
+def test_only_a_thorough_question_goes_through_what_the_collector_does_not_track(helper: Any) -> None:
+    things = [Thing()]
+    array = numpy.empty(1, object)
+    array[0] = things[0]
+    helper.hidden = {1: (array,)}
+    del array
+    # A tuple of nothing that is tracked is not tracked itself, once the collector has seen it.
+    gc.collect()
+    assert not gc.is_tracked(helper.hidden[1])
+    with sharing_walk() as walk:
+        assert paths(things, walk, ignore={id(things)}) == ["None"]
+        assert paths(things, walk, ignore={id(things)}, thorough=True) == ["module 'helper' .hidden [1] [0] [0]"]
+        assert paths(things, walk, ignore={id(things)}) == ["None"]
+
+
+def test_what_the_asker_has_made_since_does_not_pass_for_a_holder_in_c(helper: Any) -> None:
+    knot: list[Any] = [Thing()]
+    knot.append(knot)
+    with sharing_walk() as walk:
+        assert paths([helper], walk) == ["module 'helper'"]
+        kept = {"since": [knot, (knot[0],)]}
+        with trace([knot[0]], walk=walk, thorough=True, ignore={id(knot)}) as found:
+            assert not found.is_held_from_c(0)
+    del kept
+
+
+def test_what_each_of_many_cuts_frees_is_what_it_frees_alone(helper: Any) -> None:
+    shared = [Thing()]
+    helper.first = {"a": [Thing(), Thing()], "b": shared}
+    helper.second = [shared, [Thing()]]
+    things = [*helper.first["a"], shared[0], helper.second[1][0]]
+    with trace(things) as found:
+        alone = []
+        for place in range(len(things)):
+            with trace(things) as each:
+                alone.append(each.freed_by_cutting(place, 0))
+        found.will_be_cut(dict.fromkeys(range(len(things)), 0))
+        together = [found.freed_by_cutting(place, 0) for place in range(len(things))]
+    assert together == alone
+    assert together[0] == [frozenset({0, 1}), frozenset({0, 1}), frozenset({0})]
+    assert together[2] == [frozenset(), frozenset(), frozenset({2})]
