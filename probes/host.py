@@ -256,15 +256,16 @@ def resident_bytes(address: int, length: int) -> int:
         first = position - position % page
         stop = min(end, first + _MINCORE_BYTES)
         pages = -(-(stop - first) // page)
-        answer = ctypes.create_string_buffer(pages)
-        if _mincore(first, pages * page, answer) != 0:
+        # No array of ctypes: for each length that makes a class, which is garbage afterwards in Python 3.13.
+        answer = bytearray(pages)
+        if _mincore(first, pages * page, ctypes.byref(ctypes.c_char.from_buffer(answer))) != 0:
             code = ctypes.get_errno()
             raise UnmappedRangeError(
                 f"{length} bytes from {address:#x} are not all mapped here ({os.strerror(code)}); "
                 "read the range while its owner holds it"
             )
         # Only the lowest bit of each answer is defined.
-        present = answer.raw[:pages].translate(_LOWEST_BIT)
+        present = answer.translate(_LOWEST_BIT)
         resident += present.count(1) * page
         if present[0]:
             resident -= position - first

@@ -147,6 +147,13 @@ def test_touched_pages_are_resident(pages: mmap.mmap) -> None:
     assert resident_bytes(address_of(pages), 16 * PAGE) == 2 * PAGE
 
 
+def test_looking_at_pages_makes_no_class(pages: mmap.mmap) -> None:
+    """`ctypes` makes one for each length of an array; in Python 3.13 it is garbage when the array is gone."""
+    before = set(map(id, ctypes.Array.__subclasses__()))
+    resident_bytes(address_of(pages), 13 * PAGE)
+    assert {id(kind) for kind in ctypes.Array.__subclasses__()} <= before
+
+
 def test_given_up_pages_are_not_resident_any_more(pages: mmap.mmap) -> None:
     pages[0 : 16 * PAGE] = b"x" * (16 * PAGE)
     pages.madvise(mmap.MADV_DONTNEED, 0, 12 * PAGE)
