@@ -420,6 +420,11 @@ def test_a_container_that_is_not_tracked_holds_what_it_holds(helper: Any) -> Non
     assert freed(lambda: helper.near[0]) == [False, False]
 
 
+@pytest.mark.xfail(
+    sys.version_info >= (3, 13),
+    reason="while the instance lives, its dict shows the collector none of the values that lie in the instance",
+    strict=False,
+)
 def test_the_dict_of_an_instance_that_is_held_elsewhere_holds_its_attributes(helper: Any) -> None:
     helper.holder = Holder(Thing())
     helper.deep = [[[vars(helper.holder)]]]
