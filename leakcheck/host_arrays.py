@@ -117,6 +117,7 @@ def _held(buffers: Sequence[Buffer], context: Context) -> list[_Held]:
         living=context.living,
         names=names_known(context),
         budget=context.budget,
+        walk=context.walk,
     )
     return [
         _Held(buffer.bytes, type_name(type(buffer.item)), found)

@@ -46,6 +46,8 @@ class ProcessState:
         # Groups that earlier lives left: one remedy ends them and those of later lives.
         self._groups_of_earlier: tuple[str, ...] = ()
         self._functions: dict[str, object] = {}
+        # What earlier lives left, with what was there before the first that did: a later life begins with it.
+        self._left: dict[str, tuple[Change, object]] = {}
 
     def mark(self) -> None:
         """A life begins."""
@@ -89,8 +91,21 @@ class ProcessState:
             leak = _leak("process-groups", dict.fromkeys(groups, 1), stage, "process groups")
             actions = actions_for(leak, patience=0, may_unfreeze=False) if remedies else []
             found.append(try_actions(leak, actions, _groups_now, self._driver))
-        changes = filter(self._is_judged, changes_between(self._baseline.settings, now.settings))
-        return found + [self._changed(change, stage, remedies=remedies) for change in changes]
+        changes = {change.name: change for change in changes_between(self._baseline.settings, now.settings)}
+        changes = {
+            name: change
+            for name, change in changes.items()
+            # What puts back what an earlier life had changed is no change.
+            if self._is_judged(change) and not (name in self._left and self._left[name][0].before == change.now)
+        }
+        if remedies:
+            changes |= {first.name: first for first, _ in self._left.values() if still_changed((first,))}
+        found += [self._changed(change, stage, remedies=remedies) for change in changes.values()]
+        for name, change in changes.items():
+            self._left.setdefault(name, (change, self._functions.get(name)))
+        if remedies:
+            self._left.clear()
+        return found
 
     def _is_judged(self, change: Change) -> bool:
         if self._environment is None:
@@ -102,7 +117,7 @@ class ProcessState:
         finding = msgspec.structs.replace(
             leak.finding, message=f"{changed_settings.told(change)}, and not restored at {stage}"
         )
-        function = self._functions.get(change.name)
+        _, function = self._left.get(change.name, (change, self._functions.get(change.name)))
         actions = [_putting_back(change.name, function)] if function is not None else []
         leak = ItemLeak(finding, leak.key, leak.names, leak.subject, changes=(change,))
         actions = actions or actions_for(leak, patience=0, may_unfreeze=False)

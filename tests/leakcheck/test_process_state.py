@@ -118,3 +118,28 @@ def test_what_cannot_be_put_back_is_told_with_what_was_tried(
 
 def refuse(why: str, *args: object) -> None:
     raise RuntimeError(why)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_first_life_left_is_put_back_after_the_last_as_it_was_before_all(name: str, state: ProcessState) -> None:
+    change, message, undo = CHANGES[name]
+    change()
+    assert len(state.findings("shutdown", remedies=False)) == 1
+    # The next life begins with it, and so leaves nothing that was not there.
+    state.mark()
+    change()
+    (finding,) = state.findings("shutdown", remedies=True)
+    assert finding.message.startswith(message)
+    assert finding.remedy is not None
+    assert finding.remedy.action == undo
+    state.mark()
+    assert state.findings("shutdown", remedies=True) == []
+
+
+def test_a_life_that_puts_back_what_an_earlier_one_left_has_changed_nothing(state: ProcessState) -> None:
+    gc.disable()
+    assert len(state.findings("shutdown", remedies=False)) == 1
+    state.mark()
+    gc.enable()
+    assert state.findings("shutdown", remedies=True) == []
+    assert gc.isenabled()
