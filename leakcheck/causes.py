@@ -48,9 +48,6 @@ _ANONYMOUS = re.compile(r"\d+ -> ((pipe|socket|anon_inode):.*|/dev/null)")
 """What a descriptor is called that a backend of a process group opens to talk to itself or to others."""
 
 
-_WAS = re.compile(r" was .*, is | was added$| is gone$", re.DOTALL)
-"""What follows a setting's name where it is told how it changed."""
-
 _ROOTS = (
     ("torch's default hook for saved tensors", "torch._C._autograd._top_saved_tensors_default_hooks(True)"),
     ("torch function mode ", "torch.overrides._get_current_function_mode_stack()"),
@@ -306,20 +303,17 @@ def _held_by_settings(found: Sequence[Draft]) -> dict[str, int]:
 
     Of several settings the message tells what each was and how it is put back: these stay together.
     """
-    names = [
-        name
-        for draft in found
-        if isinstance(draft, ItemLeak) and draft.key == "globals" and len(draft.names) == 1
-        for name in draft.names
-    ]
     held: dict[str, int] = {}
-    for name in names:
-        setting = _WAS.split(name)[0]
-        root = next((edge for known, edge in _ROOTS if setting.startswith(known)), setting)
+    for left in found:
+        if not isinstance(left, ItemLeak) or left.key != "globals" or len(left.changes) != 1:
+            continue
+        (change,) = left.changes
+        root = next((edge for known, edge in _ROOTS if change.setting.startswith(known)), change.setting)
         for turn, draft in enumerate(found):
             path = draft.finding.path if isinstance(draft, TensorLeak) else ()
             if path and path[0].type == "interpreter" and (path[0].edge or "").startswith(root):
-                held.setdefault(name, turn)
+                held.update(dict.fromkeys(left.names, turn))
+                break
     return held
 
 

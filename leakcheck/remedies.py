@@ -91,7 +91,7 @@ def _references(items: Sequence[Any]) -> dict[Key, list[Any]]:
             try:
                 storage = torch_member(item, "untyped_storage")() if is_a(item, torch.Tensor) else item
                 key = (str(storage.device), storage.data_ptr())
-            except (RuntimeError, NotImplementedError):
+            except RuntimeError:  # an opaque layout, or an empty shell: there is no storage to watch
                 continue
             found.setdefault(key, []).append(reference(storage))
     return found
