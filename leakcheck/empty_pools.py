@@ -1,26 +1,88 @@
-"""A finding about private pools of torch's allocator in which nothing lives: which they are, and who holds them."""
+"""Private pools of torch's allocator in which nothing lives: who holds each, and the findings about them."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.fingerprints import fingerprint
-from lowtide.leakcheck.item_findings import ItemLeak, with_fingerprint, with_pool_holder
-from lowtide.leakcheck.listing import first_of
+from lowtide.leakcheck.item_findings import ItemLeak, with_fingerprint
+from lowtide.leakcheck.listing import first_of, listed
 from lowtide.leakcheck.metrics import ALLOCATOR_HOLDER
-from lowtide.leakcheck.tensor_findings import Context
-from lowtide.reports.schema import Finding, Remedy
+from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
+from lowtide.probes.foreign import type_name
+from lowtide.probes.heap import SharedWalk, census_of
+from lowtide.reports.schema import Cause, Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
-_POOL = re.compile(r"pool \(\d+, \d+\)")
+_POOL = re.compile(r"pool \((\d+), (\d+)\)")
 _SHOWN = 3
 
+PoolId = tuple[int, ...]
 
-def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context: Context) -> Finding:
-    """The finding with the pools' ids and the holder of one, and not with the address of each segment.
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Private pools that go when one thing goes.
+
+    Attributes:
+        names: bytes of their segments, by `pool (0, 1), segment at 0x…`.
+        explanation: who holds the one that is reached in the fewest steps; None where nobody is known to.
+        cause: what the holder is.
+    """
+
+    names: Mapping[str, int]
+    explanation: Explanation | None = None
+    cause: Cause = "unknown"
+
+
+def by_holder(names: Mapping[str, int], context: Context) -> tuple[Held, ...]:
+    """Private pools by what holds them: those behind the same suspect are one leak, those behind another are another.
+
+    Args:
+        names: bytes of the segments, by `pool (0, 1), segment at 0x…`.
+        context: what is known around them.
+
+    Returns:
+        The largest first, those that nobody is known to hold last; empty if there are no names.
+    """
+    told = _explained({identity for name in names if (identity := _pool_of(name)) is not None}, context)
+    parts: dict[object, dict[str, int]] = {}
+    holders: dict[object, tuple[Explanation, Cause]] = {}
+    for name, size in names.items():
+        identity = _pool_of(name)
+        holder = told.get(identity) if identity is not None else None
+        # As the fingerprint has it, so that no two of them share one.
+        mark = None if holder is None else (holder[1], holder[0].suspects[:1])
+        parts.setdefault(mark, {})[name] = size
+        if holder is not None and (mark not in holders or len(holder[0].path) < len(holders[mark][0].path)):
+            holders[mark] = holder
+    found = [Held(part, *holders.get(mark, ())) for mark, part in parts.items()]
+    return tuple(sorted(found, key=lambda held: (held.explanation is None, -sum(held.names.values()))))
+
+
+def with_pool_holders(leak: ItemLeak, context: Context) -> list[ItemLeak]:
+    """A finding about private pools as one for each of their holders; any other as it is."""
+    parts = by_holder(leak.names, context) if leak.finding.resource == "reserved" else ()
+    if len(parts) < 2:
+        return [_with_holder(leak, part) for part in parts] or [leak]
+    return [_with_holder(_of_a_part(leak, part), part) for part in parts]
+
+
+def pool_holder(leak: ItemLeak, context: Context) -> Explanation | None:
+    """Who holds the private pools that a finding is about; of several the one with the most."""
+    return next((part.explanation for part in by_holder(leak.names, context)), None)
+
+
+def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context: Context) -> list[Finding]:
+    """The finding with the pools' ids and their holder, and not with the address of each segment; one for each holder.
 
     Args:
         finding: as the metric tells it.
@@ -28,8 +90,12 @@ def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context
         names: bytes of the segments that are still reserved, by `pool (0, 1), segment at 0x…`.
         context: what is known around it.
     """
+    return [_of_held_pools(finding, key, part, context) for part in by_holder(names, context)]
+
+
+def _of_held_pools(finding: Finding, key: str, held: Held, context: Context) -> Finding:
     sizes: dict[str, int] = {}
-    for name, amount in names.items():
+    for name, amount in held.names.items():
         pool = _POOL.match(name)
         if pool is not None:
             sizes[pool[0]] = sizes.get(pool[0], 0) + amount
@@ -43,7 +109,7 @@ def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context
         message=f"{format_bytes(size)} reserved {where} did not come back at {finding.stage} ({pools})",
         holder=first_of(list(sizes), _SHOWN),
     )
-    leak = with_pool_holder(ItemLeak(told, key, names, 0), context)
+    leak = _with_holder(ItemLeak(told, key, held.names, 0), held)
     pool_or_pools = "the pool" if len(sizes) == 1 else "the pools"
     advice = f"let go of {pool_or_pools} at {finding.stage}, then torch.cuda.empty_cache()"
     if leak.explanation is not None:
@@ -78,3 +144,75 @@ def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
         message=f"{format_bytes(size)} of reserved on {told.device} did not come back at {told.stage}, {of_pools}; "
         f"{action} returns {format_bytes(returned)}",
     )
+
+
+def _of_a_part(leak: ItemLeak, part: Held) -> ItemLeak:
+    """The finding as if it were about some of its pools only."""
+    told, size = leak.finding, sum(part.names.values())
+    finding = msgspec.structs.replace(
+        told,
+        bytes=size,
+        holder=listed(leak.key, part.names),
+        message=f"{format_bytes(size)} of reserved on {told.device} did not come back at {told.stage}: "
+        + ", ".join(sorted(part.names)),
+    )
+    return dataclasses.replace(leak, finding=finding, names=part.names)
+
+
+def _with_holder(leak: ItemLeak, held: Held) -> ItemLeak:
+    explanation = held.explanation
+    if explanation is None:
+        return leak
+    is_one = len({_pool_of(name) for name in held.names}) == 1
+    finding = msgspec.structs.replace(
+        leak.finding,
+        cause=held.cause,
+        verdict=explanation.verdict,
+        holder=explanation.holder,
+        path=explanation.path,
+        message=f"{leak.finding.message}; the {'pool is' if is_one else 'pools are'} held by {explanation.holder}",
+    )
+    return dataclasses.replace(leak, finding=finding, explanation=explanation)
+
+
+def _explained(wanted: Collection[PoolId], context: Context) -> dict[PoolId, tuple[Explanation, Cause]]:
+    """Who holds each of some pools, and what that is, for those that anybody holds."""
+    holders = [item for item in _pool_owners(context.walk) if _pool_id(item) in wanted]
+    told = explain(
+        holders,
+        ignore={id(holders)},
+        innocent=older_than(context),
+        roots=context.roots,
+        living=context.living,
+        names=names_known(context),
+        budget=context.budget,
+        walk=context.walk,
+    )
+    found: dict[PoolId, tuple[Explanation, Cause]] = {}
+    for item, explanation in zip(holders, told, strict=True):
+        identity = _pool_id(item)
+        known = None if identity is None else found.get(identity)
+        if identity is not None and explanation.path and (known is None or len(explanation.path) < len(known[0].path)):
+            found[identity] = (explanation, "cuda-graph" if "Graph" in type_name(type(item)) else explanation.cause)
+    return found
+
+
+def _pool_of(name: str) -> PoolId | None:
+    found = _POOL.search(name)
+    return None if found is None else tuple(map(int, found.groups()))
+
+
+def _pool_owners(walk: SharedWalk | None) -> list[Any]:
+    torch: Any = sys.modules.get("torch")
+    kinds = [getattr(torch.cuda, name, None) for name in ("MemPool", "CUDAGraph")] if torch is not None else []
+    census = census_of(walk)
+    return [item for kind in kinds if kind is not None for item in census.instances_of(kind)]
+
+
+def _pool_id(item: Any) -> PoolId | None:
+    try:
+        # A graph has a pool only once it was captured.
+        identity = item.pool() if callable(getattr(item, "pool", None)) else item.id
+        return tuple(map(int, identity))
+    except RuntimeError:
+        return None

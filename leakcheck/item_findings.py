@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import gc
 import importlib
-import re
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ import msgspec
 from lowtide.leakcheck.budget import Budget, untried
 from lowtide.leakcheck.cards import MEMORY_POOL
 from lowtide.leakcheck.changed_settings import ABSENT, Change, told
-from lowtide.leakcheck.explain import Explanation, explain, expression_to
+from lowtide.leakcheck.explain import Explanation, expression_to
 from lowtide.leakcheck.expressions import of_cache, of_thread
 from lowtide.leakcheck.filled_caches import CachedItem
 from lowtide.leakcheck.fingerprints import fingerprint, fingerprint_of_items
@@ -28,15 +27,13 @@ from lowtide.leakcheck.ladder import ACTIONS, Rung, release
 from lowtide.leakcheck.listing import FROZEN, first_of, listed
 from lowtide.leakcheck.remedies import error_text, unraisable_told
 from lowtide.leakcheck.setting_remedies import advice, run, undoing
-from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
 from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.device.graphs import any_graph_alive
-from lowtide.probes.foreign import type_name
-from lowtide.probes.heap import SharedWalk, census_of
+from lowtide.probes.heap import SharedWalk
 from lowtide.probes.objects import FROZEN_AT_STARTUP
 from lowtide.probes.settings import SettingReader
 from lowtide.probes.thread_names import thread_key, thread_name
-from lowtide.reports.schema import Cause, Finding, Remedy
+from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_amount, format_bytes
 
 DESTROY_LIMIT = 10.0
@@ -57,8 +54,6 @@ _SHOWN_SETTINGS = 3
 _TOLD_SETTINGS = 8
 _LONGEST_CODE = 1000
 """Characters of code that puts settings back, beyond which it is told in short."""
-
-_POOL = re.compile(r"pool \((\d+), (\d+)\)")
 
 
 @dataclass(frozen=True)
@@ -185,38 +180,6 @@ def still_changed(changes: Iterable[Change]) -> list[Change]:
     """Those of the settings that are not what they were."""
     now = SettingReader().read()
     return [change for change in changes if now.get(change.name, ABSENT) != change.before]
-
-
-def with_pool_holder(leak: ItemLeak, context: Context) -> ItemLeak:
-    """For a private pool of torch's allocator in which nothing lives: who holds the pool, and so its memory."""
-    if leak.finding.resource != "reserved":
-        return leak
-    wanted = {tuple(map(int, found.groups())) for name in leak.names if (found := _POOL.search(name))}
-    holders = [item for item in _pool_owners(context.walk) if _pool_id(item) in wanted]
-    told = explain(
-        holders,
-        ignore={id(holders)},
-        innocent=older_than(context),
-        roots=context.roots,
-        living=context.living,
-        names=names_known(context),
-        budget=context.budget,
-        walk=context.walk,
-    )
-    reached = [(item, explanation) for item, explanation in zip(holders, told, strict=True) if explanation.path]
-    if not reached:
-        return leak
-    item, explanation = min(reached, key=lambda pair: len(pair[1].path))
-    cause: Cause = "cuda-graph" if "Graph" in type_name(type(item)) else explanation.cause
-    finding = msgspec.structs.replace(
-        leak.finding,
-        cause=cause,
-        verdict=explanation.verdict,
-        holder=explanation.holder,
-        path=explanation.path,
-        message=f"{leak.finding.message}; the pool is held by {explanation.holder}",
-    )
-    return ItemLeak(finding, leak.key, leak.names, leak.subject, explanation)
 
 
 def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:
@@ -441,22 +404,6 @@ def try_actions(
             return msgspec.structs.replace(finding, advice=advice, tried=tuple(tried), changed=tuple(changed))
         message = f"{message}; {remedy.action} returns {gave}"
     return msgspec.structs.replace(finding, message=message, remedy=remedy, tried=tuple(tried), changed=tuple(changed))
-
-
-def _pool_owners(walk: SharedWalk | None) -> list[Any]:
-    torch: Any = sys.modules.get("torch")
-    kinds = [getattr(torch.cuda, name, None) for name in ("MemPool", "CUDAGraph")] if torch is not None else []
-    census = census_of(walk)
-    return [item for kind in kinds if kind is not None for item in census.instances_of(kind)]
-
-
-def _pool_id(item: Any) -> tuple[int, ...] | None:
-    try:
-        # A graph has a pool only once it was captured.
-        identity = item.pool() if callable(getattr(item, "pool", None)) else item.id
-        return tuple(map(int, identity))
-    except RuntimeError:
-        return None
 
 
 def _trimming(index: int) -> list[Action]:

@@ -421,7 +421,10 @@ class LifecycleRun:
             others = [each for each in told if each is not pools and _is_cached_like(each[0], finding)]
             if left := metric.new_items(start, now):
                 context = self._leftovers.context(engine)
-                told[told.index(pools)] = (of_empty_pools(finding, metric.key, left, context), metric, key)
+                place = told.index(pools)
+                told[place : place + 1] = [
+                    (each, metric, key) for each in of_empty_pools(finding, metric.key, left, context)
+                ]
             elif finding.cause == "allocator-cache" and others:
                 told.remove(pools)
                 told[told.index(others[0])] = (of_cached_pools(finding, others[0][0]), *others[0][1:])

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.leakcheck.budget import Budget
+from lowtide.leakcheck.empty_pools import pool_holder
 from lowtide.leakcheck.explain import Explanation
-from lowtide.leakcheck.item_findings import ItemLeak, actions_for, try_actions, with_pool_holder
+from lowtide.leakcheck.item_findings import ItemLeak, actions_for, try_actions
 from lowtide.leakcheck.listing import FROZEN
 from lowtide.leakcheck.remedies import StorageWatch, prove
 from lowtide.leakcheck.storages import Key
@@ -187,7 +188,7 @@ class _PoolHolders:
         if id(item) not in self._known:
             with sharing_walk() as walk:
                 context = dataclasses.replace(self._context, walk=walk)
-                self._known = {id(each): with_pool_holder(each, context).explanation for each in self._waiting}
+                self._known = {id(each): pool_holder(each, context) for each in self._waiting}
         self._waiting = [each for each in self._waiting if each is not item]
         return self._known.pop(id(item))
 

@@ -29,6 +29,7 @@ from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards, allocation_na
 from lowtide.leakcheck.causes import Cause, by_cause, with_causes
 from lowtide.leakcheck.cuts import namespace_sizes
 from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of, unclaimed
+from lowtide.leakcheck.empty_pools import with_pool_holders
 from lowtide.leakcheck.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.filled_caches import FilledCaches
 from lowtide.leakcheck.first_use import FirstUse, driver_is_open, excused_by_libraries, may_be_a_drivers
@@ -43,7 +44,6 @@ from lowtide.leakcheck.item_findings import (
     try_actions,
     with_changes,
     with_fingerprint,
-    with_pool_holder,
 )
 from lowtide.leakcheck.judge import excesses, judge
 from lowtide.leakcheck.kept_memory import LEAST_KEPT, KeptMemory
@@ -943,6 +943,9 @@ class Watch:
                 found += tensor_leaks(held, [step.rung for step in steps], explained, context)
             else:
                 names = frozen_items() if key == FROZEN else own[0].reading.items.get(key, {})
+                if finding.resource == "reserved" and finding.remedy is None:
+                    # Emptying the cache gave back the segments of pools that nobody holds any more.
+                    names = own[-1].reading.items.get(key, names)
                 filled = [self._caches.stage_of(name) for name in names]
                 since = next(filter(None, filled), "") or self._books.since(_level_of(key, finding.device), names)
                 dated = restaged(finding, subject.stage if subject is not None else since or stage)
@@ -951,12 +954,15 @@ class Watch:
                 more = "" if self._sorted is None else self._sorted.addition(key, names)
                 dated = msgspec.structs.replace(dated, message=dated.message + more)
                 dated = msgspec.structs.replace(dated, holder=listed(key, names), allocated_at=stack, changed=changed)
-                leak = with_pool_holder(ItemLeak(dated, key, names, turn, cached=self._caches.of(names)), context)
+                leak = ItemLeak(dated, key, names, turn, cached=self._caches.of(names))
                 if key == "globals":
                     leak = with_changes(
                         leak, self._books.left(self._read(), subject, ended), self._environment.place_of
                     )
-                found.append(with_array_holder(with_fingerprint(leak, context.module), context))
+                found += [
+                    with_array_holder(with_fingerprint(part, context.module), context)
+                    for part in with_pool_holders(leak, context)
+                ]
         return found
 
     def _stack_of(self, device: str, key: str, names: Mapping[str, int]) -> tuple[Frame, ...]:

@@ -137,6 +137,39 @@ def test_what_pools_keep_in_each_life_is_one_finding_that_grows(card: FakeCard) 
     assert "in 3 private pools" in finding.message
 
 
+class Graphs:
+    """Keeps a pool as well, for another reason."""
+
+    pool: Any = None
+
+
+def test_pools_of_two_holders_are_two_leaks_each_with_its_holder(card: FakeCard) -> None:
+    def create(turn: int) -> None:
+        if turn == 1:
+            Allocator.pools += [FakePool(2), FakePool(3)]
+            Graphs.pool = FakePool(4)
+            for number, size in ((2, 300), (3, 200), (4, 20), (5, 8)):
+                card.reserve(number, size * MIB)
+
+    try:
+        found = lived(create).findings
+    finally:
+        Graphs.pool = None
+    assert [(finding.resource, finding.bytes) for finding in found] == [
+        ("reserved", 500 * MIB),
+        ("reserved", 20 * MIB),
+        ("reserved", 8 * MIB),
+    ]
+    allocator, graphs, nobody = found
+    assert "2 private pools" in allocator.message
+    assert "Allocator.pools" in (allocator.holder or "")
+    assert "(pool (0, 4): 20.0 MiB); the pool is held by " in graphs.message
+    assert "Graphs.pool" in (graphs.holder or "")
+    assert f"let go of {graphs.holder} at shutdown" in (graphs.advice or "")
+    assert nobody.holder == "pool (0, 5)"
+    assert len({finding.fingerprint for finding in found}) == 3
+
+
 def test_a_pool_that_nobody_holds_is_named_by_its_id(card: FakeCard) -> None:
     (finding,) = lived(lambda turn: card.reserve(5, 8 * MIB) if turn == 1 else None).findings
     assert (finding.holder, finding.bytes) == ("pool (0, 5)", 8 * MIB)

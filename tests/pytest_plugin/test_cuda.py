@@ -43,6 +43,16 @@ def test_empty_private_pool():
     del block
     KEPT.append(pool)
 
+BESIDE = []
+
+def test_pools_of_two_holders():
+    for owner, size in ((KEPT, 1 << 20), (BESIDE, 30 << 20)):
+        pool = torch.cuda.MemPool()
+        with torch.cuda.use_mem_pool(pool):
+            block = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        del block
+        owner.append(pool)
+
 def test_driver_segment():
     driver_allocation(2 << 20)
 
@@ -271,6 +281,15 @@ def test_an_empty_pool_is_given_back_by_letting_go_of_it(leaks: Report) -> None:
     assert finding.holder is not None
     assert finding.remedy is not None
     assert finding.remedy.returns_bytes == finding.bytes
+
+
+def test_pools_of_two_holders_are_two_findings_each_with_its_remedy(leaks: Report) -> None:
+    found = subject(leaks, "test_pools_of_two_holders").findings
+    assert [(finding.resource, finding.bytes, finding.holder) for finding in found] == [
+        ("reserved", 30 << 20, "test_inner.BESIDE"),
+        ("reserved", 2 << 20, "test_inner.KEPT"),
+    ]
+    assert all(finding.remedy is not None and finding.remedy.returns_bytes == finding.bytes for finding in found)
 
 
 def test_a_process_group_that_stays_is_destroyed_and_what_that_gave_back_is_measured(leaks: Report) -> None:
