@@ -17,8 +17,10 @@ from lowtide.leakcheck.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.listing import first_of, listed
 from lowtide.leakcheck.metrics import ALLOCATOR_HOLDER
 from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
+from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.foreign import type_name
 from lowtide.probes.heap import SharedWalk, census_of
+from lowtide.probes.ranges import common, total
 from lowtide.reports.schema import Cause, Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
@@ -72,8 +74,8 @@ def with_pool_holders(leak: ItemLeak, context: Context) -> list[ItemLeak]:
     """A finding about private pools as one for each of their holders; any other as it is."""
     parts = by_holder(leak.names, context) if leak.finding.resource == "reserved" else ()
     if len(parts) < 2:
-        return [_with_holder(leak, part) for part in parts] or [leak]
-    return [_with_holder(_of_a_part(leak, part), part) for part in parts]
+        return [_with_holder(_with_backing(leak), part) for part in parts] or [leak]
+    return [_with_holder(_with_backing(_of_a_part(leak, part)), part) for part in parts]
 
 
 def pool_holder(leak: ItemLeak, context: Context) -> Explanation | None:
@@ -106,7 +108,8 @@ def _of_held_pools(finding: Finding, key: str, held: Held, context: Context) -> 
     told = msgspec.structs.replace(
         finding,
         bytes=size,
-        message=f"{format_bytes(size)} reserved {where} did not come back at {finding.stage} ({pools})",
+        message=f"{format_bytes(size)} reserved {where} did not come back at {finding.stage} ({pools})"
+        f"{_without_memory(finding.device, held.names)}",
         holder=first_of(list(sizes), _SHOWN),
     )
     leak = _with_holder(ItemLeak(told, key, held.names, 0), held)
@@ -157,6 +160,29 @@ def _of_a_part(leak: ItemLeak, part: Held) -> ItemLeak:
         + ", ".join(sorted(part.names)),
     )
     return dataclasses.replace(leak, finding=finding, names=part.names)
+
+
+def _with_backing(leak: ItemLeak) -> ItemLeak:
+    told = leak.finding
+    message = f"{told.message}{_without_memory(told.device, leak.names)}"
+    return dataclasses.replace(leak, finding=msgspec.structs.replace(told, message=message))
+
+
+def _without_memory(device: str, names: Mapping[str, int]) -> str:
+    """What is to be said of segments behind which the driver holds less than torch counts; empty if there is nothing.
+
+    An allocator of the program's own may have unmapped them, as one does that puts an engine to sleep: torch counts
+    them as before.
+    """
+    segments = [(int(name.rpartition(" ")[2], 16), size) for name, size in names.items()]
+    mapped = read_allocations(int(device.partition(":")[2]))
+    if mapped is None:
+        return ""
+    size, held = total(segments), total(common(segments, mapped))
+    if held >= size:
+        return ""
+    rest = "torch counts addresses that no memory is mapped to"
+    return f"; the driver holds {format_bytes(held) if held else 'none'} of it: {rest}"
 
 
 def _with_holder(leak: ItemLeak, held: Held) -> ItemLeak:

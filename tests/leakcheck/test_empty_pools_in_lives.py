@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck import ladder, lifecycle
+from lowtide.leakcheck import empty_pools, ladder, lifecycle
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.ladder import Rung, release
 from lowtide.leakcheck.lifecycle import LifecycleRun
 from lowtide.probes.device.driver import DriverReading
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import AllocatorReading, parse_pools
+from lowtide.probes.ranges import Range
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.reports.schema import Subject
 from lowtide.reports.sizes import format_bytes
@@ -168,6 +169,24 @@ def test_pools_of_two_holders_are_two_leaks_each_with_its_holder(card: FakeCard)
     assert f"let go of {graphs.holder} at shutdown" in (graphs.advice or "")
     assert nobody.holder == "pool (0, 5)"
     assert len({finding.fingerprint for finding in found}) == 3
+
+
+@pytest.mark.parametrize(
+    ("mapped", "told"),
+    [
+        ((), "; the driver holds none of it: torch counts addresses that no memory is mapped to; the pool is held by "),
+        (((0x1000_0000, 30 * MIB), (0x9000_0000, MIB)), "; the driver holds 30.0 MiB of it: torch counts "),
+        (((0x1000_0000, 100 * MIB), (0x2000_0000, 100 * MIB), (0x3000_0000, 200 * MIB)), "; the pool is held by "),
+        (None, "; the pool is held by "),
+    ],
+)
+def test_what_the_driver_holds_of_a_pool_is_told_where_torch_counts_more(
+    card: FakeCard, monkeypatch: pytest.MonkeyPatch, mapped: Sequence[Range] | None, told: str
+) -> None:
+    monkeypatch.setattr(empty_pools, "read_allocations", lambda index: mapped if index == 0 else ((0, 1 << 40),))
+    (finding,) = lived(not_twice(card)).findings
+    assert finding.bytes == 300 * MIB
+    assert f"(pool (0, 2): 300.0 MiB){told}" in finding.message
 
 
 def test_a_pool_that_nobody_holds_is_named_by_its_id(card: FakeCard) -> None:
