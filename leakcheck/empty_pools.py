@@ -14,7 +14,7 @@ import msgspec
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.item_findings import ItemLeak, with_fingerprint
-from lowtide.leakcheck.listing import first_of, listed
+from lowtide.leakcheck.listing import first_of
 from lowtide.leakcheck.metrics import ALLOCATOR_HOLDER
 from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
 from lowtide.probes.device.allocations import read_allocations
@@ -72,10 +72,10 @@ def by_holder(names: Mapping[str, int], context: Context) -> tuple[Held, ...]:
 
 def with_pool_holders(leak: ItemLeak, context: Context) -> list[ItemLeak]:
     """A finding about private pools as one for each of their holders; any other as it is."""
-    parts = by_holder(leak.names, context) if leak.finding.resource == "reserved" else ()
-    if len(parts) < 2:
-        return [_with_holder(_with_backing(leak), part) for part in parts] or [leak]
-    return [_with_holder(_with_backing(_of_a_part(leak, part)), part) for part in parts]
+    # What emptying the cache gave back nobody held.
+    is_held = leak.finding.resource == "reserved" and leak.finding.remedy is None
+    parts = by_holder(leak.names, context) if is_held else ()
+    return [_with_holder(_of_pools(leak, part.names), part) for part in parts] or [leak]
 
 
 def pool_holder(leak: ItemLeak, context: Context) -> Explanation | None:
@@ -96,28 +96,12 @@ def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context
 
 
 def _of_held_pools(finding: Finding, key: str, held: Held, context: Context) -> Finding:
-    sizes: dict[str, int] = {}
-    for name, amount in held.names.items():
-        pool = _POOL.match(name)
-        if pool is not None:
-            sizes[pool[0]] = sizes.get(pool[0], 0) + amount
-    pools = first_of([f"{pool}: {format_bytes(amount)}" for pool, amount in sizes.items()], _SHOWN)
-    word = "a private pool" if len(sizes) == 1 else f"{len(sizes)} private pools"
-    size = sum(sizes.values())
-    where = f"on {finding.device} in {word} of torch's allocator, in which nothing lives,"
-    told = msgspec.structs.replace(
-        finding,
-        bytes=size,
-        message=f"{format_bytes(size)} reserved {where} did not come back at {finding.stage} ({pools})"
-        f"{_without_memory(finding.device, held.names)}",
-        holder=first_of(list(sizes), _SHOWN),
-    )
-    leak = _with_holder(ItemLeak(told, key, held.names, 0), held)
-    pool_or_pools = "the pool" if len(sizes) == 1 else "the pools"
-    advice = f"let go of {pool_or_pools} at {finding.stage}, then torch.cuda.empty_cache()"
+    leak = _with_holder(_of_pools(ItemLeak(finding, key, held.names, 0), held.names), held)
+    holder = "the pool" if len(_sizes(held.names)) == 1 else "the pools"
     if leak.explanation is not None:
-        advice = f"let go of {leak.explanation.holder} at {finding.stage}, then torch.cuda.empty_cache()"
+        holder = leak.explanation.holder
     found = with_fingerprint(leak, "").finding
+    advice = f"let go of {holder} at {finding.stage}, then torch.cuda.empty_cache()"
     return msgspec.structs.replace(found, advice=advice, former_fingerprint=finding.fingerprint)
 
 
@@ -149,23 +133,32 @@ def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
     )
 
 
-def _of_a_part(leak: ItemLeak, part: Held) -> ItemLeak:
-    """The finding as if it were about some of its pools only."""
-    told, size = leak.finding, sum(part.names.values())
+def _of_pools(leak: ItemLeak, names: Mapping[str, int]) -> ItemLeak:
+    """The finding as one about these pools, with their ids and not with the address of each segment."""
+    told, sizes = leak.finding, _sizes(names)
+    size = sum(sizes.values())
+    pools = first_of([f"{pool}: {format_bytes(amount)}" for pool, amount in sizes.items()], _SHOWN)
+    word = "a private pool" if len(sizes) == 1 else f"{len(sizes)} private pools"
+    since = f", since {told.stage}"
+    when = since if since in told.message else f" at {told.stage}"
     finding = msgspec.structs.replace(
         told,
         bytes=size,
-        holder=listed(leak.key, part.names),
-        message=f"{format_bytes(size)} of reserved on {told.device} did not come back at {told.stage}: "
-        + ", ".join(sorted(part.names)),
+        message=f"{format_bytes(size)} reserved on {told.device} in {word} of torch's allocator, in which nothing "
+        f"lives, did not come back{when} ({pools}){_without_memory(told.device, names)}",
+        holder=first_of(list(sizes), _SHOWN),
     )
-    return dataclasses.replace(leak, finding=finding, names=part.names)
+    return dataclasses.replace(leak, finding=finding, names=names)
 
 
-def _with_backing(leak: ItemLeak) -> ItemLeak:
-    told = leak.finding
-    message = f"{told.message}{_without_memory(told.device, leak.names)}"
-    return dataclasses.replace(leak, finding=msgspec.structs.replace(told, message=message))
+def _sizes(names: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by pool."""
+    sizes: dict[str, int] = {}
+    for name, amount in names.items():
+        pool = _POOL.match(name)
+        if pool is not None:
+            sizes[pool[0]] = sizes.get(pool[0], 0) + amount
+    return sizes
 
 
 def _without_memory(device: str, names: Mapping[str, int]) -> str:
