@@ -128,7 +128,8 @@ class _Memory:
                     for back in range(1, min(_BACK, place) + 1):
                         name = self._class_by_table(int(words[place - back]))
                         if name:
-                            yield int(words[place]), begin + (place - back) * _WORD, name
+                            if self._ends_behind(begin + (place - back) * _WORD, back):
+                                yield int(words[place]), begin + (place - back) * _WORD, name
                             break
 
     def callbacks_of(self, future: Any) -> Iterator[object]:
@@ -181,6 +182,13 @@ class _Memory:
             if not before or (len(words) and "_Sp_counted" in self._class_by_table(int(words[0]))):
                 return words[before // _WORD :]
         return _NOTHING
+
+    def _ends_behind(self, address: int, member: int) -> bool:
+        """Whether an object has the member of this number, counted in words: else that is in the block behind it."""
+        header = self._words(address - _WORD, 1)
+        size = int(header[0]) & ~7 if len(header) and address % (2 * _WORD) == 0 else 0
+        # A part of another object, as a member is, has no size of its own before it.
+        return not 4 * _WORD <= size <= _LARGEST_BLOCK or member < size // _WORD - 1
 
     def _class_by_table(self, table: int) -> str:
         """The mangled name of the class whose table of virtual functions lies at an address; empty if none does."""

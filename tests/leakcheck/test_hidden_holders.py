@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import types
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ import torch
 
 from lowtide.leakcheck.explain import Explanation, explain, expression_to
 from lowtide.leakcheck.inspectors import marks
+from lowtide.probes import cxx_holders
 
 pytestmark = pytest.mark.no_leakcheck(reason="what C alone holds here is never given back")
 
@@ -384,6 +386,28 @@ def test_what_torch_and_futures_will_call_has_a_name(
 
 def test_a_future_that_is_done_holds_no_callback(called: dict[str, Explanation]) -> None:
     assert called["completed"].verdict == "unexplained"
+
+
+@pytest.mark.parametrize(("place", "told"), [(2, {"callback of a torch.futures.Future"}), (5, set())])
+def test_what_lies_in_the_block_behind_a_callback_is_not_the_callback_s(place: int, told: set[str]) -> None:
+    engine, waiting = Engine(), future()
+    waiting.add_done_callback(engine.called)
+    other = Engine()
+    with cxx_holders._opened() as memory:
+        assert memory is not None
+        block = next(block for _, block, name in memory.holders_of(bound_to(engine)) if "PythonFunctionGuard" in name)
+        table = int(memory._words(block, 1)[0])
+    # As the C library's heap has them: the size of a block, 32 bytes with its own, and what is in it; then the next.
+    words = np.zeros(1 << 14, np.int64)
+    begin = 1 if words.ctypes.data % 16 else 2
+    words[begin - 1 : begin + 4] = [0x21, table, 1 << 32 | 1, 0, 0x31]
+    words[begin + place] = id(other)
+    assert set(cxx_holders.held_as([id(other)]).values()) == told
+
+
+def bound_to(engine: Engine) -> list[int]:
+    methods = [item for item in gc.get_objects() if type(item) is types.MethodType]
+    return [id(method) for method in methods if method.__self__ is engine]
 
 
 # --- what C++ alone holds -------------------------------------------------------------------------------------------
