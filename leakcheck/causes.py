@@ -198,7 +198,10 @@ def _caches_of(draft: ItemLeak) -> set[int]:
 def _changes_for(draft: Draft) -> set[Hashable]:
     """The caches that have to be emptied for a finding, and the entries of containers that have to be deleted."""
     if isinstance(draft, ItemLeak):
-        return set(_caches_of(draft))
+        cut = None if draft.explanation is None else draft.explanation.cut
+        # A pool may hold more than what it is kept with, so that it is not told as a part of that.
+        pools = {("pools", _change(cut, draft.finding.device))} if cut is not None else set()
+        return {*_caches_of(draft), *pools}
     if isinstance(draft, TensorLeak):
         return {_change(cut, draft.finding.device) for told in draft.explanations.values() for cut in told.cuts}
     return set()
