@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,10 @@ _NAME = re.compile(rb"\*?[A-Za-z0-9_.$]+")
 
 _BEHIND_INSTANCE = 16
 """Where an instance that pybind11 has made has the address of its C++ object, in bytes."""
+
+_WRAPPER = "PythonFutureWrapper"
+_WRAPPED = 5
+"""Words that are in use of what Python has of a future: the rest is room for a function that it seldom has."""
 
 _CALLBACK = "PythonFunctionGuard"
 _KERNEL = "PythonKernelHolder"
@@ -135,19 +139,36 @@ class _Memory:
     def callbacks_of(self, future: Any) -> Iterator[object]:
         start = self._value_of(future)
         seen = {start}
-        waiting = deque([(start, 0)])
+        waiting = deque([(start, 0, _LARGEST_BLOCK)])
         while waiting and len(seen) < _MOST_BLOCKS:
-            address, depth = waiting.popleft()
-            words = self._block(address).tolist()
+            address, depth, most = waiting.popleft()
+            words = self._block(address).tolist()[:most]
             if words and _CALLBACK in self._class_by_table(words[0]):
                 # Behind the table and two counts.
                 if len(words) > 2 and words[2]:
                     yield object_at(words[2])
                 continue
-            for word in words if depth < _DEPTH else ():
+            for word, used in self._owned(words) if depth < _DEPTH else ():
                 if word not in seen and self._is_heap(word):
                     seen.add(word)
-                    waiting.append((word, depth + 1))
+                    waiting.append((word, depth + 1, used))
+
+    def _owned(self, words: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """The words that may be pointers to what a C++ object owns, each with how many words of that are in use.
+
+        What was never written in it is what the memory was before, and may point to somebody else's: that is the room
+        that a `std::vector` has beyond its end, and the second word of a `std::function`, which only what owns nothing
+        is kept in (as libstdc++ has them: beginning, end, end of the room; two words, the manager, the caller).
+        """
+        for place, word in enumerate(words):
+            following = words[place + 1 : place + 3]
+            if len(following) == 2 and all(map(self._is_file, following)):
+                continue
+            used = _LARGEST_BLOCK
+            if len(following) == 2 and word < following[0] <= following[1] <= word + _LARGEST_BLOCK:
+                room = _WORD * len(self._block(word))
+                used = (following[0] - word) // _WORD if following[1] <= word + room else used
+            yield word, used
 
     def _kernels(self) -> Iterator[tuple[int, str]]:
         torch: Any = sys.modules["torch"]
@@ -179,8 +200,9 @@ class _Memory:
             if not 4 * _WORD <= size <= _LARGEST_BLOCK:
                 continue
             words = self._words(begin, size // _WORD - 1)
-            if not before or (len(words) and "_Sp_counted" in self._class_by_table(int(words[0]))):
-                return words[before // _WORD :]
+            name = self._class_by_table(int(words[0])) if len(words) else ""
+            if not before or "_Sp_counted" in name:
+                return words[before // _WORD : _WRAPPED if _WRAPPER in name else None]
         return _NOTHING
 
     def _ends_behind(self, address: int, member: int) -> bool:

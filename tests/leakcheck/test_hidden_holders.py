@@ -405,6 +405,30 @@ def test_what_lies_in_the_block_behind_a_callback_is_not_the_callback_s(place: i
     assert set(cxx_holders.held_as([id(other)]).values()) == told
 
 
+@pytest.mark.parametrize("unwritten", ["of the wrapper", "of a function", "behind the last function"])
+def test_what_a_future_s_memory_was_before_is_none_of_its_callbacks(unwritten: str) -> None:
+    engines, waiting, other = [Engine() for _ in range(3)], future(), future()
+    for engine in engines:
+        waiting.add_done_callback(engine.called)
+    stranger = Engine()
+    other.add_done_callback(stranger.called)
+    with cxx_holders._opened() as memory:
+        assert memory is not None
+        guard = next(block for _, block, name in memory.holders_of(bound_to(stranger)) if "PythonFunctionGuard" in name)
+        words = memory._block(int(memory._block(memory._value_of(waiting))[2])).tolist()
+        # Three functions, each with a flag, and room for a fourth.
+        functions, end = next(
+            (begin, end)
+            for begin, end, room in zip(words, words[1:], words[2:], strict=False)
+            if memory._is_heap(begin) and 0 < end - begin < room - begin and 3 * (room - begin) == 4 * (end - begin)
+        )
+        # The last one of the wrapper, where the function would be that it does not have.
+        places = {"of the wrapper": memory._value_of(waiting) + 40, "of a function": functions + 8}
+    ctypes.c_int64.from_address(places.get(unwritten, end)).value = guard
+    called = [item.__self__ for item in cxx_holders.callbacks_of(waiting) if isinstance(item, types.MethodType)]
+    assert sorted(map(id, called)) == sorted(map(id, engines))
+
+
 def bound_to(engine: Engine) -> list[int]:
     methods = [item for item in gc.get_objects() if type(item) is types.MethodType]
     return [id(method) for method in methods if method.__self__ is engine]
