@@ -76,6 +76,10 @@ class AddressTable:
             lost = self._slots[slots] != places
             places, slots = places[lost], self._next(slots[lost])
 
+    def first_places(self, ids: Ints) -> Ints:
+        """For each address the place in `ids` at which it comes for the first time."""
+        return first_places(ids)
+
     def find(self, ids: Ints) -> Indices:
         """The place of each address, -1 for one that was not added."""
         if not self._count:

@@ -12,14 +12,13 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from itertools import compress
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.probes.address_table import AddressTable, Indices, Ints, first_places
+from lowtide.probes.address_table import AddressTable, Indices, Ints
 from lowtide.probes.c_modules import is_kind_of_module, without_state
 from lowtide.probes.capsules import CAPSULE, ExportedMemory
 from lowtide.probes.edges import GENERATORS, variables_of
@@ -33,7 +32,17 @@ from lowtide.probes.foreign import (
     namespace_of_class,
     type_name,
 )
-from lowtide.probes.identities import are_tracked, elements, identities, object_at, objects_at, types_of
+from lowtide.probes.identities import (
+    Places,
+    are_tracked,
+    elements,
+    identities,
+    object_at,
+    objects_at,
+    places_of,
+    referents,
+    types_of,
+)
 from lowtide.probes.interpreter_holders import exit_functions, named_holders
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, frame_locals
 from lowtide.probes.thread_names import thread_name
@@ -42,7 +51,7 @@ from lowtide.probes.unseen_references import Reader, reader_of, untracked_holder
 RootKind = Literal["module", "frame", "thread", "class", "context", "object", "interpreter", "native"]
 
 # More at once takes more memory for the lists in flight, and no less time.
-_CHUNK = 50_000
+_CHUNK = 20_000
 # The search's queues: most objects, then library internals and thread locals, then running frames.
 FIRST, LATER, LAST = range(3)
 _HEAP_TYPE = 1 << 9
@@ -107,9 +116,9 @@ class Graph:
     def __init__(self, needed: Sequence[object] = ()) -> None:
         self.roots = list(_roots())
         self.objects = [root.held for root in self.roots]
-        known = set(map(id, self.objects))
-        _extend(self.objects, gc.get_objects(), known)
-        self._table = AddressTable(identities(self.objects))
+        self._table = places_of(identities(self.objects))
+        _extend(self.objects, gc.get_objects(), self._table)
+        self._table.add(identities(self.objects)[len(self.roots) :])
         self._begin_walk()
         self._list([item for item in needed if not gc.is_tracked(item) and not self.has(item)])
         self._own = {id(needed), id(self.objects)}
@@ -227,10 +236,12 @@ class Graph:
 
     def _begin_walk(self) -> None:
         self.types: dict[int, type] = {}
-        self._readers: dict[int, Reader] = {}
         self._untracked_holders = [id(kind) for kind in untracked_holders()]
-        self._known_kinds = AddressTable(np.zeros(0, np.int64))
-        self._module_kinds: list[int] = []
+        self._known_kinds = places_of(np.zeros(0, np.int64))
+        # By the place of each type among those known: how it is read, and whether its instances are modules.
+        self._readers: list[Reader | None] = []
+        self._has_reader = np.zeros(0, np.bool_)
+        self._is_module = np.zeros(0, np.bool_)
         self._passed_over: list[Indices] = []
         self._done = 0
         self.kinds = np.zeros(0, np.int64)
@@ -246,34 +257,19 @@ class Graph:
             done = self._done
             chunk = self.objects[done : done + _CHUNK]
             kinds.append(types_of(identities(chunk)))
-            met_kinds = np.unique(kinds[-1][self._known_kinds.find(kinds[-1]) < 0])
-            self._known_kinds.add(met_kinds)
-            self.types.update((kind, object_at(kind)) for kind in met_kinds.tolist())
-            self._readers.update(
-                (kind, reader) for kind in met_kinds.tolist() if (reader := reader_of(self.types[kind])) is not None
-            )
+            places_of_kinds = self._places_of(kinds[-1])
             asked = list(chunk)
-            self._module_kinds.extend(kind for kind in met_kinds.tolist() if is_kind_of_module(self.types[kind]))
-            for kind in self._module_kinds:
-                for place in np.flatnonzero(kinds[-1] == kind).tolist():
-                    asked[place] = without_state(chunk[place])
-            held = list(map(gc.get_referents, asked))
+            for place in np.flatnonzero(self._is_module[places_of_kinds]).tolist():
+                asked[place] = without_state(chunk[place])
+            sizes, ids, held = referents(asked)
             asked.clear()
-            for kind, reader in self._readers.items():
-                for place in np.flatnonzero(kinds[-1] == kind).tolist():
-                    held[place].extend(reader(chunk[place]))
-            if sys.version_info >= (3, 13):
-                # A dict that shares an instance's values shows none of them, and takes them over when that dies.
-                for item, referents in zip(chunk, held, strict=True):
-                    if not referents and type(item) is dict and item:
-                        referents.extend(item.values())
-            for place in range(done, min(done + len(chunk), len(self.roots))):
-                held[place - done].extend(self.roots[place].also)
-            sizes, ids = elements(held)
+            more = self._read_more(done, chunk, places_of_kinds, sizes)
+            if more:
+                sizes, ids = _with_more(sizes, ids, more)
             nodes = self._table.find(ids)
             unknown = np.flatnonzero(nodes < 0)
             met = ids[unknown]
-            firsts = first_places(met)
+            firsts = self._table.first_places(met)
             first = np.flatnonzero(firsts == np.arange(len(met)))
             worth, passed_over = self._are_worth(met[first])
             added = first[worth]
@@ -284,9 +280,10 @@ class Graph:
                 self._passed_over.append(places[first[passed_over]])
                 self._table.add(met[added])
                 self.objects += objects_at(met[added])
+            held.clear()
+            more.clear()
             known = nodes >= 0
-            holders = np.repeat(np.arange(len(chunk)), sizes)
-            counts.append(np.bincount(holders[known], minlength=len(chunk)))
+            counts.append(_sums(known, sizes))
             edges.append(nodes[known])
             self._done += len(chunk)
         self.kinds = np.concatenate(kinds)
@@ -295,6 +292,45 @@ class Graph:
         self.edges = np.concatenate(edges)
         self.passed_over = np.concatenate([np.zeros(0, np.int32), *self._passed_over])
         self.scratch = np.zeros(len(self.objects), np.int32)
+
+    def _places_of(self, kinds: Ints) -> Indices:
+        """The place of each type among those known, which those become that were not met before."""
+        places = self._known_kinds.find(kinds)
+        new = np.unique(kinds[places < 0])
+        if not len(new):
+            return places
+        met = {kind: object_at(kind) for kind in new.tolist()}
+        self._known_kinds.add(new)
+        self.types.update(met)
+        readers = [reader_of(cls) for cls in met.values()]
+        self._readers += readers
+        self._has_reader = np.append(self._has_reader, [reader is not None for reader in readers])
+        self._is_module = np.append(self._is_module, list(map(is_kind_of_module, met.values())))
+        return self._known_kinds.find(kinds)
+
+    def _read_more(self, first: int, chunk: list[object], kinds: Indices, sizes: Ints) -> dict[int, list[object]]:
+        """What objects refer to beyond what the collector shows, by their places in a chunk.
+
+        Args:
+            first: the node of the chunk's first object.
+            chunk: the objects.
+            kinds: the places of their types among those known.
+            sizes: how many referents of each are known.
+        """
+        more: dict[int, list[object]] = {}
+        for place in np.flatnonzero(self._has_reader[kinds]).tolist():
+            reader = self._readers[kinds[place]]
+            if reader is not None and (items := reader(chunk[place])):
+                more[place] = [*items]
+        if sys.version_info >= (3, 13):
+            # A dict that shares an instance's values shows none of them, and takes them over when that dies.
+            for place in np.flatnonzero(sizes == 0).tolist():
+                if type(chunk[place]) is dict and (items := [*dict.values(chunk[place])]):
+                    more.setdefault(place, []).extend(items)
+        for place in range(first, min(first + len(chunk), len(self.roots))):
+            if self.roots[place].also:
+                more.setdefault(place - first, []).extend(self.roots[place].also)
+        return more
 
     def _are_worth(self, ids: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Which objects, met by the walk, can lead further, and which of these most searches pass over.
@@ -441,21 +477,40 @@ def _comes_later(cls: type) -> bool:
     return name.partition(".")[0] in _REGISTRIES or any(base is threading.local for base in mro_of(cls))
 
 
+def _with_more(sizes: Ints, ids: Ints, more: Mapping[int, list[object]]) -> tuple[Ints, Ints]:
+    """How many referents each object has, and the identities of all of them, with more for some of the objects."""
+    places = sorted(more)
+    counts, added = elements([more[place] for place in places])
+    behind = np.cumsum(sizes)[places]
+    sizes = sizes.copy()
+    sizes[places] += counts
+    return sizes, np.insert(ids, np.repeat(behind, counts), added)
+
+
 def _checkers_frames(ids: Ints) -> list[int]:
     """The places of the objects that are frames of the checker's."""
     places = np.flatnonzero(types_of(ids) == id(FrameType)).tolist()
     return [place for place in places if _is_checkers(object_at(int(ids[place])))]
 
 
-def _extend(objects: list[object], more: list[object], known: Collection[int]) -> None:
+def _extend(objects: list[object], more: list[object], known: Places) -> None:
     """Adds those of `more` whose identity is not known and that are no frames of the checker's; empties `more`."""
     ids = identities(more)
-    # A table that is empty finds nothing; `np.isin` would sort the whole heap.
-    wanted = AddressTable(np.fromiter(known, np.int64, len(known))).find(ids) < 0
-    wanted[_checkers_frames(ids)] = False
-    objects.extend(compress(more, wanted.tolist()))
+    unwanted = sorted({*np.flatnonzero(known.find(ids) >= 0).tolist(), *_checkers_frames(ids)})
+    begin = 0
+    # So few that whole parts of the list lie between them.
+    for place in (*unwanted, len(more)):
+        objects += more[begin:place]
+        begin = place + 1
     # The frame of this very call may be among them, and would keep them.
     more.clear()
+
+
+def _sums(is_counted: npt.NDArray[np.bool_], sizes: Ints) -> Ints:
+    """How many are counted in each of some runs that lie one behind the other, by the runs' sizes."""
+    before = np.zeros(len(is_counted) + 1, np.int32)
+    np.cumsum(is_counted, out=before[1:])
+    return np.diff(before[np.cumsum(sizes)], prepend=0).astype(np.int64)
 
 
 def _frame_name(frame: FrameType) -> str:

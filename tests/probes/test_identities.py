@@ -22,6 +22,8 @@ from lowtide.probes.identities import (
     namespaces_of,
     object_at,
     objects_at,
+    places_of,
+    referents,
     types_of,
 )
 
@@ -211,6 +213,30 @@ def test_addresses_that_are_too_high_to_be_read_at_once_are_asked_one_by_one(mon
     assert types_of(identities(items)).tolist() == [id(int), id(str)]
 
 
+@pytest.mark.parametrize("is_laid_out", [True, False])
+def test_what_objects_refer_to_is_read_as_the_collector_says(
+    is_laid_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LAID_OUT", is_laid_out)
+    items = [*SAMPLE, [], {}, {"a": SAMPLE}, (SAMPLE, 1, SAMPLE), "text", pytest]
+    counts, ids, found = referents(items)
+    expected = [gc.get_referents(item) for item in items]
+    assert counts.tolist() == [len(each) for each in expected]
+    assert ids.tolist() == [id(item) for each in expected for item in each]
+    assert len(found) == len(ids) + len(items)
+    assert [part.tolist() for part in referents([])[:2]] == [[], []]
+
+
+@pytest.mark.parametrize("is_laid_out", [True, False])
+def test_objects_are_numbered_whatever_the_interpreter_is(is_laid_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LAID_OUT", is_laid_out)
+    items = [[place] for place in range(50)]
+    table = places_of(identities(items[:20]))
+    table.add(identities(items[20:40]))
+    assert table.find(identities(items)).tolist() == [*range(40), *[-1] * 10]
+    assert table.first_places(identities([items[40], items[41], items[40]])).tolist() == [0, 1, 0]
+
+
 LAYOUT = (8, 16, 24, -16, 328, 16, 16)
 
 
@@ -227,6 +253,19 @@ def test_another_layout_is_noticed(place: int, other: int) -> None:
 def test_another_interpreter_is_asked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.implementation, "name", "pypy")
     assert not module._is_laid_out(*LAYOUT)
+
+
+def test_a_walk_over_the_heap_asks_one_by_one_too() -> None:
+    code = (
+        "from lowtide.probes import identities; identities._LAID_OUT = False\n"
+        "from lowtide.probes.heap import find_paths\n"
+        "class Kept: parts = []\n"
+        "thing = [1]; Kept.parts.append({'a': thing}); found = [thing]; del thing\n"
+        "(path,) = find_paths(found, ignore={id(found)})\n"
+        "print(path)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "module '__main__' .Kept .parts [0] ['a']"
 
 
 def test_nothing_of_it_stays_that_could_be_come_across() -> None:
