@@ -7,6 +7,7 @@ appears while a module is imported belongs to the process.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -15,9 +16,10 @@ import multiprocessing
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Union
+from typing import Any, Literal, Union
 
 import msgspec
 
@@ -213,6 +215,8 @@ class Watch:
         self._turns: dict[str, int] = {}
         self._begun = self._forgetting = 0.0
         self._is_in_a_test = self._card_came_in_this_test = False
+        # The tensors that seemed to be left when that was last looked at, as long as it is to be looked at again.
+        self._tensors_left: list[weakref.ref[Any]] = []
         self._namespaces: dict[int, int] = {}
         self._workspaces_cleared = 0
         self._kept = KeptMemory()
@@ -527,7 +531,8 @@ class Watch:
         def is_clean() -> bool:
             nonlocal now
             now = self._read_trimmed(ended)
-            return not self._suspects(now, ended)
+            # That one of them is still alive shows without a list of the whole heap; that nothing is left does not.
+            return not any(tensor() is not None for tensor in self._tensors_left) and not self._suspects(now, ended)
 
         budget = Budget(self.policy.budget)
         # Young garbage first, at a hundredth of the cost of a full collection.
@@ -538,6 +543,7 @@ class Watch:
         if is_clean():
             kept = self._kept_in_all(now, ended, final=final)
             return Verdict(not_measured=untold, findings=kept, climbed=True)
+        self._tensors_left = []
         share = self._books.shares("host-memory", now, ended)[id(None)]
         self._wait(ended, let_go)
         self._sorted = None
@@ -988,7 +994,10 @@ class Watch:
             suspects.append("tensors")
         live = {owner.label for owner in self._books.live}
         survivors = self._births.survivors()
-        if any(is_tensor(born.item) and born.label not in live for born in survivors):
+        # Until the verdict only: `torch.utils.swap_tensors` refuses tensors with weak references.
+        tensors = [born.item for born in survivors if is_tensor(born.item) and born.label not in live]
+        self._tensors_left = _weakly(tensors)
+        if tensors:
             suspects.append("tensors")
         self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
         if self._caches.suspects(survivors):
@@ -1058,6 +1067,15 @@ def _things(draft: Draft) -> frozenset[Thing]:
         names = () if draft.key == FROZEN else draft.names
         return frozenset(("item", draft.key, name) for name in names or ("",))
     return frozenset()
+
+
+def _weakly(items: Iterable[object]) -> list[weakref.ref[Any]]:
+    """Weak references to those objects that can have one."""
+    found = []
+    for item in items:
+        with contextlib.suppress(TypeError):
+            found.append(weakref.ref(item))
+    return found
 
 
 def _watches(drafts: Sequence[Sequence[Draft]], walk: SharedWalk) -> dict[int, StorageWatch]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.probes.address_table import AddressTable, Indices, Ints
+from lowtide.probes.address_table import Indices, Ints
 from lowtide.probes.c_modules import is_kind_of_module, without_state
 from lowtide.probes.capsules import CAPSULE, ExportedMemory
 from lowtide.probes.edges import GENERATORS, variables_of
@@ -50,8 +50,8 @@ from lowtide.probes.unseen_references import Reader, reader_of, untracked_holder
 
 RootKind = Literal["module", "frame", "thread", "class", "context", "object", "interpreter", "native"]
 
-# More at once takes more memory for the lists in flight, and no less time.
-_CHUNK = 20_000
+# More at once takes more memory for what is in flight, which then is fetched anew from the kernel each time.
+_CHUNK = 8_000
 # The search's queues: most objects, then library internals and thread locals, then running frames.
 FIRST, LATER, LAST = range(3)
 _HEAP_TYPE = 1 << 9
@@ -238,7 +238,9 @@ class Graph:
         self.types: dict[int, type] = {}
         self._untracked_holders = [id(kind) for kind in untracked_holders()]
         self._known_kinds = places_of(np.zeros(0, np.int64))
-        # By the place of each type among those known: how it is read, and whether its instances are modules.
+        # The place of each node's type among those known, by chunks; by that place, how instances of the type are read,
+        # and whether they are modules.
+        self._kind_places: list[Indices] = []
         self._readers: list[Reader | None] = []
         self._has_reader = np.zeros(0, np.bool_)
         self._is_module = np.zeros(0, np.bool_)
@@ -258,6 +260,7 @@ class Graph:
             chunk = self.objects[done : done + _CHUNK]
             kinds.append(types_of(identities(chunk)))
             places_of_kinds = self._places_of(kinds[-1])
+            self._kind_places.append(places_of_kinds)
             asked = list(chunk)
             for place in np.flatnonzero(self._is_module[places_of_kinds]).tolist():
                 asked[place] = without_state(chunk[place])
@@ -370,9 +373,8 @@ class Graph:
 
     def _find_turns(self) -> npt.NDArray[np.uint8]:
         """In which of the search's queues each node waits."""
-        # (By a table, as `np.isin` would sort the whole heap for so many.)
-        later = AddressTable(np.array([kind for kind, cls in self.types.items() if _comes_later(cls)], np.int64))
-        turns = np.where(later.find(self.kinds) >= 0, LATER, FIRST).astype(np.uint8)
+        later = np.array([LATER if _comes_later(cls) else FIRST for cls in self.types.values()], np.uint8)
+        turns: npt.NDArray[np.uint8] = later.take(np.concatenate(self._kind_places))
         turns[: len(self.roots)] = [root.turn for root in self.roots]
         # A module's namespace too: every function of the module holds it, without passing the module.
         modules = [place for place, root in enumerate(self.roots) if root.turn == LATER and is_a(root.held, ModuleType)]
