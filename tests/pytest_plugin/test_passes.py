@@ -164,12 +164,12 @@ def passes(inner: InnerRun) -> dict[str, dict[str, int]]:
 MOST = {
     "test_clean": {},
     "test_settling": {"lists": 1},
-    "test_settling_late": {"lists": 4, "collections": 1},
-    "test_one_leak": {"lists": 4, "collections": 1, "walks": 1},
-    "test_leaks": {"lists": 7, "collections": 2, "walks": 2},
-    "test_pools": {"lists": 4, "collections": 1, "walks": 1},
+    "test_settling_late": {"lists": 3, "collections": 1},
+    "test_one_leak": {"lists": 2, "collections": 1, "walks": 1},
+    "test_leaks": {"lists": 4, "collections": 1, "walks": 2},
+    "test_pools": {"lists": 2, "collections": 1, "walks": 1},
     "test_more_pools": {"lists": 2, "collections": 1, "walks": 1},
-    "remedies": {"lists": 10, "collections": 4, "walks": 3},
+    "remedies": {"lists": 5, "collections": 4, "walks": 3},
 }
 """How often each test may go through the heap at most: lists of all its objects, full collections, and walks."""
 
