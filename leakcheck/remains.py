@@ -82,7 +82,7 @@ class Remains:
             self._segments_before = frozenset(os.listdir("/dev/shm"))
         with contextlib.suppress(OSError):
             # The folder changes with each entry, so that most tests find it as the last one did.
-            changed = Path(tempfile.gettempdir()).stat().st_mtime_ns
+            changed = os.stat(tempfile.gettempdir()).st_mtime_ns
             if changed != self._listed:
                 self._before, self._listed = frozenset(os.listdir(tempfile.gettempdir())), changed
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from lowtide.leakcheck.budget import Budget
-from lowtide.leakcheck.cuts import Names
+from lowtide.leakcheck.cuts import Names, NamespaceSizes
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.leakcheck.fingerprints import fingerprint
 from lowtide.leakcheck.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
@@ -84,7 +84,7 @@ class Context:
     stacks: Stacks = lambda device, addresses: {}
     turns: Mapping[str, int] = field(default_factory=dict)
     lives: int = 1
-    namespaces: Mapping[int, int] | None = None
+    namespaces: NamespaceSizes | None = None
     patience: float = 2.0
     module: str = ""
     started: Callable[[int], str] = lambda ident: ""

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from lowtide.leakcheck.exemptions import exempt
+from lowtide.probes.counters import Counters
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.process_tree import ProcessMemory, ProcessTree, TreeMemory
 from lowtide.reports.schema import CardMemory, NotMeasured, OtherProcess
@@ -59,36 +60,41 @@ class UnseenMemory:
         self._is_looking = False
         self._begun, self._spent = time.perf_counter(), 0.0
 
-    def begin(self) -> None:
-        """What was found before is no matter any more."""
+    def begin(self, now: Counters | None = None) -> None:
+        """What was found before is no matter any more.
+
+        Args:
+            now: the counters, where they have just been read.
+        """
         self._found.clear()
         self._begun, self._spent = time.perf_counter(), 0.0
-        self._memory.note()
+        self._memory.note(_held(now))
 
     def is_told(self, pids: Iterable[int]) -> None:
         """These processes are findings: what they and theirs hold is not told again."""
         self._told.update(pids)
 
-    def look(self, *, always: bool = False) -> None:
+    def look(self, *, always: bool = False, now: Counters | None = None) -> None:
         """Look at the tree; next to free where there is none.
 
         Args:
             always: whether it must be looked at however long earlier looks have taken.
+            now: the counters, where they have just been read: they say whether there is a tree.
         """
         if self._is_looking:
             return  # asking the driver for the first time imports its library, which is noticed like any import
         self._is_looking = True
         try:
-            self._look(always=always)
+            self._look(always=always, now=now)
         finally:
             self._is_looking = False
 
-    def _look(self, *, always: bool) -> None:
+    def _look(self, *, always: bool, now: Counters | None) -> None:
         started = time.perf_counter()
         if not always and self._spent > _BUDGET_S + _BUDGET_SHARE * (started - self._begun):
             return
-        if not self._tree.any_alive():
-            self._memory.note()
+        if not (self._tree.any_alive() if now is None else now.items["processes"]):
+            self._memory.note(_held(now))
             return
         own, processes = self._memory.read(self._driver, floor=FLOOR)
         whole = own + sum(process.own for process in processes)
@@ -117,6 +123,10 @@ class UnseenMemory:
         except psutil.Error:  # it ended
             return pid in self._told
         return not self._told.isdisjoint(line)
+
+
+def _held(now: Counters | None) -> int | None:
+    return None if now is None else now.amounts["host-memory"]
 
 
 def _size(process: ProcessMemory) -> tuple[int, int]:

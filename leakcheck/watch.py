@@ -29,7 +29,7 @@ from lowtide.leakcheck.budget import REMEDIES_SHARE, Budget
 from lowtide.leakcheck.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.cards import IDLE_POOL, MEMORY_POOL, Cards, allocation_name
 from lowtide.leakcheck.causes import Cause, by_cause, with_causes
-from lowtide.leakcheck.cuts import namespace_sizes
+from lowtide.leakcheck.cuts import NamespaceSizes, namespace_sizes
 from lowtide.leakcheck.deep_reading import Deep, DeepReader, devices_of, unclaimed
 from lowtide.leakcheck.empty_pools import with_pool_holders
 from lowtide.leakcheck.environment_setters import EnvironmentSetters
@@ -217,7 +217,7 @@ class Watch:
         self._is_in_a_test = self._card_came_in_this_test = False
         # The tensors that seemed to be left when that was last looked at, as long as it is to be looked at again.
         self._tensors_left: list[weakref.ref[Any]] = []
-        self._namespaces: dict[int, int] = {}
+        self._namespaces: NamespaceSizes | None = None
         self._workspaces_cleared = 0
         self._kept = KeptMemory()
         self._level_at_end: int | None = None
@@ -290,7 +290,8 @@ class Watch:
         self._module = module
         if gc.isenabled():
             # What earlier tests left in young garbage must not come back during this one.
-            gc.collect(1)
+            with self._births.forgetting():
+                gc.collect(1)
         self._queue_warm_up()
         self._tolerance = self.policy.tolerance if tolerance is None else tolerance
         self._users.clear()
@@ -302,13 +303,13 @@ class Watch:
         self._turns = {stage: 1}
         self._caches.mark()
         self._cached_values.mark()
-        self._unseen.begin()
         self._events.start()
         self._remains.mark()
         self._namespaces = namespace_sizes()
         now = self._counters.read_in_part(settings="no library's") if follows else self._read()
         if self._joins_card(now):
             now = self._read()
+        self._unseen.begin(now)
         self._is_judged = judged
         if self._level_at_end is not None:
             self._kept.fell(max(self._level_at_end - (now.amounts["host-memory"] or 0), 0))
@@ -403,11 +404,11 @@ class Watch:
                 them before; what has changed then is of the stage that ends here.
         """
         ending = self._births.label
-        self._unseen.look(always=True)
-        self._attribute_births(label, again=again)
-        self._caches.note(ending)
         last = self._books.last
         now = self._counters.read_in_part(last, settings="none") if settings_later else self._counters.read(last)
+        self._unseen.look(always=True, now=now)
+        self._attribute_births(label, again=again)
+        self._caches.note(ending)
         self._books.attribute(ending, now, settings_later=settings_later)
 
     def full_phase(self, label: str) -> Counters:
@@ -516,7 +517,7 @@ class Watch:
         stage = self._births.label
         now = self._read_trimmed(ended)
         self._books.attribute(stage, now)
-        self._unseen.look(always=True)
+        self._unseen.look(always=True, now=now)
         self._caches.note(stage)
         # Before anything is collected: what is young now will be old then.
         self._caches.born(self._births.born() if self._caches.any_filled else ())

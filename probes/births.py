@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,7 @@ class Births:
         # A young object that nothing but a collection or `gc.freeze()` can make old.
         self._witness: list[object] | None = None
         self._lost = False
+        self._is_marked_next = False
         self.froze_in = ""
 
     def start(self) -> None:
@@ -81,6 +83,15 @@ class Births:
         self._noted.clear()
         self._known.clear()
         self._forget_born()
+
+    @contextlib.contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """In the block nothing is noted of what a collection moves: `mark` comes right after it."""
+        self._is_marked_next = True
+        try:
+            yield
+        finally:
+            self._is_marked_next = False
 
     def mark(self, label: str = "") -> None:
         """From here on: whatever is alive now is not newborn."""
@@ -101,9 +112,12 @@ class Births:
         """Give what was born since the last note the current label."""
         young = _young()
         self._look_at_witness(young)
-        for item in _watched(young):
-            if id(item) not in self._known:
-                self._noted.setdefault(id(item), (self.label, self.turn))
+        self._note(map(id, _watched(young)))
+
+    def _note(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            if key not in self._known:
+                self._noted.setdefault(key, (self.label, self.turn))
 
     def forget_dead(self) -> None:
         """Drop what is known of objects that are gone: the next object at such an address is another one."""
@@ -131,8 +145,10 @@ class Births:
             census: all objects, where they are known, so that they are not listed once more.
         """
         with collector_paused():
-            self.note()
-            found = {id(item): item for item in _watched(_young()) if id(item) not in self._known}
+            young = _young()
+            self._look_at_witness(young)
+            found = {id(item): item for item in _watched(young) if id(item) not in self._known}
+            self._note(found)
             wanted = {key for key, noted in self._noted.items() if label is None or noted[0] == label}
             if wanted - found.keys() and (self._moved or self._full or self.froze):
                 for item in _watched(self._moved_objects()) if census is None else _watched_among(census):
@@ -208,7 +224,7 @@ class Births:
 
     def _collecting(self, phase: str, info: dict[str, int]) -> None:
         # Only a collection of generation 1 or 2 moves anything to where it is not young any more.
-        if info["generation"] < 1:
+        if info["generation"] < 1 or self._is_marked_next:
             return
         if phase == "stop":
             self._witness = []
@@ -219,9 +235,7 @@ class Births:
         self._moved += len(young)
         self._full = self._full or info["generation"] == 2
         self._note_born(young)
-        for item in _watched(young):
-            if id(item) not in self._known:
-                self._noted.setdefault(id(item), (self.label, self.turn))
+        self._note(map(id, _watched(young)))
 
 
 def young_generations_tell() -> bool:

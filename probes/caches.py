@@ -17,7 +17,7 @@ import numpy as np
 
 from lowtide.probes.address_table import Ints
 from lowtide.probes.foreign import module_of_class, type_name
-from lowtide.probes.identities import misses_of
+from lowtide.probes.identities import identities, misses_of
 from lowtide.probes.objects import Census, all_objects, collector_paused
 from lowtide.probes.ranges import Range, merge
 from lowtide.probes.reach import module_namespaces, reach
@@ -141,7 +141,8 @@ class CacheActivity:
     def _alive(self) -> list[Any]:
         """The caches by their places; what is gone has none any more."""
         alive = [reference() for reference in self._caches]
-        if None in alive:
+        # Not `None in alive`, which compares every cache with it.
+        if (identities(alive) == id(None)).any():
             there = [cache is not None for cache in alive]
             self._misses = self._misses[there]
             self._caches = list(compress(self._caches, there))

@@ -21,6 +21,7 @@ from lowtide.probes.device.memory_pool import idle_pool_bytes
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.objects import frozen_by_program
 from lowtide.probes.settings import SettingReader
+from lowtide.probes.small_files import contents
 from lowtide.probes.stages import announced_pools
 from lowtide.probes.thread_names import thread_key
 
@@ -77,7 +78,8 @@ class CounterReader:
         self._descriptors: Items = _NOTHING
         self._numbers: list[str] = []
         self._files: dict[int, tuple[int, int, str]] = {}
-        self._settings = SettingReader(warnings_filters=warnings_filters)
+        self._status = b""
+        self._settings = SettingReader(warnings_filters=warnings_filters, status=lambda: self._status)
 
     def read(self, last: Counters | None = None) -> Counters:
         """All of them; or, in half of the time, only what may have changed since `last`.
@@ -104,9 +106,10 @@ class CounterReader:
             "temporary-files": self._temporary_files(),
             "process-groups": dict.fromkeys(process_groups(), 1),
         }
+        self._status = read_status()
         amounts: dict[str, int | None] = {
             "gc-frozen": frozen_by_program(gc.get_freeze_count()),
-            "host-memory": anonymous_bytes(),
+            "host-memory": own_bytes(self._status),
         }
         mapped: dict[str, int] = {}
         pinned = 0
@@ -184,10 +187,14 @@ class CounterReader:
         return amounts
 
 
+def read_status() -> bytes:
+    """The kernel's /proc/self/status."""
+    return contents("/proc/self/status")
+
+
 def anonymous_bytes() -> int:
     """Memory of the process's own, in bytes; see `own_bytes`."""
-    with open("/proc/self/status", "rb") as file:
-        return own_bytes(file.read())
+    return own_bytes(read_status())
 
 
 def own_bytes(status: bytes) -> int:
@@ -215,12 +222,11 @@ def child_processes() -> list[int]:
     server = _fork_server()
     if server:
         # What it forks for this process, `multiprocessing` takes for this process's children.
-        with contextlib.suppress(OSError), open(f"/proc/{server}/task/{server}/children", "rb") as file:
-            found += map(int, file.read().split())
+        with contextlib.suppress(OSError):
+            found += map(int, contents(f"/proc/{server}/task/{server}/children").split())
     for thread in {os.getpid(), *(thread.native_id for thread in threading.enumerate())}:
         try:
-            with open(f"/proc/self/task/{thread}/children", "rb") as file:
-                found += map(int, file.read().split())
+            found += map(int, contents(f"/proc/self/task/{thread}/children").split())
             told = True
         except OSError:  # the thread ended, or the kernel was built without this file
             continue

@@ -23,6 +23,7 @@ from typing import Any
 
 from lowtide.probes.described import LIBRARYS, described, identified, is_installed_module, is_librarys, is_tools
 from lowtide.probes.foreign import is_a, module_of_class, mro_of, namespace_of, type_name
+from lowtide.probes.small_files import contents
 
 Text = Callable[[Any], str]
 
@@ -559,13 +560,19 @@ class CollectorCallbacks:
 
 
 class Umask:
-    """The umask, from /proc: asking the kernel for it would change it for a moment, for every thread."""
+    """The umask, from /proc: asking the kernel for it would change it for a moment, for every thread.
+
+    Args:
+        status: gives the kernel's /proc/self/status; default: it is read.
+    """
+
+    def __init__(self, status: Callable[[], bytes] | None = None) -> None:
+        self._status = status or functools.partial(contents, "/proc/self/status")
 
     def raw(self) -> object:
         """The mask; -1 where /proc does not tell it."""
         try:
-            with open("/proc/self/status", "rb", buffering=0) as file:
-                text = file.read(512)
+            text = self._status()
             start = text.index(b"Umask:") + 6
             return int(text[start : text.index(b"\n", start)], 8)
         except (OSError, ValueError):  # not this kernel

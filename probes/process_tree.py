@@ -251,9 +251,13 @@ class TreeMemory:
         around = [fork for fork in self._forks if fork.begun - _NEAR <= started <= fork.ended + _NEAR]
         return around[-1].held if around else None
 
-    def note(self) -> None:
-        """Take down how much this process holds now: that much a process has from it that is forked next."""
-        self._last_anonymous = anonymous_bytes()
+    def note(self, held: int | None = None) -> None:
+        """Take down how much this process holds now: that much a process has from it that is forked next.
+
+        Args:
+            held: that many bytes, where they have just been read (`anonymous_bytes()`).
+        """
+        self._last_anonymous = anonymous_bytes() if held is None else held
 
     def read(self, ask: Callable[[], Driver] | None, *, floor: int) -> tuple[int, list[ProcessMemory]]:
         """This process's own memory, and that of its descendants of which any is large or has a context.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
@@ -58,9 +58,10 @@ class SettingReader:
 
     Args:
         warnings_filters: whether to read those.
+        status: gives the kernel's /proc/self/status, where whoever reads settings has just read it anyway.
     """
 
-    def __init__(self, *, warnings_filters: bool = True) -> None:
+    def __init__(self, *, warnings_filters: bool = True, status: Callable[[], bytes] | None = None) -> None:
         self._sources: tuple[Source, ...] = (
             interpreter_values(),
             Hooks(),
@@ -74,7 +75,7 @@ class SettingReader:
             Modes(),
         )
         self._runners = len(self._sources)
-        self._sources += (library_values(), torch_values(), ModuleHooks(), Replaceable(), Umask())
+        self._sources += (library_values(), torch_values(), ModuleHooks(), Replaceable(), Umask(status))
         self._raw: list[object] = [None] * len(self._sources)
         self._texts: list[dict[str, str]] = [{} for _ in self._sources]
         self._settings: Mapping[str, str] = MappingProxyType({})

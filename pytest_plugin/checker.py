@@ -406,7 +406,8 @@ class Checker:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect what was judged, here or in a worker."""
-        self.subjects += _decode(getattr(report, _SUBJECTS, "[]"))
+        if hasattr(report, _SUBJECTS):
+            self.subjects += _decode(getattr(report, _SUBJECTS))
 
     @pytest.hookimpl(trylast=True)
     def pytest_warning_recorded(self, warning_message: Any) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import pytest
 import torch
 
-from lowtide.leakcheck.cuts import Cut, Names, Refused, cut_of, namespace_sizes
+from lowtide.leakcheck.cuts import Cut, Names, NamespaceSizes, Refused, cut_of, namespace_sizes
 from lowtide.leakcheck.explain import Explanation, explain
 from lowtide.probes.heap import Link, trace
 
@@ -1543,7 +1543,7 @@ def start(thing):
 """
 
 
-def told_of(thing: object, sizes: dict[int, int]) -> Explanation:
+def told_of(thing: object, sizes: NamespaceSizes) -> Explanation:
     older = Others(thing)
     (told,) = explain([thing], innocent=older, names=Names(older, sizes=sizes))
     return told
@@ -1678,3 +1678,14 @@ def test_a_new_key_is_deleted_with_its_entry_and_an_older_one_stays() -> None:
         cut_of(dataclasses.replace(link, held=id(old)), "helper.entries", Names(older=Others(new)))
     cut.apply()
     assert list(entries.values()) == [1, 3]
+
+
+def test_what_stands_in_for_a_module_has_no_names(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = load(STARTS)
+    stand_in = types.SimpleNamespace(name="stand_in")
+    monkeypatch.setitem(sys.modules, "stand_in", stand_in)
+    monkeypatch.setitem(sys.modules, "nothing", None)
+    sizes = namespace_sizes()
+    later = types.ModuleType("later")
+    assert (sizes.of(vars(program)), sizes.of(vars(sys))) == (len(vars(program)), len(vars(sys)))
+    assert (sizes.of(vars(later)), sizes.of(vars(stand_in))) == (0, 0)

@@ -23,6 +23,7 @@ from lowtide.leakcheck.fuzz import fuzz
 from lowtide.leakcheck.suppressions import Suppression, Suppressions
 from lowtide.leakcheck.target_life import check_run
 from lowtide.leakcheck.unseen import UnseenMemory
+from lowtide.probes.counters import Counters
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.process_tree import ProcessMemory, ProcessTree
 from lowtide.reports.outcomes import judged_as, largest_of_each
@@ -181,7 +182,7 @@ class FakeTree:
     def read(self, ask: object, *, floor: int) -> tuple[int, list[ProcessMemory]]:
         return self.own, list(self.processes)
 
-    def note(self) -> None: ...
+    def note(self, held: int | None = None) -> None: ...
 
 
 def found_in(monkeypatch: pytest.MonkeyPatch, *looks: FakeTree) -> tuple[NotMeasured, ...]:
@@ -331,3 +332,22 @@ def test_of_many_lives_of_one_program_the_largest_is_told() -> None:
     plain = NotMeasured(what="driver", why="none")
     given = [missing(1, "SpawnProcess-1", 5), plain, missing(2, "SpawnProcess-2", 7), missing(3, "ray", 1), plain]
     assert [item.what for item in largest_of_each(given)] == ["2", "driver", "3"]
+
+
+def test_counters_that_were_just_read_say_whether_there_is_a_tree_and_what_is_held() -> None:
+    held: list[int | None] = []
+
+    class Asked(FakeTree):
+        def any_alive(self) -> bool:
+            raise AssertionError("the counters have it")
+
+        note = staticmethod(held.append)
+
+    tree = Asked(process(7, 60 * MIB))
+    seen = UnseenMemory(ProcessTree(), None)
+    vars(seen).update(_tree=tree, _memory=tree)
+    seen.begin(Counters({"processes": {}}, {"host-memory": 5}, {}))
+    seen.look(always=True, now=Counters({"processes": {}}, {"host-memory": 6}, {}))
+    assert (held, seen.not_measured) == ([5, 6], ())
+    seen.look(always=True, now=Counters({"processes": {"7": 1}}, {"host-memory": 7}, {}))
+    assert len(seen.not_measured) == 1

@@ -319,3 +319,14 @@ def test_watching_keeps_none_of_the_memory_of_many_small_objects() -> None:
 def test_after_a_freeze_nobody_knows_what_was_born(births: Births) -> None:
     gc.freeze()
     assert births.born() is None
+
+
+def test_what_a_collection_moves_right_before_a_mark_is_not_noted(births: Births) -> None:
+    garbage = tensor()
+    with births.forgetting():
+        gc.collect(1)
+    births.mark("next")
+    item = tensor()
+    gc.collect(1)
+    assert (seen(births, garbage), seen(births, item)) == ([], ["next"])
+    assert not births.froze
