@@ -105,6 +105,11 @@ class Books:
         owner.before = now
         self._entered.append((owner, len(self._opened)))
 
+    @property
+    def innermost(self) -> Owner:
+        """The owner entered last."""
+        return self._entered[-1][0]
+
     def leave(self, now: Counters) -> Owner:
         """The owner entered last, with what it took."""
         owner, first = self._entered.pop()
@@ -117,7 +122,8 @@ class Books:
     def close(self, owners: Iterable[Owner]) -> list[Owner]:
         """These owners are alive no more; those of them that were."""
         gone = [owner for owner in owners if any(owner is other for other in self.live)]
-        self.live = [owner for owner in self.live if not any(owner is other for other in gone)]
+        if gone:
+            self.live = [owner for owner in self.live if not any(owner is other for other in gone)]
         self._ended += gone
         return gone
 

@@ -88,7 +88,7 @@ class Owner:
         """Whether anything belongs to it, so that its end is worth a look."""
         return bool(self.storages or any(self.items.values()) or any(self.growth.values()))
 
-    def take(self, now: Counters, live: Iterable[Owner], nested: Sequence[Owner]) -> None:
+    def take(self, now: Counters, live: Sequence[Owner], nested: Sequence[Owner]) -> None:
         """What appeared between `before` and `now` is its own, but for what is another's.
 
         Args:
@@ -97,15 +97,17 @@ class Owner:
             nested: those whose setup began and ended meanwhile.
         """
         for key, names in now.items.items():
-            taken = {name for other in live for name in other.items.get(key, ())}
-            new = names.keys() - self.before.items.get(key, {}).keys() - taken
-            if new:
-                self.items[key] = new
+            new = names.keys() - self.before.items.get(key, {}).keys()
+            # There is a live owner for every import: they are gone through only where there is something new.
+            if new and (own := new - {name for other in live for name in other.items.get(key, ())}):
+                self.items[key] = own
         for key, level in now.amounts.items():
             then = self.before.amounts.get(key, 0)
             if level is not None and then is not None:
                 grown = level - then - sum(other.growth.get(key, 0) for other in nested)
                 self.growth[key] = max(grown, 0) if self.only_adds else grown
+        if now.settings is self.before.settings:
+            return
         # What a nested one set is that one's; what was not known before, as of a library that came, is as it is now.
         others = {setting for other in nested for setting in other.settings.items()}
         known = self.before.settings

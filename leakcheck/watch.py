@@ -423,13 +423,24 @@ class Watch:
     def enter(self, owner: Owner) -> None:
         """What appears from here to `leave` belongs to `owner`; nests."""
         self._labels.append(self._births.label)
-        now = self.full_phase(owner.label)
+        if owner.only_adds:
+            now = self._read()
+            self._unseen.look(now=now)
+            self._caches.note(self._births.label)
+            self._books.attribute(self._births.label, now)
+            # Modules are imported by the thousand, so that this must not look at all young objects each time.
+            self._births.begin_aside(owner.label)
+        else:
+            now = self.full_phase(owner.label)
         self._caches.enter()
         self._books.enter(owner, now)
 
     def leave(self) -> None:
         """The setup of the owner entered last is over, whether it succeeded or not."""
-        self.stage(self._labels.pop())
+        before = self._labels.pop()
+        born = self._births.end_aside() if self._books.innermost.only_adds else None
+        if born is None:
+            self.stage(before)
         now = self._read()
         owner = self._books.leave(now)
         self._books.attribute(owner.stage, now)
@@ -437,7 +448,7 @@ class Watch:
             # Listing takes some tenths of a second.
             if owner.growth.get(f"driver {device}", 0) > 0 and self._cards.knows(device):
                 self._take_allocations(owner, device, now)
-        survivors = self._births.survivors(owner.label)
+        survivors = self._births.survivors(owner.label) if born is None else born
         self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
         self._caches.leave()
         own = [born.item for born in survivors if is_tensor(born.item)]
@@ -993,12 +1004,14 @@ class Watch:
                 suspects.append(key)
         if any(owner.storages for owner in ended) or self._births.froze:
             suspects.append("tensors")
-        live = {owner.label for owner in self._books.live}
         survivors = self._births.survivors()
+        tensors = [born for born in survivors if is_tensor(born.item)]
+        # There is a live owner for every import: they are gone through only where there is a tensor.
+        live = {owner.label for owner in self._books.live} if tensors else ()
+        left = [born.item for born in tensors if born.label not in live]
         # Until the verdict only: `torch.utils.swap_tensors` refuses tensors with weak references.
-        tensors = [born.item for born in survivors if is_tensor(born.item) and born.label not in live]
-        self._tensors_left = _weakly(tensors)
-        if tensors:
+        self._tensors_left = _weakly(left)
+        if left:
             suspects.append("tensors")
         self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
         if self._caches.suspects(survivors):

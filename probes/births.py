@@ -39,6 +39,29 @@ class Newborn:
     turn: int = 1
 
 
+@dataclass
+class _Aside:
+    """What is born meanwhile has another label.
+
+    Attributes:
+        label: that of the others.
+        turn: the number that goes with it.
+        mark: made when it began; None once all that is older has been noted.
+    """
+
+    label: str
+    turn: int
+    mark: list[object] | None
+
+    def place(self) -> tuple[int | None, list[object]]:
+        """Where the mark is in the youngest generation, if it is there, and that generation."""
+        young = gc.get_objects(generation=0)
+        if self.mark is None:
+            return None, young
+        places = np.flatnonzero(identities(young) == id(self.mark)).tolist()
+        return (places[0] if places else None), young
+
+
 class Births:
     """Watches tensors, storages, `torch.nn.Module`s and `lru_cache`s come to life, by the collector's generations.
 
@@ -69,6 +92,7 @@ class Births:
         self._witness: list[object] | None = None
         self._lost = False
         self._is_marked_next = False
+        self._asides: list[_Aside] = []
         self.froze_in = ""
 
     def start(self) -> None:
@@ -110,9 +134,60 @@ class Births:
 
     def note(self) -> None:
         """Give what was born since the last note the current label."""
+        self._settle_aside()
         young = _young()
         self._look_at_witness(young)
         self._note(map(id, _watched(young)))
+
+    def begin_aside(self, label: str) -> None:
+        """What is born from here to `end_aside` has a label of its own; nothing is looked at for it; nests.
+
+        A new object comes to the end of the youngest generation. So one that is made here tells by its place which of
+        the others are older, until the next collection, before which all of them are noted.
+
+        Args:
+            label: what they are called.
+        """
+        self._settle_aside()
+        self._asides.append(_Aside(self.label, self.turn, []))
+        self.label, self.turn = label, 1
+
+    def end_aside(self) -> list[Newborn] | None:
+        """End what was begun last: the labels are as before it.
+
+        Returns:
+            What was born in it and is alive; None where something else has been noted meanwhile, as by a collection:
+            then `survivors` finds them.
+        """
+        aside = self._asides[-1]
+        with collector_paused():
+            place, young = aside.place()
+            if place is None:
+                self.note()
+                born = None
+            else:
+                own = [item for item in _watched(young[place + 1 :]) if id(item) not in self._known]
+                self._note(map(id, own))
+                noted = [(item, self._noted[id(item)]) for item in own]
+                born = [Newborn(item, *told) for item, told in noted if told[0] == self.label]
+        self._asides.pop()
+        self.label, self.turn = aside.label, aside.turn
+        return born
+
+    def _settle_aside(self) -> None:
+        """Give what is older than the aside that runs the label that it had before it."""
+        if not self._asides or self._asides[-1].mark is None:
+            return
+        aside = self._asides[-1]
+        place, young = aside.place()
+        aside.mark = None
+        if place is None:
+            return
+        inside = {id(item) for item in _watched(young[place + 1 :])}
+        told = self.label, self.turn
+        self.label, self.turn = aside.label, aside.turn
+        self._note(id(item) for item in _watched(_young()) if id(item) not in inside)
+        self.label, self.turn = told
 
     def _note(self, keys: Iterable[int]) -> None:
         for key in keys:
@@ -145,6 +220,7 @@ class Births:
             census: all objects, where they are known, so that they are not listed once more.
         """
         with collector_paused():
+            self._settle_aside()
             young = _young()
             self._look_at_witness(young)
             found = {id(item): item for item in _watched(young) if id(item) not in self._known}
@@ -223,6 +299,8 @@ class Births:
             self.froze_in = self.froze_in or self.label
 
     def _collecting(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._settle_aside()
         # Only a collection of generation 1 or 2 moves anything to where it is not young any more.
         if info["generation"] < 1 or self._is_marked_next:
             return

@@ -330,3 +330,82 @@ def test_what_a_collection_moves_right_before_a_mark_is_not_noted(births: Births
     gc.collect(1)
     assert (seen(births, garbage), seen(births, item)) == ([], ["next"])
     assert not births.froze
+
+
+def nothing() -> None:
+    """Nothing happens."""
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        nothing,
+        lambda: gc.collect(0),
+        lambda: gc.collect(1),
+        lambda: gc.collect(2),
+        lambda: [gc.collect(0), gc.collect(0), gc.collect(1)],
+    ],
+    ids=["nothing", "youngest", "young", "full", "several"],
+)
+@pytest.mark.parametrize("at", ["before", "in it", "after"])
+def test_what_is_born_aside_has_another_label(births: Births, happens: Callable[[], object], at: str) -> None:
+    items = {"before": [tensor()]}
+    if at == "before":
+        happens()
+    births.begin_aside("aside")
+    items["aside"] = [tensor()]
+    if at == "in it":
+        happens()
+    items["aside"].append(tensor())
+    born = births.end_aside()
+    items["before"].append(tensor())
+    if at == "after":
+        happens()
+    for label, of_label in items.items():
+        assert [seen(births, item) for item in of_label] == [[label]] * len(of_label)
+    survivors = births.survivors("aside") if born is None else born
+    assert {id(each.item) for each in survivors} == set(map(id, items["aside"]))
+    # Only what else is noted meanwhile makes it look at all that is young.
+    assert (born is None) == (at == "in it" and happens is not nothing)
+
+
+def test_asides_nest_and_a_stage_may_begin_in_one(births: Births) -> None:
+    births.begin_aside("outer")
+    outer = [tensor()]
+    births.begin_aside("inner")
+    inner = tensor()
+    assert [born.label for born in births.end_aside() or ()] == ["inner"]
+    outer.append(tensor())
+    births.note()
+    births.label = "stage"
+    staged = tensor()
+    births.note()
+    births.label = "outer"
+    assert births.end_aside() is None
+    assert births.label == "before"
+    assert [seen(births, item) for item in (*outer, inner, staged)] == [["outer"], ["outer"], ["inner"], ["stage"]]
+
+
+def test_no_aside_looks_at_all_that_is_young(births: Births, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    look = module._young
+    monkeypatch.setattr(module, "_young", lambda: looks.append(1) or look())
+    gc.disable()
+    try:
+        for place in range(100):
+            births.begin_aside(f"aside {place}")
+            births.end_aside()
+    finally:
+        gc.enable()
+    assert looks == []
+
+
+def test_a_freeze_in_an_aside_is_noticed(births: Births) -> None:
+    births.begin_aside("aside")
+    try:
+        gc.freeze()
+        assert births.end_aside() is None
+        assert births.froze
+    finally:
+        gc.unfreeze()
+        gc.collect()
