@@ -5,6 +5,9 @@ filled `lru_cache`s, torch's compiler.  Each variant (without lowtide, without r
 process over the same tests, whose protocols are timed one by one.  Beside the seconds stands how many full collections
 of the same heap they are, which any machine can compare.  Floor of a leaking test: one `gc.get_objects` and one forward
 walk of that heap (`gc.get_referents` of all of it).
+
+A second result, `many_tests`, is of 10,000 trivial tests in one run: what each adds, by thousands, since that must not
+grow with the tests before it; and what memory the checker has at the end.
 """
 
 from __future__ import annotations
@@ -73,7 +76,11 @@ del objects
 started = time.perf_counter()
 gc.get_objects()
 LIST = time.perf_counter() - started
-TIMES = {{}}
+TIMES, ENDED, HELD = {{}}, [], []
+
+def held():
+    status = open("/proc/self/status").read()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
 class Clock:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -83,6 +90,9 @@ class Clock:
             return (yield)
         finally:
             TIMES.setdefault(item.originalname, []).append(time.perf_counter() - started)
+            ENDED.append(item.originalname)
+            if len(ENDED) % 1000 == 0:
+                HELD.append(held())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self):
@@ -92,7 +102,7 @@ class Clock:
         finally:
             with open({out!r}, "w") as file:
                 json.dump({{"objects": TRACKED, "collection": COLLECTION, "walk": WALK, "list": LIST, "tests": TIMES,
-                    "end": time.perf_counter() - started}}, file)
+                    "held": HELD, "end": time.perf_counter() - started}}, file)
 
 def pytest_configure(config):
     config.pluginmanager.register(Clock())
@@ -247,18 +257,34 @@ def measure(objects: int, clean: int, leaks: int) -> dict[str, Any]:
 
 
 def measure_many(count: int) -> dict[str, Any]:
-    """So many trivial tests: what each adds, and the whole."""
+    """So many trivial tests: what each adds, whether that grows, and what memory the checker has at the end.
+
+    Args:
+        count: how many; a thousand or more.
+    """
     files = {
         "conftest.py": _CONFTEST.format(objects=200_000, out="@OUT@").replace("range(3000)", "range(300)"),
         "test_it.py": _MANY.format(count=count),
     }
     bare, _ = _run(files)
     judged, _ = _run(files, "--leakcheck")
+    (without,), (times,) = bare["tests"].values(), judged["tests"].values()
     return {
         "tracked_objects": bare["objects"],
         "tests": count,
         "without": _summary(bare, None),
         "with": _summary(judged, bare),
+        "added_ms": round((statistics.median(times) - statistics.median(without)) * 1e3, 3),
+        "added_mean_ms": round((statistics.fmean(times) - statistics.fmean(without)) * 1e3, 3),
+        "added_ms_by_thousand": [
+            round((statistics.median(times[at : at + 1000]) - statistics.median(without[at : at + 1000])) * 1e3, 3)
+            for at in range(0, count, 1000)
+        ],
+        # What pytest keeps of each test is in both.
+        "added_bytes_at_end": judged["held"][-1] - bare["held"][-1],
+        "added_bytes_per_test": round(
+            ((judged["held"][-1] - judged["held"][0]) - (bare["held"][-1] - bare["held"][0])) / max(count - 1000, 1)
+        ),
     }
 
 
@@ -267,19 +293,20 @@ def main() -> None:
     parser.add_argument(
         "--objects",
         type=int,
-        help="tracked objects; the modules and the compiler alone are 490,000",
+        help="tracked objects; the modules and the compiler alone are 490,000; without a number: no heap",
         nargs="*",
         default=[500_000, 1_500_000],
     )
     parser.add_argument("--clean", type=int, default=200)
     parser.add_argument("--leaks", type=int, default=20)
-    parser.add_argument("--many", type=int, default=10_000, help="trivial tests in one run; 0: none")
+    parser.add_argument("--many", type=int, default=10_000, help="trivial tests in one run (1,000 or more); 0: none")
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     args = parser.parse_args()
-    results: dict[str, Any] = {"heaps": [measure(objects, args.clean, args.leaks) for objects in args.objects]}
+    if args.objects:
+        heaps = [measure(objects, args.clean, args.leaks) for objects in args.objects]
+        machine.write("real_heap", {"heaps": heaps}, args.out)
     if args.many:
-        results["many_tests"] = measure_many(args.many)
-    machine.write("real_heap", results, args.out)
+        machine.write("many_tests", measure_many(args.many), args.out)
 
 
 if __name__ == "__main__":
