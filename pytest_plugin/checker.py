@@ -41,7 +41,7 @@ from lowtide.pytest_plugin.retention import (
     release_warnings,
 )
 from lowtide.pytest_plugin.scopes import FixtureOwner, has_own_setup
-from lowtide.pytest_plugin.settings import Settings, read_markers, read_settings
+from lowtide.pytest_plugin.settings import Settings, read_markers
 from lowtide.pytest_plugin.spent import Spent
 from lowtide.pytest_plugin.stage_records import MOST_STAGES, StageRecords
 from lowtide.reports.folder import write_folder
@@ -57,13 +57,14 @@ class Checker:
 
     Args:
         config: pytest's.
+        settings: of this run.
 
     Raises:
-        pytest.UsageError: a setting makes no sense.
+        pytest.UsageError: a setting makes no sense on this machine, or the file of suppressions does not.
     """
 
-    def __init__(self, config: pytest.Config) -> None:
-        self.settings = read_settings(config)
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self.settings = settings
         self._config = config
         worker = getattr(config, "workerinput", None)
         self._is_worker = worker is not None

@@ -63,9 +63,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "leakcheck(tolerance): how much this test may leave, such as '1MiB'")
     config.addinivalue_line("markers", "no_leakcheck(reason): what this test leaves is not judged; say why")
     if config.getoption("leakcheck"):
+        from lowtide.pytest_plugin.settings import read_settings
+
+        settings = read_settings(config)
+        # Only now: what makes no sense is refused before half a second goes into loading what judges.
         from lowtide.pytest_plugin.checker import Checker
 
-        config.pluginmanager.register(Checker(config), "lowtide-checker")
+        config.pluginmanager.register(Checker(config, settings), "lowtide-checker")
 
 
 @pytest.fixture
