@@ -88,7 +88,7 @@ from lowtide.probes.makers import Makers
 from lowtide.probes.objects import FROZEN_AT_STARTUP, Census, all_objects, collector_paused
 from lowtide.probes.process_events import ProcessEvents
 from lowtide.probes.process_tree import ProcessTree
-from lowtide.probes.tensors import survey_storages
+from lowtide.probes.tensors import hold_memory, survey_storages
 from lowtide.reports.schema import Finding, Frame, NotMeasured
 
 LONGEST_WAIT = 60.0
@@ -1009,6 +1009,8 @@ class Watch:
         # There is a live owner for every import: they are gone through only where there is a tensor.
         live = {owner.label for owner in self._books.live} if tensors else ()
         left = [born.item for born in tensors if born.label not in live]
+        # Compilers leave many that hold nothing, in garbage that only a full collection would end.
+        left = [item for item, holds in zip(left, hold_memory(left), strict=True) if holds]
         # Until the verdict only: `torch.utils.swap_tensors` refuses tensors with weak references.
         self._tensors_left = _weakly(left)
         if left:

@@ -172,6 +172,20 @@ def keys_of_each(items: Iterable[Any]) -> list[frozenset[tuple[str, int]]]:
         return [found.keys_of(item) for item in items]
 
 
+def hold_memory(items: Iterable[Any]) -> list[bool]:
+    """Whether each of some tensors and storage objects holds memory, or may: by a graph, or since nobody can tell.
+
+    A tensor that needs no gradient, and has no memory of its own (an empty or meta one, the stand-ins of compilers),
+    holds nothing else that is not found by itself.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "Tensor"):
+        return [False for _ in items]
+    with collector_paused(), plain_tensors(torch):
+        found = _Found(torch)
+        return [found.holds(item) for item in items]
+
+
 @contextlib.contextmanager
 def plain_tensors(torch: ModuleType) -> Iterator[None]:
     """Makes torch's calls see tensors as plain data: no subclass's or mode's code runs, no graph is recorded."""
@@ -247,6 +261,26 @@ class _Found:
         except (RuntimeError, NotImplementedError):
             return frozenset()
         return frozenset(key for key in keys if key is not None)
+
+    def holds(self, item: Any) -> bool:
+        """Whether a tensor, or a storage object, holds memory or may hold some; nothing is added."""
+        if not any(base is self._torch.Tensor for base in mro_of(type(item))):
+            try:
+                return bool(item.device.type != "meta" and item.nbytes())
+            except RuntimeError:  # the empty shell under a fake tensor or a wrapper subclass
+                return False
+        if torch_member(item, "requires_grad"):
+            return True
+        if any(base is self._fake_tensor for base in mro_of(type(item))):
+            return False
+        try:
+            return any(self._has_memory(part) for part in _parts(self._torch, item))
+        except (RuntimeError, NotImplementedError):
+            return True
+
+    def _has_memory(self, tensor: Any) -> bool:
+        is_meta = torch_member(tensor, "device").type == "meta"
+        return not is_meta and (self._torch._C._is_cow_tensor(tensor) or bool(_storage_address(tensor)))
 
     def _key(self, tensor: Any) -> tuple[str, int] | None:
         """Device and address of a strided tensor's storage; None where it has none that can be asked for."""

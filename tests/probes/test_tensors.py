@@ -17,7 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.probes.objects import frozen_by_program
 from lowtide.probes.stages import PoolReading
-from lowtide.probes.tensors import TensorReading, keys_of_each, live_storages, read_tensors, survey_storages
+from lowtide.probes.tensors import (
+    TensorReading,
+    hold_memory,
+    keys_of_each,
+    live_storages,
+    read_tensors,
+    survey_storages,
+)
 
 
 def reading_of(*objects: object, pools: tuple[PoolReading, ...] = ()) -> TensorReading:
@@ -190,6 +197,48 @@ def test_a_subclass_counts_and_its_code_does_not_run() -> None:
 def test_a_wrapper_subclass_holds_nothing_itself() -> None:
     reading = reading_of(Wrapper(torch.ones(10)))
     assert (reading.total, reading.unreadable) == (0, 0)
+
+
+def fake(*, requires_grad: bool) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(1000, requires_grad=requires_grad)
+
+
+def of_a_graph() -> torch.Tensor:
+    """Has no element, and its graph has saved a tensor that has."""
+    weights = torch.ones(1000, requires_grad=True)
+    return (weights * weights)[torch.zeros(0, dtype=torch.long)]
+
+
+@pytest.mark.parametrize(
+    ("made", "holds"),
+    [
+        (lambda: torch.ones(3), True),
+        (lambda: torch.ones(1000)[:0], True),
+        (lambda: torch.ones(3).untyped_storage(), True),
+        (lambda: torch.eye(3).to_sparse(), True),
+        (lambda: torch.ones(3).as_subclass(Overriding), True),
+        (lambda: torch._lazy_clone(torch.ones(1000)), True),
+        (lambda: torch.ones(4).to_mkldnn() if torch.backends.mkldnn.is_available() else torch.ones(4), True),
+        (of_a_graph, True),
+        (lambda: torch.empty(0, requires_grad=True), True),
+        (lambda: fake(requires_grad=True), True),
+        (lambda: fake(requires_grad=False), False),
+        (lambda: torch.empty(0), False),
+        (lambda: torch.empty(0).untyped_storage(), False),
+        (lambda: torch.empty(1000, device="meta"), False),
+        (lambda: torch.empty(1000, device="meta").untyped_storage(), False),
+        (lambda: Wrapper(torch.ones(10)), False),
+    ],
+)
+def test_what_may_hold_memory_is_told_from_what_cannot(made: Callable[[], Any], holds: bool) -> None:
+    assert hold_memory([made()]) == [holds]
+
+
+def test_to_ask_what_holds_memory_makes_no_copy() -> None:
+    lazy = torch._lazy_clone(torch.ones(1000))
+    hold_memory([lazy, lazy.untyped_storage()])
+    assert torch._C._is_cow_tensor(lazy)
 
 
 def test_torch_function_modes_do_not_see_the_reading() -> None:

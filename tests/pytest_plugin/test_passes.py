@@ -119,6 +119,9 @@ def test_first(): pass
 def test_clean():
     assert float(torch.ones(64).sum()) == 64
 
+def test_without_memory():
+    KEPT.append([torch.empty(0), torch.ones(64, device="meta")])
+
 def test_settling():
     Engine()
 
@@ -163,6 +166,7 @@ def passes(inner: InnerRun) -> dict[str, dict[str, int]]:
 
 MOST = {
     "test_clean": {},
+    "test_without_memory": {},
     "test_settling": {"lists": 1},
     "test_settling_late": {"lists": 3, "collections": 1},
     "test_one_leak": {"lists": 2, "collections": 1, "walks": 1},
@@ -205,5 +209,5 @@ def test_what_is_counted_is_found_and_given_back(inner: InnerRun) -> None:
     assert len(first.parts) == 1
     assert second.remedy is not None
     # By the place that it has when it is cut: what lay before it in the list has been deleted by then.
-    assert second.remedy.action == "del test_it.KEPT[3]['pool']; gc.collect(); torch.cuda.empty_cache()"
+    assert second.remedy.action == "del test_it.KEPT[4]['pool']; gc.collect(); torch.cuda.empty_cache()"
     assert second.remedy.returns_bytes == 80 << 20
