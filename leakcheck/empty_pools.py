@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from lowtide.leakcheck.tensor_findings import Context, names_known, older_than
 from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.foreign import type_name
 from lowtide.probes.heap import SharedWalk, census_of
-from lowtide.probes.ranges import common, total
+from lowtide.probes.ranges import Range, common, total
 from lowtide.reports.schema import Cause, Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
@@ -75,7 +75,8 @@ def with_pool_holders(leak: ItemLeak, context: Context) -> list[ItemLeak]:
     # What emptying the cache gave back nobody held.
     is_held = leak.finding.resource == "reserved" and leak.finding.remedy is None
     parts = by_holder(leak.names, context) if is_held else ()
-    return [_with_holder(_of_pools(leak, part.names), part) for part in parts] or [leak]
+    mapped = _mapped(leak.finding.device) if parts else None
+    return [_with_holder(_of_pools(leak, part.names, mapped), part) for part in parts] or [leak]
 
 
 def pool_holder(leak: ItemLeak, context: Context) -> Explanation | None:
@@ -92,11 +93,12 @@ def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context
         names: bytes of the segments that are still reserved, by `pool (0, 1), segment at 0x…`.
         context: what is known around it.
     """
-    return [_of_held_pools(finding, key, part, context) for part in by_holder(names, context)]
+    mapped = _mapped(finding.device)
+    return [_of_held_pools(finding, key, part, mapped) for part in by_holder(names, context)]
 
 
-def _of_held_pools(finding: Finding, key: str, held: Held, context: Context) -> Finding:
-    leak = _with_holder(_of_pools(ItemLeak(finding, key, held.names, 0), held.names), held)
+def _of_held_pools(finding: Finding, key: str, held: Held, mapped: Sequence[Range] | None) -> Finding:
+    leak = _with_holder(_of_pools(ItemLeak(finding, key, held.names, 0), held.names, mapped), held)
     holder = "the pool" if len(_sizes(held.names)) == 1 else "the pools"
     if leak.explanation is not None:
         holder = leak.explanation.holder
@@ -133,7 +135,7 @@ def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
     )
 
 
-def _of_pools(leak: ItemLeak, names: Mapping[str, int]) -> ItemLeak:
+def _of_pools(leak: ItemLeak, names: Mapping[str, int], mapped: Sequence[Range] | None) -> ItemLeak:
     """The finding as one about these pools, with their ids and not with the address of each segment."""
     told, sizes = leak.finding, _sizes(names)
     size = sum(sizes.values())
@@ -145,7 +147,7 @@ def _of_pools(leak: ItemLeak, names: Mapping[str, int]) -> ItemLeak:
         told,
         bytes=size,
         message=f"{format_bytes(size)} reserved on {told.device} in {word} of torch's allocator, in which nothing "
-        f"lives, did not come back{when} ({pools}){_without_memory(told.device, names)}",
+        f"lives, did not come back{when} ({pools}){_without_memory(names, mapped)}",
         holder=first_of(list(sizes), _SHOWN),
     )
     return dataclasses.replace(leak, finding=finding, names=names)
@@ -161,16 +163,20 @@ def _sizes(names: Mapping[str, int]) -> dict[str, int]:
     return sizes
 
 
-def _without_memory(device: str, names: Mapping[str, int]) -> str:
+def _mapped(device: str) -> Sequence[Range] | None:
+    """What the driver lists of a card, read once for all pools, as it takes a third of a second; None if it cannot."""
+    return read_allocations(int(device.partition(":")[2]))
+
+
+def _without_memory(names: Mapping[str, int], mapped: Sequence[Range] | None) -> str:
     """What is to be said of segments behind which the driver holds less than torch counts; empty if there is nothing.
 
     An allocator of the program's own may have unmapped them, as one does that puts an engine to sleep: torch counts
     them as before.
     """
-    segments = [(int(name.rpartition(" ")[2], 16), size) for name, size in names.items()]
-    mapped = read_allocations(int(device.partition(":")[2]))
     if mapped is None:
         return ""
+    segments = [(int(name.rpartition(" ")[2], 16), size) for name, size in names.items()]
     size, held = total(segments), total(common(segments, mapped))
     if held >= size:
         return ""
