@@ -377,12 +377,11 @@ class Watch:
         self._attribute_births(label, again=again)
 
     def _attribute_births(self, label: str, *, again: bool = False) -> None:
-        self._births.note()
         if again:
             self._turns[label] = self._turns.get(label, 0) + 1
             if self._turns[label] > 1:
                 self._forget_dead()
-        self._births.label, self._births.turn = label, self._turns.setdefault(label, 1)
+        self._births.begin(label, self._turns.setdefault(label, 1))
 
     def _forget_dead(self) -> None:
         """So that no new object passes for a dead one of an earlier turn; not for ever in a loop over a frozen heap,
@@ -1010,7 +1009,8 @@ class Watch:
         live = {owner.label for owner in self._books.live} if tensors else ()
         left = [born.item for born in tensors if born.label not in live]
         # Compilers leave many that hold nothing, in garbage that only a full collection would end.
-        left = [item for item, holds in zip(left, hold_memory(left), strict=True) if holds]
+        if left:
+            left = [item for item, holds in zip(left, hold_memory(left), strict=True) if holds]
         # Until the verdict only: `torch.utils.swap_tensors` refuses tensors with weak references.
         self._tensors_left = _weakly(left)
         if left:

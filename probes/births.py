@@ -6,7 +6,7 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,21 @@ class _Aside:
         return (places[0] if places else None), young
 
 
+@dataclass(frozen=True)
+class _Boundary:
+    """A change of the label.
+
+    Attributes:
+        label: that of what was born before it.
+        turn: the number that goes with it.
+        mark: made when the label changed.
+    """
+
+    label: str
+    turn: int
+    mark: list[object] = field(default_factory=list)
+
+
 class Births:
     """Watches tensors, storages, `torch.nn.Module`s and `lru_cache`s come to life, by the collector's generations.
 
@@ -72,7 +87,7 @@ class Births:
     object at the very address of one that died since it was seen passes for that one.
 
     Attributes:
-        label: what the objects born from now on are called; to be set at every change of stage, after `note()`.
+        label: what the objects born from now on are called; see `begin`.
         turn: a number that goes with the label, such as how often that stage has run.
         froze_in: the label under which the program was first seen to have frozen objects since the mark; else empty.
     """
@@ -93,6 +108,7 @@ class Births:
         self._lost = False
         self._is_marked_next = False
         self._asides: list[_Aside] = []
+        self._boundaries: list[_Boundary] = []
         self.froze_in = ""
 
     def start(self) -> None:
@@ -106,6 +122,7 @@ class Births:
             gc.callbacks.remove(self._collecting)
         self._noted.clear()
         self._known.clear()
+        self._boundaries.clear()
         self._forget_born()
 
     @contextlib.contextmanager
@@ -120,6 +137,7 @@ class Births:
     def mark(self, label: str = "") -> None:
         """From here on: whatever is alive now is not newborn."""
         self.label, self.turn = label, 1
+        self._boundaries.clear()
         self._noted.clear()
         self._forget_born()
         self._moved = 0
@@ -132,9 +150,20 @@ class Births:
         self._lost = False
         self.froze_in = ""
 
+    def begin(self, label: str, turn: int = 1) -> None:
+        """What is born from here on has this label.
+
+        A new object comes to the end of the youngest generation. So one that is made here tells by its place which of
+        the others are older, until the next collection, before which all of them are noted: nothing has to be looked
+        at now.
+        """
+        self._settle_aside()
+        self._boundaries.append(_Boundary(self.label, self.turn))
+        self.label, self.turn = label, turn
+
     def note(self) -> None:
         """Give what was born since the last note the current label."""
-        self._settle_aside()
+        self._settle()
         young = _young()
         self._look_at_witness(young)
         self._note(map(id, _watched(young)))
@@ -142,13 +171,12 @@ class Births:
     def begin_aside(self, label: str) -> None:
         """What is born from here to `end_aside` has a label of its own; nothing is looked at for it; nests.
 
-        A new object comes to the end of the youngest generation. So one that is made here tells by its place which of
-        the others are older, until the next collection, before which all of them are noted.
+        As in `begin`, an object that is made here tells which of the others are older.
 
         Args:
             label: what they are called.
         """
-        self._settle_aside()
+        self._settle()
         self._asides.append(_Aside(self.label, self.turn, []))
         self.label, self.turn = label, 1
 
@@ -174,6 +202,30 @@ class Births:
         self.label, self.turn = aside.label, aside.turn
         return born
 
+    def _settle(self) -> None:
+        """Give everything that is older than the last change of the label the label that it was born under."""
+        self._settle_boundaries()
+        self._settle_aside()
+
+    def _settle_boundaries(self) -> None:
+        if not self._boundaries:
+            return
+        boundaries, self._boundaries = self._boundaries, []
+        older, young = gc.get_objects(generation=1), gc.get_objects(generation=0)
+        ids = identities(young)
+        found = [np.flatnonzero(ids == id(boundary.mark)).tolist() for boundary in boundaries]
+        # A freeze took all that were made before it. Where none has gone, it was before the first, if there was one.
+        gone = max((turn for turn, places in enumerate(found, 1) if not places), default=0)
+        frozen_in = boundaries[gone].label if gone < len(boundaries) else self.label
+        self._look_at_witness([*older, *young], frozen_in)
+        begin = 0
+        for boundary, places in zip(boundaries, found, strict=True):
+            if places:
+                older += young[begin : places[0]]
+                begin = places[0]
+            self._note(map(id, _watched(older)), boundary.label, boundary.turn)
+            older = []
+
     def _settle_aside(self) -> None:
         """Give what is older than the aside that runs the label that it had before it."""
         if not self._asides or self._asides[-1].mark is None:
@@ -184,15 +236,14 @@ class Births:
         if place is None:
             return
         inside = {id(item) for item in _watched(young[place + 1 :])}
-        told = self.label, self.turn
-        self.label, self.turn = aside.label, aside.turn
-        self._note(id(item) for item in _watched(_young()) if id(item) not in inside)
-        self.label, self.turn = told
+        older = (id(item) for item in _watched(_young()) if id(item) not in inside)
+        self._note(older, aside.label, aside.turn)
 
-    def _note(self, keys: Iterable[int]) -> None:
+    def _note(self, keys: Iterable[int], label: str | None = None, turn: int = 1) -> None:
+        told = (self.label, self.turn) if label is None else (label, turn)
         for key in keys:
             if key not in self._known:
-                self._noted.setdefault(key, (self.label, self.turn))
+                self._noted.setdefault(key, told)
 
     def forget_dead(self) -> None:
         """Drop what is known of objects that are gone: the next object at such an address is another one."""
@@ -208,6 +259,7 @@ class Births:
         """
         if frozen_by_program(gc.get_freeze_count()) > self._frozen:
             return True
+        self._settle_boundaries()
         self._look_at_witness(_young())
         return self._lost
 
@@ -220,7 +272,7 @@ class Births:
             census: all objects, where they are known, so that they are not listed once more.
         """
         with collector_paused():
-            self._settle_aside()
+            self._settle()
             young = _young()
             self._look_at_witness(young)
             found = {id(item): item for item in _watched(young) if id(item) not in self._known}
@@ -293,13 +345,15 @@ class Births:
         # A full collection may reorder the old generation; the others append to it.
         return old if self._full else old[-self._moved :]
 
-    def _look_at_witness(self, young: list[object]) -> None:
+    def _look_at_witness(self, young: list[object], label: str | None = None) -> None:
         if self._witness is not None and not any(item is self._witness for item in young):
             self._lost = True
-            self.froze_in = self.froze_in or self.label
+            self.froze_in = self.froze_in or (self.label if label is None else label)
 
     def _collecting(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
+            if not self._is_marked_next:
+                self._settle_boundaries()
             self._settle_aside()
         # Only a collection of generation 1 or 2 moves anything to where it is not young any more.
         if info["generation"] < 1 or self._is_marked_next:

@@ -370,8 +370,7 @@ def _marks() -> list[str]:
 
 def _ended_children() -> tuple[float, ...]:
     """Moves whenever a child has ended that somebody waited for."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return (usage.ru_utime, usage.ru_stime, usage.ru_minflt, usage.ru_nvcsw, usage.ru_nivcsw)
+    return tuple(resource.getrusage(resource.RUSAGE_CHILDREN))
 
 
 def _stat(pid: int) -> _Process | None:

@@ -185,6 +185,44 @@ def test_what_was_noted_and_then_frozen_and_unfrozen_is_found(births: Births) ->
     assert seen(births, item) == ["before"]
 
 
+def test_what_lies_before_and_behind_a_change_of_the_label_is_told_apart_later(births: Births) -> None:
+    first = tensor()
+    births.begin("second", 3)
+    second = tensor()
+    births.begin("third")
+    third = [tensor(), tensor()]
+    found = {id(born.item): (born.label, born.turn) for born in births.survivors()}
+    assert [found[id(item)] for item in (first, second, *third)] == [
+        ("before", 1),
+        ("second", 3),
+        ("third", 1),
+        ("third", 1),
+    ]
+
+
+@pytest.mark.parametrize("generation", [0, 1, 2])
+def test_a_collection_leaves_everything_its_label(births: Births, generation: int) -> None:
+    first = tensor()
+    births.begin("second")
+    second = tensor()
+    gc.collect(generation)
+    births.begin("third")
+    third = tensor()
+    assert seen(births, first) + seen(births, second) + seen(births, third) == ["before", "second", "third"]
+
+
+@pytest.mark.usefixtures("thaw")
+@pytest.mark.parametrize("frozen_in", ["before", "second", "third"])
+def test_the_label_under_which_the_heap_was_frozen_is_known(births: Births, frozen_in: str) -> None:
+    for label in ("second", "third", "fourth"):
+        if births.label == frozen_in:
+            gc.freeze()
+            gc.unfreeze()
+        births.begin(label)
+    assert births.froze
+    assert births.froze_in == frozen_in
+
+
 @pytest.mark.usefixtures("thaw")
 def test_a_freeze_is_noticed_although_it_is_undone(births: Births) -> None:
     assert not births.froze

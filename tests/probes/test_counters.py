@@ -206,6 +206,25 @@ def test_a_child_of_another_thread_is_a_child_too() -> None:
     assert started[0].pid not in child_processes()
 
 
+def test_a_child_that_has_ended_is_one_until_it_is_waited_for() -> None:
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert child.pid in child_processes()
+    child.wait()
+    assert child.pid not in child_processes()
+
+
+def test_a_child_that_ends_without_a_signal_is_one() -> None:
+    """As `clone` makes them; the kernel tells of them only who asks for all kinds."""
+    stack = ctypes.create_string_buffer(1 << 16)
+    sleeping = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
+    pid = ctypes.CDLL(None).clone(sleeping, ctypes.addressof(stack) + len(stack) - 64, 0, None)
+    assert pid > 0
+    assert pid in child_processes()
+    os.waitpid(pid, 0x80000000)
+    assert pid not in child_processes()
+
+
 @contextlib.contextmanager
 def default_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
