@@ -216,9 +216,9 @@ def test_a_child_that_has_ended_is_one_until_it_is_waited_for() -> None:
 
 def test_a_child_that_ends_without_a_signal_is_one() -> None:
     """As `clone` makes them; the kernel tells of them only who asks for all kinds."""
-    stack = ctypes.create_string_buffer(1 << 16)
-    sleeping = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(lambda _: 0)
-    pid = ctypes.CDLL(None).clone(sleeping, ctypes.addressof(stack) + len(stack) - 64, 0, None)
+    stack, library = ctypes.create_string_buffer(1 << 16), ctypes.CDLL(None)
+    top = ctypes.c_void_p(ctypes.addressof(stack) + (len(stack) - 64) // 16 * 16)
+    pid = library.clone(library._exit, top, 0, None)
     assert pid > 0
     assert pid in child_processes()
     os.waitpid(pid, 0x80000000)
