@@ -145,8 +145,6 @@ def namespaces_of(modules: list[ModuleType]) -> tuple[Ints, Ints]:
         namespaces = list(map(dict_of_module, modules))
         return identities(namespaces), np.fromiter(map(len, namespaces), np.int64, len(namespaces))
     found = _words_at(ids + _NAMESPACE)
-    if found.all():
-        return found, _words_at(found + _USED)
     # One that the collector has cleared, and somebody has kept all the same, has none any more.
     sizes = np.zeros(len(found), np.int64)
     sizes[found != 0] = _words_at(found[found != 0] + _USED)
