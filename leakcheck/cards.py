@@ -55,8 +55,8 @@ class Cards:
     def __init__(self, *, driver: bool) -> None:
         self._driver = driver
         self._known: dict[str, _Card] = {}
-        # The last list, with the figures at which it was taken; only while one judgement lasts.
-        self._listed: dict[str, tuple[tuple[int | None, ...], tuple[Range, ...]]] = {}
+        # The last list, with the bytes that the driver counted beyond it; only while one judgement lasts.
+        self._listed: dict[str, tuple[int, tuple[Range, ...]]] = {}
         # Looked for where the driver counts more than it lists, and only then.
         self._mappings: dict[str, Mapping[str, int]] = {}
 
@@ -149,12 +149,21 @@ class Cards:
         return 0 if known is None or card.unlisted is None else card.unlisted - known
 
     def _allocations(self, device: str, now: Counters) -> tuple[Range, ...] | None:
-        """What the driver lists; where its figures are as they were in this judgement, what is left of that list."""
-        figures, (known, listed) = _figures(now, device), self._listed.get(device, ((), ()))
-        is_known = known == figures and figures[0] is not None
-        found = read_allocations(_index(device), listed) if is_known else read_allocations(_index(device))
-        if found is not None:
-            self._listed[device] = (figures, found)
+        """What the driver lists: what is left of this judgement's last list, where nothing can have come since.
+
+        A new allocation raises what the driver counts, and the rest of that list does not explain it. Where the driver
+        counts as much beyond the rest as it did beyond the list, all that has changed is that some of the list went.
+        Less is no proof: what it gave back elsewhere, such as code, may be as much as what is new.
+        """
+        counted, (beyond, listed) = _counted(now, device), self._listed.get(device, (None, ()))
+        if counted is not None and beyond is not None:
+            rest = read_allocations(_index(device), listed)
+            if rest is not None and counted - total(rest) == beyond:
+                self._listed[device] = (beyond, rest)
+                return rest
+        found = read_allocations(_index(device))
+        if found is not None and counted is not None:
+            self._listed[device] = (counted - total(found), found)
         return found
 
     def _read(self, device: str, claimed: Collection[int], now: Counters) -> _Card:
@@ -182,16 +191,6 @@ class Cards:
         counted = _counted(now, device)
         unlisted = None if counted is None else counted - total(allocations)
         return _Card(readings, allocations, unlisted, now.amounts.get(f"driver {device}"))
-
-
-def _figures(now: Counters, device: str) -> tuple[int | None, ...]:
-    """What changes when the driver gives out memory, in the steps in which it does, or takes some back."""
-    return (
-        now.amounts.get(f"driver {device}"),
-        now.amounts.get(f"reserved {device}"),
-        now.amounts.get(f"memory-pool {device}"),
-        sum(now.items.get(f"arena {device}", {}).values()),
-    )
 
 
 def allocation_name(address: int) -> str:

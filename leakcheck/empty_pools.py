@@ -75,7 +75,7 @@ def with_pool_holders(leak: ItemLeak, context: Context) -> list[ItemLeak]:
     # What emptying the cache gave back nobody held.
     is_held = leak.finding.resource == "reserved" and leak.finding.remedy is None
     parts = by_holder(leak.names, context) if is_held else ()
-    mapped = _mapped(leak.finding.device) if parts else None
+    mapped = _mapped(leak.finding.device, leak.names) if parts else None
     return [_with_holder(_of_pools(leak, part.names, mapped), part) for part in parts] or [leak]
 
 
@@ -93,7 +93,7 @@ def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context
         names: bytes of the segments that are still reserved, by `pool (0, 1), segment at 0x…`.
         context: what is known around it.
     """
-    mapped = _mapped(finding.device)
+    mapped = _mapped(finding.device, names)
     return [_of_held_pools(finding, key, part, mapped) for part in by_holder(names, context)]
 
 
@@ -163,9 +163,14 @@ def _sizes(names: Mapping[str, int]) -> dict[str, int]:
     return sizes
 
 
-def _mapped(device: str) -> Sequence[Range] | None:
-    """What the driver lists of a card, read once for all pools, as it takes a third of a second; None if it cannot."""
-    return read_allocations(int(device.partition(":")[2]))
+def _mapped(device: str, names: Mapping[str, int]) -> Sequence[Range] | None:
+    """What the driver lists of a card where some segments are, read once for all pools; None if it cannot."""
+    return read_allocations(int(device.partition(":")[2]), _segments(names))
+
+
+def _segments(names: Mapping[str, int]) -> list[Range]:
+    """Address and length of each segment."""
+    return [(int(name.rpartition(" ")[2], 16), size) for name, size in names.items()]
 
 
 def _without_memory(names: Mapping[str, int], mapped: Sequence[Range] | None) -> str:
@@ -176,7 +181,7 @@ def _without_memory(names: Mapping[str, int], mapped: Sequence[Range] | None) ->
     """
     if mapped is None:
         return ""
-    segments = [(int(name.rpartition(" ")[2], 16), size) for name, size in names.items()]
+    segments = _segments(names)
     size, held = total(segments), total(common(segments, mapped))
     if held >= size:
         return ""

@@ -48,12 +48,15 @@ def common(some: Iterable[Range], others: Iterable[Range]) -> tuple[Range, ...]:
 def without(some: Iterable[Range], gone: Iterable[Range]) -> tuple[Range, ...]:
     """The parts of `some` that do not lie in `gone`; merged."""
     left: list[Range] = []
+    holes = iter(common(some, gone))
+    hole = next(holes, None)
     for address, length in merge(some):
-        start = address
-        for hole, size in common([(address, length)], gone):
-            if hole > start:
-                left.append((start, hole - start))
-            start = hole + size
-        if start < address + length:
-            left.append((start, address + length - start))
+        start, end = address, address + length
+        while hole is not None and hole[0] < end:
+            if hole[0] > start:
+                left.append((start, hole[0] - start))
+            start = sum(hole)
+            hole = next(holes, None)
+        if start < end:
+            left.append((start, end - start))
     return tuple(left)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
+import itertools
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lowtide.probes.device.torch_allocator import initialized_torch
-from lowtide.probes.ranges import Range
+from lowtide.probes.ranges import Range, without
 
 # The driver hands out device addresses from reserved, inaccessible mappings, in steps of this.
 _STEP = 2 << 20
@@ -20,15 +21,17 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
 
     Args:
         device_index: of the card, as torch numbers it.
-        among: an earlier list, to be told at once what is left of it: where kernels have run the driver reserves a
-            terabyte of addresses, and to ask about each step takes a third of a second (measured on an H200).
+        among: the ranges to look in, such as those of an earlier list, whose part that is still there is told at once:
+            where kernels have run the driver reserves a terabyte of addresses, and to ask about each step takes tenths
+            of a second (measured on an H200).
 
     Kernels that a library loads on first use take device memory too, but the driver keeps that for itself: it is in no
     allocation. So this tells memory that somebody asked for from memory that the driver needs, which NVML's figure
     cannot. On Linux the driver reserves the host's addresses for what it hands out on a card (one address space for
-    both), as private mappings without access; each 2 MiB step in those is asked about (`cuMemGetAddressRange`), about
-    0.5 µs each. Of several small allocations in one step only those that begin where the previous one ends are seen,
-    and managed memory is not: it is the host's until a kernel touches it.
+    both), as private mappings without access; each 2 MiB step in those is asked about (`cuMemGetAddressRange`), in a
+    loop of the interpreter's own, as half a million of them may be empty. Of several small allocations in one step
+    only those that begin where the previous one ends are seen, and managed memory is not: it is the host's until a
+    kernel touches it.
 
     The tables that belong to kernels (their `__device__` variables: torch's random numbers bring 100 KiB with them)
     have addresses too, but nobody asked for them: they come and go with the code, and are left out.
@@ -42,7 +45,8 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
         attribute: Any = cuda.cuPointerGetAttribute
     except (OSError, AttributeError):
         return None
-    ask.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_size_t), ctypes.c_uint64)
+    # Addresses as plain integers: ctypes takes half as long for them as for pointer objects.
+    ask.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     attribute.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
 
     def tell(which: int, address: int) -> int:
@@ -60,18 +64,16 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
 
     found: dict[int, int] = {}
     start, length = ctypes.c_uint64(), ctypes.c_size_t()
+    answers = ctypes.addressof(start), ctypes.addressof(length)
     # A chip that shares its memory with the host has nothing that can be shared: there it tells nothing.
     shares = not torch.cuda.get_device_properties(device_index).is_integrated
     with torch.cuda.device(device_index):
-        for low, high in _reserved() if among is None else ((address, address + 1) for address, _ in among):
-            position = low
-            while position < high:
-                if ask(ctypes.byref(start), ctypes.byref(length), position) != 0:
-                    position += _STEP - position % _STEP
-                    continue
+        for low, high in _reserved() if among is None else [(address, address + size) for address, size in among]:
+            position: int | None = _first_answered(ask, answers, low, high)
+            while position is not None:
                 if tell(_DEVICE_ORDINAL, position) == device_index and not (shares and belongs_to_code(position)):
                     found[start.value] = length.value
-                position = max(start.value + length.value, position + 1)
+                position = _first_answered(ask, answers, max(start.value + length.value, position + 1), high)
     return tuple(sorted(found.items()))
 
 
@@ -80,8 +82,8 @@ def read_mappings_without_access(device_index: int, listed: Sequence[Range]) -> 
 
     `cuMemGetAddressRange` knows such a mapping only once `cuMemSetAccess` was called. The handle of the memory behind
     an address can be asked for before (`cuMemRetainAllocationHandle`), and is released again at once. Empty where the
-    driver cannot be asked. Takes about 2 µs for each 2 MiB of reserved addresses, so it is to be asked only where the
-    driver counts more than it lists.
+    driver cannot be asked. Takes longer than `read_allocations` does, so it is to be asked only where the driver counts
+    more than it lists.
 
     Args:
         device_index: of the card, as torch numbers it.
@@ -97,33 +99,55 @@ def read_mappings_without_access(device_index: int, listed: Sequence[Range]) -> 
         describe: Any = cuda.cuMemGetAllocationPropertiesFromHandle
     except (OSError, AttributeError):
         return ()
-    retain.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_uint64)
+    retain.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     release.argtypes = (ctypes.c_uint64,)
     # CUmemAllocationProp: type, requestedHandleTypes, location.type, location.id, and what is not read here.
     properties = (ctypes.c_int * 32)()
     describe.argtypes = (ctypes.c_void_p, ctypes.c_uint64)
-    starts = [address for address, _ in listed]
     handle = ctypes.c_uint64()
+    answers = (ctypes.addressof(handle),)
     found: list[tuple[int, int]] = []
     last = 0
     with torch.cuda.device(device_index):
-        for low, high in _reserved():
-            for position in range(low, high, _STEP):
-                before = bisect_right(starts, position) - 1
-                if before >= 0 and position < listed[before][0] + listed[before][1]:
-                    continue
-                if retain(ctypes.byref(handle), position) != 0:
-                    continue
+        for address, size in without([(low, high - low) for low, high in _reserved()], listed):
+            high = address + size
+            position = _first_answered(retain, answers, _aligned(address), high)
+            while position is not None:
                 is_here = describe(properties, handle.value) == 0 and properties[3] == device_index
                 release(handle.value)
-                if not is_here:
-                    continue
-                if found and handle.value == last and sum(found[-1]) == position:
-                    found[-1] = (found[-1][0], found[-1][1] + _STEP)
-                else:
-                    found.append((position, _STEP))
-                last = handle.value
+                if is_here:
+                    if found and handle.value == last and sum(found[-1]) == position:
+                        found[-1] = (found[-1][0], found[-1][1] + _STEP)
+                    else:
+                        found.append((position, _STEP))
+                    last = handle.value
+                position = _first_answered(retain, answers, position + _STEP, high)
     return tuple(found)
+
+
+def _first_answered(ask: Any, answers: Sequence[int], low: int, high: int) -> int | None:
+    """The first of `low` and the steps after it, below `high`, for which a function of the driver succeeds.
+
+    Args:
+        ask: takes `answers`, and the address last; returns 0 if it succeeds.
+        answers: where it writes what it says: that of the address returned.
+        low: the first address.
+        high: the end.
+    """
+    if low >= high:
+        return None
+    if low % _STEP and ask(*answers, low) == 0:
+        return low
+    steps = range(_aligned(low), high, _STEP)
+    try:
+        return steps[operator.indexOf(map(ask, *map(itertools.repeat, answers), steps), 0)]
+    except ValueError:
+        return None
+
+
+def _aligned(address: int) -> int:
+    """The first step that is not below an address."""
+    return -(-address // _STEP) * _STEP
 
 
 # CU_POINTER_ATTRIBUTE_…: CONTEXT, IS_MANAGED, DEVICE_ORDINAL, IS_LEGACY_CUDA_IPC_CAPABLE, MEMPOOL_HANDLE
@@ -136,7 +160,7 @@ def _reserved() -> list[Range]:
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
         fields = line.split(maxsplit=5)
         low, _, high = fields[0].partition("-")
-        first = -(-int(low, 16) // _STEP) * _STEP
+        first = _aligned(int(low, 16))
         if fields[1].startswith("---") and len(fields) < 6 and int(high, 16) - first >= _STEP:
             spans.append((first, int(high, 16)))
     return spans

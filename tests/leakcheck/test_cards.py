@@ -162,6 +162,37 @@ def test_what_went_in_a_judgement_is_not_told_of_an_old_list(card: FakeCard, kno
     assert found[f"allocations {CARD}"] == {"allocation at 0x1000": 64 * MIB}
 
 
+def test_what_went_in_a_judgement_is_left_out_without_another_list(card: FakeCard, known: Cards) -> None:
+    card.listed |= {0x1000: 64 * MIB, 0x5000: 32 * MIB}
+    lists = card.lists
+    assert len(new(known, card)[f"allocations {CARD}"]) == 2
+    del card.listed[0x5000]
+    assert new(known, card) == {f"allocations {CARD}": {"allocation at 0x1000": 64 * MIB}}
+    # What a pool of the driver keeps of it is counted with the pool.
+    del card.listed[0x1000]
+    card.idle_pool = 64 * MIB
+    assert new(known, card) == {}
+    assert card.lists == lists + 1
+
+
+# Only of what the driver lists as much may go as comes: of the rest there are the figures alone.
+@pytest.mark.parametrize(
+    ("gone", "is_listed"), [(0, True), (2 * MIB, True), (64 * MIB, True), (2 * MIB, False), (96 * MIB, False)]
+)
+def test_what_came_in_a_judgement_is_seen_whatever_went_with_it(
+    card: FakeCard, known: Cards, gone: int, is_listed: bool
+) -> None:
+    card.listed |= {0x1000: 64 * MIB, 0x5000: gone}
+    card.context += 128 * MIB
+    assert "allocation at 0x1000" in new(known, card)[f"allocations {CARD}"]
+    if is_listed:
+        del card.listed[0x5000]
+    else:
+        card.context -= gone
+    card.listed[0x9000] = 64 * MIB
+    assert "allocation at 0x9000" in new(known, card)[f"allocations {CARD}"]
+
+
 def test_what_came_in_a_judgement_is_seen_by_the_figures(card: FakeCard, known: Cards) -> None:
     card.listed[0x1000] = 64 * MIB
     assert len(new(known, card)[f"allocations {CARD}"]) == 1

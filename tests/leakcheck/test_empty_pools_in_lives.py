@@ -17,7 +17,7 @@ from lowtide.leakcheck.lifecycle import LifecycleRun
 from lowtide.probes.device.driver import DriverReading
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import AllocatorReading, parse_pools
-from lowtide.probes.ranges import Range
+from lowtide.probes.ranges import Range, total
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.reports.schema import Subject
 from lowtide.reports.sizes import format_bytes
@@ -183,7 +183,11 @@ def test_pools_of_two_holders_are_two_leaks_each_with_its_holder(card: FakeCard)
 def test_what_the_driver_holds_of_a_pool_is_told_where_torch_counts_more(
     card: FakeCard, monkeypatch: pytest.MonkeyPatch, mapped: Sequence[Range] | None, told: str
 ) -> None:
-    monkeypatch.setattr(empty_pools, "read_allocations", lambda index: mapped if index == 0 else ((0, 1 << 40),))
+    def read(index: int, among: Sequence[Range]) -> Sequence[Range] | None:
+        assert total(among) == 300 * MIB
+        return mapped if index == 0 else ((0, 1 << 40),)
+
+    monkeypatch.setattr(empty_pools, "read_allocations", read)
     (finding,) = lived(not_twice(card)).findings
     assert finding.bytes == 300 * MIB
     assert f"(pool (0, 2): 300.0 MiB){told}" in finding.message

@@ -1,0 +1,168 @@
+"""What the CUDA driver lists, asked of a double of the driver in the address space that this process reserves."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowtide.probes.device import allocations
+from lowtide.probes.device.allocations import read_allocations, read_mappings_without_access
+
+MIB = 1 << 20
+STEP = 2 * MIB
+_ASK = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
+_TELL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+_RETAIN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)
+_RELEASE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64)
+_DESCRIBE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_uint64)
+_CONTEXT, _MANAGED, _DEVICE_ORDINAL, _SHAREABLE, _POOL = 1, 8, 9, 10, 17
+
+
+@dataclass
+class FakeDriver:
+    """A driver that reserves addresses as the real one does, and the calls by which it is asked.
+
+    Attributes:
+        base: the first step of the reserved addresses.
+        listed: the length of each allocation, by its offset from there.
+        of_code: offsets of those that belong to kernels.
+        elsewhere: offsets of those on another card.
+        handles: handles of the memory that is mapped without access, by the offset of the step.
+        asked: how often it was asked about an address.
+    """
+
+    base: int
+    listed: dict[int, int] = field(default_factory=dict)
+    of_code: set[int] = field(default_factory=set)
+    elsewhere: set[int] = field(default_factory=set)
+    handles: dict[int, int] = field(default_factory=dict)
+    asked: int = 0
+    retained: list[int] = field(default_factory=list)
+
+    def library(self, name: str) -> Any:
+        assert name == "libcuda.so.1"
+        return SimpleNamespace(
+            cuMemGetAddressRange_v2=_ASK(self._range),
+            cuPointerGetAttribute=_TELL(self._attribute),
+            cuMemRetainAllocationHandle=_RETAIN(self._retain),
+            cuMemRelease=_RELEASE(self._release),
+            cuMemGetAllocationPropertiesFromHandle=_DESCRIBE(self._describe),
+        )
+
+    def at(self, *offsets: int) -> tuple[tuple[int, int], ...]:
+        return tuple((self.base + offset, self.listed[offset]) for offset in offsets)
+
+    def _begin(self, address: int) -> int | None:
+        starts = sorted(self.listed)
+        place = bisect.bisect_right(starts, address - self.base) - 1
+        found = starts[place] if place >= 0 else None
+        return found if found is not None and address - self.base < found + self.listed[found] else None
+
+    def _range(self, start: int, length: int, address: int) -> int:
+        self.asked += 1
+        begin = self._begin(address)
+        if begin is None:
+            return 1
+        ctypes.c_uint64.from_address(start).value = self.base + begin
+        ctypes.c_size_t.from_address(length).value = self.listed[begin]
+        return 0
+
+    def _attribute(self, value: int, which: int, address: int) -> int:
+        begin = self._begin(address)
+        told = {_CONTEXT: 1, _MANAGED: 0, _POOL: 0}
+        told |= {_DEVICE_ORDINAL: int(begin in self.elsewhere), _SHAREABLE: int(begin not in self.of_code)}
+        ctypes.c_uint64.from_address(value).value = told[which]
+        return 0
+
+    def _retain(self, handle: int, address: int) -> int:
+        found = self.handles.get(address - self.base)
+        if found is None:
+            return 1
+        self.retained.append(found)
+        ctypes.c_uint64.from_address(handle).value = found
+        return 0
+
+    def _release(self, handle: int) -> int:
+        self.retained.remove(handle)
+        return 0
+
+    def _describe(self, properties: int, handle: int) -> int:
+        (ctypes.c_int * 4).from_address(properties)[3] = 0
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """A driver that has reserved 64 MiB of addresses, beside whatever else this process has reserved."""
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    address = libc.mmap(None, 64 * MIB, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    fake = FakeDriver(-(-address // STEP) * STEP)
+    card = SimpleNamespace(
+        get_device_properties=lambda index: SimpleNamespace(is_integrated=False),
+        device=lambda index: contextlib.nullcontext(),
+    )
+    torch = SimpleNamespace(version=SimpleNamespace(hip=None), cuda=card)
+    monkeypatch.setattr(allocations, "initialized_torch", lambda: torch)
+    monkeypatch.setattr(allocations.ctypes, "CDLL", fake.library)
+    yield fake
+    monkeypatch.undo()
+    libc.munmap(address, 64 * MIB)
+
+
+def test_allocations_are_found_wherever_they_lie_in_what_is_reserved(driver: FakeDriver) -> None:
+    driver.listed = {0: STEP, 6 * MIB: 5 * MIB + 256, 14 * MIB: 512, 40 * MIB: 20 * MIB}
+    assert read_allocations(0) == driver.at(0, 6 * MIB, 14 * MIB, 40 * MIB)
+
+
+def test_small_allocations_are_found_that_begin_where_the_previous_one_ends(driver: FakeDriver) -> None:
+    driver.listed = {8 * MIB: 512, 8 * MIB + 512: 1024, 8 * MIB + 4096: 512, 10 * MIB: 512}
+    assert read_allocations(0) == driver.at(8 * MIB, 8 * MIB + 512, 10 * MIB)
+
+
+def test_what_belongs_to_kernels_or_to_another_card_is_left_out(driver: FakeDriver) -> None:
+    driver.listed = {0: STEP, 4 * MIB: STEP, 6 * MIB: STEP, 8 * MIB: STEP}
+    driver.of_code, driver.elsewhere = {4 * MIB}, {6 * MIB}
+    assert read_allocations(0) == driver.at(0, 8 * MIB)
+
+
+def test_nothing_is_listed_of_addresses_that_nobody_reserved(driver: FakeDriver) -> None:
+    driver.listed = {1 << 40: STEP}
+    assert read_allocations(0) == ()
+
+
+def test_of_an_earlier_list_only_what_is_still_there_is_asked_about(driver: FakeDriver) -> None:
+    driver.listed = {0: STEP, 6 * MIB + 512: 512, 20 * MIB: 8 * MIB, 40 * MIB: STEP}
+    earlier = driver.at(0, 6 * MIB + 512, 20 * MIB)
+    del driver.listed[0]
+    driver.asked = 0
+    assert read_allocations(0, earlier) == driver.at(6 * MIB + 512, 20 * MIB)
+    # One step each, and what is behind the first of each two.
+    assert driver.asked == 3
+
+
+def test_in_the_place_of_what_is_gone_what_is_there_now_is_found(driver: FakeDriver) -> None:
+    driver.listed = {20 * MIB: 8 * MIB}
+    earlier = driver.at(20 * MIB)
+    driver.listed = {20 * MIB: 2 * MIB, 24 * MIB: 2 * MIB}
+    assert read_allocations(0, earlier) == driver.at(20 * MIB, 24 * MIB)
+
+
+def test_what_is_mapped_without_access_is_told_by_its_handle(driver: FakeDriver) -> None:
+    driver.listed = {0: STEP, 6 * MIB: 512}
+    driver.handles = {0: 1, 6 * MIB: 2, 10 * MIB: 7, 12 * MIB: 7, 14 * MIB: 8, 30 * MIB: 8}
+    found = read_mappings_without_access(0, driver.at(0, 6 * MIB))
+    assert found == tuple(
+        (driver.base + at, size) for at, size in ((10 * MIB, 2 * STEP), (14 * MIB, STEP), (30 * MIB, STEP))
+    )
+    assert driver.retained == []
