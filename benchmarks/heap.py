@@ -29,8 +29,8 @@ import objgraph
 import psutil
 import torch
 
-from lowtide.probes.heap import find_paths, trace
-from lowtide.probes.objects import collector_paused
+from lowtide.probes.heap.holders import find_paths, trace
+from lowtide.probes.objects.listed import collector_paused
 
 LEAKS = 20
 DEPTH = 13

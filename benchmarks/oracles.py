@@ -15,13 +15,13 @@ from pathlib import Path
 import machine
 import torch
 
-from lowtide.probes.contents import take_fingerprints
 from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.kernels.access import fingerprint_version, search_version
 from lowtide.probes.kernels.words import RangeTable
-from lowtide.probes.pointers import ALIGNMENT, LabelledRange, find_pointers, gone_since
-from lowtide.probes.ranges import merge
-from lowtide.probes.tensors import live_storages
+from lowtide.probes.memory.contents import take_fingerprints
+from lowtide.probes.memory.pointers import ALIGNMENT, LabelledRange, find_pointers, gone_since
+from lowtide.probes.memory.ranges import merge
+from lowtide.probes.memory.tensors import live_storages
 
 GIB = 1 << 30
 PIECE = 64 << 20  # bytes that are made at a time, so that making them takes little memory

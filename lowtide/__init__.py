@@ -10,8 +10,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lowtide import old_names
+
 if TYPE_CHECKING:
-    from lowtide.leakcheck.check import LeakCheck
+    from lowtide.leakcheck.watching.check import LeakCheck
     from lowtide.probes.stages import stage
 
 __version__ = "0.1.0"
@@ -19,7 +21,9 @@ __version__ = "0.1.0"
 __all__ = ["LeakCheck", "__version__", "stage"]
 
 
-_HOMES = {"LeakCheck": "lowtide.leakcheck.check", "stage": "lowtide.probes.stages"}
+old_names.install()
+
+_HOMES = {"LeakCheck": "lowtide.leakcheck.watching.check", "stage": "lowtide.probes.stages"}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from lowtide.probes.device.torch_allocator import Segment, initialized_torch
-from lowtide.probes.dispatch_modes import keep_from_compiler
+from lowtide.probes.memory.dispatch_modes import keep_from_compiler
 
 _OWN_MODULES = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
 _OWN_FOLDERS = tuple(

@@ -6,15 +6,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lowtide.probes.caches import CacheReading, bytes_held, read_caches
 from lowtide.probes.device.driver import Driver, DriverReading
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, read_allocators, read_pinned
-from lowtide.probes.gc_state import GcReading, read_gc
-from lowtide.probes.host import HostReading, Resident, named_shared_memory, read_host, resident_in
-from lowtide.probes.objects import Census, all_objects, collector_paused
-from lowtide.probes.ranges import Range, without
+from lowtide.probes.heap.caches import CacheReading, bytes_held, read_caches
+from lowtide.probes.host.readings import HostReading, Resident, named_shared_memory, read_host, resident_in
+from lowtide.probes.memory.ranges import Range, without
+from lowtide.probes.memory.tensors import TensorReading, summarize, survey_storages
+from lowtide.probes.objects.gc_state import GcReading, read_gc
+from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
-from lowtide.probes.tensors import TensorReading, summarize, survey_storages
 
 
 @dataclass(frozen=True, slots=True)

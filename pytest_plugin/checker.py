@@ -17,14 +17,14 @@ import pytest
 from _pytest.runner import call_and_report, show_test_item
 
 import lowtide
-from lowtide.leakcheck.imports import ImportWatch
-from lowtide.leakcheck.ledger import ANYTHING
-from lowtide.leakcheck.owners import Owner
-from lowtide.leakcheck.readings import this_machine
-from lowtide.leakcheck.sleep_watch import SleepWatch
-from lowtide.leakcheck.suppressions import SuppressionError, Suppressions, find, load, problems, shipped
-from lowtide.leakcheck.unproven import Unproven
-from lowtide.leakcheck.watch import Policy, Verdict, Watch
+from lowtide.leakcheck.baseline.import_watch import ImportWatch
+from lowtide.leakcheck.baseline.owner_levels import ANYTHING
+from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.baseline.readings import this_machine
+from lowtide.leakcheck.findings.deferred_remedies import Unproven
+from lowtide.leakcheck.suppressions.entries import SuppressionError, Suppressions, find, load, problems, shipped
+from lowtide.leakcheck.watching.sleep_watch import SleepWatch
+from lowtide.leakcheck.watching.watch import Policy, Verdict, Watch
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.stages import Stage, listening, stage
 from lowtide.pytest_plugin import terminal

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.probes.foreign import attribute, is_a, module_of_class, mro_of, namespace_of
-from lowtide.probes.objects import frame_locals
+from lowtide.probes.objects.foreign import attribute, is_a, module_of_class, mro_of, namespace_of
+from lowtide.probes.objects.listed import frame_locals
 
 # As the interpreter has them, whatever the error's class makes of such a name.
 _TRACEBACK_OF = BaseException.__dict__["__traceback__"].__get__

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.owners import Owner
-from lowtide.probes.whose_code import is_library
+from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.probes.objects.whose_code import is_library
 from lowtide.pytest_plugin.settings import excuse_of
 
 # pytest wraps what unittest and xunit-style classes and modules set up in fixtures of its own.

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import pytest
 
-from lowtide.probes.births import young_generations_tell
+from lowtide.probes.heap.births import young_generations_tell
 from lowtide.reports.sizes import parse_bytes
 
 if sys.version_info >= (3, 11):

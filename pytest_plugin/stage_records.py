@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 
-from lowtide.leakcheck.readings import to_readings
+from lowtide.leakcheck.baseline.readings import to_readings
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.snapshot import Snapshot, take_snapshot

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.budget import REMEDIES_SHARE, UNTRIED
-from lowtide.leakcheck.plain import HOST_MEMORY_TOLERANCE, plain_metrics
+from lowtide.leakcheck.judging.budget import REMEDIES_SHARE, UNTRIED
+from lowtide.leakcheck.judging.tolerances import HOST_MEMORY_TOLERANCE, plain_metrics
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.spent import Spent
 from lowtide.reports.finding_lines import amount, first_line, holder_text, one_line, terminal_lines
@@ -37,7 +37,7 @@ def header(settings: Settings, *, shares_card: bool) -> list[str]:
 
 
 def _judged(settings: Settings, *, shares_card: bool) -> list[str]:
-    """The resources of `leakcheck/plain.py`, as far as they can be read here."""
+    """The resources of `leakcheck/judging/tolerances.py`, as far as they can be read here."""
     devices = ["cpu"] if settings.device == "cpu" else ["cpu", "cuda"]
     resources = list(dict.fromkeys(metric.resource for metric in plain_metrics(devices)))
     return [name for name in resources if not (shares_card and name == "driver")]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.probes.device.torch_allocator import initialized_torch
-from lowtide.probes.ranges import Range, without
+from lowtide.probes.memory.ranges import Range, without
 
 # The driver hands out device addresses from reserved, inaccessible mappings, in steps of this.
 _STEP = 2 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from lowtide.probes.objects import Census, all_objects
+from lowtide.probes.objects.listed import Census, all_objects
 
 
 def any_graph_alive() -> bool:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from lowtide.probes.ranges import Range, merge
-from lowtide.probes.tensors import live_storages
+from lowtide.probes.memory.ranges import Range, merge
+from lowtide.probes.memory.tensors import live_storages
 
 # A memory segment and a block in it, as `torch.cuda.memory_snapshot()` gives them.
 Segment = Mapping[str, Any]

@@ -13,7 +13,7 @@ from lowtide.engine.arena import ALIGNMENT, Arena, padded, tensor_over
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.probes.host import resident_bytes
+from lowtide.probes.host.readings import resident_bytes
 from lowtide.probes.stages import announced_pools
 
 PAGE = 4096

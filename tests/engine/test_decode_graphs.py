@@ -18,8 +18,8 @@ from lowtide.engine.attention import PagedDecodes
 from lowtide.engine.block_table import BlockTable
 from lowtide.engine.cuda_graphs import DecodeGraphs, batch_sizes
 from lowtide.engine.runner import ModelRunner
+from lowtide.probes.memory.tensors import read_tensors
 from lowtide.probes.stages import announced_pools
-from lowtide.probes.tensors import read_tensors
 
 if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup

@@ -42,8 +42,8 @@ from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.request import Request
 from lowtide.engine.scheduler import Scheduler, SchedulerOutput
+from lowtide.probes.memory.tensors import read_tensors
 from lowtide.probes.stages import announced_pools
-from lowtide.probes.tensors import read_tensors
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup

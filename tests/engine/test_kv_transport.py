@@ -13,7 +13,7 @@ from lowtide.engine import ConfigError, DriverError, EngineConfig, LLMEngine, kv
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.kv_transport import KVTransport
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.probes.counters import anonymous_bytes
+from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.stages import PoolReading, announced_pools
 
 MIB = 1 << 20

@@ -29,8 +29,8 @@ from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.worker import Worker
 from lowtide.probes import stages
+from lowtide.probes.memory.tensors import read_tensors
 from lowtide.probes.stages import announced_pools
-from lowtide.probes.tensors import read_tensors
 
 PROMPTS = [[1, 2, 3], list(range(40)), [7] * 20]
 PARAMS = SamplingParams(max_tokens=8)

@@ -11,8 +11,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's
 
 from lowtide.engine import EngineConfig, EngineError, LLMEngine, SamplingParams
 from lowtide.engine.process_group import ProcessGroup
-from lowtide.probes.counters import process_groups
-from lowtide.probes.host import read_host
+from lowtide.probes.host.counters import process_groups
+from lowtide.probes.host.readings import read_host
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(kv_cache_bytes=1 << 20, process_group=True)

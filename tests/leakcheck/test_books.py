@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck.books import Books
-from lowtide.leakcheck.owners import Owner
-from lowtide.leakcheck.shared_memory import MadeSegments
-from lowtide.probes.counters import Counters
+from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.baseline.records import Books
+from lowtide.leakcheck.baseline.shared_memory import MadeSegments
+from lowtide.probes.host.counters import Counters
 
 DTYPE = "torch.get_default_dtype()"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from lowtide.leakcheck.budget import UNTRIED, Budget, untried
+from lowtide.leakcheck.judging.budget import UNTRIED, Budget, untried
 
 
 def test_without_a_limit_it_is_never_spent() -> None:

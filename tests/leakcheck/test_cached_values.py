@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.cached_values import MOST_KEPT, CachedValues, SortedValues
-from lowtide.leakcheck.storages import Held, storage_keys
-from lowtide.probes.caches import cache_entries
-from lowtide.probes.foreign import LRU_CACHE
-from lowtide.probes.reach import reach
-from lowtide.probes.tensors import survey_storages
+from lowtide.leakcheck.baseline.storages import Held, storage_keys
+from lowtide.leakcheck.findings.cached_values import MOST_KEPT, CachedValues, SortedValues
+from lowtide.probes.heap.caches import cache_entries
+from lowtide.probes.heap.reach import reach
+from lowtide.probes.memory.tensors import survey_storages
+from lowtide.probes.objects.foreign import LRU_CACHE
 
 LIBRARY = """
 import functools

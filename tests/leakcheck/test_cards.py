@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lowtide.leakcheck import cards
-from lowtide.leakcheck.cards import UNLISTED, Cards
-from lowtide.leakcheck.plain import UNLISTED_TOLERANCE
-from lowtide.probes.counters import Counters
+from lowtide.leakcheck.baseline import device_memory as cards
+from lowtide.leakcheck.baseline.device_memory import UNLISTED, Cards
+from lowtide.leakcheck.judging.tolerances import UNLISTED_TOLERANCE
 from lowtide.probes.device.torch_allocator import UnexplainedBlocks
+from lowtide.probes.host.counters import Counters
 
 CARD = "cuda:0"
 MIB = 1 << 20

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from lowtide.leakcheck import graph_parts, tensor_findings
-from lowtide.leakcheck.causes import Draft, by_cause, with_causes
-from lowtide.leakcheck.filled_caches import CachedItem
-from lowtide.leakcheck.item_findings import ItemLeak
-from lowtide.leakcheck.tensor_findings import Context, TensorLeak, with_free_beside
+from lowtide.leakcheck.baseline.filled_caches import CachedItem
+from lowtide.leakcheck.findings import graph_parts, tensor_findings
+from lowtide.leakcheck.findings.causes import Draft, by_cause, with_causes
+from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, with_free_beside
 from lowtide.probes.allocation_stacks import StackFrame
 from lowtide.reports.schema import Finding, Hop, Resource
 

@@ -14,10 +14,10 @@ import torch
 
 import lowtide
 from lowtide import LeakCheck
-from lowtide.leakcheck.check import LeakCheckError
-from lowtide.leakcheck.watch import Verdict, Watch
-from lowtide.probes.births import Births
-from lowtide.probes.counters import CounterReader, Counters
+from lowtide.leakcheck.watching.check import LeakCheckError
+from lowtide.leakcheck.watching.watch import Verdict, Watch
+from lowtide.probes.heap.births import Births
+from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.stages import stage
 from lowtide.reports.schema import Finding, NotMeasured, Subject
 
@@ -275,7 +275,7 @@ def test_what_a_driver_does_not_tell_is_not_measured(leaks: bool, monkeypatch: p
 
 
 def test_an_interpreter_whose_collector_tells_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.leakcheck.check.young_generations_tell", lambda: False)
+    monkeypatch.setattr("lowtide.leakcheck.watching.check.young_generations_tell", lambda: False)
     with pytest.raises(LeakCheckError, match=r"needs CPython 3\.10 to 3\.13"), LeakCheck():
         pass
 

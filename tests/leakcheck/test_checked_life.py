@@ -15,14 +15,14 @@ import torch
 
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck import checked_life
-from lowtide.leakcheck.checked_life import Call, CheckedLife, Fault, LifeError, Lives
-from lowtide.leakcheck.fault_sweep import sweep
-from lowtide.leakcheck.faults import Seam
-from lowtide.leakcheck.fuzz import fuzz
-from lowtide.leakcheck.ladder import Rung, SettlePolicy
-from lowtide.leakcheck.target import Capabilities, TargetError
-from lowtide.probes.counters import Counters
+from lowtide.leakcheck.fuzzing.fault_sweep import sweep
+from lowtide.leakcheck.fuzzing.fuzz import fuzz
+from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy
+from lowtide.leakcheck.lives import checked_life
+from lowtide.leakcheck.lives.checked_life import Call, CheckedLife, Fault, LifeError, Lives
+from lowtide.leakcheck.lives.faults import Seam
+from lowtide.leakcheck.lives.target import Capabilities, TargetError
+from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
 

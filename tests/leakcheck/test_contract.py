@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowtide.leakcheck.contract import (
+from lowtide.leakcheck.judging.contract import (
     PENDING,
     after_deep_sleep,
     after_failed_wake,

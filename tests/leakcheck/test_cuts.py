@@ -21,9 +21,9 @@ from typing import Any, Literal, NamedTuple
 import pytest
 import torch
 
-from lowtide.leakcheck.cuts import Cut, Names, NamespaceSizes, Refused, cut_of, namespace_sizes
-from lowtide.leakcheck.explain import Explanation, explain
-from lowtide.probes.heap import Link, trace
+from lowtide.leakcheck.explaining.cuts import Cut, Names, NamespaceSizes, Refused, cut_of, namespace_sizes
+from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.probes.heap.holders import Link, trace
 
 
 class Thing:

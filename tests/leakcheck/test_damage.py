@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from lowtide.engine import EngineConfig, LLMEngine
 from lowtide.engine import checkpoint as module
 from lowtide.engine.errors import CheckpointError
-from lowtide.leakcheck.damage import cut_short, misshape
-from lowtide.leakcheck.fault_sweep import Swept, sweep
-from lowtide.leakcheck.faults import DamagedShardError, Injection, ShardSeam, injecting
-from lowtide.leakcheck.fuzz_command import checkpoint_target
-from lowtide.leakcheck.small_checkpoint import SmallCheckpoint
+from lowtide.leakcheck.cli.fuzz_command import checkpoint_target
+from lowtide.leakcheck.fuzzing.fault_sweep import Swept, sweep
+from lowtide.leakcheck.lives.damaged_checkpoints import cut_short, misshape
+from lowtide.leakcheck.lives.faults import DamagedShardError, Injection, ShardSeam, injecting
+from lowtide.leakcheck.lives.small_checkpoint import SmallCheckpoint
 
 DAMAGES = ("shard-cut", "shard-shape")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.declarations import (
+from lowtide.leakcheck.explaining.declarations import (
     of_attribute,
     of_class_attribute,
     of_global,

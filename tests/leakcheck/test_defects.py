@@ -15,10 +15,10 @@ import pytest
 
 from lowtide.engine import ConfigError, EngineConfig
 from lowtide.engine.defects import DEFECTS, Defect, find_defect
-from lowtide.leakcheck import verify as module
-from lowtide.leakcheck.lifecycle import LifecycleRun
-from lowtide.leakcheck.reference import ReferenceLife
-from lowtide.leakcheck.verify import Run, Verified, table, verify
+from lowtide.leakcheck.lives import verify as module
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+from lowtide.leakcheck.lives.reference import ReferenceLife
+from lowtide.leakcheck.lives.verify import Run, Verified, table, verify
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Finding, Remedy, Return, Subject
 
@@ -28,7 +28,7 @@ ON_CPU = [name for name, defect in DEFECTS.items() if "cpu" in defect.devices]
 # Loads what every run loads, once, and makes a process of its own for each.
 FORKING = """
 import os, sys, traceback
-import lowtide.leakcheck.cli, lowtide.leakcheck.lifecycle, lowtide.leakcheck.reference
+import lowtide.leakcheck.cli.commands, lowtide.leakcheck.lives.lifecycle, lowtide.leakcheck.lives.reference
 
 for line in sys.stdin:
     said, *arguments = line.rstrip("\\n").split("\\t")
@@ -39,7 +39,7 @@ for line in sys.stdin:
             os.dup2(said, stream)
         sys.argv[1:] = arguments
         try:
-            lowtide.leakcheck.cli.main()
+            lowtide.leakcheck.cli.commands.main()
         except SystemExit:
             pass
         except BaseException:

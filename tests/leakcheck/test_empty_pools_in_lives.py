@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck import empty_pools, ladder, lifecycle
-from lowtide.leakcheck.fingerprints import fingerprint
-from lowtide.leakcheck.ladder import Rung, release
-from lowtide.leakcheck.lifecycle import LifecycleRun
+from lowtide.leakcheck.findings import empty_pools
+from lowtide.leakcheck.judging import ladder
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.ladder import Rung, release
+from lowtide.leakcheck.lives import lifecycle
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.probes.device.driver import DriverReading
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import AllocatorReading, parse_pools
-from lowtide.probes.ranges import Range, total
+from lowtide.probes.memory.ranges import Range, total
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.reports.schema import Subject
 from lowtide.reports.sizes import format_bytes

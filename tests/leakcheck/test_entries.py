@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.entries import (
+from lowtide.leakcheck.explaining.container_entries import (
     can_delete_from_dict,
     can_delete_key,
     can_discard,
@@ -21,7 +21,7 @@ from lowtide.leakcheck.entries import (
     discard,
     set_in_dict,
 )
-from lowtide.probes.foreign import has_plain_hash
+from lowtide.probes.objects.foreign import has_plain_hash
 
 
 class Thing:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.cuts import Names
-from lowtide.leakcheck.explain import explain, expression_to
+from lowtide.leakcheck.explaining.cuts import Names
+from lowtide.leakcheck.explaining.explain import explain, expression_to
 from tests.leakcheck.executing import execute
 from tests.leakcheck.test_cuts import CASES, WAYS, Others, Thing, parts_of
 

@@ -21,8 +21,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lowtide.leakcheck import exemptions
-from lowtide.leakcheck.exemptions import EXEMPTIONS, exempt, is_exempt
+from lowtide.leakcheck.judging import exemptions
+from lowtide.leakcheck.judging.exemptions import EXEMPTIONS, exempt, is_exempt
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.explain import Explanation, explain
-from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.judging.fingerprints import fingerprint
 
 
 class Engine:
@@ -402,7 +402,7 @@ FROZEN = """
 import gc, sys, types
 sys.path.insert(0, sys.argv[1])
 import torch
-from lowtide.leakcheck.explain import explain
+from lowtide.leakcheck.explaining.explain import explain
 
 class Engine:
     pass

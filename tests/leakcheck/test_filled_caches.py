@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck import filled_caches
-from lowtide.leakcheck.filled_caches import FilledCaches
-from lowtide.leakcheck.storages import storage_keys
-from lowtide.probes.births import Births
-from lowtide.probes.heap import trace
+from lowtide.leakcheck.baseline import filled_caches
+from lowtide.leakcheck.baseline.filled_caches import FilledCaches
+from lowtide.leakcheck.baseline.storages import storage_keys
+from lowtide.probes.heap.births import Births
+from lowtide.probes.heap.holders import trace
 
 
 class Plain:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.judging.fingerprints import fingerprint
 
 _LEAKS = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import collections, contextvars, functools, threading, types
-from lowtide.leakcheck.explain import explain
-from lowtide.leakcheck.fingerprints import fingerprint
+from lowtide.leakcheck.explaining.explain import explain
+from lowtide.leakcheck.judging.fingerprints import fingerprint
 
 class Engine:
     def __init__(self, thing):

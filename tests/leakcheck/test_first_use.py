@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from lowtide.leakcheck import first_use
-from lowtide.leakcheck.first_use import VENDOR_LIBRARIES, FirstUse, excused_by_libraries
-from lowtide.probes.counters import Counters
+from lowtide.leakcheck.libraries import first_use
+from lowtide.leakcheck.libraries.first_use import VENDOR_LIBRARIES, FirstUse, excused_by_libraries
 from lowtide.probes.device.graphs import any_graph_alive
+from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import Finding, Resource
 
 MUCH = 256 << 10

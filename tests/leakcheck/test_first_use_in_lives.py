@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.lifecycle import LifecycleRun
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Subject
 

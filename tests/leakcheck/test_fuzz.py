@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from lowtide.engine.defects import DEFECTS
-from lowtide.leakcheck import fuzz_command
-from lowtide.leakcheck.checked_life import Call, Coverage, Fault, LifeError
-from lowtide.leakcheck.fault_sweep import stages, sweep
-from lowtide.leakcheck.fuzz import Found, as_program, fuzz, lifecycle_machine
-from lowtide.leakcheck.fuzz_command import reference_target
-from lowtide.leakcheck.reference_target import THOROUGH, reference
-from lowtide.leakcheck.source import Source
+from lowtide.leakcheck.cli import fuzz_command
+from lowtide.leakcheck.cli.fuzz_command import reference_target
+from lowtide.leakcheck.fuzzing.fault_sweep import stages, sweep
+from lowtide.leakcheck.fuzzing.fuzz import Found, as_program, fuzz, lifecycle_machine
+from lowtide.leakcheck.fuzzing.target_source import Source
+from lowtide.leakcheck.lives.checked_life import Call, Coverage, Fault, LifeError
+from lowtide.leakcheck.lives.reference_target import THOROUGH, reference
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_checked_life import DoesNotRollBack, ForgetsAtWake, SaysOtherThings
 
@@ -159,7 +159,7 @@ def test_a_program_has_what_it_needs_and_no_more() -> None:
     text = as_program([Call("create"), Call("wake", {}, Fault("map", 1)), Call("sleep", illegal=True)], source)
     assert text.splitlines() == [
         "from a import make",
-        "from lowtide.leakcheck.checked_life import CheckedLife, Fault, Lives",
+        "from lowtide.leakcheck.lives.checked_life import CheckedLife, Fault, Lives",
         "",
         "with DEFECTS['x'].activate(), Lives(make) as lives:",
         "    life = CheckedLife(lives)",
@@ -256,7 +256,7 @@ def test_the_stages_are_those_that_a_target_has() -> None:
         "shutdown",
         "shutdown asleep",
     ]
-    from lowtide.leakcheck.target import Capabilities
+    from lowtide.leakcheck.lives.target import Capabilities
 
     assert [stage.name for stage in stages(Capabilities(), {"size": 1})] == ["create", "infer", "shutdown"]
     first: Mapping[str, Any] = stages(Capabilities(), {"size": 1})[0].call.arguments

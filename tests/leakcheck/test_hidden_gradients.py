@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.owners import Claims, Owner
-from lowtide.leakcheck.storages import HeapReading, read_heap
-from lowtide.leakcheck.tensor_findings import Context, explain_storages
-from lowtide.probes.births import Births, Newborn
+from lowtide.leakcheck.baseline.owners import Claims, Owner
+from lowtide.leakcheck.baseline.storages import HeapReading, read_heap
+from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages
+from lowtide.probes.heap.births import Births, Newborn
 
 KEPT: list[Any] = []
 FLOATS = 1000

@@ -25,9 +25,9 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.leakcheck.explain import Explanation, explain, expression_to
-from lowtide.leakcheck.inspectors import marks
-from lowtide.probes import cxx_holders
+from lowtide.leakcheck.explaining.explain import Explanation, explain, expression_to
+from lowtide.leakcheck.explaining.inspectors import marks
+from lowtide.probes.heap import cxx_holders
 
 pytestmark = pytest.mark.no_leakcheck(reason="what C alone holds here is never given back")
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowtide.leakcheck.host_arrays import with_array_holder
-from lowtide.leakcheck.item_findings import ItemLeak, with_fingerprint
-from lowtide.leakcheck.tensor_findings import Context
+from lowtide.leakcheck.findings.host_arrays import with_array_holder
+from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
+from lowtide.leakcheck.findings.tensor_findings import Context
 from lowtide.reports.schema import Finding
 
 MIB = 1 << 20

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.lifecycle import LifecycleRun
-from lowtide.leakcheck.metrics import unaccounted_host_memory
-from lowtide.probes import host
+from lowtide.leakcheck.judging.metrics import unaccounted_host_memory
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import PinnedReading
-from lowtide.probes.host import resident_in
+from lowtide.probes.host import readings as host
+from lowtide.probes.host.readings import resident_in
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 
 MIB = 1 << 20

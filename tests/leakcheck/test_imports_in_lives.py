@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.check import LeakCheck
-from lowtide.leakcheck.checked_life import CheckedLife, LifeError, Lives
-from lowtide.leakcheck.imported import Imported
-from lowtide.leakcheck.imports import ImportWatch
-from lowtide.leakcheck.lifecycle import LifecycleRun
-from lowtide.leakcheck.owners import Owner
-from lowtide.leakcheck.watch import Watch
+from lowtide.leakcheck.baseline.import_watch import ImportWatch
+from lowtide.leakcheck.baseline.imported_modules import Imported
+from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.lives.checked_life import CheckedLife, LifeError, Lives
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+from lowtide.leakcheck.watching.check import LeakCheck
+from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Subject
 from tests.leakcheck.small_target import SmallTarget

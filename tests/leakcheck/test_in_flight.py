@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.leakcheck.judge import judge
-from lowtide.leakcheck.ladder import Rung, Step
-from lowtide.leakcheck.plain import Reading, plain_metrics
+from lowtide.leakcheck.judging.judge import judge
+from lowtide.leakcheck.judging.ladder import Rung, Step
+from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
 
 METRICS = plain_metrics(["cuda:0"])
 WAITING = Reading({"in-flight cuda:0": {"block at 0x3000": 4096}})

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.explain import explain
-from lowtide.leakcheck.inspectors import marks
+from lowtide.leakcheck.explaining.explain import explain
+from lowtide.leakcheck.explaining.inspectors import marks
 
 
 class Closable:

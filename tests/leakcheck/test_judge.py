@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from lowtide.leakcheck.judge import grouped, judge
-from lowtide.leakcheck.ladder import ACTIONS, Rung, Step
-from lowtide.leakcheck.metrics import Metric
+from lowtide.leakcheck.judging.judge import grouped, judge
+from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, Step
+from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.reports.schema import Finding, Remedy
 
 Reading = Mapping[str, int | None]

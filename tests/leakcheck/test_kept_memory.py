@@ -10,9 +10,9 @@ from multiprocessing import shared_memory
 
 import pytest
 
-from lowtide.leakcheck.kept_memory import KeptMemory
-from lowtide.leakcheck.watch import Policy, Verdict, Watch
-from lowtide.probes.counters import own_bytes
+from lowtide.leakcheck.baseline.small_retention import KeptMemory
+from lowtide.leakcheck.watching.watch import Policy, Verdict, Watch
+from lowtide.probes.host.counters import own_bytes
 from lowtide.reports.schema import Finding
 
 MIB = 1 << 20

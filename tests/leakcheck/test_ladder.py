@@ -11,9 +11,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lowtide.leakcheck import ladder
-from lowtide.leakcheck.ladder import Rung, SettlePolicy, Step, climb, release
-from lowtide.probes.objects import frozen_by_program
+from lowtide.leakcheck.judging import ladder
+from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, Step, climb, release
+from lowtide.probes.objects.listed import frozen_by_program
 
 QUICK = SettlePolicy(stability=0.05, limit=0.5, first_pause=0.001, longest_pause=0.01)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.leakcheck.ladder import SettlePolicy
-from lowtide.leakcheck.late_release import wait_for_release, wait_until_within
+from lowtide.leakcheck.judging.ladder import SettlePolicy
+from lowtide.leakcheck.judging.late_release import wait_for_release, wait_until_within
 
 MIB = 1 << 20
 QUICK = SettlePolicy(stability=0.05, limit=0.5, first_pause=0.001, longest_pause=0.01)

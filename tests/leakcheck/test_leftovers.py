@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.ladder import Rung
-from lowtide.leakcheck.leftovers import Leftovers
-from lowtide.leakcheck.lifecycle import LifecycleRun
-from lowtide.leakcheck.owners import Claims
-from lowtide.leakcheck.storages import read_heap
-from lowtide.probes.births import Births
+from lowtide.leakcheck.baseline.owners import Claims
+from lowtide.leakcheck.baseline.storages import read_heap
+from lowtide.leakcheck.findings.life_findings import Leftovers
+from lowtide.leakcheck.judging.ladder import Rung
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
-from lowtide.probes.objects import frozen_by_program
+from lowtide.probes.heap.births import Births
+from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.reports.schema import Finding, Remedy, Subject
 
 GROWS: list[Any] = []

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck import library_caches, watch
-from lowtide.leakcheck.ladder import Rung
-from lowtide.leakcheck.library_caches import LIBRARY_CACHES, empty_library_caches
-from lowtide.leakcheck.watch import Policy, Watch
+from lowtide.leakcheck.judging.ladder import Rung
+from lowtide.leakcheck.libraries import library_caches
+from lowtide.leakcheck.libraries.library_caches import LIBRARY_CACHES, empty_library_caches
+from lowtide.leakcheck.watching import watch
+from lowtide.leakcheck.watching.watch import Policy, Watch
 
 CONTEXTS = (0, 2)
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.library_items import LibraryItems, Sorted
-from lowtide.probes.counters import CounterReader, Counters
-from lowtide.probes.makers import Makers
-from lowtide.probes.tensors import live_storages
+from lowtide.leakcheck.libraries.library_items import LibraryItems, Sorted
+from lowtide.probes.host.counters import CounterReader, Counters
+from lowtide.probes.host.makers import Makers
+from lowtide.probes.memory.tensors import live_storages
 
 LIBRARY = """
 import os, socket, threading

@@ -26,14 +26,15 @@ import torch
 
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck import ladder, lifecycle
-from lowtide.leakcheck.judge import excesses
-from lowtide.leakcheck.ladder import ACTIONS, Rung, SettlePolicy
-from lowtide.leakcheck.lifecycle import SCRIPT, Event, LifecycleRun
-from lowtide.leakcheck.metrics import Metric, shutdown_metrics, unaccounted_host_memory
+from lowtide.leakcheck.judging import ladder
+from lowtide.leakcheck.judging.judge import excesses
+from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, SettlePolicy
+from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics, unaccounted_host_memory
+from lowtide.leakcheck.lives import lifecycle
+from lowtide.leakcheck.lives.lifecycle import SCRIPT, Event, LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import PinnedReading
-from lowtide.probes.host import Resident
+from lowtide.probes.host.readings import Resident
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announce
 from lowtide.reports.schema import Finding, Remedy, Subject

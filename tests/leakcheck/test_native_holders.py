@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.explain import Explanation
-from lowtide.leakcheck.native_holders import as_gradients, saved_for_backward, together
-from lowtide.leakcheck.owners import Claims
-from lowtide.leakcheck.storages import read_heap
-from lowtide.leakcheck.tensor_findings import Context, explain_storages
-from lowtide.probes.births import Births
+from lowtide.leakcheck.baseline.owners import Claims
+from lowtide.leakcheck.baseline.storages import read_heap
+from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.explaining.native_holders import as_gradients, saved_for_backward, together
+from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages
+from lowtide.probes.heap.births import Births
 
 
 def explanations_of(step: Callable[[], object]) -> dict[int, Explanation]:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowtide.leakcheck.ledger import ANYTHING, Count, Ledger
-from lowtide.leakcheck.owner_growth import growth_of, limit_passed, merged, note_growth, place_of, rest_of
-from lowtide.leakcheck.owners import Claims, Owner
-from lowtide.probes.counters import Counters
+from lowtide.leakcheck.baseline.owner_levels import ANYTHING, Count, Ledger
+from lowtide.leakcheck.baseline.owners import Claims, Owner
+from lowtide.leakcheck.findings.owner_growth import growth_of, limit_passed, merged, note_growth, place_of, rest_of
+from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import Finding
 
 KIB = 1 << 10

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.leakcheck.owners import Claims, Owner
-from lowtide.probes.counters import Counters
+from lowtide.leakcheck.baseline.owners import Claims, Owner
+from lowtide.probes.host.counters import Counters
 
 
 class Engine:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors import torch as safetensors
 
-from lowtide.leakcheck.explain import Explanation
-from lowtide.leakcheck.ladder import Rung
-from lowtide.leakcheck.owners import Claims, Owner
-from lowtide.leakcheck.remedies import prove
-from lowtide.leakcheck.storages import HeapReading, read_heap
-from lowtide.leakcheck.tensor_findings import Context, explain_storages, tensor_leaks
-from lowtide.probes.births import Births
+from lowtide.leakcheck.baseline.owners import Claims, Owner
+from lowtide.leakcheck.baseline.storages import HeapReading, read_heap
+from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.findings.remedies import prove
+from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages, tensor_leaks
+from lowtide.leakcheck.judging.ladder import Rung
+from lowtide.probes.heap.births import Births
 from lowtide.reports.schema import Finding
 
 KEPT: dict[str, Any] = {}

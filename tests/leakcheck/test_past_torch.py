@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck import past_torch
-from lowtide.leakcheck.past_torch import PastTorch
-from lowtide.leakcheck.watch import Policy, Watch
-from lowtide.probes.counters import Counters
+from lowtide.leakcheck.libraries import cards_without_torch as past_torch
+from lowtide.leakcheck.libraries.cards_without_torch import PastTorch
+from lowtide.leakcheck.watching.watch import Policy, Watch
 from lowtide.probes.device import contexts
 from lowtide.probes.device.contexts import cards_with_contexts
+from lowtide.probes.host.counters import Counters
 from lowtide.reports.outcomes import judged_as
 
 

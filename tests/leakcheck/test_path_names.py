@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.explain import Explanation, explain
+from lowtide.leakcheck.explaining.explain import Explanation, explain
 
 Put = Callable[[Any, Any], object]
 SHAPES: dict[str, tuple[str, Put]] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.process_state import ProcessState
+from lowtide.leakcheck.lives.process_state import ProcessState
 
 
 def replaced(*args: object, **kwargs: object) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.cuts import Cut, Place
-from lowtide.leakcheck.ladder import ACTIONS, Rung
-from lowtide.leakcheck.owners import Claims
-from lowtide.leakcheck.remedies import StorageWatch, Wording, named, prove
-from lowtide.leakcheck.storages import read_heap, storage_keys
-from lowtide.leakcheck.tensor_findings import Context, TensorLeak, explain_storages, tensor_leaks
-from lowtide.probes.births import Births
+from lowtide.leakcheck.baseline.owners import Claims
+from lowtide.leakcheck.baseline.storages import read_heap, storage_keys
+from lowtide.leakcheck.explaining.cuts import Cut, Place
+from lowtide.leakcheck.findings.remedies import StorageWatch, Wording, named, prove
+from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, explain_storages, tensor_leaks
+from lowtide.leakcheck.judging.ladder import ACTIONS, Rung
+from lowtide.probes.heap.births import Births
 from lowtide.reports.schema import Finding, Remedy
 
 Step = tuple[str, Callable[[], object]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck.shared_memory import MadeSegments
+from lowtide.leakcheck.baseline.shared_memory import MadeSegments
 
 posixshmem = pytest.importorskip("_posixshmem")
 

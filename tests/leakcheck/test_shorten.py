@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.leakcheck.checked_life import Call, Fault
-from lowtide.leakcheck.shorten import Life, shorten
-from lowtide.leakcheck.target import Capabilities
+from lowtide.leakcheck.fuzzing.shorten import Life, shorten
+from lowtide.leakcheck.lives.checked_life import Call, Fault
+from lowtide.leakcheck.lives.target import Capabilities
 
 ABLE = Capabilities(
     configs={"graphs": (False, True), "blocks": (8, 16)},

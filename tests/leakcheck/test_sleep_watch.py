@@ -10,8 +10,8 @@ import torch
 import lowtide
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck.check import LeakCheck
-from lowtide.leakcheck.sleep_watch import SleepWatch
+from lowtide.leakcheck.watching.check import LeakCheck
+from lowtide.leakcheck.watching.sleep_watch import SleepWatch
 from lowtide.probes.stages import listening
 from lowtide.reports.schema import Finding
 

@@ -17,12 +17,12 @@ import torch
 from lowtide.engine.arena import Arena
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck import growth
-from lowtide.leakcheck.growth import GrowthWatch
-from lowtide.leakcheck.lifecycle import SCRIPT, LifecycleRun
+from lowtide.leakcheck.judging import buffer_growth as growth
+from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
+from lowtide.leakcheck.lives.lifecycle import SCRIPT, LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import AllocatedRanges
-from lowtide.probes.ranges import merge
+from lowtide.probes.memory.ranges import merge
 from lowtide.probes.stages import listening, stage
 from lowtide.reports.schema import Finding, Subject
 

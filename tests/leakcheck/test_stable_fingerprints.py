@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.explain import explain
-from lowtide.leakcheck.fingerprints import fingerprint
-from lowtide.probes.objects import FROZEN_AT_STARTUP
+from lowtide.leakcheck.explaining.explain import explain
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 
 HELPER = """
 import collections, contextvars, functools, threading

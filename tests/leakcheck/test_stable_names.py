@@ -16,15 +16,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from lowtide.leakcheck import stable_names
-from lowtide.leakcheck.explain import Explanation
-from lowtide.leakcheck.item_findings import ItemLeak, with_fingerprint
-from lowtide.leakcheck.judge import judge
-from lowtide.leakcheck.ladder import Rung, Step
-from lowtide.leakcheck.plain import Reading, plain_metrics
-from lowtide.leakcheck.stable_names import identity_of, without_numbers
-from lowtide.leakcheck.storages import Held
-from lowtide.leakcheck.tensor_findings import Context, Explained, restaged, tensor_leaks
+from lowtide.leakcheck.baseline.storages import Held
+from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
+from lowtide.leakcheck.findings.tensor_findings import Context, Explained, restaged, tensor_leaks
+from lowtide.leakcheck.judging import stable_names
+from lowtide.leakcheck.judging.judge import judge
+from lowtide.leakcheck.judging.ladder import Rung, Step
+from lowtide.leakcheck.judging.stable_names import identity_of, without_numbers
+from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
 from lowtide.probes.allocation_stacks import StackFrame
 from lowtide.reports.schema import Finding, Frame, Hop
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.watch import Policy, Watch
+from lowtide.leakcheck.watching.watch import Policy, Watch
 
 MODULES = (os, signal, socket, subprocess, tempfile, threading, multiprocessing)
 

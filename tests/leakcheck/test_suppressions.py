@@ -13,9 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lowtide.leakcheck.suppression_toml import PYPROJECT_TABLE
-from lowtide.leakcheck.suppression_writing import Added, append_entries
-from lowtide.leakcheck.suppressions import (
+from lowtide.leakcheck.suppressions.entries import (
     SuppressionError,
     Suppressions,
     find,
@@ -24,6 +22,8 @@ from lowtide.leakcheck.suppressions import (
     shipped,
     write_entries,
 )
+from lowtide.leakcheck.suppressions.toml import PYPROJECT_TABLE
+from lowtide.leakcheck.suppressions.writing import Added, append_entries
 from lowtide.reports.schema import Finding, Hop, Outcome, Subject
 
 TODAY = date(2027, 1, 31)

@@ -9,9 +9,9 @@ import torch
 
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck import survival as module
-from lowtide.leakcheck.survival import Survival
-from lowtide.probes.pointers import LabelledRange
+from lowtide.leakcheck.lives import preserved_state as module
+from lowtide.leakcheck.lives.preserved_state import Survival
+from lowtide.probes.memory.pointers import LabelledRange
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.territory import advice_for_finalizer
+from lowtide.leakcheck.explaining.library_objects import advice_for_finalizer
 
 
 class Target:

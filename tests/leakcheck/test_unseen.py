@@ -18,14 +18,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from lowtide import LeakCheck, stage
-from lowtide.leakcheck import unseen
-from lowtide.leakcheck.fuzz import fuzz
-from lowtide.leakcheck.suppressions import Suppression, Suppressions
-from lowtide.leakcheck.target_life import check_run
-from lowtide.leakcheck.unseen import UnseenMemory
-from lowtide.probes.counters import Counters
+from lowtide.leakcheck.fuzzing.fuzz import fuzz
+from lowtide.leakcheck.lives.target_life import check_run
+from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
+from lowtide.leakcheck.watching import unmeasured_processes as unseen
+from lowtide.leakcheck.watching.unmeasured_processes import UnseenMemory
 from lowtide.probes.device.driver.none import NoDriver
-from lowtide.probes.process_tree import ProcessMemory, ProcessTree
+from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.process_tree import ProcessMemory, ProcessTree
 from lowtide.reports.outcomes import judged_as, largest_of_each
 from lowtide.reports.schema import LeaksFoundError, NotMeasured, OtherProcess, Subject
 from tests.leakcheck.spawned_target import LEAKED, WEIGHTS, SmallHelper, SpawnedTarget

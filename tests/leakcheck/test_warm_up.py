@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowtide.leakcheck.blas_handles import BlasHandles
-from lowtide.leakcheck.warm_up import WarmUp
+from lowtide.leakcheck.libraries.blas_handles import BlasHandles
+from lowtide.leakcheck.libraries.warm_up import WarmUp
 
 
 class Calls:

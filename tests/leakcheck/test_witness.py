@@ -16,14 +16,14 @@ import psutil
 import pytest
 from rich.console import Console
 
-from lowtide.leakcheck import fuzz_command
-from lowtide.leakcheck import witness as module
-from lowtide.leakcheck.checked_life import Call
-from lowtide.leakcheck.fault_sweep import Swept
-from lowtide.leakcheck.faults import Seam
-from lowtide.leakcheck.source import Source
-from lowtide.leakcheck.target import Capabilities, TargetError
-from lowtide.leakcheck.witness import Killed, kill_in_each_stage
+from lowtide.leakcheck.cli import fuzz_command
+from lowtide.leakcheck.fuzzing import witness as module
+from lowtide.leakcheck.fuzzing.fault_sweep import Swept
+from lowtide.leakcheck.fuzzing.target_source import Source
+from lowtide.leakcheck.fuzzing.witness import Killed, kill_in_each_stage
+from lowtide.leakcheck.lives.checked_life import Call
+from lowtide.leakcheck.lives.faults import Seam
+from lowtide.leakcheck.lives.target import Capabilities, TargetError
 from lowtide.probes.device.driver import Driver, DriverReading
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import NotMeasured

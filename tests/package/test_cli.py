@@ -20,10 +20,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from lowtide.engine.defects import DEFECTS
-from lowtide.leakcheck import cli, fuzz_command, lifecycle, verify
-from lowtide.leakcheck.checked_life import Coverage
-from lowtide.leakcheck.fuzz import Found
-from lowtide.leakcheck.suppressions import load
+from lowtide.leakcheck.cli import commands as cli
+from lowtide.leakcheck.cli import fuzz_command
+from lowtide.leakcheck.fuzzing.fuzz import Found
+from lowtide.leakcheck.lives import lifecycle, verify
+from lowtide.leakcheck.lives.checked_life import Coverage
+from lowtide.leakcheck.suppressions.entries import load
 from lowtide.reports import schema
 
 ROOT = Path(__file__).parents[2]
@@ -282,7 +284,7 @@ def write_checkpoint_anywhere(tmp_path_factory: pytest.TempPathFactory) -> Calla
 TELLING = """
 import pathlib, sys
 from lowtide.engine.arena import Arena
-from lowtide.leakcheck.cli import main
+from lowtide.leakcheck.cli.commands import main
 
 make, under_way = Arena.__init__, pathlib.Path(sys.argv.pop(1))
 
@@ -444,7 +446,7 @@ def test_suppress_refuses_bad_input_in_one_line_and_changes_nothing(
 def test_what_is_refused_is_refused_before_torch_is_imported(args: tuple[str, ...]) -> None:
     code = f"""
 import sys
-from lowtide.leakcheck import cli
+from lowtide.leakcheck.cli import commands as cli
 try:
     cli.app({list(args)!r})
 except SystemExit as ended:

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.probes import address_table as module
-from lowtide.probes.address_table import AddressTable, first_places
+from lowtide.probes.objects import address_table as module
+from lowtide.probes.objects.address_table import AddressTable, first_places
 
 # The table scatters addresses by all but their last four bits: these are few slots for many addresses.
 COLLIDING = st.builds(lambda block, place: 16 * block + place, st.integers(0, 3), st.integers(0, 15))

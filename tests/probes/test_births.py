@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.leakcheck.ladder import trim_heap
-from lowtide.probes import births as module
-from lowtide.probes.births import Births, young_generations_tell
-from lowtide.probes.counters import anonymous_bytes
-from lowtide.probes.objects import frozen_by_program
+from lowtide.leakcheck.judging.ladder import trim_heap
+from lowtide.probes.heap import births as module
+from lowtide.probes.heap.births import Births, young_generations_tell
+from lowtide.probes.host.counters import anonymous_bytes
+from lowtide.probes.objects.listed import frozen_by_program
 
 pytestmark = pytest.mark.skipif(not young_generations_tell(), reason="this interpreter has no young generations")
 

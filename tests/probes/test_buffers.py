@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.probes.buffers import large_buffers
+from lowtide.probes.memory.buffers import large_buffers
 
 MIB = 1 << 20
 

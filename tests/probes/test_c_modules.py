@@ -11,9 +11,9 @@ import types
 
 import pytest
 
-from lowtide.probes.c_modules import is_kind_of_module, without_state
-from lowtide.probes.heap import trace
-from lowtide.probes.objects import all_objects
+from lowtide.probes.heap.holders import trace
+from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
+from lowtide.probes.objects.listed import all_objects
 
 
 def test_of_a_module_in_c_its_namespace_stands_for_it() -> None:
@@ -41,8 +41,8 @@ def test_kinds_of_modules(kind: type, expected: bool) -> None:
 
 WALKS = """
 import asyncio, gc
-from lowtide.probes.heap import trace
-from lowtide.probes.objects import all_objects
+from lowtide.probes.heap.holders import trace
+from lowtide.probes.objects.listed import all_objects
 
 class Kept: pass
 KEPT = Kept()

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.probes.caches import CacheReading, bytes_held, read_caches
-from lowtide.probes.objects import frozen_by_program
+from lowtide.probes.heap.caches import CacheReading, bytes_held, read_caches
+from lowtide.probes.objects.listed import frozen_by_program
 
 
 def reading_of(wrapper: Any, **options: Any) -> CacheReading:

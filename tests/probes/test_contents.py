@@ -13,9 +13,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.probes.contents import Contents, ContentsError, changed, fingerprint, take_fingerprints
 from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.kernels import plain
+from lowtide.probes.memory.contents import Contents, ContentsError, changed, fingerprint, take_fingerprints
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
 

@@ -22,8 +22,10 @@ import pytest
 import torch
 import torch.distributed
 
-from lowtide.probes import counters, stages
-from lowtide.probes.counters import (
+from lowtide.probes import stages
+from lowtide.probes.device.driver import find_driver
+from lowtide.probes.host import counters
+from lowtide.probes.host.counters import (
     CounterReader,
     Counters,
     anonymous_bytes,
@@ -31,7 +33,6 @@ from lowtide.probes.counters import (
     describe_process_group,
     process_groups,
 )
-from lowtide.probes.device.driver import find_driver
 
 
 def read() -> Counters:
@@ -291,7 +292,7 @@ def test_reading_leaves_nothing_behind() -> None:
 
 
 def test_reading_imports_nothing() -> None:
-    code = "import sys; from lowtide.probes.counters import CounterReader; CounterReader(None).read(); "
+    code = "import sys; from lowtide.probes.host.counters import CounterReader; CounterReader(None).read(); "
     code += "assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 

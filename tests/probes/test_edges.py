@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.probes.edges import UNNAMED, EdgeNamer
-from lowtide.probes.heap import Path, find_paths
+from lowtide.probes.heap.edges import UNNAMED, EdgeNamer
+from lowtide.probes.heap.holders import Path, find_paths
 
 
 class Thing:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 
-from lowtide.probes.gc_state import read_gc
-from lowtide.probes.objects import frozen_by_program
+from lowtide.probes.objects.gc_state import read_gc
+from lowtide.probes.objects.listed import frozen_by_program
 
 
 def test_it_counts_what_is_frozen() -> None:

@@ -24,9 +24,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lowtide.probes.heap import Link, Path, Traces, find_paths, trace
-from lowtide.probes.objects import frozen_by_program
-from lowtide.probes.settings import SettingReader
+from lowtide.probes.heap.holders import Link, Path, Traces, find_paths, trace
+from lowtide.probes.host.settings import SettingReader
+from lowtide.probes.objects.listed import frozen_by_program
 
 
 class Thing:
@@ -1180,7 +1180,7 @@ def test_objgraph_finds_a_path_of_the_same_length(helper: Any) -> None:
 FROZEN = """
 import functools, gc, sys, types
 sys.path.insert(0, sys.argv[1])
-from lowtide.probes.heap import find_paths
+from lowtide.probes.heap.holders import find_paths
 
 class Engine:
     def __init__(self):

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.probes.heap import Mark, find_paths, trace
-from lowtide.probes.heap_graph import RootKind
+from lowtide.probes.heap.graph import RootKind
+from lowtide.probes.heap.holders import Mark, find_paths, trace
 
 
 class Thing:

@@ -14,7 +14,7 @@ from multiprocessing import shared_memory
 import psutil
 import pytest
 
-from lowtide.probes.host import UnmappedRangeError, read_host, resident_bytes, resident_in
+from lowtide.probes.host.readings import UnmappedRangeError, read_host, resident_bytes, resident_in
 
 PAGE = mmap.PAGESIZE
 
@@ -168,7 +168,7 @@ def test_only_bytes_inside_the_range_count(pages: mmap.mmap) -> None:
 
 
 def test_a_range_is_read_in_parts(pages: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.probes.host._MINCORE_BYTES", 3 * PAGE)
+    monkeypatch.setattr("lowtide.probes.host.readings._MINCORE_BYTES", 3 * PAGE)
     pages[2 * PAGE : 10 * PAGE] = b"x" * (8 * PAGE)
     assert resident_bytes(address_of(pages) + 1, 15 * PAGE) == 8 * PAGE
 
@@ -191,7 +191,7 @@ def test_a_part_that_goes_while_it_is_read_holds_nothing(pages: mmap.mmap, monke
     def gone(address: int, length: int) -> int:
         raise UnmappedRangeError("unmapped since the maps were read")
 
-    monkeypatch.setattr("lowtide.probes.host.resident_bytes", gone)
+    monkeypatch.setattr("lowtide.probes.host.readings.resident_bytes", gone)
     assert resident_in([(address_of(pages), PAGE)]).total == 0
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lowtide.probes import identities as module
-from lowtide.probes.identities import (
+from lowtide.probes.objects import identities as module
+from lowtide.probes.objects.identities import (
     are_tracked,
     elements,
     identities,
@@ -257,8 +257,8 @@ def test_another_interpreter_is_asked_one_by_one(monkeypatch: pytest.MonkeyPatch
 
 def test_a_walk_over_the_heap_asks_one_by_one_too() -> None:
     code = (
-        "from lowtide.probes import identities; identities._LAID_OUT = False\n"
-        "from lowtide.probes.heap import find_paths\n"
+        "from lowtide.probes.objects import identities; identities._LAID_OUT = False\n"
+        "from lowtide.probes.heap.holders import find_paths\n"
         "class Kept: parts = []\n"
         "thing = [1]; Kept.parts.append({'a': thing}); found = [thing]; del thing\n"
         "(path,) = find_paths(found, ignore={id(found)})\n"

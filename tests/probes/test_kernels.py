@@ -122,7 +122,7 @@ def test_triton_finds_the_words_that_the_plain_version_finds_for_every_size_and_
 
 def test_on_the_cpu_the_version_of_host_memory_is_used_and_triton_is_not_loaded() -> None:
     code = (
-        "import sys, torch; from lowtide.probes.contents import fingerprint; fingerprint(torch.ones(3));"
+        "import sys, torch; from lowtide.probes.memory.contents import fingerprint; fingerprint(torch.ones(3));"
         "print(*(f'lowtide.probes.kernels.{name}' in sys.modules for name in ('host', 'plain', 'compiled')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

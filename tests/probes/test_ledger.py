@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from lowtide.probes.device.driver import DriverReading, find_driver
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, PoolSegments
-from lowtide.probes.gc_state import GcReading
-from lowtide.probes.host import HostReading, Resident
+from lowtide.probes.host.readings import HostReading, Resident
 from lowtide.probes.ledger import Ledger, LedgerBase, LedgerError, base_from, read_ledger
+from lowtide.probes.memory.tensors import TensorReading
+from lowtide.probes.objects.gc_state import GcReading
 from lowtide.probes.snapshot import PoolResidency, Snapshot, take_snapshot
 from lowtide.probes.stages import PoolReading
-from lowtide.probes.tensors import TensorReading
 
 MIB = 1 << 20
 CARD = LedgerBase("cuda:0", context=500, libraries=60)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.probes.objects import FROZEN_AT_STARTUP, all_objects, collector_paused, frame_locals
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, all_objects, collector_paused, frame_locals
 
 
 @pytest.fixture
@@ -164,7 +164,7 @@ def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
 LEAVES_NOTHING = """
 import gc, sys, weakref
 sys.path.insert(0, sys.argv[1])
-from lowtide.probes.objects import all_objects
+from lowtide.probes.objects.listed import all_objects
 
 class Witness:
     pass

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.probes.pointers import (
+from lowtide.probes.memory.pointers import (
     LabelledRange,
     Moved,
     PointerReading,
@@ -21,7 +21,7 @@ from lowtide.probes.pointers import (
     gone_since,
     moved,
 )
-from lowtide.probes.ranges import Range, merge
+from lowtide.probes.memory.ranges import Range, merge
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
 GIB = 1 << 30

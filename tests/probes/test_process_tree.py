@@ -16,10 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lowtide.probes.counters import child_processes
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
-from lowtide.probes.process_tree import MARK, ProcessMemory, ProcessTree, TreeMemory, name_of
+from lowtide.probes.host.counters import child_processes
+from lowtide.probes.host.process_tree import MARK, ProcessMemory, ProcessTree, TreeMemory, name_of
 from tests.probes.test_driver import FakeNvml, FakeNvmlError
 
 MIB = 1 << 20
@@ -40,7 +40,7 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessTree]:
     """Without what earlier tests of this process have started, such as multiprocessing's resource tracker."""
     earlier = set(child_processes())
     monkeypatch.setattr(
-        "lowtide.probes.process_tree.child_processes",
+        "lowtide.probes.host.process_tree.child_processes",
         lambda: [pid for pid in child_processes() if pid not in earlier],
     )
     tree = ProcessTree()
@@ -219,7 +219,7 @@ def test_what_a_fork_writes_of_its_parents_memory_is_its_own(tree: ProcessTree, 
 def test_memory_that_may_not_be_read_is_unknown_and_told_as_resident(
     tree: ProcessTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowtide.probes.process_tree._rollup", lambda pid: None)
+    monkeypatch.setattr("lowtide.probes.host.process_tree._rollup", lambda pid: None)
     with child(f"held = b'x' * {64 * MIB}; {WAITS}"):
         found = only(tree)
     assert found.private is None

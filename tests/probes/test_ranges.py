@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.probes.ranges import Range, common, merge, total, without
+from lowtide.probes.memory.ranges import Range, common, merge, total, without
 
 some_ranges = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)), max_size=6)
 

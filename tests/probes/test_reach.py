@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowtide.probes.reach import reach
+from lowtide.probes.heap.reach import reach
 
 
 class Thing:

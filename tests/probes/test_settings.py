@@ -32,10 +32,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.leakcheck.changed_settings import ABSENT, Change, changes_between, told
-from lowtide.leakcheck.setting_remedies import advice, run, undo, undoing
-from lowtide.probes import torch_settings
-from lowtide.probes.settings import SettingReader
+from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_between, told
+from lowtide.leakcheck.settings.setting_remedies import advice, run, undo, undoing
+from lowtide.probes.host import torch_settings
+from lowtide.probes.host.settings import SettingReader
 
 
 def hook(*_: object) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy
 import pytest
 
-from lowtide.probes import heap
-from lowtide.probes.heap import SharedWalk, sharing_walk, trace
-from lowtide.probes.heap_graph import Graph
+from lowtide.probes.heap import holders as heap
+from lowtide.probes.heap.graph import Graph
+from lowtide.probes.heap.holders import SharedWalk, sharing_walk, trace
 
 
 class Thing:

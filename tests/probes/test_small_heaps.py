@@ -6,8 +6,8 @@ import gc
 
 import pytest
 
-from lowtide.probes.heap import find_paths, trace
-from lowtide.probes.objects import FROZEN_AT_STARTUP
+from lowtide.probes.heap.holders import find_paths, trace
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from tests.probes.small_heaps import SmallHeap
 
 

@@ -20,7 +20,7 @@ import torch
 from lowtide.probes.device.driver import Driver, DriverReading, find_driver
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading
-from lowtide.probes.host import Resident
+from lowtide.probes.host.readings import Resident
 from lowtide.probes.snapshot import PoolResidency, Snapshot, take_snapshot
 from lowtide.probes.stages import PoolReading, PoolSourceError, announce
 

@@ -15,9 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.probes.objects import frozen_by_program
-from lowtide.probes.stages import PoolReading
-from lowtide.probes.tensors import (
+from lowtide.probes.memory.tensors import (
     TensorReading,
     hold_memory,
     keys_of_each,
@@ -25,6 +23,8 @@ from lowtide.probes.tensors import (
     read_tensors,
     survey_storages,
 )
+from lowtide.probes.objects.listed import frozen_by_program
+from lowtide.probes.stages import PoolReading
 
 
 def reading_of(*objects: object, pools: tuple[PoolReading, ...] = ()) -> TensorReading:
@@ -42,7 +42,7 @@ def test_without_tensors_everything_is_zero() -> None:
 
 def test_without_torch_nothing_is_read_and_torch_is_not_loaded() -> None:
     code = (
-        "import sys; from lowtide.probes.tensors import read_tensors;"
+        "import sys; from lowtide.probes.memory.tensors import read_tensors;"
         "print(read_tensors().total, 'torch' in sys.modules, 'numpy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

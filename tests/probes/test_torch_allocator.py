@@ -25,8 +25,8 @@ from lowtide.probes.device.torch_allocator import (
     read_pinned,
     unexplained_blocks,
 )
-from lowtide.probes.ranges import common, total, without
-from lowtide.probes.tensors import live_storages
+from lowtide.probes.memory.ranges import common, total, without
+from lowtide.probes.memory.tensors import live_storages
 
 MIB = 1 << 20
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")

@@ -19,8 +19,9 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from lowtide.leakcheck import cards
-from lowtide.probes import counters, heap_graph
+from lowtide.leakcheck.baseline import device_memory as cards
+from lowtide.probes.host import counters
+from lowtide.probes.heap import graph as heap_graph
 from lowtide.probes.device.torch_allocator import UnexplainedBlocks
 
 PASSES, NOW = {}, []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.leakcheck import unproven
-from lowtide.leakcheck.item_findings import ItemLeak
-from lowtide.leakcheck.remedies import StorageWatch
-from lowtide.leakcheck.unproven import Unproven, UnprovenLeak, prove_now
+from lowtide.leakcheck.findings import deferred_remedies as unproven
+from lowtide.leakcheck.findings.deferred_remedies import Unproven, UnprovenLeak, prove_now
+from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.findings.remedies import StorageWatch
 from lowtide.pytest_plugin.proven import Proven, proven_as_json, proven_from_json, with_proven
 from lowtide.reports.schema import Cause, Finding, Remedy, Subject
 

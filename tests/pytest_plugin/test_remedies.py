@@ -829,7 +829,7 @@ def test_what_came_back_before_the_end_has_no_remedy(not_tried: InnerRun) -> Non
 
 
 BREAKS = """
-from lowtide.leakcheck.watch import Watch
+from lowtide.leakcheck.watching.watch import Watch
 
 
 def prove(self, each):

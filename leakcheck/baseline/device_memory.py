@@ -1,0 +1,229 @@
+"""What is new on the cards since the last full reading and is in no tensor: native blocks, empty pools, allocations,
+and memory that the driver counts and lists nowhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lowtide.leakcheck.judging.tolerances import UNLISTED_TOLERANCE
+from lowtide.probes.device.allocations import read_allocations, read_mappings_without_access
+from lowtide.probes.device.torch_allocator import read_segments, unexplained_blocks
+from lowtide.probes.host.counters import Counters
+from lowtide.probes.memory.ranges import Range, common, total
+from lowtide.probes.stages import announced_pools
+
+Segment = tuple[tuple[int, int], int, int, bool]
+
+UNLISTED = "physical memory that is not mapped (cuMemCreate), or in a memory pool of the program's own"
+"""What it is likely to be that is left of the driver's figure when all that can be listed is subtracted."""
+
+IDLE_POOL = "the default stream-ordered memory pool"
+"""The name of what that pool keeps of what was freed."""
+
+MEMORY_POOL = "memory-pool "
+"""The beginning of the key of what a card's default memory pool keeps."""
+
+
+@dataclass(frozen=True)
+class _Card:
+    """One card at one moment.
+
+    Attributes:
+        items: by metric's key, what is there, by name, in bytes.
+        allocations: all that the driver lists; None where it does not.
+        unlisted: bytes that the driver counts for this process and that are neither listed nor idle in its default
+            memory pool: the context, code, and memory that has no address; None where one of these is not known.
+        beyond_torch: bytes that the driver counts and that torch and the arenas do not explain; None likewise.
+    """
+
+    items: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    allocations: tuple[Range, ...] | None = None
+    unlisted: int | None = None
+    beyond_torch: int | None = None
+
+
+class Cards:
+    """Keeps what was there at the last full reading, per card, by address.
+
+    Args:
+        driver: whether to list the driver's own allocations.
+    """
+
+    def __init__(self, *, driver: bool) -> None:
+        self._driver = driver
+        self._known: dict[str, _Card] = {}
+        # The last list, with the bytes that the driver counted beyond it; only while one judgement lasts.
+        self._listed: dict[str, tuple[int, tuple[Range, ...]]] = {}
+        # Looked for where the driver counts more than it lists, and only then.
+        self._mappings: dict[str, Mapping[str, int]] = {}
+
+    def forget(self) -> None:
+        """No card is known any more: each is to be read again."""
+        self._known.clear()
+        self._mappings.clear()
+
+    def knows(self, device: str) -> bool:
+        """Whether there was a reading of this card."""
+        return device in self._known
+
+    def adopt(self, now: Counters, devices: Iterable[str], claimed: Collection[int]) -> None:
+        """What is there now is known from here on.
+
+        Args:
+            now: the counters.
+            devices: the cards, as `cuda:0`.
+            claimed: the addresses of all live storages.
+        """
+        for device in devices:
+            card = self._read(device, claimed, now)
+            if self._grown(device, card) > UNLISTED_TOLERANCE:
+                self._mappings[device] = _mappings(device, card)
+            self._known[device] = card
+        self._listed.clear()
+
+    def new_items(self, now: Counters, devices: Iterable[str], claimed: Collection[int]) -> dict[str, dict[str, int]]:
+        """By metric's key (`native cuda:0`, `reserved cuda:0`, …), what was not there then."""
+        found: dict[str, dict[str, int]] = {}
+        for device in devices:
+            known = self._known.get(device, _Card())
+            card = self._read(device, claimed, now)
+            for key, items in card.items.items():
+                old = known.items.get(key, {})
+                found[key] = {name: size for name, size in items.items() if name not in old}
+            grown = self._grown(device, card)
+            if grown > UNLISTED_TOLERANCE:
+                old = self._mappings.get(device, {})
+                mapped = {name: size for name, size in _mappings(device, card).items() if name not in old}
+                found[f"allocations {device}"].update(mapped)
+                found[f"unlisted {device}"] = {UNLISTED: max(0, grown - sum(mapped.values()))}
+        return found
+
+    def all_items(self, now: Counters, device: str, claimed: Collection[int]) -> dict[str, dict[str, int]]:
+        """As `new_items`, for one card and with what was there then."""
+        card = self._read(device, claimed, now)
+        items = {key: dict(found) for key, found in card.items.items()}
+        if device in self._mappings:
+            items[f"allocations {device}"].update(_mappings(device, card))
+        items[f"unlisted {device}"] = {} if card.unlisted is None else {UNLISTED: card.unlisted}
+        return items
+
+    def has_new_empty_pools(self, device: str) -> bool:
+        """Whether a private pool has an empty segment that it had not before; cheap."""
+        known = self._known.get(device, _Card()).items.get(f"reserved {device}", {})
+        return any(name not in known for name in _empty_pools(read_segments(_index(device)) or ()))
+
+    def has_shrunk(self, device: str, now: Counters) -> bool:
+        """Whether the driver counts less than at the last full reading, against which growth would not show; cheap."""
+        known, level = self._known.get(device, _Card()).beyond_torch, now.amounts.get(f"driver {device}")
+        return known is not None and level is not None and known - level > UNLISTED_TOLERANCE
+
+    def adopt_allocations(self, now: Counters, device: str) -> dict[str, int]:
+        """What the driver lists of a card is known from here on, and blocks and pools only as they were.
+
+        Returns:
+            The allocations that were not known, in bytes, by name.
+        """
+        key = f"allocations {device}"
+        known, card = self._known[device], self._read(device, (), now)
+        items = {name: size for name, size in card.items.get(key, {}).items() if name not in known.items.get(key, {})}
+        self._known[device] = dataclasses.replace(card, items={**known.items, key: card.items.get(key, {})})
+        return items
+
+    def forget_allocations(self, device: str, names: Iterable[str]) -> None:
+        """These allocations are known from here on: a library keeps them."""
+        known = self._known[device]
+        key = f"allocations {device}"
+        items = {**known.items, key: {**known.items.get(key, {}), **dict.fromkeys(names, 0)}}
+        self._known[device] = dataclasses.replace(known, items=items)
+
+    def lists_allocations(self, device: str) -> bool:
+        """Whether the driver's allocations can be listed; else its byte count is all there is."""
+        return self._driver and self._known.get(device, _Card()).allocations is not None
+
+    def _grown(self, device: str, card: _Card) -> int:
+        """Bytes that the driver counts more than at the last full reading, and does not list; 0 where nobody knows."""
+        known = self._known.get(device, _Card()).unlisted
+        return 0 if known is None or card.unlisted is None else card.unlisted - known
+
+    def _allocations(self, device: str, now: Counters) -> tuple[Range, ...] | None:
+        """What the driver lists: what is left of this judgement's last list, where nothing can have come since.
+
+        A new allocation raises what the driver counts, and the rest of that list does not explain it. Where the driver
+        counts as much beyond the rest as it did beyond the list, all that has changed is that some of the list went.
+        Less is no proof: what it gave back elsewhere, such as code, may be as much as what is new.
+        """
+        counted, (beyond, listed) = _counted(now, device), self._listed.get(device, (None, ()))
+        if counted is not None and beyond is not None:
+            rest = read_allocations(_index(device), listed)
+            if rest is not None and counted - total(rest) == beyond:
+                self._listed[device] = (beyond, rest)
+                return rest
+        found = read_allocations(_index(device))
+        if found is not None and counted is not None:
+            self._listed[device] = (counted - total(found), found)
+        return found
+
+    def _read(self, device: str, claimed: Collection[int], now: Counters) -> _Card:
+        index = _index(device)
+        readings: dict[str, dict[str, int]] = {}
+        blocks = unexplained_blocks(index, claimed)
+        if blocks is not None:
+            named = {
+                f"native {device}": ("block", blocks.native),
+                f"workspaces {device}": ("workspace", blocks.workspaces),
+                f"in-flight {device}": ("block", blocks.pending),
+            }
+            for key, (word, found) in named.items():
+                readings[key] = {f"{word} at {address:#x}": size for address, size in found.items()}
+        segments = read_segments(index) or []
+        readings[f"reserved {device}"] = _empty_pools(segments)
+        allocations = self._allocations(device, now) if self._driver else None
+        if allocations is None:
+            return _Card(readings)
+        explained = [(address, size) for _, address, size, _ in segments]
+        explained += [part for pool in announced_pools() if pool.device == device for part in pool.ranges]
+        readings[f"allocations {device}"] = {
+            allocation_name(address): size for address, size in allocations if not common([(address, size)], explained)
+        }
+        counted = _counted(now, device)
+        unlisted = None if counted is None else counted - total(allocations)
+        return _Card(readings, allocations, unlisted, now.amounts.get(f"driver {device}"))
+
+
+def allocation_name(address: int) -> str:
+    """How an allocation of the driver is called in the items of a reading."""
+    return f"allocation at {address:#x}"
+
+
+def _index(device: str) -> int:
+    return int(device.partition(":")[2])
+
+
+def _counted(now: Counters, device: str) -> int | None:
+    """Bytes that the driver counts for this process, but for what is idle in its default memory pool."""
+    beyond, reserved = now.amounts.get(f"driver {device}"), now.amounts.get(f"reserved {device}")
+    if beyond is None or reserved is None:
+        return None
+    mapped = sum(now.items.get(f"arena {device}", {}).values())
+    return beyond + reserved + mapped - (now.amounts.get(f"memory-pool {device}") or 0)
+
+
+def _mappings(device: str, card: _Card) -> dict[str, int]:
+    found = read_mappings_without_access(_index(device), card.allocations or ())
+    return {f"mapping without access at {address:#x}": size for address, size in found}
+
+
+def _empty_pools(segments: Iterable[Segment]) -> dict[str, int]:
+    """The segments of private pools in which nothing is in use.
+
+    One of the default pool goes back as soon as anybody empties the cache; one of a private pool only if the pool's
+    owner is gone.
+    """
+    return {
+        f"pool {pool}, segment at {address:#x}": size
+        for pool, address, size, used in segments
+        if not used and pool != (0, 0)
+    }

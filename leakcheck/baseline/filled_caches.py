@@ -1,0 +1,253 @@
+"""Caches that were filled during a test: which of them alone keep a new module, or an object by its bound method."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+from lowtide.leakcheck.baseline.storages import Key, is_tensor, storage_keys
+from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.probes.heap.births import Newborn
+from lowtide.probes.heap.caches import BEYOND_CACHES, CacheActivity, cache_entries, walk_caches
+from lowtide.probes.heap.holders import SharedWalk, trace
+from lowtide.probes.heap.reach import module_namespaces, reach
+from lowtide.probes.objects.foreign import is_a, module_of_class, type_name
+
+_MOST_REACHED = 20_000
+"""Objects that are looked at behind one cache, or behind one object that it holds."""
+
+_MOST_IN_ALL = 300_000
+"""Objects that are looked at behind all large caches together; what several of these reach is told of the first."""
+
+
+@dataclass(frozen=True)
+class CachedItem:
+    """One object that a cache keeps; holds neither of the two.
+
+    Attributes:
+        cache: a weak reference to the cache.
+        code: the cache, as code.
+        identity: that of the object.
+    """
+
+    cache: weakref.ref[Any]
+    code: str
+    identity: int
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the cache still leads to the object."""
+        cache = self.cache()
+        return cache is not None and any(id(item) == self.identity for item in _kept_by(cache, module_namespaces()))
+
+    @property
+    def entries(self) -> list[Any]:
+        """The cache's arguments and results that lead to the object; what hangs on them lives with it."""
+        cache = self.cache()
+        if cache is None:
+            return []
+        namespaces = module_namespaces()
+        found = []
+        for entry in _single_entries(cache):
+            objects, _ = reach([entry], boundaries=BEYOND_CACHES, namespaces=namespaces, max_objects=_MOST_REACHED)
+            if any(id(item) == self.identity for item in objects):
+                found.append(entry)
+        return found
+
+    def clear(self) -> None:
+        """Empty the cache, if there is one still."""
+        cache = self.cache()
+        if cache is not None:
+            cache.cache_clear()
+
+
+class FilledCaches:
+    """Knows all `lru_cache`s, which of them were asked for something new since a mark, and in which stage."""
+
+    def __init__(self) -> None:
+        self._activity = CacheActivity()
+        self._stages: dict[int, str] = {}
+        self._filled: list[Any] = []
+        self._born: Collection[int] | None = ()
+        self._told: dict[str, CachedItem] = {}
+        self._owned: set[int] = set()
+        self._entered: list[set[int]] = []
+        self._alone: dict[int, bool] = {}
+
+    def add(self, caches: Iterable[Any]) -> None:
+        """Watch these too."""
+        self._activity.add(caches)
+
+    def mark(self) -> None:
+        """From here on."""
+        self._activity.mark()
+        self._stages.clear()
+        self._owned.clear()
+        self._entered.clear()
+        self.forget()
+
+    def note(self, stage: str) -> None:
+        """Those that were filled for the first time since the last look, were so in `stage`."""
+        self._filled = self._activity.changed()
+        for cache in self._filled:
+            self._stages.setdefault(id(cache), stage)
+
+    def enter(self) -> None:
+        """From here to `leave`, what gets into a cache belongs to who is set up meanwhile; right after `note`."""
+        self._entered.append(set(map(id, self._filled)))
+
+    def leave(self) -> None:
+        """What those caches hold that were first filled since `enter` belongs to who was set up."""
+        before = self._entered.pop()
+        new = [cache for cache in self._activity.changed() if id(cache) not in before]
+        if not new:
+            return
+        namespaces = module_namespaces()
+        for cache in new:
+            self._owned.update(map(id, _kept_by(cache, namespaces)))
+        # Whoever fills one of them again does so in another stage.
+        self._activity.take(new)
+
+    def known(self) -> list[Any]:
+        """All that are watched and alive."""
+        return self._activity.known()
+
+    @property
+    def any_filled(self) -> bool:
+        """Whether any was at the last look."""
+        return bool(self._filled)
+
+    def born(self, identities: Collection[int] | None) -> None:
+        """The identities of what was born since the mark; None if nobody knows."""
+        self._born = identities
+
+    def forget(self) -> None:
+        """Let go of the caches themselves."""
+        self._filled = []
+        self._told = {}
+        self._alone = {}
+
+    def suspects(self, survivors: Iterable[Newborn]) -> bool:
+        """Whether a filled cache holds anything that may be its alone; looks at nothing but the caches."""
+        return bool(self._filled) and any(self._new_in_each(survivors, module_namespaces()).values())
+
+    def held(
+        self, survivors: Iterable[Newborn], judged: Collection[Key], walk: SharedWalk | None = None
+    ) -> dict[str, int]:
+        """New modules, and objects of bound methods, that live only because of the filled caches, as text with 1 each.
+
+        What anybody else holds too (a logger, a singleton, a fixture's engine) lives anyway, and is no leak of a cache.
+        That is found out by one walk over the heap for all of them, once per test.
+
+        Args:
+            survivors: what was born since the mark and is alive.
+            judged: the storages that are judged: what leads to one of those is told by the finding about that.
+            walk: the walk over the heap to ask, if it is shared with others.
+        """
+        if not self._filled:
+            return {}
+        # Asked once: with torch's compiler loaded there are thousands of modules, and dozens of its caches fill.
+        namespaces = module_namespaces()
+        in_each = self._new_in_each(survivors, namespaces)
+        self._find_alone([item for items in in_each.values() for item in items], walk)
+        found: dict[str, int] = {}
+        for place, items in in_each.items():
+            cache = self._filled[place]
+            for item in _outermost([item for item in items if self._alone[id(item)]], judged, namespaces):
+                text = _told(item, cache)
+                found[text] = 1
+                self._told[text] = CachedItem(weakref.ref(cache), _name(cache), id(item))
+        return found
+
+    def stage_of(self, name: str) -> str:
+        """In which stage what is told by this text got into its cache; empty if it is no such text."""
+        told = self._told.get(name)
+        cache = None if told is None else told.cache()
+        return "" if cache is None else self._stages.get(id(cache), "")
+
+    def of(self, names: Iterable[str]) -> dict[str, CachedItem]:
+        """What is told by these texts; it may be asked for long after `forget`."""
+        return {name: self._told[name] for name in names if name in self._told}
+
+    def _new_in_each(self, survivors: Iterable[Newborn], namespaces: Collection[int]) -> dict[int, list[Any]]:
+        """By a filled cache's place, the modules and owners of bound methods in it that were born since the mark."""
+        newborn = {id(born.item) for born in survivors}
+        found = {}
+        places = {id(cache): place for place, cache in enumerate(self._filled)}
+        for cache, objects, _ in walk_caches(self._filled, namespaces, _MOST_REACHED, _MOST_IN_ALL):
+            place = places[id(cache)]
+            new = [item for item in _kept_among(objects) if self._is_new(item, newborn)]
+            stays = exempt("lru-cache", [_told(item, cache) for item in new]) if new else set()
+            found[place] = [item for item in new if _told(item, cache) not in stays]
+        return found
+
+    def _is_new(self, item: object, newborn: Collection[int]) -> bool:
+        if id(item) in self._owned:
+            return False
+        if _is_module(item):
+            return id(item) in newborn
+        return self._born is not None and id(item) in self._born and module_of_class(type(item)) != "builtins"
+
+    def _find_alone(self, items: list[Any], walk: SharedWalk | None) -> None:
+        """Finds out which of some objects no root leads to but through the filled caches."""
+        asked = list({id(item): item for item in items if id(item) not in self._alone}.values())
+        if not asked:
+            return
+        with trace(asked, ignore=set(map(id, self._filled)), walk=walk) as found:
+            self._alone.update((id(item), not found.reaches(place)) for place, item in enumerate(asked))
+
+
+def _kept_by(cache: Any, namespaces: Collection[int]) -> list[Any]:
+    """The `torch.nn.Module`s, and the objects that bound methods belong to, behind a cache's entries."""
+    entries = cache_entries(cache)
+    objects, _ = reach(entries, boundaries=BEYOND_CACHES, namespaces=namespaces, max_objects=_MOST_REACHED)
+    return _kept_among(objects)
+
+
+def _kept_among(objects: list[Any]) -> list[Any]:
+    kept = [item.__self__ if type(item) is MethodType else item for item in objects]
+    kept = [item for item, of in zip(kept, objects, strict=True) if type(of) is MethodType or _is_module(item)]
+    return list({id(item): item for item in kept}.values())
+
+
+def _single_entries(cache: Any) -> list[Any]:
+    """The arguments and results by themselves, without the dict in which an unbounded cache has all of them."""
+    return [
+        part
+        for entry in cache_entries(cache)
+        for part in (gc.get_referents(entry) if type(entry) is dict else (entry,))
+    ]
+
+
+def _told(item: object, cache: Any) -> str:
+    return f"{type_name(type(item))} at {id(item):#x} in {_name(cache)}"
+
+
+def _outermost(items: Iterable[Any], judged: Collection[Key], namespaces: Collection[int]) -> list[Any]:
+    """Without those that another one of them holds, and without those that lead to a storage that is judged."""
+    kept: dict[int, Any] = {}
+    inside: set[int] = set()
+    for item in items:
+        if id(item) in inside:
+            continue
+        objects, _ = reach([item], boundaries=BEYOND_CACHES, namespaces=namespaces, max_objects=_MOST_REACHED)
+        own = set(map(id, objects))
+        inside |= own
+        kept = {identity: other for identity, other in kept.items() if identity not in own}
+        if not (judged and storage_keys(part for part in objects if is_tensor(part)) & set(judged)):
+            kept[id(item)] = item
+    return list(kept.values())
+
+
+def _name(cache: Any) -> str:
+    return f"{cache.__module__}.{getattr(cache, '__qualname__', '?')}"
+
+
+def _is_module(item: object) -> bool:
+    torch: Any = sys.modules.get("torch")
+    return torch is not None and hasattr(torch, "nn") and is_a(item, torch.nn.Module)

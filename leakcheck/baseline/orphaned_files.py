@@ -1,0 +1,220 @@
+"""What processes that have ended left where they cannot remove it any more: in /dev/shm, and among temporary files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lowtide.leakcheck.baseline.shared_memory import MadeSegments
+from lowtide.probes.host.passing_for import passing_for
+from lowtide.probes.host.process_tree import ProcessTree
+from lowtide.probes.host.readings import mapped_shared_memory
+
+_ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+_CLOCK_S = 0.05
+
+_BASE_OF_PYTEST = "pytest-of-"
+"""The folder in which pytest keeps `tmp_path` of its last three runs, on purpose."""
+
+
+class Remains:
+    """Looks at a process of the tree when this one is about to kill it: afterwards nobody knows what it had.
+
+    From `start` to `stop` it stands in for `os.kill` and `os.killpg`, which `subprocess`, `multiprocessing` and
+    `asyncio` call, and for the names that `tempfile` makes up: what this process made is for itself to remove.
+
+    Args:
+        tree: whose processes.
+        segments: told the names in /dev/shm that a killed process had.
+        is_alone: whether no other process of the same program runs beside this one and makes what nobody has open.
+    """
+
+    def __init__(self, tree: ProcessTree, segments: MadeSegments, *, is_alone: bool = True) -> None:
+        self._is_alone = is_alone
+        self._tree = tree
+        self._segments = segments
+        self._originals: dict[str, Callable[[int, int], None]] = {}
+        self._process = 0
+        self._names: _MadeUpNames | None = None
+        self._before: frozenset[str] = frozenset()
+        self._listed = 0
+        self._segments_before: frozenset[str] = frozenset()
+        self._lifetimes: dict[int, tuple[float, float]] = {}
+        self._files: set[str] = set()
+        self._open_to_nobody: set[str] = set()
+
+    def start(self) -> None:
+        """Begin to look; legal twice."""
+        if self._originals:
+            return
+        self._process = os.getpid()
+        self._names = _MadeUpNames(vars(tempfile)["_get_candidate_names"]())
+        vars(tempfile)["_name_sequence"] = self._names
+        for name, pids_of in (("kill", self._pids_of_one), ("killpg", self._pids_of_group)):
+            original = getattr(os, name)
+            self._originals[name] = original
+            setattr(os, name, passing_for(original, os, name)(self._standing_in(original, pids_of)))
+
+    def stop(self) -> None:
+        """End it; legal twice."""
+        for name, original in self._originals.items():
+            setattr(os, name, original)
+        if self._names is not None:
+            vars(tempfile)["_name_sequence"] = self._names.original
+        self._originals, self._names = {}, None
+
+    def mark(self) -> None:
+        """What is there now was left before."""
+        self._lifetimes.clear()
+        self._files.clear()
+        self._open_to_nobody.clear()
+        with contextlib.suppress(OSError):
+            self._segments_before = frozenset(os.listdir("/dev/shm"))
+        with contextlib.suppress(OSError):
+            # The folder changes with each entry, so that most tests find it as the last one did.
+            changed = os.stat(tempfile.gettempdir()).st_mtime_ns
+            if changed != self._listed:
+                self._before, self._listed = frozenset(os.listdir(tempfile.gettempdir())), changed
+
+    def temporary_files(self) -> dict[str, int]:
+        """What killed processes had open, listened on or numbered among the temporary files, if it is new."""
+        if not self._lifetimes:
+            return {}
+        folder = tempfile.gettempdir()
+        with contextlib.suppress(OSError):
+            fresh = set(os.listdir(folder)) - self._before
+            self._files |= {name for name in fresh if self._numbers & _numbers_in(name)}
+        own = set() if self._names is None else self._names.made
+        left = [name for name in sorted(self._files) if not any(part in name for part in own)]
+        return {f"{folder}/{name}": 1 for name in left if os.path.lexists(f"{folder}/{name}")}
+
+    def shared_memory(self, names: Collection[str]) -> set[str]:
+        """Those of some names in /dev/shm that are new, and that killed processes left, or orphans hold.
+
+        What a killed process had open is known by name, and so is what has its number.  What was made while it lived
+        and nobody has open is taken for its own, too: nobody else will remove it.
+        """
+        fresh = set(names) - self._segments_before
+        if not fresh:
+            return set()
+        left = fresh & mapped_shared_memory(self._tree.with_descendants(self._tree.orphans()))
+        if not self._lifetimes:
+            return left
+        left |= {name for name in fresh if self._numbers & _numbers_in(name)}
+        unknown = {name for name in fresh - left if self._is_alone and self._was_made_in_a_life(name)}
+        unknown -= self._open_to_nobody
+        if unknown:
+            pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+            # One that has the number of a process that lives is that one's.
+            living = set(map(str, pids))
+            numbered = {name for name in unknown if living & _numbers_in(name)}
+            self._open_to_nobody |= unknown - numbered - mapped_shared_memory(pids)
+        return left | (self._open_to_nobody & fresh)
+
+    @property
+    def _numbers(self) -> set[str]:
+        return set(map(str, self._lifetimes))
+
+    def _was_made_in_a_life(self, name: str) -> bool:
+        try:
+            made = Path("/dev/shm", name).stat().st_ctime
+        except OSError:  # it is gone by now
+            return False
+        # The kernel counts both in steps of some milliseconds.
+        return any(began - _CLOCK_S <= made <= ended + _CLOCK_S for began, ended in self._lifetimes.values())
+
+    def _standing_in(
+        self, original: Callable[[int, int], None], pids_of: Callable[[int], Iterable[int]]
+    ) -> Callable[[int, int], None]:
+        def kill(pid: int, signal_number: int, /) -> None:
+            if signal_number in _ENDING and os.getpid() == self._process:
+                # Whatever goes wrong here, the program's own call goes through.
+                with contextlib.suppress(Exception):
+                    self._look_at(pids_of(pid))
+            original(pid, signal_number)
+
+        return kill
+
+    def _pids_of_one(self, pid: int) -> Iterable[int]:
+        return [pid] if pid > 0 else self._pids_of_group(-pid or os.getpgrp())
+
+    def _pids_of_group(self, group: int) -> Iterable[int]:
+        return [pid for pid in self._tree.descendants() if os.getpgid(pid) == group]
+
+    def _look_at(self, pids: Iterable[int]) -> None:
+        victims = self._tree.with_descendants(pids)
+        if not victims:
+            return
+        now = time.time()
+        for pid in victims:
+            with contextlib.suppress(psutil.Error):
+                self._lifetimes.setdefault(pid, (psutil.Process(pid).create_time(), now))
+        self._segments.names.update(mapped_shared_memory(victims))
+        folder = f"{tempfile.gettempdir()}/"
+        mine = _opened(os.getpid(), folder)
+        for pid in victims:
+            paths = (_opened(pid, folder) | _listening(pid, folder)) - mine
+            names = {path.removeprefix(folder).partition("/")[0] for path in paths}
+            self._files |= {name for name in names - self._before if not name.startswith(_BASE_OF_PYTEST)}
+
+
+class _MadeUpNames:
+    """Hands on the random part of each name that `tempfile` makes up, and keeps it.
+
+    Args:
+        original: makes them up.
+    """
+
+    def __init__(self, original: Iterator[str]) -> None:
+        self.original = original
+        self.made: set[str] = set()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        name = next(self.original)
+        self.made.add(name)
+        return name
+
+
+def _numbers_in(name: str) -> set[str]:
+    return set(re.findall(r"\d+", name))
+
+
+def _descriptors(pid: int) -> list[tuple[int, str]]:
+    """Number and target of what a process has open; nothing of another user's."""
+    found = []
+    with contextlib.suppress(OSError):
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found.append((int(number), os.readlink(f"/proc/{pid}/fd/{number}")))
+    return found
+
+
+def _opened(pid: int, folder: str) -> set[str]:
+    """The paths in a folder that a process has open, besides its standard streams."""
+    return {path for number, path in _descriptors(pid) if number > 2 and path.startswith(folder)}
+
+
+def _listening(pid: int, folder: str) -> set[str]:
+    """The paths in a folder to which a process's Unix sockets are bound."""
+    inodes = {target[len("socket:[") : -1] for _, target in _descriptors(pid) if target.startswith("socket:[")}
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()[1:]:
+            # Num RefCount Protocol Flags Type St Inode Path
+            fields: list[Any] = line.split(maxsplit=7)
+            if len(fields) == 8 and fields[6] in inodes and fields[7].startswith(folder):
+                found.add(fields[7])
+    return found

@@ -1,0 +1,270 @@
+"""Whose memory it is: what a fixture of a wider scope sets up, or an import makes, is not the test's."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import io
+import itertools
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from lowtide.leakcheck.baseline.owner_levels import Key, Ledger
+from lowtide.leakcheck.settings.changed_settings import ABSENT, changes_between
+from lowtide.probes.heap.reach import module_namespaces, reach
+from lowtide.probes.host.counters import Counters
+from lowtide.probes.memory.autograd import saved_behind
+from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
+from lowtide.probes.objects.listed import Census
+from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.objects.whose_code import library_globals
+
+# pytest's own objects lead from any fixture to all of the session, and this checker's to all that it judges.
+_PACKAGES = ("_pytest", "pytest", "pluggy", "lowtide")
+
+
+_serial = itertools.count()
+
+
+class Owner:
+    """Something that memory belongs to for longer than one test.
+
+    Args:
+        name: as a finding calls it: `module fixture 'engine'`.
+        roots: what it holds now, by which to tell what grew under it later.
+        stage: in which stage what it sets up appeared, if not in its setup.
+        only_adds: whether it comes in the middle of a test's own work, as an import does: what falls meanwhile (garbage
+            that is collected, frozen objects that die) was not its own to give back.
+
+    Attributes:
+        label: what the births during its setup are called; no other owner's is the same.
+        where: the file that defines it; empty if none does.
+        serial: its place in the order in which owners were made.
+        items: what is its own, by name, per resource.
+        storages: the storages that are its own.
+        growth: by how much its setup raised each level.
+        settings: the process-wide settings that its setup changed, or that were not known before, as it left them.
+        has_settled: whether its setup is over.
+        before: the counters before its setup.
+        ledger: what lies under it, test by test.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        roots: Callable[[], Iterable[object]] = tuple,
+        stage: str | None = None,
+        *,
+        only_adds: bool = False,
+    ) -> None:
+        self.name = name
+        self.only_adds = only_adds
+        self.stage = stage or f"setup of {name}"
+        self.where = ""
+        self.serial = next(_serial)
+        # The same fixture is set up again for every parameter.
+        self.label = f"{self.stage} #{self.serial}"
+        self.has_settled = False
+        self.settings: dict[str, str] = {}
+        self.roots = roots
+        self.items: dict[str, set[str]] = {}
+        self.storages: dict[tuple[str, int], str] = {}
+        self.growth: dict[str, int] = {}
+        self.before = Counters({}, {}, {})
+        self.ledger = Ledger()
+
+    def named(self) -> Iterable[tuple[str, object]]:
+        """What of its roots has a name that tells whose it is; drop it soon."""
+        return ()
+
+    @property
+    def holds_anything(self) -> bool:
+        """Whether anything belongs to it, so that its end is worth a look."""
+        return bool(self.storages or any(self.items.values()) or any(self.growth.values()))
+
+    def take(self, now: Counters, live: Sequence[Owner], nested: Sequence[Owner]) -> None:
+        """What appeared between `before` and `now` is its own, but for what is another's.
+
+        Args:
+            now: the counters when its setup was over.
+            live: the other owners that are alive.
+            nested: those whose setup began and ended meanwhile.
+        """
+        for key, names in now.items.items():
+            new = names.keys() - self.before.items.get(key, {}).keys()
+            # There is a live owner for every import: they are gone through only where there is something new.
+            if new and (own := new - {name for other in live for name in other.items.get(key, ())}):
+                self.items[key] = own
+        for key, level in now.amounts.items():
+            then = self.before.amounts.get(key, 0)
+            if level is not None and then is not None:
+                grown = level - then - sum(other.growth.get(key, 0) for other in nested)
+                self.growth[key] = max(grown, 0) if self.only_adds else grown
+        if now.settings is self.before.settings:
+            return
+        # What a nested one set is that one's; what was not known before, as of a library that came, is as it is now.
+        others = {setting for other in nested for setting in other.settings.items()}
+        known = self.before.settings
+        self.settings = {
+            name: value
+            for name in known.keys() | now.settings.keys()
+            if known.get(name, ABSENT) != (value := now.settings.get(name, ABSENT)) and (name, value) not in others
+        }
+        changed = {change.name for change in changes_between(known, now.settings, self.settings)}
+        if changed:
+            self.items["globals"] = changed
+
+
+class Claims:
+    """What the live owners hold at this moment, by a walk from their roots.
+
+    Args:
+        owners: those that are alive, the innermost last.
+    """
+
+    def __init__(self, owners: Sequence[Owner]) -> None:
+        self.owners = tuple(owners)
+
+    @functools.cached_property
+    def _reached(self) -> list[tuple[Owner, dict[int, Any]]]:
+        """Walked when first asked for: most tests claim nothing."""
+        reached = []
+        stops: frozenset[int] = frozenset()
+        for owner in self.owners:
+            roots = list(owner.roots())
+            if roots:
+                # What a library keeps in a global lives with the library: a fixture that gives it out does not hold it.
+                stops = stops or module_namespaces() | library_globals()
+                objects, _ = reach(roots, packages=_PACKAGES, namespaces=stops)
+                reached.append((owner, {id(item): item for item in objects}))
+        return reached
+
+    def owner_of(self, item: object) -> Owner | None:
+        """Who reaches an object; a gradient is reached with its tensor, which Python's own graph does not show."""
+        for owner, reached in self._reached:
+            if id(item) in reached:
+                return owner
+        return None
+
+    def gradients(self, tensor_type: type, wanted: Iterable[int]) -> dict[int, Owner]:
+        """Those of the `wanted` tensors, by identity, that are the gradient of a tensor that an owner holds."""
+        ids = set(wanted)
+        found: dict[int, Owner] = {}
+        for owner, reached in self._reached:
+            with plain_tensors(sys.modules["torch"]):
+                gradients = set(map(id, gradients_of(Census(reached.values()).instances_of(tensor_type))))
+            found.update(dict.fromkeys(gradients & ids, owner))
+        return found
+
+    def saved(self, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], Owner]:
+        """Those of the `wanted` storages that an owner's tensor holds by its autograd graph: what the graph's nodes
+        have saved, and the gradients of that."""
+        torch: Any = sys.modules["torch"]
+        found: dict[tuple[str, int], Owner] = {}
+        for owner, reached in self._reached:
+            tensors = Census(reached.values()).instances_of(torch.Tensor)
+            outputs = [tensor for tensor in tensors if not torch_member(tensor, "is_leaf")]
+            seen: set[Any] = set()
+            with plain_tensors(torch):
+                held = [saved.tensor for output in outputs for saved in saved_behind(output, seen)]
+                held += gradients_of(held)
+            keys = keys_of_each(tensor for tensor in held if tensor is not None)
+            found.update(dict.fromkeys(set().union(*keys).intersection(wanted), owner))
+        return found
+
+    def storages(self, known: Mapping[int, Mapping[Key, int]], fresh: Collection[Key]) -> dict[int, dict[Key, int]]:
+        """The storages that each owner holds, by its identity, with their bytes; each counts for the first that does.
+
+        Those of gradients and those that a graph has saved are among them.
+
+        Args:
+            known: the bytes of storages that were asked before, by owner: to ask again would take 40 µs each.
+            fresh: storages that may have another length than one at their address had before.
+        """
+        torch: Any = sys.modules.get("torch")
+        found: dict[int, dict[Key, int]] = {}
+        taken: set[Key] = set()
+        for owner, reached in self._reached if torch is not None and hasattr(torch, "UntypedStorage") else ():
+            tensors = _held_in_all(torch, Census(reached.values()))
+            sizes = {key: size for key, size in known.get(id(owner), {}).items() if key not in fresh}
+            keys = keys_of_each(tensors)
+            unknown = [tensor for tensor, under in zip(tensors, keys, strict=True) if under - sizes.keys()]
+            sizes.update(((item.device, item.address), item.bytes) for item in survey_storages(unknown).storages)
+            under_it = set().union(*keys) - taken
+            found[id(owner)] = {key: sizes[key] for key in under_it if key in sizes}
+            taken |= under_it
+        return found
+
+    def gradient_addresses(self) -> list[int]:
+        """Where the gradients of the owners' tensors lie."""
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return []
+        tensors = [t for _, reached in self._reached for t in Census(reached.values()).instances_of(torch.Tensor)]
+        with plain_tensors(torch):
+            gradients = [grad for grad in gradients_of(tensors) if grad is not None]
+            return [torch_member(grad, "data_ptr")() for grad in gradients if _is_strided(torch, grad)]
+
+    def names(self, key: str) -> dict[str, Owner]:
+        """The items of a resource, as the counters name them or as prefixes of that, that an owner holds."""
+        found: dict[str, Owner] = {}
+        for owner, reached in self._reached:
+            census = Census(reached.values())
+            if key == "threads":
+                names = list(map(thread_key, census.instances_of(threading.Thread)))
+            elif key == "processes":
+                names = [
+                    str(item.pid) for kind in (subprocess.Popen, BaseProcess) for item in census.instances_of(kind)
+                ]
+            elif key == "file-descriptors":
+                # The collector does not track an epoll: it is found behind what holds it.
+                behind = Census([*reached.values(), *gc.get_referents(*reached.values())])
+                kinds = (socket.socket, io.FileIO, select.epoll)
+                names = [f"{number} ->" for kind in kinds for number in map(_number, behind.instances_of(kind))]
+                names += [f"/dev/shm/{name}" for name in _segments(census)]
+            elif key == "shared-memory":
+                names = _segments(census)
+            else:
+                names = []
+            found.update(dict.fromkeys(names, owner))
+        return found
+
+
+def _is_strided(torch: Any, tensor: Any) -> bool:
+    return torch_member(tensor, "layout") is torch.strided
+
+
+def gradients_of(tensors: Iterable[Any]) -> list[Any]:
+    """The gradients of those that collect one, None where there is none yet; call it within `plain_tensors`."""
+    collecting = (item for item in tensors if torch_member(item, "requires_grad") and torch_member(item, "is_leaf"))
+    return [torch_member(item, "grad") for item in collecting]
+
+
+def _held_in_all(torch: Any, census: Census) -> list[Any]:
+    """The tensors and storage objects among some objects, the tensors' gradients, and what their graphs have saved."""
+    tensors = census.instances_of(torch.Tensor)
+    seen: set[Any] = set()
+    with plain_tensors(torch):
+        outputs = [tensor for tensor in tensors if not torch_member(tensor, "is_leaf")]
+        saved = [saved.tensor for output in outputs for saved in saved_behind(output, seen)]
+        gradients = [gradient for gradient in gradients_of([*tensors, *saved]) if gradient is not None]
+    return [*tensors, *census.instances_of(torch.UntypedStorage), *saved, *gradients]
+
+
+def _number(file: Any) -> int:
+    try:
+        return int(file.fileno())
+    except (ValueError, OSError):  # closed
+        return -1
+
+
+def _segments(census: Census) -> list[str]:
+    """The names in /dev/shm of multiprocessing's segments among some objects."""
+    module: Any = sys.modules.get("multiprocessing.shared_memory")
+    return [] if module is None else [item.name.lstrip("/") for item in census.instances_of(module.SharedMemory)]

@@ -1,0 +1,68 @@
+"""From a snapshot to the readings of a report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Sequence
+
+import psutil
+
+from lowtide.probes.device.driver import Driver
+from lowtide.probes.ledger import LedgerBase, read_ledger
+from lowtide.probes.objects.listed import frozen_by_program
+from lowtide.probes.snapshot import Snapshot
+from lowtide.reports.schema import Ledger, LedgerLine, Machine, Readings
+
+
+def to_readings(snapshot: Snapshot, device: str, bases: Sequence[LedgerBase]) -> Readings:
+    """What a report keeps of a snapshot: the figures of `device`, and one ledger per base."""
+    arenas: dict[str, int] = {}
+    for pool in snapshot.pools:
+        if pool.kind == "arena" and pool.device == device:
+            arenas[pool.tag] = arenas.get(pool.tag, 0) + pool.mapped
+    return Readings(
+        tensors=snapshot.tensors.bytes_on(device),
+        allocated=snapshot.allocated(device),
+        reserved=snapshot.reserved(device),
+        arenas=arenas,
+        pinned=snapshot.pinned_bytes,
+        host_pools=sum(pool.mapped for pool in snapshot.pools if pool.kind == "host"),
+        driver=snapshot.driver_bytes(device),
+        rss=snapshot.host.rss,
+        frozen_objects=frozen_by_program(snapshot.gc.frozen),
+        cache_bytes=snapshot.cache_bytes,
+        threads=len(snapshot.host.threads),
+        native_threads=snapshot.host.native_threads,
+        processes=len(snapshot.host.children),
+        descriptors=len(snapshot.host.descriptors),
+        shared_memory=sum(entry.bytes for entry in snapshot.host.shared_memory if entry.mapped_here),
+        ledgers=tuple(to_ledger(snapshot, base) for base in bases),
+    )
+
+
+def to_ledger(snapshot: Snapshot, base: LedgerBase) -> Ledger:
+    """One device's ledger, as a report keeps it."""
+    ledger = read_ledger(snapshot, base.device, base)
+    lines = tuple(LedgerLine(name=line.name, bytes=line.bytes, note=line.note) for line in ledger.lines)
+    return Ledger(
+        device=ledger.device, source=ledger.source, total=ledger.total, lines=lines, unexplained=ledger.unexplained
+    )
+
+
+def this_machine(driver: Driver) -> Machine:
+    """Where this process runs; asks torch only if it is loaded."""
+    torch = sys.modules.get("torch")
+    devices: tuple[str, ...] = ()
+    if torch is not None and torch.cuda.is_available():
+        devices = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return Machine(
+        platform=platform.platform(),
+        python=platform.python_version(),
+        torch="" if torch is None else str(torch.__version__),
+        cpus=os.cpu_count() or 0,
+        memory=psutil.virtual_memory().total,
+        devices=devices,
+        driver=driver.name,
+    )

@@ -1,0 +1,343 @@
+"""Which storages somebody's tensors hold that were not there at the baseline, and whose they are."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import gc
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.leakcheck.baseline.owners import Claims, Owner, gradients_of
+from lowtide.leakcheck.judging.ladder import collect
+from lowtide.probes.heap.births import Births, Newborn
+from lowtide.probes.heap.holders import SharedWalk, census_of
+from lowtide.probes.memory.ranges import merge, total
+from lowtide.probes.memory.tensors import StorageReading, keys_of_each, plain_tensors, survey_storages
+from lowtide.probes.objects.foreign import mro_of, type_name
+from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+
+Key = tuple[str, int]
+"""A storage: its device and its address."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A storage that is held and was not there at the baseline, or belongs to an owner that has ended.
+
+    Attributes:
+        key: device and address.
+        bytes: its length, without what lies under another one of these.
+        text: data type and shape of the largest tensor over it.
+        stage: in which stage it appeared.
+        owner: whose it is; None: the test's.
+        turn: in which turn of that stage, from 1.
+    """
+
+    key: Key
+    bytes: int
+    text: str
+    stage: str
+    owner: Owner | None
+    turn: int = 1
+
+    @property
+    def name(self) -> str:
+        """As a finding lists it."""
+        return f"{self.text} at {self.key[1]:#x}"
+
+
+@dataclass(frozen=True)
+class HeapReading:
+    """The storages at one moment.
+
+    Attributes:
+        held: those to be judged.
+        claimed: those that grew under an owner that is alive, to be added to what it owns.
+        alive: all of them.
+        unreadable: new tensors of a kind whose memory cannot be read, as text, with the stage of each.
+        new_on_cpu: bytes under new tensors in the process's own memory, whoever owns them.
+    """
+
+    held: tuple[Held, ...]
+    claimed: Mapping[Key, Owner]
+    alive: frozenset[Key]
+    unreadable: Mapping[str, str]
+    new_on_cpu: int
+
+
+def read_heap(
+    births: Births,
+    claims: Claims,
+    ended: Sequence[Owner],
+    seen: Collection[Key],
+    survey: tuple[Census, Sequence[Newborn]] | None = None,
+) -> HeapReading:
+    """Goes through the heap once.
+
+    Args:
+        births: what was born since the baseline.
+        claims: what the owners that are alive hold.
+        ended: those whose scope has just ended.
+        seen: the storages at the last full reading, for what the program froze since the baseline, and for tensors on a
+            card that lived before and have new memory now.
+        survey: all objects, and those that were born since the baseline, where they are known.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        return HeapReading((), {}, frozenset(), {}, 0)
+    with collector_paused():
+        census, survivors = survey or survey_births(births)
+        everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
+        del census
+        newborn = {id(born.item): born for born in survivors if is_tensor(born.item)}
+        newborn |= _hidden_gradients(torch, births, newborn, everything)
+        old = [item for item in everything if id(item) not in newborn]
+        owned = {key for owner in (*claims.owners, *ended) for key in owner.storages}
+        if births.froze:
+            # What was frozen before it was ever seen young: new is what lies where nothing lay before, and nothing that
+            # an earlier import or fixture has made, of which a clean test took no full reading.
+            known = {*seen, *owned}
+            hidden = [item for item, keys in zip(old, keys_of_each(old), strict=True) if not keys <= known]
+            frozen = {id(item): Newborn(item, births.froze_in or births.label) for item in hidden}
+            # First: of a storage that a frozen and a young tensor view, the frozen one is the older.
+            newborn = {**frozen, **newborn}
+            old = [item for item in old if id(item) not in newborn]
+        older = {_key(storage): storage for storage in survey_storages(old).storages}
+        readings, unreadable = _new_storages(newborn.values(), older)
+        live = claims.owners
+        claimed = _claimed(torch, claims, newborn) if readings else {}
+        claimed = {**claimed, **_claimed_with_parts(readings, claimed)}
+        by_label = {owner.label: owner for owner in (*live, *ended)}
+        held = []
+        for key, (storage, stage, turn) in readings.items():
+            # By its label alone a tensor may have got, with its address, the name of one that died.
+            owner = by_label.get(stage)
+            if owner is not None and owner.has_settled and key not in owner.storages:
+                owner = None
+            owner = owner or claimed.get(key)
+            if owner is None or any(owner is gone for gone in ended):
+                text = stage if owner is None or stage not in by_label else owner.stage
+                held.append(Held(key, storage.bytes, _text(storage), text, owner, turn))
+        moved = {key for key in older if key[0] != "cpu" and key not in seen and key not in owned}
+        if moved:
+            over = {
+                id(item): Newborn(item, births.label)
+                for item, keys in zip(old, keys_of_each(old), strict=True)
+                if keys & moved
+            }
+            claimed = {**claimed, **_claimed(torch, claims, over)}
+            held += [
+                Held(key, older[key].bytes, f"{_text(older[key])}, made before", births.label, None)
+                for key in sorted(moved - claimed.keys())
+            ]
+        for owner in live:
+            # Memory that is free may be anybody's next.
+            owner.storages = {key: text for key, text in owner.storages.items() if key in older or key in readings}
+        for owner in ended:
+            for key, stage in owner.storages.items():
+                if key in older:
+                    held.append(Held(key, older[key].bytes, _text(older[key]), stage, owner))
+        return HeapReading(
+            held=_without_overlaps(held),
+            claimed=claimed,
+            alive=frozenset({*older, *readings}),
+            unreadable={name: born.label for name, born in unreadable.items() if claims.owner_of(born.item) is None},
+            new_on_cpu=total(
+                merge((storage.address, storage.bytes) for key, (storage, *_) in readings.items() if key[0] == "cpu")
+            ),
+        )
+
+
+def survey_births(births: Births) -> tuple[Census, Sequence[Newborn]]:
+    """All objects, and those that were born since the baseline; drop both soon."""
+    with collector_paused():
+        census = Census(all_objects())
+        return census, births.survivors(census=census)
+
+
+def thaw(stage: str, seen: Collection[Key]) -> tuple[Held, ...]:
+    """Unfreeze the heap, and only then collect; the storages of tensors that were frozen garbage.
+
+    Args:
+        stage: in which they were frozen.
+        seen: the storages at the last full reading: those are nobody's now.
+    """
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        gc.unfreeze()
+        collect()
+        return ()
+    reached = {_key(storage) for storage in _all_storages(torch, all_objects())}
+    with collector_paused():
+        gc.unfreeze()
+        visible = _all_storages(torch, gc.get_objects())
+    collect()
+    hidden = [storage for storage in visible if _key(storage) not in reached and _key(storage) not in seen]
+    return _without_overlaps(Held(_key(storage), storage.bytes, _text(storage), stage, None) for storage in hidden)
+
+
+def _all_storages(torch: Any, objects: list[object]) -> tuple[StorageReading, ...]:
+    census = Census(objects)
+    return survey_storages([*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]).storages
+
+
+def tensors_over(keys: Collection[Key], walk: SharedWalk | None = None) -> list[Any]:
+    """The tensors and storage objects over some storages; drop them soon."""
+    torch: Any = sys.modules.get("torch")
+    with collector_paused():
+        census = census_of(walk)
+        everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
+        wanted = set(keys)
+        return [item for item, found in zip(everything, keys_of_each(everything), strict=True) if found & wanted]
+
+
+def tensors_in(keys: Collection[Key], walk: SharedWalk | None = None) -> list[tuple[Any, frozenset[Key]]]:
+    """The tensors and storage objects whose memory lies in some storages, each with those of them; drop them soon.
+
+    A loader cuts a file's memory into storages of their own: who holds one of these holds all of the memory, and the
+    storage that covers it is held from C++ alone.
+    """
+    torch: Any = sys.modules.get("torch")
+    with collector_paused():
+        census = census_of(walk)
+        everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
+        del census
+        wanted = set(keys)
+        of_each = keys_of_each(everything)
+        over = [item for item, found in zip(everything, of_each, strict=True) if found & wanted]
+        covering = _Covering(storage for storage in survey_storages(over).storages if _key(storage) in wanted)
+        # One answer for all that view one storage.
+        around = {key: covering.around(key) | ({key} & wanted) for key in frozenset().union(*of_each)}
+        found_in = [frozenset().union(*(around[key] for key in found)) for found in of_each]
+        return [(item, found) for item, found in zip(everything, found_in, strict=True) if found]
+
+
+class _Covering:
+    """Some storages, by the memory that they cover."""
+
+    def __init__(self, storages: Iterable[StorageReading]) -> None:
+        self._ranges: dict[str, list[tuple[int, int]]] = {}
+        for storage in sorted(storages, key=lambda storage: (storage.address, -storage.bytes)):
+            ranges = self._ranges.setdefault(storage.device, [])
+            # What lies within one that begins before it is found by that one.
+            if not ranges or storage.address + storage.bytes > ranges[-1][1]:
+                ranges.append((storage.address, storage.address + storage.bytes))
+
+    def around(self, key: Key) -> frozenset[Key]:
+        """The one that begins last of those that a storage lies in; none, or itself, if it lies in no other."""
+        device, address = key
+        ranges = self._ranges.get(device, [])
+        place = bisect.bisect_right(ranges, (address, sys.maxsize)) - 1
+        return frozenset([(device, ranges[place][0])]) if place >= 0 and address < ranges[place][1] else frozenset()
+
+
+def live_keys() -> set[Key]:
+    """All storages that Python's tensors hold now."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        return set()
+    return {_key(storage) for storage in _all_storages(torch, all_objects())}
+
+
+def is_tensor(item: object) -> bool:
+    """Whether an object is a tensor or a storage, by its real type."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "UntypedStorage"):
+        return False
+    return any(base is torch.Tensor or base is torch.UntypedStorage for base in mro_of(type(item)))
+
+
+def storage_keys(items: Iterable[Any]) -> set[Key]:
+    """The storages under some tensors."""
+    return _keys(items)
+
+
+def _keys(items: Iterable[Any]) -> set[Key]:
+    return {_key(storage) for storage in survey_storages(items).storages}
+
+
+def _key(storage: StorageReading) -> Key:
+    return storage.device, storage.address
+
+
+def _text(storage: StorageReading) -> str:
+    return f"{storage.dtype} [{storage.shape}]" if storage.dtype else "storage"
+
+
+def _new_storages(
+    newborn: Iterable[Newborn], older: Mapping[Key, StorageReading]
+) -> tuple[dict[Key, tuple[StorageReading, str, int]], dict[str, Newborn]]:
+    """The storages that only newborn tensors view, with stage and turn of the first; and what cannot be read."""
+    by_label: dict[tuple[str, int], list[Any]] = {}
+    for born in newborn:
+        by_label.setdefault((born.label, born.turn), []).append(born.item)
+    readings: dict[Key, tuple[StorageReading, str, int]] = {}
+    unreadable: dict[str, Newborn] = {}
+    for (label, turn), items in sorted(by_label.items(), key=lambda entry: entry[0][1]):
+        survey = survey_storages(items)
+        for storage in survey.storages:
+            if _key(storage) not in older:
+                readings.setdefault(_key(storage), (storage, label, turn))
+        if survey.unreadable:
+            for item in items:
+                if survey_storages([item]).unreadable:
+                    unreadable[f"{type_name(type(item)).rpartition('.')[2]} {id(item):#x}"] = Newborn(item, label)
+    return readings, unreadable
+
+
+def _hidden_gradients(
+    torch: Any, births: Births, newborn: Mapping[int, Newborn], everything: Iterable[object]
+) -> dict[int, Newborn]:
+    """The gradients of new tensors that Python has never read: they are no objects until somebody asks for them."""
+    visible = set(map(id, everything))
+    found: dict[int, Newborn] = {}
+    with plain_tensors(torch):
+        for born in newborn.values():
+            if not any(base is torch.Tensor for base in mro_of(type(born.item))):
+                continue
+            for gradient in gradients_of([born.item]):
+                if gradient is not None and id(gradient) not in visible:
+                    found[id(gradient)] = births.add(gradient, born)
+    return found
+
+
+def _claimed(torch: Any, claims: Claims, newborn: Mapping[int, Newborn]) -> dict[Key, Owner]:
+    found: dict[Key, Owner] = {}
+    open_ones = []
+    for born in newborn.values():
+        owner = claims.owner_of(born.item)
+        if owner is None:
+            open_ones.append(born.item)
+        else:
+            found.update(dict.fromkeys(_keys([born.item]), owner))
+    gradients = claims.gradients(torch.Tensor, map(id, open_ones)) if open_ones else {}
+    for item in open_ones:
+        if id(item) in gradients:
+            found.update(dict.fromkeys(_keys([item]), gradients[id(item)]))
+    nobodys = _keys(item for item in open_ones if id(item) not in gradients) - found.keys()
+    return {**found, **claims.saved(nobodys)} if nobodys else found
+
+
+def _claimed_with_parts(
+    readings: Mapping[Key, tuple[StorageReading, str, int]], claimed: Mapping[Key, Owner]
+) -> dict[Key, Owner]:
+    """The storages that no tensor views and that lie under one that an owner holds: a file that a loader has mapped."""
+    bare = _Covering(storage for key, (storage, *_) in readings.items() if not storage.tensors and key not in claimed)
+    return {around: owner for key, owner in claimed.items() for around in bare.around(key)}
+
+
+def _without_overlaps(held: Iterable[Held]) -> tuple[Held, ...]:
+    """The same storages, each byte counted once: with the first that holds it."""
+    ends: dict[str, int] = {}
+    result = []
+    for item in sorted(held, key=lambda item: (item.key, -item.bytes)):
+        device, address = item.key
+        start = max(address, ends.get(device, 0))
+        left = address + item.bytes - start
+        if left > 0:
+            ends[device] = address + item.bytes
+            result.append(dataclasses.replace(item, bytes=left))
+    return tuple(result)

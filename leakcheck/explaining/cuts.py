@@ -1,0 +1,585 @@
+"""Cuts one edge of a path: the smallest change to a program by which a holder lets go of what it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from types import CellType, CoroutineType, FunctionType, GeneratorType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowtide.leakcheck.explaining import declarations
+from lowtide.leakcheck.explaining.container_entries import (
+    can_delete_from_dict,
+    can_delete_key,
+    can_discard,
+    delete_from_dict,
+    delete_from_sequence,
+    delete_key,
+    discard,
+    keys_of,
+    set_in_dict,
+    values_behind,
+)
+from lowtide.leakcheck.explaining.expressions import call, entry_of, is_name, is_plain, is_this_threads, key_of
+from lowtide.probes.heap.holders import Link
+from lowtide.probes.heap.unseen_references import object_parts
+from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.objects.foreign import (
+    LRU_CACHE,
+    attribute,
+    dict_of_module,
+    is_a,
+    mro_of,
+    namespace_of_class,
+    type_name,
+)
+from lowtide.probes.objects.identities import identities, namespaces_of, types_of
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+class Place(NamedTuple):
+    """Where a container's entry is, for one action on several entries of it.
+
+    Attributes:
+        container: its identity.
+        code: the container as code; in words where there is none.
+        key: the entry, as code: `['a']`.
+        size: how many entries the container has.
+        position: the entry's place in it.
+        clear: what empties the container, as code; empty where there is none.
+        is_plain: whether `del` with code and key is what deletes the entry.
+        ordered: the container's built-in type: `list`, `dict`, `deque`.
+    """
+
+    container: int
+    code: str
+    key: str
+    size: int
+    position: int = 0
+    clear: str = ""
+    is_plain: bool = True
+    ordered: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A change that can be made once; keeps the holder alive, and not what is held.
+
+    Attributes:
+        action: the change as code, or in words where there is no code for it.
+        changed: what is different afterwards.
+        apply: makes it. Raises what the holder's own code raises.
+        place: for an entry of a container, where.
+        ends_anyway: whether the change is made even where making it raises.
+        is_code: whether the action is code that runs as it stands, and not words.
+        emptied: the identity of the cache that the change empties; 0 where it empties none.
+    """
+
+    action: str
+    changed: str
+    apply: Callable[[], object]
+    place: Place | None = None
+    ends_anyway: bool = False
+    is_code: bool = True
+    emptied: int = 0
+
+    @property
+    def is_deletion(self) -> bool:
+        """Whether something is taken away, and not replaced by None."""
+        return not self.changed.endswith(" is None")
+
+
+@dataclass(frozen=True)
+class Names:
+    """What is known of the program before the leak, by which a change is judged harmless.
+
+    Attributes:
+        older: the identities of what was there; None if nobody knows.
+        home: the module whose code made what holds; None if nobody knows.
+        root: the module that the path begins at; None if it begins elsewhere.
+        holder: the name there by which what holds is known; empty if it has none.
+        are_free: whether any name may be set to None: the program has ended but for its checker.
+        sizes: how many names each module had (`namespace_sizes`); None if nobody knows.
+    """
+
+    older: Container[int] | None = None
+    home: ModuleType | None = None
+    root: ModuleType | None = None
+    holder: str = ""
+    are_free: bool = False
+    sizes: NamespaceSizes | None = None
+    _asked: dict[tuple[object, int, str], tuple[object, declarations.Binding]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def bound(
+        self, question: Callable[[Any, str], declarations.Binding], where: object, name: str
+    ) -> declarations.Binding:
+        """What the program's source says of a name in a class or module; a file is read once for each question."""
+        key = (question, id(where), name)
+        if key not in self._asked:
+            # With what it is about, so that the identity stays its own.
+            self._asked[key] = where, question(where, name)
+        return self._asked[key][1]
+
+    def is_bound_elsewhere(self, name: str) -> bool:
+        """Whether the modules at hand bind an attribute of that name outside their functions and classes."""
+        return any(self.bound(declarations.of_attribute, module, name) != "absent" for module in self.modules)
+
+    def of(self, home: ModuleType | None, root: ModuleType | None, holder: str) -> Names:
+        """The same, for what a module's code made."""
+        return dataclasses.replace(self, home=home, root=root, holder=holder)
+
+    @property
+    def modules(self) -> tuple[ModuleType, ...]:
+        """Where something may be bound before anything runs."""
+        return tuple(module for module in dict.fromkeys((self.home, self.root)) if module is not None)
+
+    def may_have_been_there(self, item: object) -> bool:
+        """Whether an object is older than the leak, or nobody knows."""
+        return self.older is None or id(item) in self.older
+
+    def is_new_global(self, namespace: dict[str, object], name: str, bound: declarations.Binding) -> bool:
+        """Whether a module got a name since; `bound` is what its source says of the name."""
+        if self.sizes is None:
+            return bound == "absent" and self.is_new(namespace, name)
+        # A dict keeps the order; where a name has gone meanwhile, this errs towards what was there.
+        place = _place_of_name(namespace, name)
+        is_added = place is not None and place >= self.sizes.of(namespace)
+        return is_added and bound in ("absent", "unknown")
+
+    def is_new(self, namespace: dict[str, object], name: str) -> bool:
+        """Whether a name was added since: a dict keeps the order, so nothing older stands behind it."""
+        place = _place_of_name(namespace, name)
+        if self.older is None or place is None:
+            return False
+        behind = list(dict.values(namespace))[place + 1 :]
+        # Nobody notes when numbers and strings are made.
+        return not any(gc.is_tracked(other) and id(other) in self.older for other in behind)
+
+
+def _place_of_name(namespace: dict[str, object], name: str) -> int | None:
+    return next((place for place, key in enumerate(dict.keys(namespace)) if type(key) is str and key == name), None)
+
+
+@dataclass(frozen=True)
+class NamespaceSizes:
+    """How many names each module had at one moment.
+
+    Attributes:
+        namespaces: the identities of the modules' namespaces, shape [modules].
+        sizes: how many names each one had, shape [modules].
+    """
+
+    namespaces: Ints
+    sizes: Ints
+
+    def of(self, namespace: Mapping[str, object]) -> int:
+        """How many names a namespace had; 0 for that of a module that was not there."""
+        places = np.flatnonzero(self.namespaces == id(namespace))
+        return int(self.sizes[places[0]]) if len(places) else 0
+
+
+def namespace_sizes() -> NamespaceSizes:
+    """How many names each module has; a tenth of a millisecond for 4,000 modules, since every test begins with it."""
+    modules = list(sys.modules.values())
+    for place in np.flatnonzero(types_of(identities(modules)) != id(ModuleType)).tolist():
+        if not is_a(modules[place], ModuleType):
+            # Whatever stands there is no module: one that counts anyway takes its place.
+            modules[place] = sys
+    return NamespaceSizes(*namespaces_of(modules))
+
+
+class Refused(Exception):  # noqa: N818 - it is an answer, not a failure
+    """Cutting here could break what the program has had before; so nothing behind it may be cut either."""
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """What a link starts from, for a reader.
+
+    Attributes:
+        words: as a path has it.
+        code: as an expression that leads to it; None where there is none.
+    """
+
+    words: str
+    code: str | None
+
+    @property
+    def text(self) -> str:
+        """The expression, or the words."""
+        return self.words if self.code is None else self.code
+
+    def cut(
+        self,
+        action: str | None,
+        instead: str,
+        changed: str,
+        apply: Callable[[], object],
+        *,
+        place: Place | None = None,
+        ends_anyway: bool = False,
+    ) -> Cut:
+        """A change by its code, or where there is none, by words for it."""
+        is_code = self.code is not None and action is not None
+        return Cut(action if is_code and action else instead, changed, apply, place, ends_anyway, is_code)
+
+
+def cut_of(link: Link, code: str | None, names: Names, words: str = "") -> Cut | None:
+    """How to cut a link, None if it cannot be: what lies in a tuple, a bound method, a running function.
+
+    What is new is deleted.  A name or key that the program had before becomes None if it began as None, by the
+    program's own source: code that asks for it is prepared for that.
+
+    Args:
+        link: the edge.
+        code: its owner, as code; None where no expression leads to it.
+        names: what was there before.
+        words: its owner as a path has it; default: the code.
+
+    Raises:
+        Refused: it could be cut, but not without harm.
+    """
+    owner = _Owner(words or code or "", code)
+    return next((cut for make in _MAKERS if (cut := make(link, owner, names)) is not None), None)
+
+
+def _cache(link: Link, of: _Owner, names: Names) -> Cut | None:
+    if link.kind not in ("lru-cache-key", "lru-cache-value") or type(link.owner) is not LRU_CACHE:
+        return None
+    clear: Callable[[], None] = LRU_CACHE.__dict__["cache_clear"].__get__(link.owner)
+    cut = of.cut(f"{of.code}.cache_clear()", f"clear the cache {of.words}", f"{of.text} is empty", clear)
+    return dataclasses.replace(cut, emptied=id(link.owner))
+
+
+def _entry(link: Link, of: _Owner, names: Names) -> Cut | None:
+    """An entry of a dict."""
+    carrier = link.carrier
+    if link.kind not in ("item", "module-global") or not is_a(carrier, dict) or is_a(link.owner, ModuleType):
+        return None
+    keys = keys_of(carrier, link.held)
+    if not keys or (carrier is not link.owner and link.kind == "item"):
+        return None
+    found = [declarations.of_key(module, names.holder, keys[0]) for module in names.modules if names.holder]
+    bound = "none" if "none" in found else "other" if "other" in found else "absent"
+    behind = values_behind(carrier, link.held)
+    key = keys[0]
+    del keys
+    where = of.code if link.owner is carrier else None
+    if type(link.owner) is FunctionType and of.code is not None:
+        where = f"{of.code}.__globals__"
+    index = next(place for place, value in enumerate(dict.values(carrier)) if id(value) == link.held)
+    key_text = None if where is None else key_of(where, carrier, index, key)
+    text = f"{of.text}[{key_text}]" if key_text is not None and link.owner is carrier else f"{of.words}{link.edge}"
+    if bound == "none":
+        set_none = None if where is None or key_text is None else _setting(where, carrier, key_text)
+        return of.cut(set_none, f"set {text} to None", f"{text} is None", lambda: set_in_dict(carrier, link.held, None))
+    others = [item for item in dict.values(carrier) if id(item) != link.held]
+    is_old = bound == "other" or any(gc.is_tracked(item) and names.may_have_been_there(item) for item in behind)
+    if not names.are_free and (is_old or any(item is None for item in others)):
+        # It stands where something stood before the leak, or is one of slots, some of them empty.
+        raise Refused
+    if not can_delete_from_dict(carrier, link.held):
+        return None
+    is_last = index == dict.__len__(carrier) - 1
+    delete = None if where is None else _deleting(where, carrier, key_text, is_last=is_last)
+    place = _place_in(of, carrier, index, f"[{key_text}]", "dict") if link.owner is carrier else None
+    return of.cut(
+        delete,
+        f"delete {text}",
+        f"{text} is deleted",
+        lambda: delete_from_dict(carrier, link.held),
+        place=place and place._replace(is_plain=delete is not None and delete.startswith("del ")),
+    )
+
+
+def _key(link: Link, of: _Owner, names: Names) -> Cut | None:
+    """A key of a dict, with its entry: where the key is new, so is that."""
+    carrier = link.carrier
+    if link.kind != "item" or not link.edge.startswith("<key") or not is_a(carrier, dict) or carrier is not link.owner:
+        return None
+    place = next((place for place, key in enumerate(dict.keys(carrier)) if id(key) == link.held), None)
+    if place is None or not can_delete_key(carrier, link.held):
+        return None
+    if not names.are_free and (names.older is None or link.held in names.older):
+        raise Refused
+    key = list(dict.keys(carrier))[place]
+    key_text = None if of.code is None else key_of(of.code, carrier, place, key)
+    del key
+    is_last = place == dict.__len__(carrier) - 1
+    delete = None if of.code is None else _deleting(of.code, carrier, key_text, is_last=is_last)
+    text = f"{of.text}[{key_text}]" if key_text is not None else f"the entry of {of.words}{link.edge}"
+    is_plain_del = delete is not None and delete.startswith("del ")
+    return of.cut(
+        delete,
+        f"delete {text}",
+        f"{text} is deleted",
+        lambda: delete_key(carrier, link.held),
+        place=_place_in(of, carrier, place, f"[{key_text}]", "dict")._replace(is_plain=is_plain_del),
+    )
+
+
+def _setting(code: str, entries: object, key: str) -> str:
+    if is_plain(type(entries), "__setitem__"):
+        return f"{code}[{key}] = None"
+    return call(code, entries, "__setitem__", key, "None")
+
+
+def _deleting(code: str, entries: object, key: str | None, *, is_last: bool) -> str | None:
+    """The deletion of an entry of a dict as code; the last one can go without its key."""
+    if key is None:
+        return call(code, entries, "popitem") if is_last else None
+    if is_plain(type(entries), "__delitem__"):
+        return f"del {code}[{key}]"
+    return call(code, entries, "__delitem__", key)
+
+
+def _place_in(of: _Owner, items: Any, index: int, key: str, ordered: str) -> Place:
+    kind: Any = {"dict": dict, "list": list, "deque": deque}[ordered]
+    clear = f"{of.code}.clear()" if is_plain(type(items), "clear") else call(of.text, items, "clear")
+    size = kind.__len__(items)
+    return Place(id(items), of.text, key, size, index, clear if of.code is not None else "", True, ordered)
+
+
+def _slot(link: Link, of: _Owner, names: Names) -> Cut | None:
+    """An item of a list or deque."""
+    carrier: Any = link.carrier
+    base: Any = list if is_a(carrier, list) else deque
+    if link.kind != "item" or not is_a(carrier, base) or carrier is not link.owner:
+        return None
+    items = list(base.__iter__(carrier))
+    places = [place for place, item in enumerate(items) if id(item) == link.held]
+    if not places:
+        return None
+    if not names.are_free and any(item is None or names.may_have_been_there(item) for item in items[places[0] + 1 :]):
+        # What stands behind it would move.
+        raise Refused
+    if not names.are_free and any(item is None for item in items):
+        # A list of slots, some of them empty.
+        raise Refused
+
+    place = _place_in(of, carrier, places[0], f"[{places[0]}]", "list" if base is list else "deque")
+    text = f"{of.text}{place.key}"
+    plain = is_plain(type(carrier), "__delitem__")
+    delete = f"del {text}" if plain else call(of.text, carrier, "__delitem__", str(places[0]))
+    return of.cut(
+        delete,
+        f"delete {text}",
+        f"{text} is deleted",
+        lambda: delete_from_sequence(carrier, link.held),
+        place=place._replace(is_plain=plain),
+    )
+
+
+def _item_of_array(link: Link, of: _Owner, names: Names) -> Cut | None:
+    """An item of an array of objects; None is what an empty one has."""
+    numpy: Any = sys.modules.get("numpy")
+    if link.kind != "item" or numpy is None or not is_a(link.carrier, numpy.ndarray):
+        return None
+    if not names.are_free:
+        raise Refused
+    text = f"{of.text}{link.edge}"
+    is_expression = is_plain(type(link.carrier), "__setitem__")
+    return of.cut(
+        f"{text} = None" if is_expression else None,
+        f"set {text} to None",
+        f"{text} is None",
+        lambda: _empty_item(link.carrier, link.held),
+    )
+
+
+def _empty_item(array: Any, held: int) -> None:
+    """Puts None where an array of objects has one, by its identity."""
+    numpy: Any = sys.modules["numpy"]
+    for _, part in object_parts(array):
+        flat = numpy.ndarray.flat.__get__(part)
+        for place in [place for place, item in enumerate(flat) if id(item) == held]:
+            flat[place] = None
+
+
+def _member_of_set(link: Link, of: _Owner, names: Names) -> Cut | None:
+    if link.kind != "item" or not is_a(link.carrier, set) or not can_discard(link.carrier, link.held):
+        return None
+    is_only = set.__len__(link.carrier) == 1
+    clear = f"{of.code}.clear()" if is_plain(type(link.carrier), "clear") else call(of.text, link.carrier, "clear")
+    kind = next(type_name(type(item)) for item in set.__iter__(link.carrier) if id(item) == link.held)
+    return of.cut(
+        clear if is_only else None,
+        f"discard the {kind} from {of.text}",
+        f"one element of {of.text} is gone",
+        lambda: discard(link.carrier, link.held),
+    )
+
+
+def _global(link: Link, of: _Owner, names: Names) -> Cut | None:
+    if not is_a(link.owner, ModuleType) or link.kind != "module-global":
+        return None
+    namespace, name = dict_of_module(link.owner), link.edge[1:]
+    if id(namespace.get(name)) != link.held:
+        return None
+    bound = names.bound(declarations.of_global, link.owner, name)
+    if names.is_new_global(namespace, name, bound):
+        return _removal(of, link.owner, name, lambda: namespace.pop(name, None))
+    if not names.are_free and bound != "none":
+        raise Refused
+    return _emptying(of, link.owner, name, lambda: namespace.__setitem__(name, None))
+
+
+def _removal(of: _Owner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
+    """The deletion of an attribute, past a `__delattr__` of the program's own."""
+    text = f"{of.text}.{name}"
+    code = f"del {text}" if is_plain(type(owner), "__delattr__") else call(of.text, owner, "__delattr__", repr(name))
+    return of.cut(code if is_name(name) else None, f"delete {text}", f"{text}{where} is deleted", apply)
+
+
+def _emptying(of: _Owner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
+    """None for an attribute, past a `__setattr__` of the program's own."""
+    text = f"{of.text}.{name}"
+    plain = is_plain(type(owner), "__setattr__")
+    code = f"{text} = None" if plain else call(of.text, owner, "__setattr__", repr(name), "None")
+    return of.cut(code if is_name(name) else None, f"set {text} to None", f"{text}{where} is None", apply)
+
+
+def _attribute(link: Link, of: _Owner, names: Names) -> Cut | None:
+    name = link.edge[1:]
+    if link.kind not in ("instance-attribute", "class-attribute"):
+        return None
+    if any(link.carrier is attribute(link.owner, registry) for registry in _REGISTRIES):
+        return _registered(link, of, names)
+    if not name.isidentifier():
+        return None
+    of_class = link.kind == "class-attribute"
+    if of_class:
+        namespace = namespace_of_class(link.owner)
+        setter: Callable[..., None] = type.__setattr__
+        deleter: Callable[..., None] = type.__delattr__
+    else:
+        namespace = link.carrier if type(link.carrier) is dict else None
+        setter, deleter = object.__setattr__, object.__delattr__
+    if of_class:
+        bound = names.bound(declarations.of_class_attribute, link.owner, name)
+        if bound == "absent" and names.is_bound_elsewhere(name):
+            bound = "other"
+    elif type(link.owner) is FunctionType:
+        module = link.owner.__module__
+        home = sys.modules.get(module) if type(module) is str else None
+        bound = "unknown" if home is None else names.bound(declarations.of_attribute, home, name)
+    else:
+        bound = names.bound(declarations.of_instance_attribute, type(link.owner), name)
+        if bound == "absent" and names.is_bound_elsewhere(name):
+            bound = "other"
+    if bound == "absent" and namespace is not None and names.is_new(namespace, name):
+        return _removal(of, link.owner, name, lambda: deleter(link.owner, name))
+    # An exception's traceback, the gradient of a tensor: nobody relies on them.
+    if not (names.are_free or bound == "none" or _is_left_over(link.owner, name)):
+        raise Refused
+    return _emptying(of, link.owner, name, lambda: setter(link.owner, name, None))
+
+
+def _is_left_over(owner: object, name: str) -> bool:
+    """Whether an attribute is one that nobody relies on: an exception's traceback, the gradient of a tensor."""
+    if is_a(owner, BaseException):
+        return name in ("__traceback__", "__context__")
+    return name == "grad" and any(type_name(base) == "torch.Tensor" for base in mro_of(type(owner)))
+
+
+def _registered(link: Link, of: _Owner, names: Names) -> Cut | None:
+    """What a `torch.nn.Module` has registered; None is legal for each of them."""
+    entries = link.carrier
+    keys = [key for key, value in entries.items() if id(value) == link.held]
+    if not keys:
+        return None
+    if not names.are_free:
+        raise Refused
+    text = f"{of.text}{link.edge}"
+    sets = "__setattr__" if link.edge.startswith(".") else "__setitem__"
+    plain = is_plain(type(link.owner), sets) and is_plain(type(link.owner), "__getattr__")
+    other = None if of.code is None else entry_of(f"{of.code}.{_registry(link)}", entries, link.held)
+    code = f"{text} = None" if plain or other is None else f"{other} = None"
+    return of.cut(code, f"set {text} to None", f"{text} is None", lambda: entries.__setitem__(keys[0], None))
+
+
+def _registry(link: Link) -> str:
+    return next(name for name in _REGISTRIES if link.carrier is attribute(link.owner, name))
+
+
+def _cell(link: Link, of: _Owner, names: Names) -> Cut | None:
+    if link.kind != "closure" or type(link.carrier) is not CellType:
+        return None
+    if not names.are_free:
+        raise Refused
+    name = link.edge.removeprefix("cell ").strip("'")
+    index = f"{of.code}.__closure__[{_cell_index(link)}].cell_contents = None"
+    changed = f"{name}, in the closure of {of.text}, is None"
+    return of.cut(index, f"set {name}, in the closure of {of.words}, to None", changed, lambda: _empty(link.carrier))
+
+
+def _empty(cell: CellType) -> None:
+    cell.cell_contents = None
+
+
+def _cell_index(link: Link) -> int:
+    cells = link.owner.__closure__ or ()
+    return next((place for place, cell in enumerate(cells) if cell is link.carrier), 0)
+
+
+def _suspended(link: Link, of: _Owner, names: Names) -> Cut | None:
+    """A generator or coroutine that waits: closing it ends it."""
+    if link.kind != "generator-local" or not (type(link.owner) is GeneratorType or type(link.owner) is CoroutineType):
+        return None
+    if not names.are_free and names.may_have_been_there(link.owner):
+        # It may be waiting for the next thing to do.
+        raise Refused
+    return of.cut(f"{of.code}.close()", f"close {of.words}", f"{of.text} is closed", link.owner.close, ends_anyway=True)
+
+
+def _thread_local(link: Link, of: _Owner, names: Names) -> Cut | None:
+    if link.kind != "thread" or type(link.carrier) is not dict or not is_a(link.owner, threading.local):
+        return None
+    values, name = link.carrier, link.edge[1:]
+    if id(values.get(name)) != link.held:
+        return None
+    bound = "unknown" if names.home is None else names.bound(declarations.of_attribute, names.home, name)
+    where = " of this thread"
+    if not is_this_threads(link):
+        of, where = _Owner(of.words, None), " of another thread"
+    if bound == "none" or (names.are_free and bound != "absent"):
+        return _emptying(of, link.owner, name, lambda: values.__setitem__(name, None), where)
+    if bound != "absent":
+        raise Refused
+    return _removal(of, link.owner, name, lambda: values.pop(name, None), where)
+
+
+def _context_variable(link: Link, of: _Owner, names: Names) -> Cut | None:
+    if link.kind != "context-variable" or link.edge != ".get()":
+        return None
+    if not names.are_free:
+        # Nobody can tell what it was before.
+        raise Refused
+    changed = f"{of.words} is None in this context"
+    return of.cut(f"{of.code}.set(None)", f"set {of.words} to None", changed, lambda: link.owner.set(None))
+
+
+_MAKERS = (
+    _cache,
+    _entry,
+    _key,
+    _slot,
+    _item_of_array,
+    _member_of_set,
+    _global,
+    _attribute,
+    _cell,
+    _suspended,
+    _thread_local,
+    _context_variable,
+)

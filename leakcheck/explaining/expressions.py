@@ -1,0 +1,388 @@
+"""Writes the Python expression that leads to an object on a path, or says that there is none.
+
+A remedy that is printed has to run as it stands.  So each step is written only where it is known to give what the path
+says: past methods that the program has overridden by those of the built-in type, and never by running any of them.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import sys
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextvars import copy_context
+from types import (
+    CellType,
+    CoroutineType,
+    FunctionType,
+    GeneratorType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    ModuleType,
+)
+from typing import Any
+
+from lowtide.probes.heap.edges import UNNAMED
+from lowtide.probes.heap.graph import is_library
+from lowtide.probes.heap.holders import Link, Path
+from lowtide.probes.heap.unseen_references import reader_of
+from lowtide.probes.objects.foreign import (
+    LRU_CACHE,
+    MISSING,
+    attribute,
+    dict_of_module,
+    has_plain_hash,
+    is_a,
+    module_of_class,
+    mro_of,
+    namespace_of,
+    type_name,
+)
+
+_LONGEST_KEY = 200
+_NAME = re.compile(r"\.([^\W\d]\w*)")
+# Edges that fold nothing, and are attributes which Python itself or torch gives their owner.
+_ATTRIBUTES = frozenset(
+    {"__base__", "__bases__", "__dict__", "__func__", "__mro__", "__self__", "__wrapped__", "cr_await", "grad_fn"}
+    | {"ag_await", "gi_yieldfrom"}
+)
+_FRAMES: dict[int, str] = {id(GeneratorType): "gi_frame", id(CoroutineType): "cr_frame"}
+
+
+def of_root(path: Path, root: object) -> str | None:
+    """What a path begins at, as code."""
+    if path.root_kind == "module":
+        return of_module(path.root_name)
+    if path.root_kind == "class":
+        return of_definition(root)
+    if path.root_kind == "context":
+        alike = [variable for variable in copy_context() if variable.name == path.root_name]
+        search = f"variable for variable in contextvars.copy_context() if variable.name == {path.root_name!r}"
+        return f"next({search})" if len(alike) == 1 else None
+    if path.root_kind == "thread":
+        return of_thread(path.root_name)
+    if path.root_kind == "object" and all(map(is_name, path.root_name.split("."))):
+        return path.root_name
+    return None
+
+
+def of_thread(name: str) -> str:
+    """A running thread, as code."""
+    return f"next(thread for thread in threading.enumerate() if thread.name == {name!r})"
+
+
+def of_module(name: str) -> str:
+    """A module that is loaded, as code that runs where it, or `sys`, is imported."""
+    parts = name.split(".")
+    whole = parts[0]
+    for part in parts[1:]:
+        package = sys.modules.get(whole)
+        whole = f"{whole}.{part}"
+        if package is None or not is_a(package, ModuleType) or not _is_bound(package, part, sys.modules.get(whole)):
+            return f"sys.modules[{name!r}]"
+    return name if all(map(is_name, parts)) else f"sys.modules[{name!r}]"
+
+
+def of_definition(item: object) -> str | None:
+    """A class or function, by the name that it has in its module."""
+    if is_a(item, type):
+        cls: Any = item
+        module, whole = module_of_class(cls), type_name(cls)
+        names = whole.removeprefix(f"{module}.") if module != "builtins" else whole
+    elif type(item) is FunctionType and type(item.__module__) is str:
+        module, names = item.__module__, item.__qualname__
+    else:
+        return None
+    found: Any = sys.modules.get(module)
+    if found is None or not is_a(found, ModuleType) or not all(map(is_name, names.split("."))):
+        return None
+    for name in names.split("."):
+        namespace = (
+            dict_of_module(found) if is_a(found, ModuleType) else namespace_of(found) if is_a(found, type) else {}
+        )
+        found = namespace.get(name, MISSING)
+    if found is not item:
+        return None
+    return names if module == "builtins" else f"{of_module(module)}.{names}"
+
+
+def of_cache(cache: Any) -> str | None:
+    """A `functools.lru_cache`, by the name that holds it: in the module of its function, or in any other.
+
+    The function's own name may stand for the function itself, where the cache was made of it under another one.
+    """
+    module = cache.__module__
+    places = [sys.modules.get(module)] if type(module) is str else []
+    for place in [*places, *list(sys.modules.values())]:
+        if place is None or not is_a(place, ModuleType):
+            continue
+        for name, value in list(dict_of_module(place).items()):
+            if value is cache and is_name(name):
+                home = attribute(place, "__name__")
+                return f"{of_module(home)}.{name}" if type(home) is str and sys.modules.get(home) is place else None
+            if is_a(value, type) and module_of_class(value) == module:
+                for entry, held in list(namespace_of(value).items()):
+                    if held is cache and is_name(entry) and (owner := of_definition(value)) is not None:
+                        return f"{owner}.{entry}"
+    return None
+
+
+def of_public_global(item: object) -> tuple[str, str] | None:
+    """The public name of a public module that an object is the value of, as code, and that module's name."""
+    for name, module in list(sys.modules.items()):
+        if type(name) is not str or name == "__main__" or any(part.startswith("_") for part in name.split(".")):
+            continue
+        if module is not None and is_a(module, ModuleType):
+            for key, value in list(dict_of_module(module).items()):
+                if value is item and is_name(key) and not key.startswith("_"):
+                    return f"{of_module(name)}.{key}", name
+    return None
+
+
+def one_step(code: str, link: Link) -> str | None:
+    """What a link leads to, as code.
+
+    Args:
+        code: the link's owner, as code.
+        link: the edge.
+    """
+    return next((text for write in _WRITERS if (text := write(code, link)) is not None), None)
+
+
+def entry_of(code: str, entries: Any, held: int) -> str | None:
+    """The entry of a dict, or of a read-only view of one, as code: by its key if that can be written down.
+
+    Args:
+        code: the dict or view.
+        entries: the dict itself.
+        held: the identity of what it holds.
+    """
+    place, key = next(
+        ((place, key) for place, (key, value) in enumerate(dict.items(entries)) if id(value) == held), (-1, MISSING)
+    )
+    text = None if place < 0 else key_of(code, entries, place, key)
+    return None if text is None else _subscript(code, entries, text)
+
+
+def key_of(code: str, entries: Any, place: int, key: object) -> str | None:
+    """A key of a dict as code: as a literal, by the name of a class or function, or by its place.
+
+    None for one by whose place alone it could be told, and that runs the program's code when it is hashed.
+    """
+    literal = _literal(key)
+    if literal is not None:
+        return literal
+    if is_a(entries, OrderedDict) or not has_plain_hash(key):
+        return None
+    return f"{listed(code, entries)}[{place}]"
+
+
+def call(code: str, item: object, method: str, *arguments: str) -> str:
+    """A call of a special method past what a class of the program's own makes of it: `dict.__delitem__(x, 'a')`."""
+    return f"{_built_in(item)}.{method}({', '.join((code, *arguments))})"
+
+
+def is_plain(cls: type, method: str) -> bool:
+    """Whether a special method of a class is the interpreter's, or a library's that this project knows."""
+    for base in mro_of(cls):
+        if method in namespace_of(base):
+            return base is object or module_of_class(base) == "builtins" or is_library(module_of_class(base))
+    return True
+
+
+def is_name(text: object) -> bool:
+    """Whether it can stand behind a dot."""
+    return type(text) is str and text.isidentifier() and not keyword.iskeyword(text)
+
+
+def attribute_of(code: str, owner: object, name: str) -> str:
+    """An attribute as code, past a `__getattribute__` of the program's own."""
+    if is_plain(type(owner), "__getattribute__"):
+        return f"{code}.{name}"
+    base = "type" if is_a(owner, type) else "types.ModuleType" if is_a(owner, ModuleType) else "object"
+    return f"{base}.__getattribute__({code}, {name!r})"
+
+
+def _literal(key: object) -> str | None:
+    if any(type(key) is kind for kind in (str, bytes, int, bool, type(None))):
+        text = repr(key)
+        return text if len(text) <= _LONGEST_KEY else None
+    if type(key) is float:
+        text = repr(key)
+        return text if re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?", text) else None
+    if type(key) is tuple:
+        parts = [_literal(part) for part in key]
+        if any(part is None for part in parts):
+            return None
+        return f"({', '.join(map(str, parts))}{',' if len(parts) == 1 else ''})"
+    return of_definition(key) if type(key) is type or type(key) is FunctionType else None
+
+
+def _subscript(code: str, entries: object, key: str) -> str:
+    return f"{code}[{key}]" if is_plain(type(entries), "__getitem__") else call(code, entries, "__getitem__", key)
+
+
+def listed(code: str, items: object) -> str:
+    """A container's keys or items, as code, in a list."""
+    if is_plain(type(items), "__iter__"):
+        return f"list({code})"
+    return f"list({call(code, items, '__iter__')})"
+
+
+def _built_in(item: object) -> str:
+    """The type whose methods do what the container's would, if the program had not overridden them."""
+    kinds = ((OrderedDict, "collections.OrderedDict"), (dict, "dict"), (list, "list"), (deque, "collections.deque"))
+    others = (
+        (tuple, "tuple"),
+        (set, "set"),
+        (frozenset, "frozenset"),
+        (ModuleType, "types.ModuleType"),
+        (type, "type"),
+    )
+    return next((name for kind, name in (*kinds, *others) if is_a(item, kind)), "object")
+
+
+def _is_bound(module: ModuleType, name: str, value: object) -> bool:
+    return value is not None and dict_of_module(module).get(name) is value
+
+
+def _of_module(code: str, link: Link) -> str | None:
+    if link.kind != "module-global" or not is_a(link.owner, ModuleType):
+        return None
+    name = link.edge[1:]
+    if is_name(name):
+        return attribute_of(code, link.owner, name)
+    return entry_of(f"{code}.__dict__", dict_of_module(link.owner), link.held)
+
+
+def _of_class(code: str, link: Link) -> str | None:
+    if link.kind != "class-attribute":
+        return None
+    name, namespace = link.edge[1:], namespace_of(link.owner)
+    if not is_name(name):
+        return None
+    value = namespace.get(name)
+    gives_itself = type(value) is FunctionType or type(value) is LRU_CACHE or not _has(type(value), "__get__")
+    if gives_itself and not any(name in namespace_of(base) for base in mro_of(type(link.owner))):
+        return attribute_of(code, link.owner, name)
+    return f"{attribute_of(code, link.owner, '__dict__')}[{name!r}]"
+
+
+def _of_function(code: str, link: Link) -> str | None:
+    if type(link.owner) is not FunctionType:
+        return None
+    if link.kind == "closure":
+        cells = link.owner.__closure__ or ()
+        wanted, rest = (id(link.carrier), ".cell_contents") if type(link.carrier) is CellType else (link.held, "")
+        place = next((place for place, cell in enumerate(cells) if id(cell) == wanted), None)
+        return None if place is None else f"{code}.__closure__[{place}]{rest}"
+    if link.kind == "module-global":
+        return entry_of(f"{code}.__globals__", link.owner.__globals__, link.held)
+    if link.kind == "default":
+        if link.edge.startswith(".__kwdefaults__["):
+            return entry_of(f"{code}.__kwdefaults__", link.carrier, link.held)
+        return f"{code}{link.edge}"
+    return None
+
+
+def _of_suspended(code: str, link: Link) -> str | None:
+    frame = _FRAMES.get(id(type(link.owner)))
+    return f"{code}.{frame}.{link.edge}" if link.kind == "generator-local" and frame is not None else None
+
+
+def _of_attribute(code: str, link: Link) -> str | None:
+    """An attribute of an instance; what a `torch.nn.Module` has registered is one too."""
+    if link.kind not in ("instance-attribute", "bound-self", "thread", "other"):
+        return None
+    for registry in ("_parameters", "_buffers", "_modules"):
+        if link.kind == "instance-attribute" and link.carrier is attribute(link.owner, registry):
+            asks = "__getattr__" if link.edge.startswith(".") else "__getitem__"
+            if is_plain(type(link.owner), asks) and is_plain(type(link.owner), "__getattribute__"):
+                return f"{code}{link.edge}"
+            return entry_of(f"{attribute_of(code, link.owner, registry)}", link.carrier, link.held)
+    named = _NAME.fullmatch(link.edge)
+    if named is None or link.edge == UNNAMED or not is_name(named[1]):
+        if link.kind == "instance-attribute" and link.edge.startswith(".__dict__[") and type(link.carrier) is dict:
+            return entry_of(attribute_of(code, link.owner, "__dict__"), link.carrier, link.held)
+        return None
+    name = named[1]
+    if link.kind == "other" and name not in _ATTRIBUTES:
+        return None
+    if is_a(link.owner, threading.local) and not is_this_threads(link):
+        return None
+    if _is_shadowed(type(link.owner), name) and type(link.carrier) is dict:
+        return f"{attribute_of(code, link.owner, '__dict__')}[{name!r}]"
+    return attribute_of(code, link.owner, name)
+
+
+def is_this_threads(link: Link) -> bool:
+    """Whether an edge of a `threading.local` is of the thread that asks, so that the attribute is what it says."""
+    cls = type(link.owner)
+    # A subclass with an `__init__` of its own would run it where this thread has not used it yet.
+    if cls is not threading.local and any("__init__" in namespace_of(base) for base in mro_of(cls)[:-2]):
+        return False
+    return threading.local.__getattribute__(link.owner, "__dict__") is link.carrier
+
+
+def _of_item(code: str, link: Link) -> str | None:
+    if link.kind != "item":
+        return None
+    items: Any = link.carrier
+    is_view = type(link.owner) is MappingProxyType
+    if items is not link.owner and not is_view:
+        return None
+    if is_a(items, dict):
+        if not link.edge.startswith("<key"):
+            return entry_of(code, items, link.held)
+        place = next((place for place, key in enumerate(dict.keys(items)) if id(key) == link.held), None)
+        return None if place is None else f"{listed(code, items)}[{place}]"
+    for base in (list, tuple, deque):
+        if is_a(items, base):
+            return _subscript(code, items, link.edge[1:-1]) if re.fullmatch(r"\[\d+\]", link.edge) else None
+    for kind in (set, frozenset):
+        # Of several nobody can tell the order in another run.
+        if is_a(items, kind) and kind.__len__(items) == 1:
+            return f"next(iter({code}))" if is_plain(type(items), "__iter__") else f"{listed(code, items)}[0]"
+    return None
+
+
+def _of_unseen(code: str, link: Link) -> str | None:
+    """What an object has and does not show the collector: an array's base and objects, the result of a future."""
+    is_view = type(link.owner) is memoryview and link.edge == ".obj"
+    if not is_view and (link.edge == UNNAMED or reader_of(type(link.owner), thorough=True) is None):
+        return None
+    asks = "__getitem__" if link.kind == "item" else "__getattribute__"
+    return f"{code}{link.edge}" if is_plain(type(link.owner), asks) else None
+
+
+def _of_variable(code: str, link: Link) -> str | None:
+    return f"{code}.get()" if link.kind == "context-variable" and link.edge == ".get()" else None
+
+
+def _has(cls: type, name: str) -> bool:
+    return any(name in namespace_of(base) for base in mro_of(cls))
+
+
+def _is_shadowed(cls: type, name: str) -> bool:
+    """Whether the class answers for an attribute by something of its own, whatever the instance's dict has."""
+    for base in mro_of(cls):
+        if name in namespace_of(base):
+            kind = type(namespace_of(base)[name])
+            is_slot = kind is MemberDescriptorType or kind is GetSetDescriptorType
+            return not is_slot and (_has(kind, "__set__") or _has(kind, "__delete__"))
+    return False
+
+
+_WRITERS: tuple[Callable[[str, Link], str | None], ...] = (
+    _of_module,
+    _of_class,
+    _of_function,
+    _of_suspended,
+    _of_attribute,
+    _of_item,
+    _of_unseen,
+    _of_variable,
+)

@@ -1,0 +1,209 @@
+"""Tensors that Python's graph does not lead to: what torch itself tells of who holds them in C++."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from lowtide.leakcheck.explaining.cuts import Names, cut_of
+from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.judging.items import first_of
+from lowtide.probes.heap.holders import Link, SharedWalk, census_of
+from lowtide.probes.memory.autograd import Saved, nodes_behind, saved_behind
+from lowtide.probes.memory.tensors import plain_tensors, survey_storages, torch_member
+from lowtide.reports.schema import Hop
+
+_SHOWN_HOLDERS = 4
+
+
+def as_gradients(
+    lost: Sequence[Any],
+    older: Container[int],
+    explained: Callable[[Sequence[Any]], Sequence[Explanation]],
+    walk: SharedWalk | None = None,
+) -> dict[int, Explanation]:
+    """Of tensors that no path leads to, by identity: those that are gradients, explained by the tensor they belong to.
+
+    Python's graph does not have this edge: a tensor holds its gradient in C++.
+
+    Args:
+        lost: the tensors.
+        older: the identities of what was there before the leak.
+        explained: explains other objects.
+        walk: the walk over the heap to ask, if it is shared with others.
+    """
+    torch: Any = sys.modules["torch"]
+    wanted = {id(tensor) for tensor in lost}
+    owners = {}
+    with plain_tensors(torch):
+        for tensor in census_of(walk).instances_of(torch.Tensor):
+            # Asking any other one for its gradient makes torch warn.
+            if not torch_member(tensor, "requires_grad") or not (
+                torch_member(tensor, "is_leaf") or torch_member(tensor, "retains_grad")
+            ):
+                continue
+            if id(gradient := torch_member(tensor, "grad")) in wanted:
+                owners[id(gradient)] = tensor
+    holding = list(owners.values())
+    return {
+        gradient: _gradient_of(tensor, gradient, told, was_there=id(tensor) in older)
+        for gradient, tensor, told in zip(owners, holding, explained(holding), strict=True)
+    }
+
+
+def saved_for_backward(
+    lost: Sequence[Any],
+    pathless: Container[int],
+    explained: Callable[[Sequence[Any]], Sequence[Explanation]],
+    walk: SharedWalk | None = None,
+) -> dict[int, Explanation]:
+    """Of tensors that no path leads to, by identity: those that an autograd graph has saved, and who holds the graph.
+
+    Args:
+        lost: the tensors.
+        pathless: the identities of those that have none even from what C++ holds, such as a hook of that very graph.
+        explained: explains other objects.
+        walk: the walk over the heap to ask, if it is shared with others.
+    """
+    torch: Any = sys.modules["torch"]
+    wanted = {key: id(tensor) for tensor in lost for key in _addresses(tensor)}
+    found: dict[int, Saved] = {}
+    with plain_tensors(torch):
+        everything = census_of(walk).instances_of(torch.Tensor)
+        outputs = [
+            tensor for tensor in everything if not torch_member(tensor, "is_leaf") and id(tensor) not in pathless
+        ]
+        del everything
+        seen: set[Any] = set()
+        for output in outputs:
+            for saved in saved_behind(output, seen):
+                for address in _addresses(saved.tensor):
+                    if address in wanted:
+                        found.setdefault(wanted[address], saved)
+    holding = [saved.output for saved in found.values()]
+    seen.clear()
+    told = explained(holding) if holding else []
+    return {
+        identity: _saved_by(saved, holder)
+        for (identity, saved), holder in zip(found.items(), told, strict=True)
+        if holder.path and identity in pathless
+    }
+
+
+def held_by_nodes(
+    told: Mapping[int, Explanation],
+    pathless: Container[int],
+    explained: Callable[[Sequence[Any]], Sequence[Explanation]],
+    walk: SharedWalk | None = None,
+) -> dict[int, Explanation]:
+    """Of tensors whose path begins at an object that C++ holds, by identity: those where that is a node of a graph.
+
+    A `torch.autograd.Function`'s context is such a node, and what it keeps is held by who holds the graph.
+
+    Args:
+        told: what is said of the tensors, by their identities.
+        pathless: the identities of tensors that no path leads to: they say nothing of who holds their graphs.
+        explained: explains other objects.
+        walk: the walk over the heap to ask, if it is shared with others.
+    """
+    torch: Any = sys.modules["torch"]
+    wanted = {explanation.root for explanation in told.values()} - {0}
+    found: dict[int, tuple[Any, tuple[tuple[str, str], ...]]] = {}
+    with plain_tensors(torch):
+        seen: set[Any] = set()
+        for output in census_of(walk).instances_of(torch.Tensor) if wanted else ():
+            # What one of them keeps itself tells nothing of who holds it.
+            on_node = id(output) in told and told[id(output)].is_of_node
+            if on_node or id(output) in pathless or torch_member(output, "is_leaf"):
+                continue
+            for node, hops in nodes_behind(output, seen):
+                if id(node) in wanted:
+                    found.setdefault(id(node), (output, hops))
+    holding = [output for output, _ in found.values()]
+    seen.clear()
+    ways = {node: hops for node, (_, hops) in found.items()}
+    found.clear()
+    holders = dict(zip(ways, explained(holding) if holding else [], strict=True))
+    return {
+        identity: _behind_node(ways[explanation.root], holders[explanation.root], explanation)
+        for identity, explanation in told.items()
+        if explanation.root in holders
+        and holders[explanation.root].path
+        and holders[explanation.root].root not in holders
+    }
+
+
+def _behind_node(hops: tuple[tuple[str, str], ...], told: Explanation, rest: Explanation) -> Explanation:
+    """What holds a graph's output, the way from there to a node, and from the node to what it keeps."""
+    what = f"{hops[-1][0]} has {''.join(hop.edge for hop in rest.path[1:])}"
+    return _through_graph(told, (*(Hop(type=kind, edge=edge) for kind, edge in hops), *rest.path[1:]), what)
+
+
+def _saved_by(saved: Saved, told: Explanation) -> Explanation:
+    hops = tuple(Hop(type=kind, edge=edge) for kind, edge in saved.hops)
+    return _through_graph(told, hops, f"{saved.node} saved {saved.name!r}")
+
+
+def _through_graph(told: Explanation, hops: tuple[Hop, ...], what: str) -> Explanation:
+    """What is behind the graph of something that is held.
+
+    Args:
+        told: who holds that.
+        hops: the way from it through the graph.
+        what: which node has what.
+    """
+    # Where C++ holds the output's own holder, that holder is what must let go, and no name for the graph leads there.
+    in_c = bool(told.root)
+    return Explanation(
+        verdict="native-held",
+        cause=told.cause if in_c else "autograd",
+        holder=told.holder if in_c else f"{told.holder}.grad_fn, where {what}",
+        path=(*told.path, *hops),
+        suspects=told.suspects,
+        cut=told.cut,
+        thread=told.thread,
+        new=told.new,
+        advice=told.advice if in_c else "",
+        root=told.root,
+    )
+
+
+def _addresses(tensor: Any) -> list[tuple[str, int]]:
+    return [(storage.device, storage.address) for storage in survey_storages([tensor]).storages]
+
+
+def _gradient_of(tensor: Any, gradient: int, told: Explanation, *, was_there: bool) -> Explanation:
+    hop = Hop(type="torch.Tensor", edge=".grad", suspect=True)
+    link = Link(".grad", "instance-attribute", tensor, tensor, gradient)
+    return Explanation(
+        verdict=told.verdict,
+        cause="instance-attribute" if was_there else told.cause,
+        holder=f"{told.holder}.grad",
+        path=(*(msgspec.structs.replace(step, suspect=step.suspect and not was_there) for step in told.path), hop),
+        suspects=(".grad",) if was_there else told.suspects,
+        cut=cut_of(link, told.holder, Names()) if was_there else told.cut,
+        thread=told.thread,
+        new=frozenset((gradient,)) if was_there else told.new,
+    )
+
+
+def together(explained: Mapping[Any, Explanation]) -> dict[Any, Explanation]:
+    """One explanation for all that has no path and is not frozen: it is one knot that Python's collector cannot see."""
+    loose = [key for key, found in explained.items() if not found.path and found.verdict != "frozen-garbage"]
+    holders = sorted({explained[key].holder for key in loose} - {""})
+    if len(holders) < 2:
+        return dict(explained)
+    nodes = [holder for holder in holders if holder.startswith("autograd")]
+    told = [holder for holder in (nodes or holders) if holder != "native code"]
+    shown = first_of(told, _SHOWN_HOLDERS)
+    knot = Explanation(
+        verdict="native-held",
+        cause="autograd" if nodes else "native",
+        holder=f"a cycle through C++ ({shown})",
+        path=(),
+        suspects=tuple(told),
+    )
+    return {**explained, **dict.fromkeys(loose, knot)}

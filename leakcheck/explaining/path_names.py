@@ -1,0 +1,119 @@
+"""What a path is called: as code where there is code for it, else in words that say where to look."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+from collections.abc import Sequence
+
+from lowtide.probes.heap.graph import is_library
+from lowtide.probes.heap.holders import Path, Step
+from lowtide.probes.heap.landmarks import module_expression
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
+from lowtide.reports.schema import Hop
+
+_LONGEST_HOLDER = 120
+_OF_MOCKS = re.compile(r"\._mock_(return_value|call_args_list|call_args|side_effect|mock_calls|wraps)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shown:
+    """A path as it is shown: from the last object on it that the program knows by a name of its own.
+
+    Attributes:
+        whole: from the root of the process on.
+        path: what is shown.
+        skipped: how many steps of the whole path lead to the root of what is shown.
+        is_code: whether that root is an expression.
+    """
+
+    whole: Path
+    path: Path
+    skipped: int
+    is_code: bool
+
+    def code(self, turn: int) -> str:
+        """What a step of the whole path starts from, as code."""
+        return code_of(self.path, turn - self.skipped)
+
+
+def shown_from_landmark(path: Path) -> Shown:
+    """The path from its last landmark on; the whole path if there is none, or if a module's global name is shorter."""
+    for turn in reversed(range(len(path.steps))):
+        name = path.steps[turn].landmark
+        if name and (turn or path.root_kind != "module" or is_library(path.root_name)):
+            rest = path.steps[turn + 1 :]
+            # What is leaked itself may be the value of a fixture.
+            steps = rest or (dataclasses.replace(path.steps[turn], edge=""),)
+            skipped = turn + 1 if rest else turn
+            cut = dataclasses.replace(path, root_kind="object", root_name=name, steps=steps)
+            return Shown(path, cut, skipped, name.startswith(("logging.", "asyncio.")))
+    return Shown(path, path, 0, path.root_kind not in ("interpreter", "native"))
+
+
+def holder_name(path: Path, first: int) -> str:
+    """The path as code from its root, up to where something holds on to all that follows and has no code for it.
+
+    Args:
+        path: the path.
+        first: its first suspect step.
+    """
+    if path.root_kind == "frame" and path.steps:
+        function, _, place = path.root_name.partition(" in ")
+        variable = path.steps[0].edge.removeprefix("f_locals[").removeprefix("f_globals[").removesuffix("]")
+        sort = "local" if path.steps[0].kind == "frame-local" else "global"
+        frame = f"{sort} {variable} of {function}() in {place}"
+        return f"thread '{path.thread}', {frame}" if path.thread else frame
+    if path.root_kind in ("thread", "context"):
+        return path.root
+    if path.root_kind == "native":
+        hidden = ", or by what is frozen" if gc.get_freeze_count() > FROZEN_AT_STARTUP else ""
+        return f"{_shortened(path.root_name)}, held from C or C++{hidden}"
+    for turn, step in enumerate(path.steps):
+        if step.kind in ("lru-cache-key", "lru-cache-value", "opaque"):
+            edge = step.edge.strip(".<>") if step.kind == "opaque" else step.edge
+            return f"{_shortened(code_of(path, turn))} ({edge})"
+        if step.kind == "closure" and turn >= first:
+            return f"{_shortened(code_of(path, turn))}, closure {step.edge}"
+    return _shortened(code_of(path, len(path.steps)))
+
+
+def way_text(path: Sequence[Hop]) -> str:
+    """A finding's path from its root on, as code."""
+    return "".join(
+        hop.edge if hop.edge.startswith((".", "[")) or not turn else f" {hop.edge}" for turn, hop in enumerate(path)
+    )
+
+
+def code_of(path: Path, end: int) -> str:
+    """The path as code from its root up to a step."""
+    code = module_expression(path.root_name) if path.root_kind == "module" else path.root_name
+    if path.root_kind == "frame":
+        code = path.root_name.partition(" in ")[0]
+    steps = path.steps[:end]
+    for turn in range(len(steps)):
+        text = _public(steps, turn)
+        code += text if text.startswith((".", "[", "<", "{")) or not text else f" {text}"
+    return code
+
+
+def _public(steps: Sequence[Step], turn: int) -> str:
+    """A step's edge; for a mock, what the mock offers in its place."""
+    edge = steps[turn].edge
+    if turn and edge.startswith("['") and steps[turn - 1].edge == "._mock_children":
+        return f".{edge[2:-2]}"
+    if edge == "._mock_children" and turn + 1 < len(steps):
+        return ""
+    return _OF_MOCKS.sub(r".\1", edge) if turn and _is_mock(steps[turn - 1]) else edge
+
+
+def _is_mock(step: Step) -> bool:
+    return step.type_name.startswith("unittest.mock.")
+
+
+def _shortened(code: str) -> str:
+    if len(code) <= _LONGEST_HOLDER:
+        return code
+    half = _LONGEST_HOLDER // 2
+    return f"{code[:half]}…{code[1 - half :]}"

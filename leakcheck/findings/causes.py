@@ -1,0 +1,459 @@
+"""One cause, one finding: what a kept pool, process group or loss has left in several resources is told together.
+
+Two leaks of one test have one cause where the same object that should be gone holds both: the path to each leads
+through it.  What no path leads to stays a finding of its own, so that a second leak is not hidden by the first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import re
+import sys
+import threading
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Union
+
+import msgspec
+
+from lowtide.leakcheck.explaining.cuts import Cut
+from lowtide.leakcheck.explaining.explain import Holder, first_holders
+from lowtide.leakcheck.explaining.path_names import way_text
+from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
+from lowtide.leakcheck.findings.graph_parts import graph_parts
+from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
+from lowtide.leakcheck.findings.running_threads import told_with, works
+from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, older_than
+from lowtide.leakcheck.judging.items import listed
+from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
+from lowtide.probes.heap.reach import reach
+from lowtide.probes.heap.stand_ins import stand_ins
+from lowtide.probes.objects.foreign import is_a
+from lowtide.probes.objects.thread_names import thread_key
+from lowtide.reports.schema import Finding, Hop
+from lowtide.reports.sizes import format_amount, format_bytes
+
+_MAIN = ("processes", "process-groups", "threads", "shared-memory", "file-descriptors")
+"""The resources that belong together, that which says most of the cause first."""
+
+_EXPLAINED = 0.9
+"""The share of the host memory that must lie behind another finding to be a part of it."""
+
+_MOST_REACHED = 100_000
+"""Objects that are looked at for arrays behind a finding."""
+
+_ANONYMOUS = re.compile(r"\d+ -> ((pipe|socket|anon_inode):.*|/dev/null)")
+"""What a descriptor is called that a backend of a process group opens to talk to itself or to others."""
+
+
+_ROOTS = (
+    ("torch's default hook for saved tensors", "torch._C._autograd._top_saved_tensors_default_hooks(True)"),
+    ("torch function mode ", "torch.overrides._get_current_function_mode_stack()"),
+    ("torch dispatch mode ", "torch.utils._python_dispatch._get_current_dispatch_mode_stack()"),
+)
+"""What a setting is called, and the root of paths that is its value, where these are not the same words."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What several findings have in common.
+
+    Attributes:
+        key: the same for all of them.
+        holder: the object that should be gone, as code; empty if there is none.
+        path: the way to it.
+        advice: what to do about it.
+    """
+
+    key: Hashable
+    holder: str = ""
+    path: tuple[Hop, ...] = ()
+    advice: str = ""
+
+
+Draft = Union[Finding, TensorLeak, ItemLeak]  # noqa: UP007 - evaluated
+
+
+def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], list[Cause | None]]:
+    """The drafts of one subject, those with several causes split, and the cause of each that shares one.
+
+    By one walk over the heap, and none where nothing could share a cause.
+    """
+    leaks = [draft for draft in found if isinstance(draft, ItemLeak) and draft.key in _MAIN]
+    shared = _shared_causes(leaks, context) if len({leak.key for leak in leaks}) > 1 else {}
+    mapped = _mapped_files(found)
+    shared.update((("file-descriptors", name), Cause(("tensors", turn))) for name, turn in mapped.items())
+    by_setting = _held_by_settings(found)
+    shared.update((("globals", name), Cause(("tensors", turn))) for name, turn in by_setting.items())
+    around = {*mapped.values(), *by_setting.values()}
+    of_graphs = graph_parts(found, context)
+    shared.update((named, Cause(("cuda-graph", group))) for named, group in of_graphs.names.items())
+    drafts: list[Draft] = []
+    causes: list[Cause | None] = []
+    for turn, draft in enumerate(found):
+        own = _graph_of(draft) or (Cause(("tensors", turn)) if turn in around else None)
+        if own is None and turn in of_graphs.places:
+            own = Cause(("cuda-graph", of_graphs.places[turn]))
+        for part, cause in _split(draft, shared) if isinstance(draft, ItemLeak) else [(draft, own)]:
+            for each in _apart(part, context) if cause is None else [part]:
+                drafts.append(each)
+                causes.append(cause or _holder_of(each, turn, context))
+    causes = _with_changes(drafts, _with_losses(drafts, causes))
+    return drafts, _with_host_memory(drafts, _with_threads(drafts, causes), context.walk)
+
+
+def by_cause(findings: Iterable[Finding], causes: Mapping[int, Cause | None]) -> tuple[Finding, ...]:
+    """The findings, those with one cause as one with the others as its parts, where the first of them stood.
+
+    Args:
+        findings: those of one subject.
+        causes: the cause of each, by the finding's identity; a finding without one stays as it is.
+    """
+    groups: dict[Hashable, list[Finding]] = {}
+    known: dict[Hashable, Cause] = {}
+    for finding in findings:
+        cause = causes.get(id(finding))
+        key = id(finding) if cause is None else cause.key
+        groups.setdefault(key, []).append(finding)
+        if cause is not None:
+            known[key] = cause
+    return tuple(_as_one(group, known.get(key)) for key, group in groups.items())
+
+
+def _as_one(group: Sequence[Finding], cause: Cause | None) -> Finding:
+    if cause is None:
+        return group[0]
+    first, *parts = sorted(group, key=_rank)
+    of_setting = next((part.advice for part in parts if part.resource == "globals"), None)
+    advice = first.advice or cause.advice or of_setting
+    if not cause.holder:
+        return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
+    # One that was explained by itself knows more of its way.
+    message = first.message if first.path else f"{first.message}, held by {cause.holder}"
+    path = first.path or cause.path
+    holder = first.holder if first.path else cause.holder
+    return msgspec.structs.replace(first, parts=tuple(parts), message=message, holder=holder, path=path, advice=advice)
+
+
+def _rank(finding: Finding) -> tuple[int, bool, bool, bool]:
+    resource = _MAIN.index(finding.resource) if finding.resource in _MAIN else -1
+    if finding.resource in ("host-memory", "globals"):
+        resource = len(_MAIN)
+    # A tensor has a path, and bytes; what native code holds has none.
+    return resource, finding.cause != "autograd", finding.resource == "lru-cache", finding.cause == "native"
+
+
+_Named = tuple[str, str]
+"""A thing by its resource and its name."""
+
+
+def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, Cause]:
+    """The cause of each thing that has one in common with a thing of another resource."""
+    names = {leak.key: [*leak.names] for leak in leaks}
+    owners = stand_ins(census_of(context.walk), names)
+    causes = _causes_by_name(owners, context)
+    if "process-groups" in names:
+        groups = Cause("process-groups")
+        causes.update((("process-groups", name), groups) for name in names["process-groups"])
+        causes.update(
+            (("file-descriptors", name), groups)
+            for name in names.get("file-descriptors", ())
+            if ("file-descriptors", name) not in owners and _ANONYMOUS.fullmatch(name)
+        )
+    members: dict[Hashable, list[_Named]] = {}
+    for named, cause in causes.items():
+        members.setdefault(cause.key, []).append(named)
+    several = [group for group in members.values() if len({key for key, _ in group}) > 1]
+    shared = {named: causes[named] for group in several if not _is_one_thing(group, owners) for named in group}
+    for group in several:
+        main = min((key for key, _ in group), key=_MAIN.index)
+        if _is_one_thing(group, owners):
+            # Of several processes one has a pipe of its own: that is no reason to tell them apart.
+            rest = [(main, name) for name in names[main] if (main, name) not in shared]
+            cause = causes[group[0]] if len(rest) == 1 else Cause((main, "with what is theirs"))
+            shared.update(dict.fromkeys([*group, *rest], cause))
+    return shared
+
+
+def _apart(draft: Draft, context: Context) -> list[Draft]:
+    """Threads by what they do, and what caches keep by the cache; anything else as it is."""
+    if isinstance(draft, ItemLeak) and draft.key == "threads":
+        return [*_by_work(draft, context)]
+    if isinstance(draft, ItemLeak) and len(caches := _caches_of(draft)) > 1:
+        kept = [
+            {name: size for name, size in draft.names.items() if id(draft.cached[name].cache()) == cache}
+            for cache in caches
+        ]
+        return [_only(draft, names) for names in kept]
+    return [draft]
+
+
+def _caches_of(draft: ItemLeak) -> set[int]:
+    """The identities of the caches that keep what a finding is about."""
+    return {id(draft.cached[name].cache()) for name in draft.names if name in draft.cached}
+
+
+def _changes_for(draft: Draft) -> set[Hashable]:
+    """The caches that have to be emptied for a finding, and the entries of containers that have to be deleted."""
+    if isinstance(draft, ItemLeak):
+        cut = None if draft.explanation is None else draft.explanation.cut
+        # A pool may hold more than what it is kept with, so that it is not told as a part of that.
+        pools = {("pools", _change(cut, draft.finding.device))} if cut is not None else set()
+        return {*_caches_of(draft), *pools}
+    if isinstance(draft, TensorLeak):
+        return {_change(cut, draft.finding.device) for told in draft.explanations.values() for cut in told.cuts}
+    return set()
+
+
+def _change(cut: Cut, device: str) -> Hashable:
+    if cut.place is not None:
+        return cut.place.container, cut.place.position, device
+    return cut.emptied
+
+
+def _with_changes(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+    """And all that one change gives back: what one cache keeps, modules and tables alike; an entry's key and value."""
+    found = [_changes_for(draft) if cause is None else set() for draft, cause in zip(drafts, causes, strict=True)]
+    every = [next(iter(changes)) if len(changes) == 1 else 0 for changes in found]
+    return [
+        Cause(("change", change)) if change and every.count(change) > 1 else cause
+        for change, cause in zip(every, causes, strict=True)
+    ]
+
+
+def _by_work(draft: ItemLeak, context: Context) -> list[ItemLeak]:
+    """Threads by what they do."""
+    found = works(draft.names, context)
+    rest = {name: size for name, size in draft.names.items() if not any(name in work.names for work in found)}
+    parts = [(_only(draft, {name: draft.names[name] for name in work.names}), work) for work in found]
+    if len(found) + bool(rest) == 1:
+        parts = [(draft, work) for work in found]
+    told = [told_with(part, work) for part, work in parts]
+    return [*told, *([_only(draft, rest) if told else draft] if rest else [])]
+
+
+def _holder_of(draft: Draft, turn: int, context: Context) -> Cause | None:
+    """Who holds the objects that stand for descriptors or shared memory, where that is one for all of them."""
+    if not isinstance(draft, ItemLeak) or draft.key not in ("file-descriptors", "shared-memory"):
+        return None
+    told = _causes_by_name(stand_ins(census_of(context.walk), {draft.key: [*draft.names]}), context)
+    keys = {cause.key for cause in told.values()}
+    if len(keys) != 1 or len(told) != len(draft.names):
+        return None
+    return dataclasses.replace(next(iter(told.values())), key=("held", turn))
+
+
+def _is_one_thing(group: Sequence[_Named], owners: Mapping[_Named, Any]) -> bool:
+    """Whether all of them are one thing and its parts, as a process and the pipe that tells of its end."""
+    return len({id(owners[named]) if named in owners else named for named in group}) == 1
+
+
+def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Named, Cause]:
+    """What the things that an object stands for are held by."""
+    objects = list({id(item): item for item in owners.values()}.values())
+    told = first_holders(
+        objects,
+        ignore={id(objects), id(owners)},
+        innocent=older_than(context),
+        roots=context.roots,
+        living=context.living,
+        walk=context.walk,
+    )
+    by_object = {id(item): _cause(holder) for item, holder in zip(objects, told, strict=True)}
+    return {named: cause for named, item in owners.items() if (cause := by_object[id(item)]) is not None}
+
+
+def _cause(holder: Holder | None) -> Cause | None:
+    """The first object on the way that should be gone; None where nothing of the program's leads to it."""
+    if holder is None:
+        return None
+    name = way_text(holder.path)
+    ending = ending_of(class_named(holder.path[-1].type))
+    advice = f"end {name} where its owner ends" + (f": {on(name, ending)}" if ending else "")
+    return Cause(holder.identity, name, holder.path, advice)
+
+
+def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:
+    """The descriptors of files in which tensors that are kept lie, by name, with the place of the tensors' finding."""
+    names = [
+        name
+        for draft in found
+        if isinstance(draft, ItemLeak) and draft.key == "file-descriptors"
+        for name in draft.names
+        if " -> /" in name
+    ]
+    if not names:
+        return {}
+    places: dict[str, int] = {}
+    lines = [line.split(None, 5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    for name in names:
+        path = name.partition(" -> ")[2]
+        ranges = [line[0].split("-") for line in lines if len(line) > 5 and line[5] == path]
+        for turn, draft in enumerate(found):
+            addresses = (
+                [address for device, address in draft.keys if device == "cpu"] if isinstance(draft, TensorLeak) else []
+            )
+            if any(int(low, 16) <= address < int(high, 16) for low, high in ranges for address in addresses):
+                places[name] = turn
+    # Where the graph of a loss is what is kept, that has a cause of its own.
+    return {name: turn for name, turn in places.items() if _graph_of(found[turn]) is None}
+
+
+def _held_by_settings(found: Sequence[Draft]) -> dict[str, int]:
+    """A process-wide setting that is left and whose value holds tensors, with the place of the tensors' finding.
+
+    Of several settings the message tells what each was and how it is put back: these stay together.
+    """
+    held: dict[str, int] = {}
+    for left in found:
+        if not isinstance(left, ItemLeak) or left.key != "globals" or len(left.changes) != 1:
+            continue
+        (change,) = left.changes
+        root = next((edge for known, edge in _ROOTS if change.setting.startswith(known)), change.setting)
+        for turn, draft in enumerate(found):
+            path = draft.finding.path if isinstance(draft, TensorLeak) else ()
+            if path and path[0].type == "interpreter" and (path[0].edge or "").startswith(root):
+                held.update(dict.fromkeys(left.names, turn))
+                break
+    return held
+
+
+def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], Cause]) -> list[tuple[Draft, Cause | None]]:
+    """A leak as one for each cause of its things, and one for those whose cause is not known."""
+    parts: dict[Hashable, tuple[Cause | None, dict[str, int]]] = {}
+    for name, size in leak.names.items():
+        cause = shared.get((leak.key, name))
+        parts.setdefault(None if cause is None else cause.key, (cause, {}))[1][name] = size
+    if len(parts) < 2:
+        return [(leak, next(iter(parts.values()))[0] if parts else None)]
+    return [(_only(leak, names), cause) for cause, names in parts.values()]
+
+
+def _only(leak: ItemLeak, names: dict[str, int]) -> ItemLeak:
+    """The leak of some of the things, with the fingerprint that they would have alone."""
+    finding = leak.finding
+    head, marker, tail = finding.message.partition(" did not come back")
+    size = sum(names.values()) if finding.bytes else 0
+    if finding.bytes:
+        head = re.sub(r"^[\d.]+ [KMGT]?i?B", format_bytes(size), head)
+    else:
+        head = format_amount(len(names), re.sub(r"^\d+ ", "", head) if finding.count > 1 else head)
+    since = tail.partition(": ")[0]
+    told = msgspec.structs.replace(
+        finding,
+        bytes=size,
+        count=len(names) if not finding.bytes else finding.count,
+        message=f"{head}{marker}{since}: {', '.join(sorted(names))}",
+        holder=listed(leak.key, names),
+    )
+    return with_fingerprint(dataclasses.replace(leak, finding=told, names=names), leak.module)
+
+
+def _graph_of(draft: Draft) -> Cause | None:
+    """The loss behind whose graph something is kept."""
+    if not isinstance(draft, TensorLeak) or draft.finding.cause != "autograd":
+        return None
+    way = _way_to_loss(draft.finding.path)
+    if not way:
+        return None
+    loss = "".join(way)
+    advice = f"detach it before it is kept: {loss} = {loss}.detach(), or .item() for a figure"
+    return Cause(way, loss, draft.finding.path[: len(way)], advice)
+
+
+def _way_to_loss(path: Sequence[Hop]) -> tuple[str, ...]:
+    """The edges that lead to the tensor whose graph a path goes through; none if it goes through no graph."""
+    end = next((turn for turn, hop in enumerate(path) if hop.edge == ".grad_fn"), 0)
+    return tuple(hop.edge for hop in path[:end])
+
+
+def _with_losses(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+    """And the losses themselves, held by the same edges as their graphs; where nothing else is in their finding."""
+    graphs = {
+        _way_to_loss(told.path): cause
+        for draft, cause in zip(drafts, causes, strict=True)
+        if isinstance(draft, TensorLeak) and cause is not None and draft.finding.cause == "autograd"
+        for told in draft.explanations.values()
+    }
+    found = []
+    for draft, cause in zip(drafts, causes, strict=True):
+        if cause is None and isinstance(draft, TensorLeak) and draft.explanations:
+            ways = {tuple(hop.edge for hop in told.path) for told in draft.explanations.values()}
+            cause = graphs.get(min(ways)) if ways <= graphs.keys() else None
+        found.append(cause)
+    return found
+
+
+def _with_threads(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+    """And the running threads that hold what is kept: they end together."""
+    found = list(causes)
+    holding = {
+        f"{draft.finding.path[0].edge} (": turn
+        for turn, draft in enumerate(drafts)
+        if isinstance(draft, TensorLeak) and draft.finding.path and draft.finding.path[0].type == "thread"
+    }
+    for turn, draft in enumerate(drafts):
+        if (
+            not isinstance(draft, ItemLeak)
+            or draft.key != "threads"
+            or len(draft.names) != 1
+            or found[turn] is not None
+        ):
+            continue
+        of = next((of for name, of in holding.items() if next(iter(draft.names)).startswith(name)), None)
+        if of is not None:
+            advice = draft.finding.advice or ""
+            found[of] = found[turn] = found[of] or Cause(("thread", *draft.names), advice=advice)
+    return found
+
+
+def _with_host_memory(
+    drafts: Sequence[Draft], causes: Sequence[Cause | None], walk: SharedWalk | None
+) -> list[Cause | None]:
+    """And host memory that lies in arrays behind what another finding is about."""
+    found = list(causes)
+    of_host = [turn for turn, draft in enumerate(drafts) if isinstance(draft, ItemLeak) and draft.key == "host-memory"]
+    if not of_host:
+        return found
+    behind = [_objects_of(draft, walk) for draft in drafts]
+    largest = max(range(len(drafts)), key=lambda turn: _bytes_behind(behind[turn]))
+    left = sum(draft.finding.bytes for draft in drafts if isinstance(draft, ItemLeak) and draft.key == "host-memory")
+    # Less than all of it leaves room for another leak, which nothing may hide.
+    if _bytes_behind(behind[largest]) >= _EXPLAINED * left:
+        cause = found[largest] or Cause(("host-memory", largest))
+        for turn in (*of_host, largest):
+            found[turn] = cause
+    return found
+
+
+def _objects_of(draft: Draft, walk: SharedWalk | None) -> list[Any]:
+    """What a finding is about, as far as objects stand for it: new objects on the way to tensors, threads, entries."""
+    if isinstance(draft, TensorLeak):
+        new = frozenset().union(*(told.new for told in draft.explanations.values()))
+        return objects_of(new, walk) if new else []
+    if isinstance(draft, ItemLeak) and draft.key == "threads":
+        return [thread for thread in threading.enumerate() if thread_key(thread) in draft.names]
+    if isinstance(draft, ItemLeak):
+        return [entry for item in draft.cached.values() for entry in item.entries]
+    return []
+
+
+def _bytes_behind(objects: Sequence[Any]) -> int:
+    """Bytes of the arrays of numpy and of the plain bytes that some objects keep; tensors are counted elsewhere."""
+    if not objects:
+        return 0
+    reached, _ = reach(objects, max_objects=_MOST_REACHED)
+    known = {id(item): item for item in reached}
+    # The collector does not track an array, nor for long what holds nothing but arrays.
+    held = [item for item in gc.get_referents(*reached) if not gc.is_tracked(item)]
+    while held:
+        known.update((id(item), item) for item in held)
+        held = [item for item in gc.get_referents(*held) if not gc.is_tracked(item) and id(item) not in known]
+    array: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+    size = sum(len(item) for item in known.values() if type(item) is bytes or type(item) is bytearray)
+    if array is None:
+        return size
+    own = [item for item in known.values() if is_a(item, array) and array.base.__get__(item) is None]
+    return size + sum(int(array.nbytes.__get__(item)) for item in own)

@@ -1,0 +1,216 @@
+"""Leaks whose remedies are tried when nothing of the program runs any more.
+
+What gives a leak back changes the program: the next test may need the very thing, and a flag beside it may say that it
+is there.  Until the end nothing is kept of a leak but identities, addresses and weak references.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lowtide.leakcheck.baseline.storages import Key
+from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.findings.empty_pools import pool_holder
+from lowtide.leakcheck.findings.item_findings import ItemLeak, actions_for, try_actions
+from lowtide.leakcheck.findings.remedies import StorageWatch, prove
+from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, explain_storages
+from lowtide.leakcheck.judging.budget import Budget
+from lowtide.leakcheck.judging.items import FROZEN
+from lowtide.probes.heap.holders import sharing_walk
+from lowtide.reports.schema import Finding
+
+_NO_HOLDERS = ("threads", "globals")
+"""The resources whose remedies change nothing by which a pool is held."""
+
+Left = Callable[[str], "Mapping[str, int] | None"]
+"""What there is now, by a metric's key: names, with bytes or 1 each; None where that cannot be read any more."""
+
+
+@dataclass(frozen=True, eq=False)
+class UnprovenLeak:
+    """A leak of tensors.
+
+    Attributes:
+        finding: as far as it is known without trying anything.
+        sizes: bytes of the storages, by storage.
+        new: the identities of what the leak added to the program: they are on the suspect part of its path.
+        watch: tells which of the storages are gone.
+    """
+
+    finding: Finding
+    sizes: Mapping[Key, int]
+    new: frozenset[int]
+    watch: StorageWatch
+
+    def left(self) -> dict[Key, int]:
+        """The storages that are still there; another one at the address of one that went is not meant."""
+        gone = self.watch.gone()
+        return {key: size for key, size in self.sizes.items() if key not in gone}
+
+
+@dataclass(frozen=True)
+class Unproven:
+    """What one subject left."""
+
+    tensors: tuple[UnprovenLeak, ...] = ()
+    items: tuple[ItemLeak, ...] = ()
+    new: frozenset[int] = frozenset()
+
+    def only(self, fingerprints: frozenset[str]) -> Unproven:
+        """The part that these findings are about.
+
+        And blocks of a workspace's size, though they pass for known: they are something else if they go with a tensor.
+        """
+        tensors = tuple(leak for leak in self.tensors if leak.finding.fingerprint in fingerprints)
+        items = [
+            item
+            for item in self.items
+            if item.finding.fingerprint in fingerprints or (tensors and item.finding.cause == "library-workspace")
+        ]
+        return Unproven(tensors, tuple(items), self.new)
+
+    def __add__(self, other: Unproven) -> Unproven:
+        return Unproven((*self.tensors, *other.tensors), (*self.items, *other.items), self.new | other.new)
+
+
+def put_off(leaks: Sequence[TensorLeak], watches: Sequence[StorageWatch], items: Sequence[ItemLeak]) -> Unproven:
+    """What is to be remembered of some leaks.
+
+    Args:
+        leaks: of tensors.
+        watches: for each of these, what tells which of its storages are gone.
+        items: leaks of things with names.
+    """
+    tensors = tuple(
+        UnprovenLeak(leak.finding, leak.sizes, _new_in(leak.explanations.values()), watch)
+        for leak, watch in zip(leaks, watches, strict=True)
+    )
+    new = _new_in(item.explanation for item in items if item.explanation is not None)
+    # Of two with one fingerprint, as a pool's pipes and another pipe, nobody could tell what is proven of which.
+    counted = Counter(item.finding.fingerprint for item in items)
+    told_apart = [item for item in items if counted[item.finding.fingerprint] == 1]
+    return Unproven(tensors, tuple(dataclasses.replace(item, explanation=None) for item in told_apart), new)
+
+
+def prove_now(
+    each: Sequence[Unproven], left: Left, driver: Callable[[], int], patience: float, budget: Budget | None = None
+) -> list[dict[str, Finding]]:
+    """The findings of some subjects, with what gave each back; changes the program as it likes.
+
+    By the fingerprints that they had before: what goes with a tensor is no library's workspace any more.
+
+    Args:
+        each: what each subject left.
+        left: reads what there is now.
+        driver: reads the driver's bytes of this process, on all cards.
+        patience: seconds to wait for a thread to end.
+        budget: how long may be spent on all of it; what is not tried then says so.
+    """
+    budget = budget or Budget()
+    readings = _Readings(left)
+    every = [leak for subject in each for leak in subject.tensors]
+    # What went before anything was tried, nothing that is tried gives back.
+    there = {
+        id(item): item.left(readings)
+        for subject in each
+        for item in subject.items
+        if item.cached or item.endings or item.key == FROZEN
+    }
+    sizes = {id(leak): leak.left() for leak in every}
+    new = frozenset().union(*(subject.new for subject in each), *(leak.new for leak in every))
+    context = Context(born=new, is_over=True, patience=patience, budget=budget)
+    explained = explain_storages({key for keys in sizes.values() for key in keys}, context).by_key
+    # All together: what gives back the leak of one may give back another's too.
+    done = iter(prove([_as_leak(leak, sizes[id(leak)], explained) for leak in every], context))
+    readings.forget()
+    found = [{leak.finding.fingerprint: next(done) for leak in subject.tensors} for subject in each]
+    # Again, since what was tried for the tensors may have changed by which way a pool is held.
+    holders = _PoolHolders([item for subject in each for item in subject.items], context)
+    for subject, findings in zip(each, found, strict=True):
+        cuts = dict.fromkeys(told.remedy.action for told in findings.values() if told.remedy is not None and told.tried)
+        for item in subject.items:
+            with sharing_walk() as walk:
+                draft = item.among(there.get(id(item), item.names))
+                # Its cache may have been emptied for another subject's tensors already.
+                emptied = [
+                    action.name
+                    for action in (actions_for(draft, patience, may_unfreeze=True, walk=walk) if draft.cached else ())
+                ]
+                if cuts or emptied:
+                    draft = draft.without(draft.left(readings), "; ".join(cuts or emptied))
+                if not budget.is_spent and item.finding.resource == "reserved":
+                    draft = dataclasses.replace(draft.among(draft.left(readings)), explanation=holders.of(item))
+                actions = actions_for(draft, patience, may_unfreeze=True, walk=walk)
+            told = try_actions(draft, actions, functools.partial(item.left, left), driver, budget)
+            if actions and draft.names:
+                readings.forget()
+                holders.forget(draft)
+            findings[item.finding.fingerprint] = told
+    return found
+
+
+class _Readings:
+    """What there is, read once by each key until something is changed."""
+
+    def __init__(self, read: Left) -> None:
+        self._read = read
+        self._known: dict[str, Mapping[str, int] | None] = {}
+
+    def __call__(self, key: str) -> Mapping[str, int] | None:
+        if key not in self._known:
+            self._known[key] = self._read(key)
+        return self._known[key]
+
+    def forget(self) -> None:
+        """Something was changed."""
+        self._known.clear()
+
+
+class _PoolHolders:
+    """Who holds the private pools that some findings are about, found out for all of them by one walk.
+
+    Args:
+        items: the findings.
+        context: what is known around them.
+    """
+
+    def __init__(self, items: Sequence[ItemLeak], context: Context) -> None:
+        self._waiting = [item for item in items if item.finding.resource == "reserved"]
+        self._context = context
+        self._known: dict[int, Explanation | None] = {}
+
+    def of(self, item: ItemLeak) -> Explanation | None:
+        """Who holds the pools of one of them, each asked for once and in their order."""
+        if id(item) not in self._known:
+            with sharing_walk() as walk:
+                context = dataclasses.replace(self._context, walk=walk)
+                self._known = {id(each): pool_holder(each, context) for each in self._waiting}
+        self._waiting = [each for each in self._waiting if each is not item]
+        return self._known.pop(id(item))
+
+    def forget(self, given_back: ItemLeak) -> None:
+        """Something was tried: what was cut may be on the way to others, or have been in front of it.
+
+        Args:
+            given_back: for what it was tried.
+        """
+        if given_back.finding.resource in _NO_HOLDERS:
+            return
+        cut = None if given_back.explanation is None else given_back.explanation.cut
+        if cut is not None and not cut.ends_anyway:
+            ways = [told.through for told in self._known.values() if told is not None]
+            if cut.place is None or not any(cut.place.container in way for way in ways):
+                return
+        self._known.clear()
+
+
+def _as_leak(leak: UnprovenLeak, sizes: Mapping[Key, int], explained: Mapping[Key, Explanation]) -> TensorLeak:
+    return TensorLeak(leak.finding, sizes, {key: explained[key] for key in sizes if key in explained})
+
+
+def _new_in(explanations: Iterable[Explanation]) -> frozenset[int]:
+    return frozenset().union(*(explanation.new for explanation in explanations))

@@ -1,0 +1,248 @@
+"""Private pools of torch's allocator in which nothing lives: who holds each, and the findings about them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
+from lowtide.leakcheck.findings.tensor_findings import Context, names_known, older_than
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.items import first_of
+from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER
+from lowtide.probes.device.allocations import read_allocations
+from lowtide.probes.heap.holders import SharedWalk, census_of
+from lowtide.probes.memory.ranges import Range, common, total
+from lowtide.probes.objects.foreign import type_name
+from lowtide.reports.schema import Cause, Finding, Remedy
+from lowtide.reports.sizes import format_bytes
+
+_POOL = re.compile(r"pool \((\d+), (\d+)\)")
+_SHOWN = 3
+
+PoolId = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Private pools that go when one thing goes.
+
+    Attributes:
+        names: bytes of their segments, by `pool (0, 1), segment at 0x…`.
+        explanation: who holds the one that is reached in the fewest steps; None where nobody is known to.
+        cause: what the holder is.
+    """
+
+    names: Mapping[str, int]
+    explanation: Explanation | None = None
+    cause: Cause = "unknown"
+
+
+def by_holder(names: Mapping[str, int], context: Context) -> tuple[Held, ...]:
+    """Private pools by what holds them: those behind the same suspect are one leak, those behind another are another.
+
+    Args:
+        names: bytes of the segments, by `pool (0, 1), segment at 0x…`.
+        context: what is known around them.
+
+    Returns:
+        The largest first, those that nobody is known to hold last; empty if there are no names.
+    """
+    told = _explained({identity for name in names if (identity := _pool_of(name)) is not None}, context)
+    parts: dict[object, dict[str, int]] = {}
+    holders: dict[object, tuple[Explanation, Cause]] = {}
+    for name, size in names.items():
+        identity = _pool_of(name)
+        holder = told.get(identity) if identity is not None else None
+        # As the fingerprint has it, so that no two of them share one.
+        mark = None if holder is None else (holder[1], holder[0].suspects[:1])
+        parts.setdefault(mark, {})[name] = size
+        if holder is not None and (mark not in holders or len(holder[0].path) < len(holders[mark][0].path)):
+            holders[mark] = holder
+    found = [Held(part, *holders.get(mark, ())) for mark, part in parts.items()]
+    return tuple(sorted(found, key=lambda held: (held.explanation is None, -sum(held.names.values()))))
+
+
+def with_pool_holders(leak: ItemLeak, context: Context) -> list[ItemLeak]:
+    """A finding about private pools as one for each of their holders; any other as it is."""
+    # What emptying the cache gave back nobody held.
+    is_held = leak.finding.resource == "reserved" and leak.finding.remedy is None
+    parts = by_holder(leak.names, context) if is_held else ()
+    mapped = _mapped(leak.finding.device, leak.names) if parts else None
+    return [_with_holder(_of_pools(leak, part.names, mapped), part) for part in parts] or [leak]
+
+
+def pool_holder(leak: ItemLeak, context: Context) -> Explanation | None:
+    """Who holds the private pools that a finding is about; of several the one with the most."""
+    return next((part.explanation for part in by_holder(leak.names, context)), None)
+
+
+def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context: Context) -> list[Finding]:
+    """The finding with the pools' ids and their holder, and not with the address of each segment; one for each holder.
+
+    Args:
+        finding: as the metric tells it.
+        key: the metric's key.
+        names: bytes of the segments that are still reserved, by `pool (0, 1), segment at 0x…`.
+        context: what is known around it.
+    """
+    mapped = _mapped(finding.device, names)
+    return [_of_held_pools(finding, key, part, mapped) for part in by_holder(names, context)]
+
+
+def _of_held_pools(finding: Finding, key: str, held: Held, mapped: Sequence[Range] | None) -> Finding:
+    leak = _with_holder(_of_pools(ItemLeak(finding, key, held.names, 0), held.names, mapped), held)
+    holder = "the pool" if len(_sizes(held.names)) == 1 else "the pools"
+    if leak.explanation is not None:
+        holder = leak.explanation.holder
+    found = with_fingerprint(leak, "").finding
+    advice = f"let go of {holder} at {finding.stage}, then torch.cuda.empty_cache()"
+    return msgspec.structs.replace(found, advice=advice, former_fingerprint=finding.fingerprint)
+
+
+def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
+    """The finding about pools that `torch.cuda.empty_cache()` gave back: only torch held them, as it holds its cache.
+
+    Args:
+        pools: as the metric tells it.
+        others: what the same call gave back of the default pool, whose cause is the same; None for nothing.
+    """
+    assert pools.remedy is not None
+    size, returned = pools.bytes, pools.remedy.returns_bytes
+    of_pools = f"{format_bytes(size)} of it in private pools in which nothing lives"
+    if others is not None and others.remedy is not None:
+        size, returned = size + others.bytes, returned + others.remedy.returns_bytes
+    action = pools.remedy.action
+    told = msgspec.structs.replace(pools if others is None else others, former_fingerprint=pools.fingerprint)
+    return msgspec.structs.replace(
+        told,
+        bytes=size,
+        # That of the default pool's finding, also in a life in which nothing of that pool is told.
+        fingerprint=fingerprint(
+            resource=told.resource, device=told.device, stage=told.stage, suspects=("", told.cause)
+        ),
+        holder=ALLOCATOR_HOLDER,
+        remedy=Remedy(action=action, returns_bytes=returned),
+        message=f"{format_bytes(size)} of reserved on {told.device} did not come back at {told.stage}, {of_pools}; "
+        f"{action} returns {format_bytes(returned)}",
+    )
+
+
+def _of_pools(leak: ItemLeak, names: Mapping[str, int], mapped: Sequence[Range] | None) -> ItemLeak:
+    """The finding as one about these pools, with their ids and not with the address of each segment."""
+    told, sizes = leak.finding, _sizes(names)
+    size = sum(sizes.values())
+    pools = first_of([f"{pool}: {format_bytes(amount)}" for pool, amount in sizes.items()], _SHOWN)
+    word = "a private pool" if len(sizes) == 1 else f"{len(sizes)} private pools"
+    since = f", since {told.stage}"
+    when = since if since in told.message else f" at {told.stage}"
+    finding = msgspec.structs.replace(
+        told,
+        bytes=size,
+        message=f"{format_bytes(size)} reserved on {told.device} in {word} of torch's allocator, in which nothing "
+        f"lives, did not come back{when} ({pools}){_without_memory(names, mapped)}",
+        holder=first_of(list(sizes), _SHOWN),
+    )
+    return dataclasses.replace(leak, finding=finding, names=names)
+
+
+def _sizes(names: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by pool."""
+    sizes: dict[str, int] = {}
+    for name, amount in names.items():
+        pool = _POOL.match(name)
+        if pool is not None:
+            sizes[pool[0]] = sizes.get(pool[0], 0) + amount
+    return sizes
+
+
+def _mapped(device: str, names: Mapping[str, int]) -> Sequence[Range] | None:
+    """What the driver lists of a card where some segments are, read once for all pools; None if it cannot."""
+    return read_allocations(int(device.partition(":")[2]), _segments(names))
+
+
+def _segments(names: Mapping[str, int]) -> list[Range]:
+    """Address and length of each segment."""
+    return [(int(name.rpartition(" ")[2], 16), size) for name, size in names.items()]
+
+
+def _without_memory(names: Mapping[str, int], mapped: Sequence[Range] | None) -> str:
+    """What is to be said of segments behind which the driver holds less than torch counts; empty if there is nothing.
+
+    An allocator of the program's own may have unmapped them, as one does that puts an engine to sleep: torch counts
+    them as before.
+    """
+    if mapped is None:
+        return ""
+    segments = _segments(names)
+    size, held = total(segments), total(common(segments, mapped))
+    if held >= size:
+        return ""
+    rest = "torch counts addresses that no memory is mapped to"
+    return f"; the driver holds {format_bytes(held) if held else 'none'} of it: {rest}"
+
+
+def _with_holder(leak: ItemLeak, held: Held) -> ItemLeak:
+    explanation = held.explanation
+    if explanation is None:
+        return leak
+    is_one = len({_pool_of(name) for name in held.names}) == 1
+    finding = msgspec.structs.replace(
+        leak.finding,
+        cause=held.cause,
+        verdict=explanation.verdict,
+        holder=explanation.holder,
+        path=explanation.path,
+        message=f"{leak.finding.message}; the {'pool is' if is_one else 'pools are'} held by {explanation.holder}",
+    )
+    return dataclasses.replace(leak, finding=finding, explanation=explanation)
+
+
+def _explained(wanted: Collection[PoolId], context: Context) -> dict[PoolId, tuple[Explanation, Cause]]:
+    """Who holds each of some pools, and what that is, for those that anybody holds."""
+    holders = [item for item in _pool_owners(context.walk) if _pool_id(item) in wanted]
+    told = explain(
+        holders,
+        ignore={id(holders)},
+        innocent=older_than(context),
+        roots=context.roots,
+        living=context.living,
+        names=names_known(context),
+        budget=context.budget,
+        walk=context.walk,
+    )
+    found: dict[PoolId, tuple[Explanation, Cause]] = {}
+    for item, explanation in zip(holders, told, strict=True):
+        identity = _pool_id(item)
+        known = None if identity is None else found.get(identity)
+        if identity is not None and explanation.path and (known is None or len(explanation.path) < len(known[0].path)):
+            found[identity] = (explanation, "cuda-graph" if "Graph" in type_name(type(item)) else explanation.cause)
+    return found
+
+
+def _pool_of(name: str) -> PoolId | None:
+    found = _POOL.search(name)
+    return None if found is None else tuple(map(int, found.groups()))
+
+
+def _pool_owners(walk: SharedWalk | None) -> list[Any]:
+    torch: Any = sys.modules.get("torch")
+    kinds = [getattr(torch.cuda, name, None) for name in ("MemPool", "CUDAGraph")] if torch is not None else []
+    census = census_of(walk)
+    return [item for kind in kinds if kind is not None for item in census.instances_of(kind)]
+
+
+def _pool_id(item: Any) -> PoolId | None:
+    try:
+        # A graph has a pool only once it was captured.
+        identity = item.pool() if callable(getattr(item, "pool", None)) else item.id
+        return tuple(map(int, identity))
+    except RuntimeError:
+        return None

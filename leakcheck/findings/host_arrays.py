@@ -1,0 +1,131 @@
+"""A finding about host memory: which large arrays of the program are that memory, by their sizes, and their holder."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from lowtide.leakcheck.explaining.explain import Explanation, explain
+from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
+from lowtide.leakcheck.findings.tensor_findings import Context, names_known, older_than
+from lowtide.probes.memory.buffers import Buffer, large_buffers
+from lowtide.probes.objects.foreign import type_name
+from lowtide.reports.sizes import format_bytes
+
+_NEAR = 0.1
+"""By what share the arrays may differ from the host memory that they are said to be."""
+
+_MOST = 64
+"""How many of the largest are looked at."""
+
+_INDEX = re.compile(r"\[(\d+)\]$")
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A large array, and who holds it."""
+
+    bytes: int
+    kind: str
+    told: Explanation
+
+    @property
+    def container(self) -> Hashable:
+        """What is the same for all arrays that lie in one container."""
+        return tuple(hop.edge for hop in self.told.path[:-1])
+
+    @property
+    def turn(self) -> int:
+        """Its place in a list; 0 elsewhere."""
+        index = _INDEX.search(self.told.path[-1].edge)
+        return int(index[1]) if index is not None else 0
+
+
+def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
+    """For host memory: the arrays that are as large, and their holder.
+
+    When they were made nobody knows, since Python does not track them: what tells is their size, that of one alone, of
+    all in one container, or of the last in a list.  The message says no more than that they are there.
+
+    Args:
+        leak: with its fingerprint, which becomes the former one where a holder is found.
+        context: what is known around it.
+    """
+    if leak.key != "host-memory" or not leak.finding.bytes:
+        return leak
+    found = _arrays(leak.finding.bytes, context)
+    if not found:
+        return leak
+    first, size = found[0], sum(each.bytes for each in found)
+    arrays = f"{format_bytes(size)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
+    told = first.told
+    finding = msgspec.structs.replace(
+        leak.finding,
+        cause=told.cause,
+        verdict=told.verdict,
+        holder=told.holder,
+        path=told.path,
+        message=f"{leak.finding.message}; {arrays} held by {told.holder}",
+        advice=_advice(told),
+        former_fingerprint=leak.finding.fingerprint,
+    )
+    return with_fingerprint(dataclasses.replace(leak, finding=finding, explanation=told), leak.module)
+
+
+def _advice(told: Explanation) -> str:
+    if told.cut is not None and told.cut.is_code:
+        return told.cut.action
+    return told.advice or f"let go of {told.holder} where its owner ends"
+
+
+def _arrays(wanted: int, context: Context) -> Sequence[_Held]:
+    """The arrays that together are about so many bytes; none if no sum tells."""
+    buffers = sorted(large_buffers(), key=lambda buffer: -buffer.bytes)[:_MOST]
+    buffers = [buffer for buffer in buffers if buffer.bytes <= wanted * (1 + _NEAR)]
+    held = _held(buffers, context)
+    by_container: dict[Hashable, list[_Held]] = {}
+    for each in held:
+        by_container.setdefault(each.container, []).append(each)
+    # Of several of that size in a list, the last is the latest.
+    alone = [[each] for each in sorted(held, key=lambda each: -each.turn)]
+    for group in [*alone, *by_container.values()]:
+        if _is_near(sum(each.bytes for each in group), wanted):
+            return group
+    for group in by_container.values():
+        latest = sorted(group, key=lambda each: -each.turn)
+        for count in range(2, len(latest)):
+            if _is_near(sum(each.bytes for each in latest[:count]), wanted):
+                return latest[:count]
+    return ()
+
+
+def _is_near(amount: int, wanted: int) -> bool:
+    return abs(amount - wanted) <= _NEAR * wanted
+
+
+def _held(buffers: Sequence[Buffer], context: Context) -> list[_Held]:
+    items = [buffer.item for buffer in buffers]
+    told = explain(
+        items,
+        ignore={id(items), *map(id, buffers)},
+        innocent=older_than(context),
+        roots=context.roots,
+        living=context.living,
+        names=names_known(context),
+        budget=context.budget,
+        walk=context.walk,
+    )
+    return [
+        _Held(buffer.bytes, type_name(type(buffer.item)), found)
+        for buffer, found in zip(buffers, told, strict=True)
+        if found.path and not _is_own(found)
+    ]
+
+
+def _is_own(told: Explanation) -> bool:
+    """Whether this checker itself holds it."""
+    return any(f"{hop.type}.".startswith("lowtide.") or f"{hop.edge}.".startswith("lowtide.") for hop in told.path)

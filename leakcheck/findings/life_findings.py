@@ -1,0 +1,214 @@
+"""What the lives of an engine left in tensors: who holds it, whether it grows from life to life, what gives it back."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import gc
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from lowtide.leakcheck.baseline.owners import Claims, Owner
+from lowtide.leakcheck.baseline.storages import Held, Key, is_tensor, read_heap, thaw
+from lowtide.leakcheck.findings.remedies import prove
+from lowtide.leakcheck.findings.tensor_findings import (
+    Context,
+    TensorLeak,
+    behind_frozen_holders,
+    explain_storages,
+    tensor_leaks,
+    told_as_frozen,
+)
+from lowtide.leakcheck.judging.ladder import Rung
+from lowtide.probes.allocation_stacks import AllocationStacks
+from lowtide.probes.heap.births import Births
+from lowtide.probes.memory.tensors import survey_storages
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects
+from lowtide.probes.stages import PoolReading
+from lowtide.reports.schema import Finding
+
+_IMPORT = "by the "
+"""How the births of an import are called, with its owner's name after it."""
+
+
+@dataclass
+class _Found:
+    """What was left after a life, at each rung that was tried."""
+
+    rungs: list[Rung] = field(default_factory=list)
+    rows: list[tuple[Held, ...]] = field(default_factory=list)
+
+
+class Leftovers:
+    """Follows tensors through several lives, by identity.
+
+    Args:
+        card: whether to record where memory of cards is allocated.
+    """
+
+    def __init__(self, *, card: bool) -> None:
+        self._births = Births()
+        self._around_import = ("", 1)
+        self._stacks = AllocationStacks(card=card)
+        self._seen: frozenset[Key] = frozenset()
+        self._found = _Found()
+        self._frozen_before = 0
+        self._behind_frozen: frozenset[Key] = frozenset()
+        self._earlier: dict[str, Finding] = {}
+
+    def open(self) -> None:
+        """Begin: what is there now is not the engine's."""
+        self._births.start()
+        self._stacks.start()
+        # What is young at the mark takes its addresses out of the reckoning, and a run is long.
+        gc.collect()
+        self._births.mark("create")
+        self._frozen_before = gc.get_freeze_count()
+        storages = survey_storages(Census(all_objects())).storages
+        self._seen = frozenset((held.device, held.address) for held in storages)
+
+    def close(self) -> None:
+        """End it; legal twice."""
+        self._births.stop()
+        self._stacks.stop()
+
+    def stage(self, name: str, cycle: int) -> None:
+        """What appears from here on, appeared in this stage of this life."""
+        # Not once a life: what a stage makes takes the address of what an earlier one of the same life let go.
+        self._births.forget_dead()
+        self._births.label, self._births.turn = name, cycle
+
+    def importing(self, owner: Owner) -> None:
+        """A module that a life imports is about to run: what it makes from here on is its own."""
+        self._births.note()
+        self._around_import = (self._births.label, self._births.turn)
+        self._births.label = _IMPORT + owner.name
+
+    def imported(self) -> None:
+        """The module has run."""
+        self._births.note()
+        self._births.label, self._births.turn = self._around_import
+
+    def imported_bytes(self) -> dict[str, int]:
+        """Bytes, by device, of what modules that were imported during a life have made for themselves and still have.
+
+        As in tests, that belongs to the process: a module is imported once.
+        """
+        made = [born.item for born in self._births.survivors() if born.label.startswith(_IMPORT)]
+        found: dict[str, int] = {}
+        for storage in survey_storages(item for item in made if is_tensor(item)).storages:
+            found[storage.device] = found.get(storage.device, 0) + storage.bytes
+        return found
+
+    def read(self, rung: Rung) -> None:
+        """Take down what is left after a rung."""
+        self._found.rungs.append(rung)
+        held = read_heap(self._births, Claims(()), (), self._seen).held
+        self._found.rows.append(tuple(storage for storage in held if not storage.stage.startswith(_IMPORT)))
+
+    def thaw(self) -> bool:
+        """Undo a freeze that a life did, and collect; False if there was none."""
+        if not self._frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
+            return False
+        context = self.context(None)
+        self._behind_frozen = behind_frozen_holders({held.key for held in self._found.rows[0]}, context)
+        hidden = thaw(self._births.froze_in or self._births.label, self._seen)
+        self._found.rows[0] = (*self._found.rows[0], *hidden)
+        self.read(Rung.UNFREEZE)
+        return True
+
+    def explain(self, engine: object, cycle: int, devices: Collection[str]) -> list[Finding]:
+        """Says of what a life that is not the last left on some devices who holds it, and changes nothing."""
+        if not devices:
+            return []
+        self.read(Rung.RAW)
+        leaks = self._leaks(self.context(engine), devices, only=cycle)
+        self._found = _Found()
+        findings = [leak.finding for leak in leaks]
+        self._earlier.update((finding.fingerprint, finding) for finding in findings)
+        return findings
+
+    def explain_asleep(self, engine: object, cycle: int, device: str, pools: Sequence[PoolReading]) -> list[Finding]:
+        """Says of what an engine still has on its device from inferring, while it sleeps, who holds it.
+
+        Args:
+            engine: the one that sleeps.
+            cycle: which life this is.
+            device: where it keeps its memory.
+            pools: those that were announced before it slept or are now: what lies in them is judged by them.
+        """
+        pooled = sorted(part for pool in pools for part in pool.ranges)
+        starts = [start for start, _ in pooled]
+
+        def is_pooled(address: int) -> bool:
+            place = bisect.bisect_right(starts, address) - 1
+            return place >= 0 and address < sum(pooled[place])
+
+        self.read(Rung.RAW)
+        self._found.rows = [
+            tuple(held for held in row if held.stage == "infer" and not is_pooled(held.key[1]))
+            for row in self._found.rows
+        ]
+        leaks = self._leaks(dataclasses.replace(self.context(engine), living=True), {device}, only=cycle)
+        self._found = _Found()
+        return [_advised(leak.finding) for leak in leaks]
+
+    def conclude(self, engine: object, cycle: int, devices: Collection[str]) -> tuple[list[Finding], tuple[str, ...]]:
+        """The findings of all lives, what gives each back tried; and the changes that this made, as actions.
+
+        Args:
+            engine: what is left of the last life.
+            cycle: its number.
+            devices: where tensors did not come back, besides those that a freeze had hidden.
+        """
+        context = self.context(engine, lives=cycle)
+        hidden = {held.key[0] for row in self._found.rows[1:2] for held in self._found.rows[0] if held not in row}
+        findings = prove(self._leaks(context, {*devices, *hidden}), context)
+        now = {finding.fingerprint for finding in findings}
+        # What an earlier life left and a later one gave back does not add up.
+        findings += [
+            msgspec.structs.replace(finding, trend="bounded")
+            for mark, finding in self._earlier.items()
+            if mark not in now
+        ]
+        actions = dict.fromkeys(finding.remedy.action for finding in findings if finding.changed and finding.remedy)
+        return findings, tuple(actions)
+
+    def _leaks(self, context: Context, devices: Collection[str], only: int | None = None) -> list[TensorLeak]:
+        rows = [
+            [held for held in row if held.key[0] in devices and (only is None or held.turn == only)]
+            for row in self._found.rows
+        ]
+        if not rows or not rows[0]:
+            return []
+        explained = told_as_frozen(explain_storages({held.key for held in rows[-1]}, context), self._behind_frozen)
+        leaks: list[TensorLeak] = []
+        for device in sorted({held.key[0] for held in rows[0]}):
+            of_device: Sequence[Sequence[Held]] = [[held for held in row if held.key[0] == device] for row in rows]
+            leaks += tensor_leaks(of_device, self._found.rungs, explained, context)
+        return leaks
+
+    def context(self, engine: object, lives: int = 1) -> Context:
+        """What is known around what is left, while an engine is held.
+
+        Args:
+            engine: the one that was shut down, or sleeps.
+            lives: how many there were.
+        """
+        return Context(
+            born=self._births.born(),
+            # Whoever called shutdown still has the engine, and may.
+            roots=[("engine", engine)],
+            is_over=True,
+            stacks=self._stacks.stacks_at,
+            lives=lives,
+        )
+
+
+def _advised(finding: Finding) -> Finding:
+    """A finding of an engine that goes on, so that nothing can be tried: with what to change in its code."""
+    if not finding.holder:
+        return finding
+    return msgspec.structs.replace(finding, advice=f"let go of {finding.holder} before the engine sleeps")

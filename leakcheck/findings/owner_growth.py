@@ -1,0 +1,263 @@
+"""What grows test after test under an owner that lives: reported when the owner ends, or when it passes a limit.
+
+A test that leaves something under a fixture of a wider scope leaks nothing, since the fixture may need it: an engine
+builds its pool at its first request, a cache fills. What the fixture holds is therefore read after every such test, and
+only a growth that goes on is reported, with the path by which the fixture holds it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from lowtide.leakcheck.baseline.owner_levels import Count, Key
+from lowtide.leakcheck.baseline.owners import Claims, Owner
+from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.findings.tensor_findings import Context, Stacks, explain_storages, frames
+from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
+from lowtide.leakcheck.judging.items import listed
+from lowtide.leakcheck.judging.level_growth import rate
+from lowtide.leakcheck.judging.trend import FEWEST_TURNS
+from lowtide.probes.allocation_stacks import allocating_function
+from lowtide.probes.heap.caches import read_caches
+from lowtide.probes.host.counters import Counters
+from lowtide.reports.schema import Finding, Hop, Resource
+from lowtide.reports.sizes import format_amount, format_bytes
+
+COUNTED: tuple[Resource, ...] = ("threads", "processes", "file-descriptors", "shared-memory")
+"""What is counted by name and may grow under an owner, besides the bytes of tensors."""
+
+_MOST_EXPLAINED = 8
+"""Storages of each turn whose holder is looked for, the largest first."""
+
+_LONGEST_LINK = 3
+"""Edges from one link of a chain to the next."""
+
+ADVICE = "let each test, or the clean-up that it calls, give back what it adds; or bound what is kept"
+
+
+def note_growth(
+    owners: Iterable[Owner],
+    claims: Claims,
+    fresh: Collection[Key],
+    now: Counters,
+    before: Counters,
+) -> None:
+    """Writes down what lies under some owners at the end of a turn.
+
+    Args:
+        owners: those that used the turn, or got something in it.
+        claims: what all owners that are alive hold.
+        fresh: the storages that are known to have appeared in this turn.
+        now: the counters.
+        before: those at the beginning of the turn.
+    """
+    wanted = list(owners)
+    under = claims.storages({id(owner): owner.ledger.sizes for owner in wanted}, fresh) if wanted else {}
+    for owner in wanted:
+        counts: dict[str, Count] = {}
+        for key in COUNTED:
+            there = owner.items.get(key, set()) & now.items.get(key, {}).keys()
+            if there:
+                counts[key] = Count(len(there), len(there - before.items.get(key, {}).keys()))
+        storages = under.get(id(owner), {})
+        # What its setup made is as young as what its first test did.
+        owner.ledger.note(storages, (storages.keys() & fresh) - owner.storages.keys(), counts)
+
+
+def growth_of(owner: Owner, stacks: Stacks, now: Counters) -> list[Finding]:
+    """What grows test after test under an owner: one finding for each kind of thing; asked while the owner lives.
+
+    Args:
+        owner: the owner.
+        stacks: where memory was allocated.
+        now: the counters.
+    """
+    growing = owner.ledger.growing()
+    tensors = [_of_tensors(owner, key, stacks) for key in growing if key.startswith("tensors ")]
+    items = [_of_items(owner, resource, now) for resource in COUNTED if resource in growing]
+    return [*(finding for finding in tensors if finding is not None), *items]
+
+
+def limit_passed(owner: Owner, limit: int, stacks: Stacks) -> list[Finding]:
+    """What has grown under an owner by more than a limit since it was set up, or since that was last reported.
+
+    Args:
+        owner: the owner.
+        limit: in bytes of tensors.
+        stacks: where memory was allocated.
+    """
+    ledger = owner.ledger
+    total = ledger.repeated_bytes()
+    if total - ledger.limit_passed <= limit:
+        return []
+    ledger.limit_passed = total
+    keys = [f"tensors {device}" for device in sorted({device for device, _ in ledger.storages})]
+    found = [_of_tensors(owner, key, stacks, past=limit) for key in keys if len(ledger.adding_turns(key)) > 1]
+    return [finding for finding in found if finding is not None]
+
+
+def merged(finding: Finding, grown: Sequence[Finding]) -> Finding:
+    """A finding of an owner's end, with the growth that did not end with the owner: the two are one thing."""
+    growth = next((growth for growth in grown if _is_of(growth, finding)), None)
+    if growth is None:
+        return finding
+    message = f"{finding.message}; it grew by {growth.message.partition(',')[0]}"
+    return msgspec.structs.replace(finding, trend="growth", message=message)
+
+
+def rest_of(grown: Sequence[Finding], findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """The growth that ended with its owner."""
+    return tuple(growth for growth in grown if not any(_is_of(growth, finding) for finding in findings))
+
+
+def _is_of(growth: Finding, finding: Finding) -> bool:
+    """Whether most of what grew is what a finding is about."""
+    where = (growth.resource, growth.device)
+    return (
+        where == (finding.resource, finding.device)
+        and finding.bytes * 2 >= growth.bytes
+        and finding.count * 2 >= growth.count
+    )
+
+
+def _of_tensors(owner: Owner, key: str, stacks: Stacks, past: int | None = None) -> Finding | None:
+    ledger = owner.ledger
+    device = key.partition(" ")[2]
+    place = _place_of_growth(owner, device)
+    if place is None:
+        return None
+    held, told = place
+    largest = max(held, key=lambda storage: ledger.storages[storage].bytes)
+    explanation = told.get(largest)
+    steps, allowed = ledger.steps(key), ledger.allowed(key)
+    total = sum(steps[turn - 1] for turn in ledger.adding_turns(key))
+    stack = tuple(stacks(device, [largest[1]]).get(largest[1], ()))
+    holder = explanation.holder if explanation is not None else ""
+    message = f"{rate(steps, allowed, format_bytes)} under {owner.name}, {format_bytes(total)} on {device} in all"
+    if past is not None:
+        message += f", past the limit of {format_bytes(past)}"
+    if holder:
+        message += f", held by {holder}"
+    suspects = () if explanation is None else explanation.suspects[:1]
+    return Finding(
+        resource="tensors",
+        cause="unknown" if explanation is None else explanation.cause,
+        bytes=total,
+        count=len(held),
+        device=device,
+        stage=f"tests with {owner.name}",
+        message=message,
+        fingerprint=fingerprint(
+            resource="tensors",
+            device=device,
+            stage=f"tests with {owner.name}",
+            suspects=("growth", *suspects),
+            allocated_in=allocating_function(stack),
+            module="" if suspects else owner.where,
+        ),
+        verdict="unexplained" if explanation is None else explanation.verdict,
+        holder=holder or None,
+        path=() if explanation is None else explanation.path,
+        allocated_at=frames(stack),
+        advice=ADVICE,
+        trend="growth",
+    )
+
+
+def _place_of_growth(owner: Owner, device: str) -> tuple[list[Key], Mapping[Key, Explanation]] | None:
+    """The storages that grew in one place, and how all that were looked at are held; None where no place grows.
+
+    Three attributes, each filled once by another test, are three places, and none of them grows. Where what a turn made
+    replaced that of the turns before, the last turn's is the one to show.
+    """
+    lying = owner.ledger.storages
+    by_turn: dict[int, list[Key]] = {}
+    for storage, facts in lying.items():
+        if storage[0] == device and facts.turn:
+            by_turn.setdefault(facts.turn, []).append(storage)
+    keys = {
+        storage
+        for storages in by_turn.values()
+        for storage in sorted(storages, key=lambda item: -lying[item].bytes)[:_MOST_EXPLAINED]
+    }
+    context = Context(roots=tuple(owner.named()), living=True)
+    told = explain_storages(keys, context).by_key
+    keys -= _in_full_caches(told)
+    places: dict[str, list[Key]] = {}
+    for storage in sorted(keys):
+        explanation = told.get(storage)
+        places.setdefault("" if explanation is None else place_of(hop.edge for hop in explanation.path), []).append(
+            storage
+        )
+    turns = {place: {lying[storage].turn for storage in storages} for place, storages in places.items()}
+    growing = [place for place, found in turns.items() if len(found) >= FEWEST_TURNS]
+    replaced = set(owner.ledger.adding_turns(f"tensors {device}")) - by_turn.keys()
+    if not growing and len(replaced) >= FEWEST_TURNS - 1:
+        growing = [place for place, found in turns.items() if max(by_turn) in found]
+    if not growing:
+        return None
+    best = max(growing, key=lambda place: sum(lying[storage].bytes for storage in places[place]))
+    return places[best], told
+
+
+def _in_full_caches(told: Mapping[Key, Explanation]) -> set[Key]:
+    """Those storages that a bounded `lru_cache` holds which is full: what it takes from here on, it makes room for."""
+    cached = {key for key, explanation in told.items() if any(_is_of_a_cache(hop) for hop in explanation.path)}
+    if not cached:
+        return set()
+    full = [cache for cache in read_caches() if cache.maxsize is not None and cache.entries >= cache.maxsize]
+    return cached & {(device, address) for cache in full for device, address, _ in cache.held}
+
+
+def _is_of_a_cache(hop: Hop) -> bool:
+    return hop.edge.startswith("lru_cache ")
+
+
+def place_of(edges: Iterable[str]) -> str:
+    """The edges of a path without what differs between things that are held in the same place.
+
+    Numbers and keys are left out, and what repeats itself (the links of a chain, the nodes of a graph) counts once.
+    """
+    place: list[str] = []
+    for edge in edges:
+        place.append("[*]" if edge.startswith("[") else re.sub(r"\d+", "*", edge))
+        for period in range(1, _LONGEST_LINK + 1):
+            if place[-period:] == place[-2 * period : -period]:
+                del place[-period:]
+                break
+    return "".join(place)
+
+
+def _of_items(owner: Owner, resource: Resource, now: Counters) -> Finding:
+    ledger = owner.ledger
+    steps, allowed = ledger.steps(resource), ledger.allowed(resource)
+    turns = ledger.adding_turns(resource)
+    total = sum(steps[turn - 1] for turn in turns)
+    names = sorted(owner.items.get(resource, set()) & now.items.get(resource, {}).keys())
+    amount: Callable[[int], str] = lambda count: format_amount(count, resource.replace("-", " "))  # noqa: E731
+    holder = listed(resource, names)
+    message = f"{rate(steps, allowed, amount)} under {owner.name}, {amount(total)} in all"
+    return Finding(
+        resource=resource,
+        cause="thread" if resource == "threads" else "unknown",
+        bytes=0,
+        count=total,
+        device="",
+        stage=f"tests with {owner.name}",
+        message=f"{message}: {holder}" if holder else message,
+        fingerprint=fingerprint_of_items(
+            resource,
+            names,
+            resource=resource,
+            device="",
+            stage=f"tests with {owner.name}",
+            suspects=("growth",),
+            module=owner.where,
+        ),
+        holder=holder,
+        advice=ADVICE,
+        trend="growth",
+    )

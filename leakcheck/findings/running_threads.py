@@ -1,0 +1,285 @@
+"""Threads that did not end: what they run, who started them, who keeps what they work for, and whose call ends them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+import weakref
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import msgspec
+
+from lowtide.leakcheck.explaining.explain import Holder, first_holders
+from lowtide.leakcheck.explaining.library_objects import Offer, offered_method
+from lowtide.leakcheck.explaining.path_names import way_text
+from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
+from lowtide.leakcheck.findings.item_findings import Ending, ItemLeak
+from lowtide.leakcheck.findings.tensor_findings import Context, older_than
+from lowtide.leakcheck.judging.items import first_of
+from lowtide.leakcheck.judging.stable_names import identity_of
+from lowtide.probes.heap.graph import is_library
+from lowtide.probes.objects.described import name_of
+from lowtide.probes.objects.foreign import attribute, code_of, is_a, mro_of, namespace_of, type_name
+from lowtide.probes.objects.thread_names import thread_ident, thread_key
+from lowtide.reports.schema import Hop
+
+_SHOWN = 3
+"""Threads of one cause that are named."""
+
+_CALLS: Mapping[str, str] = {
+    "concurrent.futures.thread.ThreadPoolExecutor": "shutdown()",
+    "multiprocessing.pool.Pool": "terminate()",
+    "threading.Timer": "cancel()",
+    "threading.Event": "set()",
+    "queue.Queue": "put(None)",
+    "_queue.SimpleQueue": "put(None)",
+}
+"""By a class, the call by which one of its instances ends the threads that work for it, or tells them to."""
+
+_EXECUTOR = "concurrent.futures.thread.ThreadPoolExecutor"
+_TIMER = "threading.Timer"
+_WORKER = "concurrent.futures.thread._worker"
+"""What the threads of such an executor run, and none other."""
+
+_CANCELLING = Offer("cancel()", "is cancelled", lambda timer: timer.cancel())
+
+
+@dataclass(frozen=True)
+class Work:
+    """What some threads do that are alike.
+
+    Attributes:
+        names: the threads, as the counters name them.
+        text: what they run and who started them, as part of a sentence.
+        advice: what to change.
+        holder: the object of the program that keeps what they work for, as code; empty if there is none.
+        path: the way to it.
+        endings: the calls of the standard library's own classes that end them.
+    """
+
+    names: tuple[str, ...]
+    text: str
+    advice: str
+    holder: str = ""
+    path: tuple[Hop, ...] = ()
+    endings: tuple[Ending, ...] = ()
+
+
+def works(names: Collection[str], context: Context) -> list[Work]:
+    """What threads do, those together that do the same; nothing of threads that have ended.
+
+    Args:
+        names: the threads, as the counters name them.
+        context: what is known around them.
+    """
+    running = [thread for thread in threading.enumerate() if thread_key(thread) in names]
+    owners = [list(_owners(thread)) for thread in running]
+    targets = list({id(item): item for found in owners for item in found}.values())
+    told = first_holders(
+        targets,
+        ignore={id(targets), id(running), id(owners), *map(id, owners)},
+        innocent=older_than(context),
+        roots=context.roots,
+        living=context.living,
+        not_roots=set(map(id, running)),
+        walk=context.walk,
+    )
+    holders = {id(item): holder for item, holder in zip(targets, told, strict=True) if _is_programs(holder)}
+    groups: dict[Hashable, list[_Running]] = {}
+    for thread, own in zip(running, owners, strict=True):
+        each = _Running(
+            thread,
+            own,
+            [holders.get(id(item)) for item in own],
+            context.started(thread_ident(thread)),
+        )
+        # What a fingerprint tells apart, and no more, or two findings of a test had the same.
+        groups.setdefault(identity_of("threads", [each.name]), []).append(each)
+    return [_work(group) for group in groups.values()]
+
+
+def told_with(leak: ItemLeak, work: Work) -> ItemLeak:
+    """A finding about threads, with what they do."""
+    finding = leak.finding
+    names = sorted(work.names)
+    message = finding.message.replace(", ".join(names), first_of(names, _SHOWN))
+    finding = msgspec.structs.replace(
+        finding,
+        message=f"{message}; {work.text}" + (f", held by {work.holder}" if work.holder else ""),
+        holder=work.holder or finding.holder,
+        path=work.path or finding.path,
+        advice=work.advice,
+    )
+    return dataclasses.replace(leak, finding=finding, endings=work.endings)
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A thread, the objects that it works for, the most telling first, who holds each, and who started it."""
+
+    thread: threading.Thread
+    owners: Sequence[Any]
+    holders: Sequence[Holder | None]
+    started: str
+
+    @property
+    def name(self) -> str:
+        return thread_key(self.thread)
+
+    @property
+    def held(self) -> tuple[Any, Holder] | None:
+        """The first of the objects that the program keeps."""
+        return next(((item, of) for item, of in zip(self.owners, self.holders, strict=True) if of is not None), None)
+
+
+def _work(group: Sequence[_Running]) -> Work:
+    one, runs = len(group) == 1, _runs(group[0].thread)
+    text = f"{'it runs' if one else 'they run'} {runs}{_waiting(group)}"
+    started = list(dict.fromkeys(running.started for running in group if running.started))
+    text += f", started in {first_of(started, _SHOWN)}" if started else ""
+    names = tuple(running.name for running in group)
+    endings = tuple({ending.code: ending for running in group for ending in _endings(running)}.values())
+    held = [running.held for running in group if running.held is not None]
+    if not held:
+        return Work(names, text, _unheld(group[0], runs), endings=endings)
+    owner, holder = held[0]
+    ways = list(dict.fromkeys(way_text(of.way) for _, of in held))
+    name, path, call = ways[0], holder.way, _call(type(owner))
+    outer = ending_of(class_named(holder.path[-1].type)) if len(holder.path) < len(holder.way) else ""
+    if outer:
+        # What holds it and has an end of its own is what the program ends.
+        ways = list(dict.fromkeys(way_text(of.path) for _, of in held))
+        name, path, call = ways[0], holder.path, outer
+    others = f" (and {len(ways) - 1} more)" if len(ways) > 1 else ""
+    if call:
+        advice = f"end {'it' if one else 'them'} where the owner ends: {on(name, call)}{others}"
+    else:
+        advice = f"let {runs} return, and join {name}{others} where the owner ends"
+    return Work(names, text, advice, f"{name}{others}", path, endings)
+
+
+def _unheld(running: _Running, runs: str) -> str:
+    """What to change where nothing of the program knows the thread, or what it works for, any more."""
+    for owner in running.owners:
+        call, name = _call(type(owner)), type_name(type(owner))
+        if call:
+            verb = "await its" if call.startswith("await ") else "call its"
+            advice = f"keep the {name}, and {verb} {call.removeprefix('await ')} at the end"
+            return advice + (", or use it in a with statement" if _is_context(type(owner)) else "")
+    if _is_executors(running.thread):
+        return f"keep the {_EXECUTOR}, and call its shutdown() at the end, or use it in a with statement"
+    return f"keep the thread, let {runs} return, and join() the thread at the end"
+
+
+def _call(cls: type) -> str:
+    names = [type_name(base) for base in mro_of(cls)]
+    return next((_CALLS[name] for name in names if name in _CALLS), "") or ending_of(cls)
+
+
+def _is_context(cls: type) -> bool:
+    return any("__exit__" in namespace_of(base) for base in mro_of(cls))
+
+
+def _endings(running: _Running) -> Iterator[Ending]:
+    """The calls of the standard library that end the thread, as code that runs."""
+    for owner, holder in zip(running.owners, running.holders, strict=True):
+        code = None if holder is None else holder.target
+        if type_name(type(owner)) == _TIMER:
+            offer: Offer | None = _CANCELLING
+        else:
+            offer = offered_method(owner) if type_name(type(owner)) == _EXECUTOR else None
+        if offer is not None and code is not None:
+            yield Ending(f"{code}.{offer.call}", f"{code} {offer.changed}", weakref.ref(owner), offer.do)
+
+
+def _owners(thread: threading.Thread) -> Iterator[Any]:
+    """The objects that a thread works for: its pool, that of the method that it runs, itself, and what it was given."""
+    target, arguments = _target(thread), _arguments(thread)
+    executor = _executor(arguments)
+    if executor is not None:
+        yield executor
+    if _is_executors(thread):
+        return
+    own = getattr(target, "__self__", None) if type(target) in (MethodType, BuiltinFunctionType) else None
+    if own is not None and type(own) is not ModuleType and not is_a(own, type):
+        yield own
+    if own is not thread:
+        yield thread
+    cells = (target.__closure__ or ()) if type(target) is FunctionType else ()
+    given = [*arguments, *(cell.cell_contents for cell in cells if _is_filled(cell))]
+    yield from (item for item in given if item is not own and _is_an_end(type(item)))
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - it raises where there is none
+    except ValueError:
+        return False
+    return True
+
+
+def _is_an_end(cls: type) -> bool:
+    """Whether what a thread was given may be what ends it."""
+    return type_name(cls).partition(".")[0] not in ("torch", "_io", "numpy") and bool(_call(cls))
+
+
+def _target(thread: threading.Thread) -> Any:
+    """What a thread calls, out of its partials; None where its class has a `run` of its own."""
+    run = next(namespace_of(base)["run"] for base in mro_of(type(thread)) if "run" in namespace_of(base))
+    if run is not threading.Thread.run:
+        return None
+    target: Any = attribute(thread, "_target")
+    while type(target) is functools.partial:
+        target = target.func
+    return target
+
+
+def _arguments(thread: threading.Thread) -> list[Any]:
+    arguments, named = attribute(thread, "_args"), attribute(thread, "_kwargs")
+    found = [*arguments] if type(arguments) is tuple or type(arguments) is list else []
+    found += dict.values(named) if type(named) is dict else ()
+    # A pool's worker does not keep its pool alive.
+    return [item() if type(item) is weakref.ref else item for item in found]
+
+
+def _is_executors(thread: threading.Thread) -> bool:
+    target = _target(thread)
+    return type(target) is FunctionType and name_of(target) == _WORKER
+
+
+def _executor(arguments: Sequence[Any]) -> Any:
+    return next((item for item in arguments if any(type_name(base) == _EXECUTOR for base in mro_of(type(item)))), None)
+
+
+def _runs(thread: threading.Thread) -> str:
+    """What a thread runs, as part of a sentence."""
+    if _is_executors(thread):
+        executor = _executor(_arguments(thread))
+        return f"tasks of a {_EXECUTOR if executor is None else type_name(type(executor))}"
+    if is_a(thread, threading.Timer):
+        return f"a {type_name(type(thread))} of {_named(attribute(thread, 'function'))}"
+    target = _target(thread)
+    return f"{type_name(type(thread))}.run" if target is None else _named(target)
+
+
+def _named(function: Any) -> str:
+    item = function.__func__ if type(function) is MethodType else function
+    code: Any = code_of(item) if type(item) is FunctionType else None
+    return name_of(function) + (f" ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code else "")
+
+
+def _waiting(group: Sequence[_Running]) -> str:
+    """How many tasks wait for a thread of their executor."""
+    given = [item for running in group if _is_executors(running.thread) for item in _arguments(running.thread)]
+    queues = {id(item): item for item in given if type_name(type(item)) == "_queue.SimpleQueue"}
+    waiting = sum(queue.qsize() for queue in queues.values())
+    return f" ({waiting} more wait)" if waiting else ""
+
+
+def _is_programs(holder: Holder | None) -> bool:
+    """Whether the way to an object begins at something of the program's, and not in the interpreter's own lists."""
+    return holder is not None and not (holder.way[0].type == "module" and is_library(holder.way[0].edge))

@@ -1,0 +1,298 @@
+"""Property-based lives: calls in orders that nobody writes a test for, drawn and shrunk by Hypothesis."""
+
+from __future__ import annotations
+
+import time
+import unittest
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, Verbosity, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from lowtide.leakcheck.fuzzing.shorten import shorten
+from lowtide.leakcheck.fuzzing.target_source import Source
+from lowtide.leakcheck.lives.checked_life import Call, CheckedLife, Coverage, Fault, LifeError, Lives
+from lowtide.leakcheck.lives.faults import Kind
+from lowtide.leakcheck.lives.life_model import LifeModel
+from lowtide.leakcheck.lives.target import TargetFactory
+from lowtide.reports.schema import Finding, NotMeasured
+
+STEPS = 10
+"""Calls of one life at most, besides the first `create` and the last `shutdown`."""
+
+FAULTS: Sequence[Kind] = ("map", "map", "map", "map", "allocation", "reserve", "copy", "interrupt")
+"""What may fail in a life: only what fails in the call itself, so that a life can be replayed.  Most often there is no
+room: that is what happens."""
+
+_MOVING = ("create", "sleep", "wake", "reload")
+
+PLACES = (0, 1, 1, 2, 3)
+"""Which fault point fails: one of the first, most often the second, when there is something to be undone.  The sweep of
+`lowtide fuzz --faults` fails every one."""
+
+
+class _TestCaseOf:
+    """The `unittest.TestCase` of a machine, whose lives are watched while it runs."""
+
+    def __get__(self, machine: object, cls: type[LifecycleMachine]) -> type[unittest.TestCase]:
+        class TestCase(unittest.TestCase):
+            settings = _settings(100, STEPS)
+
+            def runTest(self) -> None:  # noqa: N802 - unittest's name
+                with cls.lives:
+                    run_state_machine_as_test(cls, settings=self.settings)
+
+        TestCase.__name__ = TestCase.__qualname__ = f"{cls.__name__}.TestCase"
+        return TestCase
+
+
+class LifecycleMachine(RuleBasedStateMachine):
+    """One life of a target, call by call; made for one target by `lifecycle_machine`."""
+
+    TestCase = _TestCaseOf()  # type: ignore[assignment]
+    lives: ClassVar[Lives]
+    last: ClassVar[Sequence[Call]] = ()
+    findings: ClassVar[Sequence[Finding]] = ()
+    listener: ClassVar[Callable[[Coverage], None] | None] = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._life = CheckedLife(self.lives)
+        self._failed = False
+
+    @rule(data=st.data())
+    def call(self, data: st.DataObject) -> None:
+        """Any call that is legal now, with any arguments; one time in a few one that is not."""
+        model = self._life.model
+        weighted = [name for name in model.legal for _ in range(_weight(name, model))]
+        # Refused calls lead nowhere: one after the other would be a life of its own, and a dull one.
+        illegal = bool(model.illegal) and not (self._life.calls and self._life.calls[-1].illegal)
+        name = data.draw(_one_of([*weighted, *(["illegal"] if illegal else [])]), label="call")
+        if name == "illegal":
+            refused = data.draw(_one_of(model.illegal), label="refused")
+            self._checked(lambda: self._life.illegal(refused))
+        elif name == "abort":
+            count = data.draw(st.integers(1, len(model.unfinished)), label="count")
+            self._checked(lambda: self._life.abort(count))
+        else:
+            self._make(name, data, *self._arguments(name, data))
+
+    def teardown(self) -> None:
+        """Shuts down what still runs, and judges; then this life is one more that was lived."""
+        cls = type(self)
+        try:
+            if not self._failed:
+                self._checked(self._life.close)
+        finally:
+            if self._failed:
+                self._life.abandon()
+            if cls.listener is not None:
+                cls.listener(self.lives.coverage)
+
+    def _arguments(self, name: str, data: st.DataObject) -> tuple[Any, ...]:
+        able = self.lives.capabilities
+        if name == "create":
+            return ({key: data.draw(_one_of(values), label=key) for key, values in able.configs.items()},)
+        if name in ("infer", "start"):
+            lengths = st.lists(_one_of(able.prompt_lengths), min_size=1, max_size=able.max_requests)
+            # One step, one more after the first, and many.
+            most = _one_of(sorted({1, min(2, able.max_tokens), able.max_tokens}))
+            return data.draw(lengths, label="prompt_lengths"), data.draw(most, label="max_tokens")
+        if name == "sleep":
+            level = data.draw(_one_of(able.sleep_levels), label="level")
+            return level, data.draw(_one_of(able.sleep_modes), label="mode")
+        if name == "wake":
+            # All of it most often: then there are two halves that it can fail between.
+            parts: list[list[str] | None] = [None, None, None, *([tag] for tag in self._life.model.wakeable)]
+            return (data.draw(_one_of(parts), label="tags"),)
+        return ()
+
+    def _make(self, name: str, data: st.DataObject, *arguments: Any) -> None:
+        """Make a call, one time in a few with something that fails in it: most often in those that move memory."""
+        fault = None
+        odds = (False, True) if name in _MOVING else (False, False, False, True)
+        if data.draw(st.sampled_from(odds), label="fault"):
+            kind = data.draw(st.sampled_from(FAULTS), label="kind")
+            fault = Fault(kind, data.draw(_one_of(PLACES), label="at"))
+        self._checked(lambda: getattr(self._life, name)(*arguments, fault=fault))
+
+    def _checked(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            self._failed = True
+            self.lives.coverage.failed = True
+            cls = type(self)
+            cls.last = tuple(self._life.calls)
+            cls.findings = error.findings if isinstance(error, LifeError) else ()
+            raise
+
+
+def lifecycle_machine(factory: TargetFactory) -> type[LifecycleMachine]:
+    """The state machine of a target, whose `TestCase` a test module takes: `TestLives = Machine.TestCase`.
+
+    Subclass it for more rules and invariants; `TestCase.settings` are Hypothesis's.
+
+    Args:
+        factory: makes a target; asked for one at once, and for each life.
+
+    Raises:
+        TargetError: what it makes cannot be driven.
+    """
+    return _machine(Lives(factory), None)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        coverage: what the lives went through.
+        seconds: how long it took.
+        findings: of the shortest life that fails; none if no life did.
+        life: that life's calls.
+        reason: what ended the search without a result; empty where nothing did.
+        not_measured: what could not be judged.
+    """
+
+    coverage: Coverage
+    seconds: float
+    findings: tuple[Finding, ...] = ()
+    life: tuple[Call, ...] = ()
+    reason: str = ""
+    not_measured: tuple[NotMeasured, ...] = field(default=())
+
+
+def fuzz(
+    factory: TargetFactory,
+    *,
+    examples: int = 100,
+    seed: int | None = None,
+    steps: int = STEPS,
+    listener: Callable[[Coverage], None] | None = None,
+) -> Found:
+    """Search for a life in which something is wrong.
+
+    Args:
+        factory: makes a target.
+        examples: lives to try.
+        seed: of the search; the same finds the same.  None looks first at what failed the last time.
+        steps: calls of one life at most.
+        listener: hears of the coverage after each life, also of those that shorten one that fails.
+
+    Raises:
+        TargetError: what the factory makes cannot be driven.
+    """
+    lives = Lives(factory, explain=False)
+    machine = _machine(lives, listener)
+    # The life that fails is shortened by its calls, which takes some thirty lives where shrinking takes five hundred.
+    phases = [Phase.generate] if seed is not None else [Phase.reuse, Phase.generate]
+    wanted = settings(_settings(examples, steps), phases=phases)
+    if seed is not None:
+        machine = hypothesis.seed(seed)(machine)
+    started = time.perf_counter()
+    with lives:
+        # From here on: not what it takes to load the libraries.
+        started = time.perf_counter()
+        try:
+            run_state_machine_as_test(machine, settings=wanted)
+        except LifeError as failure:
+            kind = failure.kind
+
+            def attempt(calls: Sequence[Call]) -> tuple[Call, ...] | None:
+                failing = _failing(lives, calls, kind)
+                if listener is not None:
+                    listener(lives.coverage)
+                return failing
+
+            life = shorten(machine.last, attempt, lives.capabilities)
+            seconds = time.perf_counter() - started
+            # Only now, of the one life that is shown, who holds what.
+            findings = replay(factory, life) or failure.findings
+            return Found(lives.coverage, seconds, findings, life, not_measured=lives.untold)
+        except hypothesis.errors.Flaky as error:
+            seconds = time.perf_counter() - started
+            why = f"a life that failed did not fail again: {error}"
+            findings = tuple(machine.findings)
+            return Found(lives.coverage, seconds, findings, tuple(machine.last), why, lives.untold)
+    return Found(lives.coverage, time.perf_counter() - started, not_measured=lives.untold)
+
+
+def replay(factory: TargetFactory, life: Sequence[Call]) -> tuple[Finding, ...]:
+    """What is wrong in a life, with who holds what it leaves; nothing if it passes.
+
+    Raises:
+        TargetError: what the factory makes cannot be driven.
+    """
+    with Lives(factory) as lives:
+        checked = CheckedLife(lives)
+        try:
+            for call in life:
+                checked.make(call)
+            checked.close()
+        except LifeError as error:
+            checked.abandon()
+            return error.findings
+    return ()
+
+
+def _failing(lives: Lives, calls: Sequence[Call], kind: tuple[str, str]) -> tuple[Call, ...] | None:
+    """The calls up to the one that fails in this way; None if none does, or one is not to be made there."""
+    life = CheckedLife(lives)
+    try:
+        for call in calls:
+            if call.name not in (life.model.illegal if call.illegal else life.model.legal):
+                break
+            life.make(call)
+        else:
+            life.close()
+            return None
+        life.abandon()
+    except LifeError as error:
+        life.abandon()
+        return tuple(life.calls) if error.kind == kind else None
+    return None
+
+
+def as_program(life: Sequence[Call], source: Source) -> str:
+    """A life as Python that runs on its own, and fails as the life did."""
+    names = ["CheckedLife", *(["Fault"] if any(call.fault for call in life) else []), "Lives"]
+    imports = sorted([*source.imports, f"from lowtide.leakcheck.lives.checked_life import {', '.join(names)}"])
+    opened = f"{source.context}, " if source.context else ""
+    lines = [*imports, "", f"with {opened}Lives({source.factory}) as lives:", "    life = CheckedLife(lives)"]
+    return "\n".join([*lines, *(f"    life.{call}" for call in life), "    life.close()", ""])
+
+
+def _machine(lives: Lives, listener: Callable[[Coverage], None] | None) -> type[LifecycleMachine]:
+    members = {"lives": lives, "listener": None if listener is None else staticmethod(listener)}
+    return type("TargetMachine", (LifecycleMachine,), members)
+
+
+def _settings(examples: int, steps: int) -> settings:
+    return settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+        print_blob=False,
+        # The life is printed by its caller, in its own way.
+        verbosity=Verbosity.quiet,
+    )
+
+
+def _weight(name: str, model: LifeModel) -> int:
+    """How often a call is made, beside the others that are legal: what leads on comes most."""
+    if name in ("step", "abort") and not model.unfinished:
+        return 0
+    if name == "shutdown":
+        return 0 if model.phase in ("new", "closed") else 1
+    return {"create": 6, "infer": 4, "reset_prefix_cache": 4, "sleep": 5, "wake": 8, "abort": 1}.get(name, 2)
+
+
+def _one_of(values: Sequence[Any]) -> st.SearchStrategy[Any]:
+    return st.sampled_from(list(values))

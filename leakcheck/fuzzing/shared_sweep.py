@@ -1,0 +1,361 @@
+"""Shares the fault points of a sweep out to processes, each of which lives one life after the other."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lowtide.leakcheck.fuzzing.fault_sweep import Lived, Stage, Swept, live, stages
+from lowtide.leakcheck.fuzzing.target_source import Source, start_program
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.lives.checked_life import Fault, Lives
+from lowtide.leakcheck.lives.faults import KINDS, Kind
+from lowtide.leakcheck.lives.target import Capabilities, TargetError, TargetFactory
+from lowtide.reports.schema import Finding
+
+PATIENCE_S = 60.0
+"""How long a process may take to end its life, and itself, when no more is asked of it, in seconds."""
+
+HANG_S = 300.0
+"""How long a life in which something fails may take, in seconds, or ten times as long as without, if that is more."""
+
+_LOOK_S = 1.0
+"""How often it is looked which processes have ended, in seconds."""
+
+_FRAMES = 4
+"""How many calls are shown of where a life stands that does not end."""
+
+
+def shared_sweep(
+    source: Source,
+    able: Capabilities,
+    *,
+    config: Mapping[str, Any],
+    jobs: int,
+    kinds: Sequence[Kind] = KINDS,
+    listener: Callable[[str, Kind, int, int], None] = lambda stage, kind, at, points: None,
+) -> Iterator[Swept]:
+    """What `sweep` does, in several processes at the same time; what is told, and in which order, is the same.
+
+    A process in which a life failed lives no other: what that one left must not be found in the next.  One that ends
+    by itself over a fault point, or does not end its life, is a finding of that point.
+
+    Args:
+        source: how a program gets at the target.
+        able: the target's capabilities.
+        config: of every engine.
+        jobs: processes at the same time.
+        kinds: what is to fail.
+        listener: hears of each point when its life is asked for: stage, kind, which one, of how many.
+
+    Raises:
+        TargetError: a process cannot drive the target, or ended by itself where nothing was made to fail.
+    """
+    by_stage = [[_Points(stage, kind) for kind in kinds] for stage in stages(able, config)]
+    untold = deque(points for stage in by_stage for points in stage)
+    # Of each stage one kind first: if it goes wrong without anything that fails, what fails in it besides says nothing.
+    todo = deque(_Question(index, stage[0], None) for index, stage in enumerate(by_stage))
+    workers = _Workers(source, config, jobs)
+    try:
+        while untold:
+            while todo and (worker := workers.free()) is not None:
+                question = todo.popleft()
+                if question.is_of_use:
+                    if question.at is not None:
+                        stage, kind = question.points.stage.name, question.points.kind
+                        listener(stage, kind, question.at, question.points.count)
+                    worker.ask(question)
+            for question, lived in workers.answers(able.device):
+                index, points = question.index, question.points
+                points.take(question.at, lived)
+                if question.at is not None:
+                    continue
+                todo.extend(_Question(index, points, at) for at in range(points.count))
+                if points is by_stage[index][0]:
+                    others = by_stage[index][1:]
+                    if lived.findings:
+                        untold = deque(points for points in untold if points not in others)
+                    else:
+                        todo.extend(_Question(index, points, None) for points in others)
+            while untold and untold[0].is_done:
+                yield untold.popleft().swept()
+    finally:
+        workers.close()
+
+
+def live_what_is_asked(factory: TargetFactory, config: Mapping[str, Any], descriptor: int, stacks: int) -> None:
+    """In a process of its own: lives the lives it is asked for, until it is asked for no more.
+
+    Args:
+        factory: makes a target.
+        config: of every engine.
+        descriptor: of the connection over which it is asked, and answers.
+        stacks: descriptor of the file for where a life stands that takes too long.
+    """
+    # A Ctrl-C is for the one who asks: the life that runs goes on to its end.  Not SIG_IGN, which an engine's own
+    # processes would inherit.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    with Connection(descriptor) as connection, open(stacks, "w") as file:
+        try:
+            with Lives(factory) as lives:
+                known = stages(lives.capabilities, config)
+                connection.send(None)
+                while True:
+                    index, fault, limit = connection.recv()
+                    if limit is not None:
+                        faulthandler.dump_traceback_later(limit, file=file)
+                    try:
+                        lived = live(lives, known[index], fault)
+                    finally:
+                        faulthandler.cancel_dump_traceback_later()
+                    connection.send(lived)
+        except TargetError as error:
+            connection.send(error)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            # Nobody asks any more.
+            return
+
+
+@dataclass(eq=False)
+class _Points:
+    """The fault points of one kind in one stage, and what came of them so far."""
+
+    stage: Stage
+    kind: Kind
+    counted: Lived | None = None
+    seconds: float = 0.0
+    lived: dict[int, Lived] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """How many there are to be failed: none before they are counted, or if the stage goes wrong by itself."""
+        return 0 if self.counted is None or self.counted.findings else self.counted.points
+
+    @property
+    def end(self) -> int:
+        """Up to where they are failed: up to the first that is not survived."""
+        return next((at for at in sorted(self.lived) if self.lived[at].findings), self.count)
+
+    @property
+    def is_done(self) -> bool:
+        return self.counted is not None and all(at in self.lived for at in range(self.end))
+
+    def take(self, at: int | None, lived: Lived) -> None:
+        if at is None:
+            self.counted = lived
+        else:
+            self.lived[at] = lived
+
+    def swept(self) -> Swept:
+        assert self.counted is not None
+        bad = self.lived.get(self.end, self.counted)
+        raised = sum(self.lived[at].raised for at in range(self.end))
+        untold = dict.fromkeys(each for lived in (self.counted, *self.lived.values()) for each in lived.not_measured)
+        return Swept(self.stage.name, self.kind, self.counted.points, raised, bad.findings, bad.life, tuple(untold))
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What a process is asked to live: a stage in which a point fails, or in which they are counted (`at` is None)."""
+
+    index: int
+    points: _Points
+    at: int | None
+
+    @property
+    def is_of_use(self) -> bool:
+        return self.at is None or self.at < self.points.end
+
+    @property
+    def limit(self) -> float | None:
+        """How many seconds the life may take; None where nobody knows."""
+        return None if self.at is None else max(HANG_S, 10 * self.points.seconds)
+
+
+class _Workers:
+    """The processes, which are started as there is something to do for them."""
+
+    def __init__(self, source: Source, config: Mapping[str, Any], jobs: int) -> None:
+        self._source = source
+        self._config = config
+        self._jobs = jobs
+        self._all: list[_Worker] = []
+
+    def free(self) -> _Worker | None:
+        """One that does nothing, or a new one if there may be more."""
+        found = next((worker for worker in self._all if worker.question is None), None)
+        if found is None and len(self._all) < self._jobs:
+            found = _Worker(self._source, self._config, self._jobs)
+            self._all.append(found)
+        return found
+
+    def answers(self, device: str) -> list[tuple[_Question, Lived]]:
+        """Waits a moment for one that has something to say, or has ended; what was asked, and what came of it."""
+        found = []
+        ready = wait([worker.connection for worker in self._all], _LOOK_S)
+        for worker in [each for each in self._all if each.connection in ready or each.has_ended or each.hangs]:
+            question = worker.question
+            lived = worker.answer(device)
+            if question is None or lived is None:
+                continue
+            if question.at is None:
+                question.points.seconds = worker.seconds
+            found.append((question, lived))
+            if lived.findings:
+                self._all.remove(worker)
+                worker.connection.close()
+                worker.wait()
+        return found
+
+    def close(self) -> None:
+        """Ask no more of any, and see them end."""
+        for worker in self._all:
+            worker.connection.close()
+        for worker in self._all:
+            worker.wait()
+
+
+class _Worker:
+    """One process, and what it was asked last."""
+
+    def __init__(self, source: Source, config: Mapping[str, Any], jobs: int) -> None:
+        self.question: _Question | None = None
+        self.connection, theirs = Pipe()
+        self._is_loaded = False
+        self._asked = 0.0
+        # Closed with the process, which writes to it.
+        self._stacks = tempfile.TemporaryFile("r", errors="replace")  # noqa: SIM115
+        # Each has its part of the cores: together their threads would only wait for each other.
+        threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // jobs)))
+        with theirs:
+            descriptor = theirs.fileno()
+            stacks = self._stacks.fileno()
+            program = source.program(__name__, live_what_is_asked.__name__, dict(config), descriptor, stacks)
+            self._process = start_program(program, env={"OMP_NUM_THREADS": threads}, pass_fds=[descriptor, stacks])
+
+    def ask(self, question: _Question) -> None:
+        self.question = question
+        self._asked = time.monotonic()
+        # One that is dead by now says so when it is asked for its answer.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send((question.index, Fault(question.points.kind, question.at), question.limit))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its process is no more; a child that it forked may have the connection still open."""
+        return self._process.poll() is not None
+
+    @property
+    def seconds(self) -> float:
+        """Since it was asked, and was there to hear it."""
+        return time.monotonic() - self._asked
+
+    @property
+    def hangs(self) -> bool:
+        """Whether its life takes longer than any that ends."""
+        limit = None if self.question is None else self.question.limit
+        # A moment more, in which it writes down where it stands.
+        return self._is_loaded and limit is not None and self.seconds > limit + _LOOK_S
+
+    def answer(self, device: str) -> Lived | None:
+        """What came of the life that it was asked for; None as long as it was only loading.
+
+        Raises:
+            TargetError: it cannot drive the target, or ended by itself where nothing was made to fail.
+        """
+        if not self.connection.poll():
+            return self._died(device) if self.has_ended else self._hung(device)
+        try:
+            said = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return self._died(device)
+        if isinstance(said, TargetError):
+            raise said
+        if said is None:
+            self._is_loaded = True
+            self._asked = time.monotonic()
+            return None
+        assert isinstance(said, Lived)
+        self.question = None
+        return said
+
+    def wait(self) -> None:
+        """Sees it end; not for ever."""
+        try:
+            self._process.wait(PATIENCE_S)
+        except BaseException as error:
+            self._process.kill()
+            self._process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+        finally:
+            self._stacks.close()
+
+    def _died(self, device: str) -> Lived:
+        ended = _how_it_ended(self._process.wait())
+        question = self.question
+        if not self._is_loaded or question is None or question.at is None:
+            at = f"in {question.points.stage.name}" if self._is_loaded and question is not None else "while loading"
+            raise TargetError(f"a process of the sweep ended by itself {at}, where nothing was made to fail: {ended}")
+        return _failed(question, device, "ended", f"the process ended by itself ({ended})")
+
+    def _hung(self, device: str) -> Lived:
+        question = self.question
+        assert question is not None
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        self._process.kill()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        self._process.wait()
+        self._stacks.seek(0)
+        said = f"the life had not ended after {question.limit:g} s: {where_it_stood(self._stacks.read())}"
+        return _failed(question, device, "hangs", said)
+
+
+def where_it_stood(stacks: str) -> str:
+    """In words, from what `faulthandler` writes of all threads: the innermost calls of the main one.
+
+    Args:
+        stacks: the text; the main thread is the last.
+    """
+    frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', stacks.rpartition("Thread 0x")[2], re.MULTILINE)
+    calls = [f"{function} ({Path(file).name}:{line})" for file, line, function in frames[:_FRAMES]]
+    return f"it stood in {', called by '.join(calls)}" if calls else "it did not say where it stood"
+
+
+def _failed(question: _Question, device: str, how: str, said: str) -> Lived:
+    stage, kind = question.points.stage, question.points.kind
+    finding = Finding(
+        resource="state",
+        cause="unknown",
+        bytes=0,
+        count=1,
+        device=device,
+        stage=stage.call.name,
+        message=f"{kind} number {question.at} failed in {stage.name}, and {said}",
+        fingerprint=fingerprint(resource="state", device=device, stage=stage.call.name, suspects=(how, kind)),
+    )
+    return Lived(0, False, (finding,), (*stage.before, replace(stage.call, fault=Fault(kind, question.at))))
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    # Not all have a name.
+    return next((known.name for known in signal.Signals if known == -code), f"signal {-code}")

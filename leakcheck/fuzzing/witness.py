@@ -1,0 +1,345 @@
+"""Kills an engine's process in the middle of a stage, and looks from outside at what stays.
+
+No handler of the engine's runs then: what goes, goes because the kernel and the driver take it back. What stays is what
+was made to outlive its maker: a child process that waits for nobody, a segment in /dev/shm that has a name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import selectors
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from lowtide.leakcheck.baseline.shared_card import CardUse, card_use, grown_by_nobody_else
+from lowtide.leakcheck.baseline.shared_memory import MadeSegments
+from lowtide.leakcheck.fuzzing.fault_sweep import Stage, stages
+from lowtide.leakcheck.fuzzing.target_source import Source, start_program
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.lives.checked_life import Call, simplest
+from lowtide.leakcheck.lives.faults import Injection, Kind, injecting
+from lowtide.leakcheck.lives.target import Capabilities, TargetError, TargetFactory, make_target
+from lowtide.probes.device.driver import Driver, DriverError
+from lowtide.probes.host.readings import mapped_shared_memory
+from lowtide.reports.schema import Finding, NotMeasured, Resource
+from lowtide.reports.sizes import format_amount, format_bytes
+
+PATIENCE_S = 10.0
+"""How long the kernel and the driver may take to give back what a killed process had, in seconds."""
+
+START_S = 300.0
+"""How long a process may take to come to the middle of its stage, in seconds."""
+
+DRIVER_TOLERANCE = 64 << 20
+"""Bytes by which what a card has in use may have moved by itself, as by the contexts of other processes."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+_STANDING = "lowtide-standing "
+_MARK = "LOWTIDE_WITNESS"
+"""The variable by which a process is known that has been started by a killed one, whoever its parent is by now."""
+
+
+@dataclass(frozen=True)
+class Killed:
+    """What stayed of a process that was killed in a stage.
+
+    Attributes:
+        stage: its name.
+        at: after how many of its fault points it was killed.
+        points: how many it has.
+        findings: what stayed.
+        not_measured: what could not be looked at.
+    """
+
+    stage: str
+    at: int
+    points: int
+    findings: tuple[Finding, ...]
+    not_measured: tuple[NotMeasured, ...] = ()
+
+
+def kill_in_each_stage(
+    source: Source,
+    able: Capabilities,
+    *,
+    config: Mapping[str, Any],
+    driver: Driver,
+    listener: Callable[[str], None] = lambda stage: None,
+) -> Iterator[Killed]:
+    """Kill a process in the middle of each stage of an engine's life, one process after the other.
+
+    What stays is ended and removed once it has been seen: nobody else would.
+
+    Args:
+        source: how a program gets at the target.
+        able: the target's capabilities.
+        config: of every engine.
+        driver: tells what a card counts.
+        listener: hears of each stage before its process is started.
+
+    Raises:
+        TargetError: a process does not come to the middle of its stage.
+    """
+    for index, stage in enumerate(stages(able, config)):
+        listener(stage.name)
+        yield _kill_in(stage, source.program(__name__, stand_still.__name__, dict(config), index), able.device, driver)
+
+
+def stand_still(factory: TargetFactory, config: Mapping[str, Any], index: int) -> None:
+    """In the process that will be killed: come to the middle of a stage, say so, and stay there.
+
+    Args:
+        factory: makes the target.
+        config: of the engine.
+        index: of the stage, in the order of `stages`.
+    """
+    made = MadeSegments()
+    made.start()
+    target: Any = make_target(factory)
+    stage = stages(target.capabilities, config)[index]
+    # Once to count: the middle is not known before.
+    counted = _come_to(target, stage, Injection("interrupt"))
+    target.shutdown()
+    again = _Pause("interrupt", counted // 2, made, counted)
+    _come_to(make_target(factory), stage, again)
+    # Nothing in it can fail, so it was never in the middle: then it is killed at its end.
+    again.stand()
+
+
+class _Pause(Injection):
+    """Stops where another injection would make something fail."""
+
+    def __init__(self, kind: Kind, at: int, made: MadeSegments, points: int) -> None:
+        super().__init__(kind, at)
+        self._made = made
+        self._points = points
+
+    def reach(self, kind: Kind, what: str, error: Callable[[str], BaseException]) -> None:
+        """A fault point: returns, or never does."""
+        before = len(self.passed)
+        # The one that would be raised is where to stand.
+        with suppress(KeyboardInterrupt):
+            super().reach(kind, what, error)
+        if self.raised is not None and len(self.passed) > before:
+            self.stand()
+
+    def stand(self) -> None:
+        """Say where this is, and wait for the end."""
+        told = {"at": len(self.passed), "points": self._points, "segments": sorted(self._made.names)}
+        print(_STANDING + json.dumps(told), flush=True)  # noqa: T201 - the witness reads it
+        while True:
+            signal.pause()
+
+
+def _come_to(target: Any, stage: Stage, injection: Injection) -> int:
+    """The stage's calls up to its last, and that one with an injection; how many points it passed."""
+    for call in stage.before:
+        _perform(target, call)
+    seams: Sequence[Any] = getattr(target, "fault_seams", tuple)()
+    with injecting(injection, seams, device=target.capabilities.device):
+        _perform(target, stage.call)
+    return len(injection.passed)
+
+
+def _perform(target: Any, call: Call) -> None:
+    if call.name == "create":
+        target.create({**simplest(target.capabilities), **call.arguments.get("config", {})})
+    elif call.name == "wake":
+        target.wake(call.arguments.get("tags"))
+    else:
+        getattr(target, call.name)(**call.arguments)
+
+
+def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
+    before = _segments()
+    card = _Card(device, driver)
+    with ExitStack() as stack:
+        # Engines say a lot: what nobody reads must not stop them, and what is read must not wait in a buffer.
+        errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+        # Its temporary files have nobody else to remove them.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="lowtide-", ignore_cleanup_errors=True))
+        process = stack.enter_context(
+            start_program(
+                program, env={"TMPDIR": folder, _MARK: folder}, stdout=subprocess.PIPE, stderr=errors, bufsize=0
+            )
+        )
+        try:
+            told = _wait_until_it_stands(process, errors, stage.name)
+            started = {*psutil.Process(process.pid).children(recursive=True), *_marked(folder, process.pid)}
+            pids = [process.pid, *(child.pid for child in started)]
+            card.is_used_by(pids)
+            segments = (_segments() - before) & (
+                mapped_shared_memory(pids) | set(told["segments"]) | _numbered(_segments(), pids)
+            )
+        finally:
+            process.kill()
+        process.wait()
+        # What they have started since, too.
+        started |= _marked(folder, process.pid)
+        findings = _what_stays(stage.name, started, segments, card)
+        _end(started)
+        for name in segments:
+            (_SHARED_MEMORY / name).unlink(missing_ok=True)
+    return Killed(stage.name, told["at"], told["points"], tuple(findings), card.not_measured)
+
+
+def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], stage: str) -> dict[str, Any]:
+    assert process.stdout is not None
+    deadline = time.monotonic() + START_S
+    said = ""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while selector.select(max(0.0, deadline - time.monotonic())):
+            line = process.stdout.readline().decode(errors="replace")
+            if line.startswith(_STANDING):
+                told: dict[str, Any] = json.loads(line.removeprefix(_STANDING))
+                return told
+            said += line
+            if not line:
+                process.wait()
+                errors.seek(0)
+                said += errors.read()
+                last = said.strip().rpartition("\n")[2]
+                raise TargetError(f"the process that was to be killed in {stage} ended by itself: {last}")
+    raise TargetError(f"the process that was to be killed in {stage} was not there after {START_S:g} s")
+
+
+class _Card:
+    """The card of an engine that will be killed, beside its neighbours; on a CPU none, of which nothing stays.
+
+    Attributes:
+        device: its name.
+        not_measured: why nothing is known of it, where that is so.
+    """
+
+    def __init__(self, device: str, driver: Driver) -> None:
+        self.device = device
+        self.not_measured: tuple[NotMeasured, ...] = ()
+        self._driver = driver
+        self._own: set[int] = set()
+        self._told_apart = False
+        self._before = self._use()
+
+    def is_used_by(self, pids: Sequence[int]) -> None:
+        """Take these processes for the engine's: all others are neighbours."""
+        now = self._use()
+        self._own.update(pids)
+        self._told_apart = now is not None and not self._own.isdisjoint(now.processes)
+
+    def grown(self) -> int:
+        """Bytes that it has in use since the start and no neighbour took."""
+        now = self._use()
+        if self._before is None or now is None:
+            return 0
+        return grown_by_nobody_else(self._before, now, self._own, told_apart=self._told_apart)
+
+    def _use(self) -> CardUse | None:
+        if self.device == "cpu" or self.not_measured:
+            return None
+        try:
+            return card_use(self._driver, int(self.device.partition(":")[2]))
+        except DriverError as error:
+            what = f"what killed processes leave on {self.device}"
+            self.not_measured = (NotMeasured(what=what, why=str(error)),)
+            return None
+
+
+def _what_stays(stage: str, started: set[psutil.Process], segments: set[str], card: _Card) -> list[Finding]:
+    """What is still there when the kernel and the driver have had their time."""
+    deadline = time.monotonic() + PATIENCE_S
+    device = card.device
+    while True:
+        alive = [child for child in started if _is_alive(child)]
+        left = segments & _segments()
+        grown = card.grown()
+        if not (alive or left or grown > DRIVER_TOLERANCE) or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    where = f"after its parent was killed in {stage}"
+    found = []
+    if alive:
+        names = sorted(f"{child.pid} {_name_of(child)}" for child in alive)
+        said = f"{format_amount(len(alive), 'child processes')} ran on {where}, and had to be ended: {', '.join(names)}"
+        found.append(
+            _finding("processes", stage, device, said, sorted({_name_of(child) for child in alive}), len(alive))
+        )
+    if left:
+        size = sum((_SHARED_MEMORY / name).stat().st_size for name in left)
+        said = f"{format_bytes(size)} stayed in /dev/shm {where}, and had to be unlinked: {', '.join(sorted(left))}"
+        found.append(_finding("shared-memory", stage, device, said, sorted(left), len(left), size))
+    if grown > DRIVER_TOLERANCE:
+        said = f"{device} counts {format_bytes(grown)} more {PATIENCE_S:g} s {where}"
+        found.append(_finding("driver", stage, device, said, [], 1, grown))
+    return found
+
+
+def _end(children: set[psutil.Process]) -> None:
+    """Kill them, and see them end."""
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    while any(map(_is_alive, children)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _finding(
+    resource: Resource, stage: str, device: str, message: str, holders: Sequence[str], count: int, amount: int = 0
+) -> Finding:
+    return Finding(
+        resource=resource,
+        cause="not-restored",
+        bytes=amount,
+        count=count,
+        device="cpu" if resource != "driver" else device,
+        stage=stage,
+        message=message,
+        fingerprint=fingerprint(resource=resource, device=device, stage=stage, suspects=("killed", *holders)),
+        holder=", ".join(holders) or None,
+    )
+
+
+def _segments() -> set[str]:
+    return {entry.name for entry in _SHARED_MEMORY.iterdir()}
+
+
+def _numbered(names: set[str], pids: Sequence[int]) -> set[str]:
+    """Those that carry the number of one of the processes."""
+    numbers = set(map(str, pids))
+    return {name for name in names if numbers & set(re.findall(r"\d+", name))}
+
+
+def _marked(mark: str, besides: int) -> set[psutil.Process]:
+    """The processes that have a mark in their environment: also those that have left their parent."""
+    found = set()
+    for process in psutil.process_iter():
+        # Of another user's, nobody is told the environment.
+        with suppress(psutil.Error, OSError):
+            if process.pid != besides and process.environ().get(_MARK) == mark:
+                found.add(process)
+    return found
+
+
+def _is_alive(child: psutil.Process) -> bool:
+    # `is_running` knows a process from another one that has its number by now.
+    try:
+        return bool(child.is_running() and child.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _name_of(child: psutil.Process) -> str:
+    try:
+        return str(child.name())
+    except psutil.NoSuchProcess:
+        return "gone"

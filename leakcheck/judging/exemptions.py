@@ -1,0 +1,405 @@
+"""What is there to stay, and so is no leak: each entry with its reason, all of them in one list."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
+from typing import Any
+
+import psutil
+
+from lowtide.probes.host.counters import child_processes
+from lowtide.probes.objects.foreign import attribute, module_of_class
+from lowtide.probes.objects.thread_names import thread_ident, thread_key
+from lowtide.reports.schema import Resource
+
+Names = Collection[str]
+
+
+@dataclass(frozen=True)
+class Exemption:
+    """One thing that a process starts once and keeps.
+
+    Attributes:
+        resource: of which resource.
+        what: its name for people.
+        reason: why it stays.
+        among: which of some items, by the names that they have in the counters, are it.
+        is_end: whether it says that an item has ended meanwhile, and so nothing of one in an earlier reading.
+    """
+
+    resource: Resource
+    what: str
+    reason: str
+    among: Callable[[Names], Names]
+    is_end: bool = False
+
+
+def exempt(resource: str, names: Names, *, as_read: bool = False) -> set[str]:
+    """Those items of `resource` that are there to stay.
+
+    Args:
+        resource: of the items.
+        names: as the counters call them.
+        as_read: whether they are of an earlier reading, in which those that have ended since were there.
+
+    This is asked at every poll while something is waited for: no entry looks at the whole heap, and what an entry
+    reads, it reads once for all names.
+    """
+    left = set(names)
+    for entry in EXEMPTIONS:
+        if left and entry.resource == resource and not (as_read and entry.is_end):
+            left.difference_update(entry.among(left))
+    return set(names) - left
+
+
+def is_exempt(resource: str, name: str) -> bool:
+    """Whether an item of `resource` is there to stay."""
+    return bool(exempt(resource, (name,)))
+
+
+def _each(applies: Callable[[str], bool]) -> Callable[[Names], Names]:
+    """Those names for which a question about one name is answered with yes."""
+    return lambda names: {name for name in names if applies(name)}
+
+
+def _command_line(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:  # it ended meanwhile
+        return ""
+
+
+def _runs(*modules: str) -> Callable[[Names], Names]:
+    return _each(lambda pid: any(module in _command_line(pid) for module in modules))
+
+
+def _serves_multiprocessing(pid: str) -> bool:
+    """Whether a process is one of the two, and none that the fork server has forked: these have its command line."""
+    if int(pid) in _held_by_multiprocessing("_pid", "_forkserver_pid"):
+        # One that was forked just now may not have its command line yet.
+        return True
+    command = _command_line(pid)
+    if "multiprocessing.forkserver" not in command:
+        return _TRACKER.search(command) is not None
+    try:
+        return "multiprocessing.forkserver" not in _command_line(str(psutil.Process(int(pid)).ppid()))
+    except psutil.Error:  # it ended meanwhile
+        return True
+
+
+_TRACKER = re.compile(r"from [\w.]+\bresource_tracker import main")
+"""How multiprocessing starts its resource tracker, and how what is derived from it does (loky, multiprocess)."""
+
+_KERNEL = (0, 2)
+"""The parents of the kernel's own threads."""
+
+
+def _has_ended(pid: str) -> bool:
+    try:
+        process = psutil.Process(int(pid))
+        # One that is exiting has no memory any more, some time before it is a zombie; the kernel's threads never have.
+        has_memory = Path(f"/proc/{pid}/statm").read_bytes().split()[0] != b"0"
+        is_exiting = not has_memory and process.ppid() not in _KERNEL
+        return bool(is_exiting or process.status() == psutil.STATUS_ZOMBIE)
+    except (OSError, IndexError, psutil.Error):  # it ended meanwhile
+        return True
+
+
+def _opens(pattern: str) -> Callable[[Names], Names]:
+    return _each(lambda name: re.fullmatch(pattern, _target(name)) is not None)
+
+
+def _target(name: str) -> str:
+    return name.partition(" -> ")[2]
+
+
+def _number(name: str) -> int:
+    return int(name.partition(" ")[0])
+
+
+def _installed(names: Names) -> Names:
+    """The files that lie where libraries are installed."""
+    places = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
+    return {name for name in names if _target(name).startswith(places)}
+
+
+def _is_torchs_own(name: str) -> bool:
+    held, _, cache = name.rpartition(" in ")
+    return held.startswith("torch.") and cache.startswith("torch.")
+
+
+def _compile_worker_pipes(names: Names) -> Names:
+    """The files of torch's pools of compile workers, and the other ends of their pipes, which stay open here too."""
+    files = [vars(pool).get(key) for pool in _compile_pools() for key in ("write_pipe", "read_pipe", "log_file")]
+    numbers = {file.fileno() for file in files if file is not None and not file.closed}
+    targets = {_target(name) for name in names if _number(name) in numbers}
+    return {name for name in names if _target(name) in targets}
+
+
+def _compile_pools() -> list[Any]:
+    """The pools of compile workers that torch keeps, from its own registries; nothing starts one."""
+    workers: Any = sys.modules.get("torch._inductor.compile_worker.subproc_pool")
+    if workers is None:
+        return []
+    compiler: Any = sys.modules.get("torch._inductor.async_compile")
+    in_process: Any = sys.modules.get("torch._inductor.compile_fx_subproc")
+    kept: list[Any] = list(getattr(compiler, "_pool_set", ()))
+    for owner in (getattr(compiler, "AsyncCompile", None), getattr(in_process, "_SubprocessFxCompile", None)):
+        kept += _cached(getattr(owner, "process_pool", None))
+    return [pool for pool in kept if issubclass(type(pool), workers.SubprocPool)]
+
+
+def _cached(cache: object) -> list[Any]:
+    """What an `lru_cache` of a function without arguments holds; it is not called."""
+    referents = gc.get_referents(cache)
+    # An unbounded one keeps its results in a dict.
+    return [*referents, *(value for held in referents if type(held) is dict for value in held.values())]
+
+
+def _pipes_to(command: str) -> Callable[[Names], Names]:
+    """The descriptors that are pipes that a child process of that name has open as well."""
+
+    def among(names: Names) -> Names:
+        pipes = {name for name in names if _target(name).startswith("pipe:")}
+        if not pipes:
+            return pipes
+        theirs: set[str] = set()
+        for pid in child_processes():
+            if command in _command_line(str(pid)):
+                theirs |= _open_files(pid)
+        return {name for name in pipes if _target(name) in theirs}
+
+    return among
+
+
+def _open_files(pid: int) -> set[str]:
+    try:
+        return {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    except OSError:  # it ended meanwhile
+        return set()
+
+
+def _multiprocessing_pipes(names: Names) -> Names:
+    owned = _held_by_multiprocessing("_fd", "_forkserver_fd", "_forkserver_alive_fd")
+    return {name for name in names if _number(name) in owned}
+
+
+def _held_by_multiprocessing(*attributes: str) -> set[Any]:
+    """What multiprocessing's resource tracker and fork server have in some attributes, where they have them."""
+    tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
+    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    return {getattr(held, name, None) for held in (tracker, server) for name in attributes} - {None}
+
+
+def _threads_of(*modules: str) -> Callable[[Names], Names]:
+    """The threads that are of a class, or run a function, of one of these modules."""
+
+    def is_one(thread: threading.Thread) -> bool:
+        places = (module_of_class(type(thread)), _module_of(attribute(thread, "_target")))
+        return any(place == module or place.startswith(f"{module}.") for place in places for module in modules)
+
+    def among(names: Names) -> Names:
+        return {name for name, thread in _threads_by_name().items() if name in names and is_one(thread)}
+
+    return among
+
+
+def _idle_in(module: str) -> Callable[[Names], Names]:
+    """The worker threads whose loop is a function of this module, and that run nothing that they were given to run.
+
+    While they do, there are two calls in the module. Whoever has wrapped a lock may be between the loop and the lock.
+    """
+
+    def is_idle(frame: FrameType | None) -> bool:
+        calls = 0
+        while frame is not None:
+            calls += dict.get(frame.f_globals, "__name__") == module
+            frame = frame.f_back
+        return calls == 1
+
+    def among(names: Names) -> Names:
+        idle = {ident for ident, frame in sys._current_frames().items() if is_idle(frame)}
+        return {name for name, thread in _threads_by_name().items() if name in names and thread_ident(thread) in idle}
+
+    return among
+
+
+def _module_of(target: Any) -> str:
+    """The module of what a thread runs, without asking it where it is an object of the program's."""
+    function = target.__func__ if type(target) is MethodType else target
+    if type(function) is FunctionType or type(function) is BuiltinFunctionType:
+        return str(function.__module__)
+    return module_of_class(type(target))
+
+
+def _threads_by_name() -> dict[str, threading.Thread]:
+    return {thread_key(thread): thread for thread in threading.enumerate()}
+
+
+def _ended_threads(names: Names) -> Names:
+    return set(names) - _threads_by_name().keys()
+
+
+def _in_torchs_pools(names: Names) -> Names:
+    """The threads of the executors that torch makes once, and keeps."""
+    compiler: Any = sys.modules.get("torch._inductor.async_compile")
+    functions: Any = sys.modules.get("torch.utils._functools")
+    # Nothing is asked of the cache: that would start the pool.
+    kept = gc.get_referents(getattr(getattr(compiler, "AsyncCompile", None), "pool", None))
+    kept.append(getattr(functions, "_prefetch_executor", None))
+    own = [thread for pool in kept if isinstance(pool, ThreadPoolExecutor) for thread in pool._threads]
+    return set(map(thread_key, own)) & set(names)
+
+
+def _free_arenas(names: Names) -> Names:
+    """The descriptors of multiprocessing's arenas in which nothing is allocated, and which the next `Array` takes."""
+    wrapper: Any = getattr(sys.modules.get("multiprocessing.heap"), "BufferWrapper", None)
+    if wrapper is None:
+        return set()
+    heap = wrapper._heap
+    free = [arena for arena in list(heap._arenas) if not heap._allocated_blocks.get(arena)]
+    targets = {target for arena in free if (target := _target_of(arena.fd))}
+    return {name for name in names if _target(name) in targets}
+
+
+def _target_of(number: int) -> str:
+    try:
+        return str(Path(f"/proc/self/fd/{number}").readlink())
+    except OSError:  # closed
+        return ""
+
+
+EXEMPTIONS: tuple[Exemption, ...] = (
+    Exemption(
+        "processes",
+        "multiprocessing's resource tracker and fork server",
+        "Python starts one of each per process, when shared memory, a semaphore or a start method first asks for it",
+        _each(_serves_multiprocessing),
+    ),
+    Exemption(
+        "processes",
+        "a child that has ended",
+        "only its exit code is left, until somebody asks for it",
+        _each(_has_ended),
+        is_end=True,
+    ),
+    Exemption(
+        "processes",
+        "torch.compile's compile workers",
+        "torch starts one pool per process at the first compilation and ends it at exit",
+        _runs("torch/_inductor/compile_worker"),
+    ),
+    Exemption(
+        "processes",
+        "torch's addr2line",
+        "torch starts some to name the C++ frames of a recorded allocation, and keeps them",
+        _runs("addr2line"),
+    ),
+    Exemption(
+        "threads",
+        "a thread that has ended",
+        "it was listed while it ended",
+        _ended_threads,
+        is_end=True,
+    ),
+    Exemption(
+        "threads",
+        "the threads of torch.compile's compile workers",
+        "they serve the pool of compile workers, one per process",
+        _threads_of("torch._inductor.compile_worker", "torch._inductor.async_compile"),
+    ),
+    Exemption(
+        "threads",
+        "the threads in which torch.compile compiles",
+        "torch starts one pool per process at the first compilation and keeps it",
+        _in_torchs_pools,
+    ),
+    Exemption(
+        "threads",
+        "tqdm's monitor",
+        "one daemon thread per process, started by the first progress bar",
+        _threads_of("tqdm._monitor"),
+    ),
+    Exemption(
+        "threads",
+        "trio's idle worker threads",
+        "they wait ten seconds for the next call in a thread, and then end",
+        _idle_in("trio._core._thread_cache"),
+    ),
+    Exemption(
+        "threads",
+        "the debugger's threads",
+        "pydevd serves the development environment for the whole process",
+        _threads_of("pydevd", "_pydevd_bundle", "debugpy"),
+    ),
+    Exemption(
+        "threads",
+        "pytest-timeout's timer",
+        "it watches the very test that is judged",
+        _threads_of("pytest_timeout"),
+    ),
+    Exemption(
+        "file-descriptors",
+        "the pipes to multiprocessing's resource tracker and fork server",
+        "they live as long as those two do",
+        _multiprocessing_pipes,
+    ),
+    Exemption(
+        "file-descriptors",
+        "the free memory of multiprocessing's heap",
+        "what held a shared `Value`, `Array` or lock is kept for the next one",
+        _free_arenas,
+    ),
+    Exemption(
+        "lru-cache",
+        "torch's own caches of torch's own objects",
+        "they are built once: empty modules that the compiler uses, and the like",
+        _each(_is_torchs_own),
+    ),
+    Exemption(
+        "file-descriptors",
+        "the pipes to torch.compile's compile workers",
+        "they live as long as the pool does",
+        _compile_worker_pipes,
+    ),
+    Exemption(
+        "file-descriptors",
+        "the pipes to torch's addr2line",
+        "they live as long as those processes do",
+        _pipes_to("addr2line"),
+    ),
+    Exemption(
+        "file-descriptors",
+        "the standard streams",
+        "a test runner that captures output points them elsewhere and back",
+        _each(lambda name: _number(name) in (0, 1, 2)),
+    ),
+    Exemption(
+        "file-descriptors",
+        "the card's driver",
+        "CUDA and ROCm open their devices at the first call and keep them until the process ends",
+        _opens(r"/dev/(nvidia.*|kfd|dri/.*|dxg)|/proc/driver/nvidia.*"),
+    ),
+    Exemption(
+        "file-descriptors",
+        "a library's own files",
+        "fonts, tables and the like, which a library opens where it is installed when they are first asked for",
+        _installed,
+    ),
+    Exemption(
+        "file-descriptors",
+        "the kernel's random numbers",
+        "libraries open them once and keep them",
+        _opens(r"/dev/u?random"),
+    ),
+)
+"""Checked in this order; asked only about what is new after a test."""

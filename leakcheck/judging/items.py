@@ -1,0 +1,37 @@
+"""Things with names, as a finding tells them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import psutil
+
+from lowtide.probes.host.counters import describe_process_group
+
+FROZEN = "gc-frozen"
+"""The key of the metric of frozen objects, which is a level and has no items."""
+
+_SHOWN_NAMES = 3
+
+
+def listed(key: str, names: Iterable[str]) -> str | None:
+    """The first of some names, as a finding's holder."""
+    if key == FROZEN:
+        return None
+    describe = {"processes": _with_command, "process-groups": describe_process_group}.get(key, str)
+    return first_of(sorted(map(describe, names)), _SHOWN_NAMES) or None
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """`a, b and 3 more`: the first of some names, `most` at the most."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _with_command(pid: str) -> str:
+    """`4711 (python)`; what says more than a number already is left as it is."""
+    if not pid.isdigit():
+        return pid
+    try:
+        return f"{pid} ({psutil.Process(int(pid)).name()})"
+    except psutil.Error:  # it ended meanwhile
+        return pid

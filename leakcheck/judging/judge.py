@@ -1,0 +1,249 @@
+"""From readings to findings: what is above its baseline, at which rung it came back, and what that says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
+from lowtide.leakcheck.judging.items import listed
+from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, Step
+from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER, DRIVER_ADVICE, DRIVER_HOLDER, Metric
+from lowtide.reports.schema import Cause, Finding, NotMeasured, Remedy, Return, Verdict
+from lowtide.reports.sizes import format_amount
+
+# What it means that a resource came back at a rung only: the rung is the diagnosis.
+CAUSE_OF_RUNG: dict[Rung, Cause] = {
+    Rung.SETTLE: "driver",
+    Rung.COLLECT: "cycle",
+    Rung.UNFREEZE: "frozen-garbage",
+    Rung.EMPTY_CACHE: "allocator-cache",
+    Rung.CLEAR_CACHES: "lru-cache",
+    Rung.RESET_COMPILED: "compiled-code",
+    Rung.CLEAR_WORKSPACES: "library-workspace",
+    Rung.CLEAR_HOST_CACHE: "allocator-cache",
+}
+VERDICT_OF_RUNG: dict[Rung, Verdict] = {
+    Rung.UNFREEZE: "frozen-garbage",
+    Rung.EMPTY_CACHE: "cached",
+    Rung.CLEAR_CACHES: "reachable",
+    Rung.CLEAR_HOST_CACHE: "cached",
+}
+
+# Who holds what came back at a rung, where nobody in Python does.
+HOLDER_OF_RUNG: dict[Rung, str] = {
+    Rung.UNFREEZE: "the heap frozen by gc.freeze()",
+    Rung.EMPTY_CACHE: ALLOCATOR_HOLDER,
+    Rung.CLEAR_HOST_CACHE: "torch's cache of pinned memory",
+}
+
+R = TypeVar("R")
+
+Level = tuple[str, str, str, str]
+"""What a metric without names counts: its resource, device, unit, and how a finding calls it."""
+
+
+@dataclass(frozen=True)
+class Excess:
+    """How far one metric is above its baseline, in the metric's unit; None where it could not be read."""
+
+    metric: Metric[Any]
+    above: int | None
+
+    @property
+    def is_back(self) -> bool:
+        """Whether it is known to be back."""
+        return self.above is not None and self.above <= self.metric.tolerance
+
+
+def excesses(metrics: Iterable[Metric[R]], baseline: R, now: R) -> tuple[Excess, ...]:
+    """How far each metric is above its baseline."""
+    return tuple(Excess(metric, metric.above(baseline, now)) for metric in metrics)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What one climb of the ladder showed.
+
+    Attributes:
+        findings: what is a leak.
+        returns: what came back later than at once.
+        not_measured: what this machine does not say.
+        keys: the key of the metric that each finding is about.
+        metrics: that metric.
+    """
+
+    findings: tuple[Finding, ...]
+    returns: tuple[Return, ...]
+    not_measured: tuple[NotMeasured, ...]
+    keys: tuple[str, ...] = ()
+    metrics: tuple[Metric[Any], ...] = ()
+
+
+def judge(
+    metrics: Sequence[Metric[R]],
+    baseline: R,
+    steps: Sequence[Step[R]],
+    *,
+    stage: str,
+    cycle: int,
+    actions: Mapping[Rung, str] = ACTIONS,
+) -> Judgement:
+    """Judge a climb: a metric that is back at its rung is clean, one that is back later or never is a finding.
+
+    Args:
+        metrics: what is judged.
+        baseline: what must be returned to.
+        steps: the climb's readings, `raw` first.
+        stage: where this was.
+        cycle: which life, from 1.
+        actions: what was done at each rung.
+    """
+    findings, returns, not_measured, judged = [], [], [], []
+    table = [excesses(metrics, baseline, step.reading) for step in steps]
+    for column, metric in enumerate(metrics):
+        excess = [row[column] for row in table]
+        if excess[0].above is None:
+            not_measured.append(NotMeasured(what=_name(metric), why="this machine does not say"))
+            continue
+        back = next((turn for turn, item in enumerate(excess) if item.is_back), None)
+        if back == 0:
+            continue
+        raw = excess[0].above
+        if back is not None:
+            returns.append(
+                Return(
+                    resource=metric.resource,
+                    device=metric.device,
+                    stage=stage,
+                    cycle=cycle,
+                    bytes=raw if metric.unit == "bytes" else 0,
+                    rung=steps[back].rung.value,
+                    seconds=sum(step.seconds for step in steps[: back + 1]),
+                )
+            )
+            if steps[back].rung.order <= metric.rung.order:
+                continue
+        above: list[int] = []
+        for item in excess:
+            # What could be told before, and cannot now, has not come back for that.
+            above.append(above[-1] if item.above is None else item.above)
+        findings.append(_finding(metric, baseline, steps, above, back, stage, actions))
+        judged.append(metric)
+    keys = tuple(metric.key for metric in judged)
+    return Judgement(tuple(findings), tuple(returns), tuple(not_measured), keys, tuple(judged))
+
+
+def _finding(
+    metric: Metric[R],
+    baseline: R,
+    steps: Sequence[Step[R]],
+    above: Sequence[int],
+    back: int | None,
+    stage: str,
+    actions: Mapping[Rung, str],
+) -> Finding:
+    # What counts is what was left when the resource had to be back.
+    due = max(turn for turn, step in enumerate(steps) if step.rung.order <= metric.rung.order)
+    left = above[due]
+    cause: Cause = metric.cause
+    verdict: Verdict | None = metric.verdict
+    remedy = advice = None
+    returns = ""
+    of_rung = None if back is None else HOLDER_OF_RUNG.get(steps[back].rung)
+    if back is not None:
+        rung = steps[back].rung
+        # The driver is said to hold what nothing that was tried gives back.
+        cause = cause if cause not in ("unknown", "driver") else CAUSE_OF_RUNG[rung]
+        # That native code holds it stays true, whatever made that let go.
+        verdict = verdict if verdict == "native-held" else VERDICT_OF_RUNG.get(rung)
+        if rung in actions:
+            came = above[back - 1] - above[back]
+            remedy = Remedy(action=actions[rung], returns_bytes=_bytes(metric, came))
+            returns = f"; {remedy.action} returns {format_amount(came, metric.unit)}"
+    new = sorted(metric.new_items(baseline, steps[due].reading))
+    holder = listed(metric.resource, new) or of_rung
+    if cause == "library-workspace" and remedy is not None:
+        holder = "workspaces of BLAS libraries"
+    if cause == "driver" and remedy is None:
+        holder, advice = holder or DRIVER_HOLDER, DRIVER_ADVICE
+    elif cause == "native" and new:
+        advice = f"release or deregister it at {stage}, where its owner ends"
+    message = f"{named_amount(metric, left)} did not come back at {stage}"
+    if new:
+        message += ": " + ", ".join(new)
+    message += returns
+    former = fingerprint(resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause))
+    mark = former
+    if new:
+        mark = fingerprint_of_items(
+            metric.resource,
+            new,
+            resource=metric.resource,
+            device=metric.device,
+            stage=stage,
+            suspects=(metric.what, cause),
+        )
+    return Finding(
+        resource=metric.resource,
+        cause=cause,
+        bytes=_bytes(metric, left),
+        count=left if metric.unit != "bytes" else 1,
+        device=metric.device,
+        stage=stage,
+        message=message,
+        fingerprint=mark,
+        former_fingerprint=former if former != mark else "",
+        verdict=verdict,
+        holder=holder,
+        remedy=remedy,
+        advice=advice,
+    )
+
+
+def named_amount(metric: Metric[Any], amount: int) -> str:
+    """`4.0 MiB of driver on cuda:0`, `3 threads`: how much of what a metric counts."""
+    text = format_amount(amount, metric.unit)
+    return f"{text} of {_name(metric)}" if metric.unit == "bytes" else text
+
+
+def _bytes(metric: Metric[Any], amount: int) -> int:
+    return amount if metric.unit == "bytes" else 0
+
+
+def _name(metric: Metric[Any]) -> str:
+    where = f" on {metric.device}" if metric.device else ""
+    return f"{metric.what or metric.resource}{where}"
+
+
+def _weight(finding: Finding) -> tuple[bool, int, int]:
+    return finding.remedy is not None, finding.bytes, finding.count
+
+
+def one_for_each_level(findings: Iterable[Finding], level_of: Mapping[str, Level]) -> tuple[Finding, ...]:
+    """Findings about the same level as one, the largest with a remedy, in order of first appearance.
+
+    A later reading of a level counts what earlier ones found, and may have seen it come back at another rung.
+
+    Args:
+        findings: of several lives.
+        level_of: the level that findings are about, by their fingerprints; what has names is not among them.
+    """
+    groups: dict[object, Finding] = {}
+    for finding in findings:
+        level = level_of.get(finding.fingerprint, finding.fingerprint)
+        known = groups.get(level)
+        if known is None or _weight(finding) > _weight(known):
+            groups[level] = finding
+    return tuple(groups.values())
+
+
+def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Findings with the same fingerprint as one, the largest with a remedy, in order of first appearance."""
+    groups: dict[str, Finding] = {}
+    for finding in findings:
+        known = groups.get(finding.fingerprint)
+        if known is None or _weight(finding) > _weight(known):
+            groups[finding.fingerprint] = finding
+    return tuple(groups.values())

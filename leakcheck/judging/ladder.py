@@ -1,0 +1,243 @@
+"""The release ladder: one kind of release after the other, with a reading after each.
+
+The rung at which bytes come back is the diagnosis.  A helper that collects, unfreezes and empties caches all at once
+before it measures destroys it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import functools
+import gc
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from lowtide.probes.objects.listed import frozen_by_program
+
+_MOST_COLLECTIONS = 8
+"""Collections in a row; a chain of holders of which each waits for the death of the one before is seldom longer."""
+
+
+_LIBRARY = ctypes.CDLL(None)
+"""The C library, opened once: each opening leaves a cycle, for which a full collection would find garbage."""
+
+
+class Rung(enum.Enum):
+    """One kind of release, in the order in which they are tried."""
+
+    RAW = "raw"
+    SETTLE = "settle"
+    COLLECT = "collect"
+    UNFREEZE = "unfreeze"
+    EMPTY_CACHE = "empty_cache"
+    CLEAR_CACHES = "clear_caches"
+    RESET_COMPILED = "reset_compiled"
+    CLEAR_WORKSPACES = "clear_workspaces"
+    CLEAR_HOST_CACHE = "clear_host_cache"
+
+    @property
+    def order(self) -> int:
+        """Its place on the ladder, from 0."""
+        return list(Rung).index(self)
+
+
+ACTIONS = {
+    Rung.COLLECT: "gc.collect()",
+    Rung.UNFREEZE: "gc.unfreeze(); gc.collect()",
+    Rung.EMPTY_CACHE: "torch.cuda.empty_cache()",
+    Rung.CLEAR_CACHES: "[c.cache_clear() for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]",
+    Rung.RESET_COMPILED: "torch._dynamo.reset()",
+    Rung.CLEAR_WORKSPACES: "torch._C._cuda_clearCublasWorkspaces()",
+    Rung.CLEAR_HOST_CACHE: "ctypes.CDLL(None).malloc_trim(0); getattr(torch._C, '_host_emptyCache', int)()",
+}
+"""What each rung does, as code that a user could run; `raw` and `settle` do nothing but look and wait."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Step(Generic[T]):
+    """A reading, taken after a rung; `seconds` is what the rung took, waiting included."""
+
+    rung: Rung
+    reading: T
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SettlePolicy:
+    """How long to wait for a driver that gives memory back in its own time.
+
+    The wait ends as soon as everything is back, or when nothing has moved for `stability` seconds, or after `limit`.
+    """
+
+    stability: float = 0.5
+    limit: float = 60.0
+    first_pause: float = 0.001
+    longest_pause: float = 0.1
+
+
+def climb(
+    read: Callable[[], T],
+    is_back: Callable[[T], bool],
+    *,
+    still_waiting: Callable[[T], bool],
+    moved: Callable[[T, T], bool],
+    policy: SettlePolicy | None = None,
+    rungs: Sequence[Rung] = tuple(Rung),
+    peek: Callable[[], object] | None = None,
+) -> list[Step[T]]:
+    """Climb until `is_back` says that nothing is missing, or to the top; the readings after each rung, `raw` first.
+
+    Args:
+        read: takes a reading.
+        is_back: whether a reading has everything back.
+        still_waiting: whether anything that a reading misses may come back by waiting alone.
+        moved: whether two readings differ in what is waited for.
+        policy: how long to wait at `settle`.
+        rungs: which rungs to climb, in the ladder's order.
+        peek: a figure that costs little and moves with what is waited for: only when it has, is a reading taken.
+    """
+    steps = [Step(Rung.RAW, read(), 0.0)]
+    for rung in rungs:
+        if is_back(steps[-1].reading):
+            break
+        if rung is Rung.RAW:
+            continue
+        started = time.perf_counter()
+        if rung is Rung.SETTLE:
+            if not still_waiting(steps[-1].reading):
+                continue
+            reading = settle(read, still_waiting, moved, steps[-1].reading, policy or SettlePolicy(), peek)
+        elif release(rung):
+            reading = read()
+        else:
+            continue
+        steps.append(Step(rung, reading, time.perf_counter() - started))
+    return steps
+
+
+def settle(
+    read: Callable[[], T],
+    still_waiting: Callable[[T], bool],
+    moved: Callable[[T, T], bool],
+    last: T,
+    policy: SettlePolicy,
+    peek: Callable[[], object] | None = None,
+) -> T:
+    """Waits as the policy says; the last reading.  For the arguments see `climb`."""
+    glimpse: object = None
+    started = stable_since = time.perf_counter()
+    pause = policy.first_pause
+    while True:
+        time.sleep(pause)
+        pause = min(pause * 2, policy.longest_pause)
+        now = time.perf_counter()
+        if peek is not None and (seen := peek()) == glimpse:
+            if now - stable_since >= policy.stability or now - started >= policy.limit:
+                return read()
+            continue
+        if peek is not None:
+            glimpse = seen
+        reading = read()
+        now = time.perf_counter()
+        if not still_waiting(reading):
+            return reading
+        if moved(last, reading):
+            stable_since, last = now, reading
+        if now - stable_since >= policy.stability or now - started >= policy.limit:
+            return reading
+
+
+def release(rung: Rung) -> bool:
+    """Do what a rung does; False where it has nothing to act on in this process."""
+    torch: Any = sys.modules.get("torch")
+    on_card = torch is not None and torch.cuda.is_initialized()
+    if rung is Rung.COLLECT:
+        collect()
+    elif rung is Rung.UNFREEZE:
+        if not frozen_by_program(gc.get_freeze_count()):
+            return False
+        gc.unfreeze()
+        collect()
+    elif rung is Rung.EMPTY_CACHE:
+        if not on_card:
+            return False
+        torch.cuda.empty_cache()
+    elif rung is Rung.CLEAR_CACHES:
+        _clear_lru_caches()
+        collect()
+    elif rung is Rung.RESET_COMPILED:
+        if not compiled_anything():
+            return False
+        reset_compiled()
+        if on_card:
+            torch.cuda.empty_cache()
+    elif rung is Rung.CLEAR_WORKSPACES:
+        if not on_card:
+            return False
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+    elif rung is Rung.CLEAR_HOST_CACHE:
+        trimmed = trim_heap()
+        if on_card:
+            torch._C._host_emptyCache()
+        return trimmed or on_card
+    else:
+        return False
+    return True
+
+
+def collect(is_enough: Callable[[], bool] = lambda: False) -> None:
+    """Collect until there is no garbage left.
+
+    What one collection frees may be all that held other objects: the value of a `WeakKeyDictionary` is dropped after
+    its key has died, and a cycle that it held is garbage from then on only. (vLLM's `LAYERWISE_INFO` holds a tied
+    embedding so.)
+
+    Args:
+        is_enough: asked after each collection; true ends it.
+    """
+    for _ in range(_MOST_COLLECTIONS):
+        if not gc.collect() or is_enough():
+            return
+        # What asking has left in cycles is young, and no reason to collect once more.
+        gc.collect(1)
+
+
+def reset_compiled() -> None:
+    """Drop what torch.compile has compiled, and collect."""
+    with warnings.catch_warnings():
+        # It imports parts of torch that warn of each other.
+        warnings.simplefilter("ignore")
+        sys.modules["torch._dynamo"].reset()
+    collect()
+
+
+def compiled_anything() -> bool:
+    """Whether torch.compile has compiled anything in this process."""
+    utils: Any = sys.modules.get("torch._dynamo.utils")
+    counters = getattr(utils, "counters", {})
+    return bool(counters.get("frames", {}).get("total", 0))
+
+
+def trim_heap() -> bool:
+    """Give the free parts of the C library's heap back to the kernel; False where it is not glibc."""
+    try:
+        _LIBRARY.malloc_trim(0)
+    except AttributeError:
+        return False
+    return True
+
+
+def _clear_lru_caches() -> None:
+    # By type, never isinstance: a foreign object's __class__ may answer for another, or have side effects.
+    kind = functools._lru_cache_wrapper
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), kind):
+            candidate.cache_clear()

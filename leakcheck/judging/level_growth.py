@@ -1,0 +1,108 @@
+"""Whether a level grows turn after turn, from its readings alone: what was added and given back again is no growth.
+
+A level that is read after every turn is made of what is kept for good, what comes and goes, and what fills once. The
+smallest of a reading and all later ones is what was never given back since; by how much that rises in a turn, the turn
+added for good.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+
+from lowtide.leakcheck.judging.trend import FEWEST_TURNS
+
+_FEWEST_UNLIKE = 5
+"""Turns that must add something where they add different amounts: a cache fills so, by one size after the other."""
+
+_ALIKE = 10
+"""Amounts are alike within this part of the usual one: a tenth."""
+
+
+_OUTWEIGHS = 2
+"""How many times as much as was given back must have been kept, where a level goes up and down."""
+
+
+def kept_steps(levels: Sequence[int]) -> list[int]:
+    """How much each turn added for good, in the unit of the level.
+
+    Args:
+        levels: the level before the first turn, and after each.
+    """
+    kept = list(itertools.accumulate(reversed(levels), min))[::-1]
+    return [after - before for before, after in itertools.pairwise(kept)]
+
+
+def adding_turns(steps: Sequence[int], allowed: Sequence[int]) -> list[int]:
+    """The turns, from 1, that added more than was allowed them."""
+    return [turn for turn, (step, limit) in enumerate(zip(steps, allowed, strict=True), 1) if step > limit]
+
+
+def grows(steps: Sequence[int], allowed: Sequence[int]) -> bool:
+    """Whether a level grows turn after turn, and has not stopped.
+
+    At least three turns have added the same amount, or five some amount; and more than a third of the later half of all
+    turns did, or turns that add alternate with turns that do not until the end. A cache that fills and stays has
+    stopped.
+
+    Args:
+        steps: what each turn added for good.
+        allowed: how much of that is no growth, for each turn.
+    """
+    turns = adding_turns(steps, allowed)
+    if len(turns) < FEWEST_TURNS:
+        return False
+    sizes = [steps[turn - 1] for turn in turns]
+    usual = statistics.median_low(sizes)
+    alike = sum(abs(size - usual) * _ALIKE <= usual for size in sizes)
+    if alike < FEWEST_TURNS and len(turns) < _FEWEST_UNLIKE:
+        return False
+    half = len(steps) // 2
+    late = sum(turn > len(steps) - half for turn in turns)
+    widest = max(after - before for before, after in itertools.pairwise(turns))
+    alternates = widest > 1 and len(steps) - turns[-1] <= widest
+    return late * 3 > half or alternates
+
+
+def rises(levels: Sequence[int]) -> bool:
+    """Whether a level has lately kept much more than it gave back: at least twice as much, over the later half.
+
+    What is replaced in each turn by something of another size (the last output, the entries of a full cache) goes up
+    and down, and the smallest of a reading and all later ones rises with that, too.
+
+    Args:
+        levels: the level before the first turn, and after each.
+    """
+    half = (len(levels) - 1) // 2
+    late = levels[-half - 1 :]
+    fallen = sum(max(0, before - after) for before, after in itertools.pairwise(late))
+    return sum(kept_steps(late)) > _OUTWEIGHS * fallen
+
+
+def repeated(steps: Sequence[int], allowed: Sequence[int]) -> int:
+    """How much the level has grown by what repeats: a turn that added more than the usual amount counts with that.
+
+    So the first turn, which fills caches, does not count for more than the others; and one turn alone is 0.
+    """
+    sizes = [steps[turn - 1] for turn in adding_turns(steps, allowed)]
+    if len(sizes) < 2:
+        return 0
+    usual = statistics.median_low(sizes)
+    return sum(min(size, usual) for size in sizes)
+
+
+def rate(steps: Sequence[int], allowed: Sequence[int], amount: Callable[[int], str]) -> str:
+    """The growth in words, as `+4.0 MiB in each of 10 tests`.
+
+    Args:
+        steps: what each turn added for good.
+        allowed: how much of that is no growth, for each turn.
+        amount: a figure as text.
+    """
+    turns = adding_turns(steps, allowed)
+    sizes = [steps[turn - 1] for turn in turns]
+    least, most = amount(min(sizes)), amount(max(sizes))
+    size = f"+{least}" if least == most else f"+{least} to +{most}"
+    which = f"{len(turns)} tests" if len(turns) == len(steps) else f"{len(turns)} of {len(steps)} tests"
+    return f"{size} in each of {which}"

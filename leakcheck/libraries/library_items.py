@@ -1,0 +1,367 @@
+"""First use of a library: what its code made and keeps, once in the process, is no leak until it becomes more.
+
+A thread, child process, socket or pipe counts as a library's where the library's code made it and the library's own
+module state holds it, and as native code's where no Python code made it, as does a small file in /dev/shm. The first of
+a library are excused and listed; if there are more of them later while those live, they are all told.
+"""
+
+from __future__ import annotations
+
+import enum
+import gc
+import io
+import re
+import select
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lowtide.leakcheck.judging.items import first_of
+from lowtide.leakcheck.libraries.native_files import native_files
+from lowtide.probes.heap.reach import module_namespaces, reach
+from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.makers import Maker, Makers
+from lowtide.probes.memory.ranges import Range
+from lowtide.probes.objects.foreign import attribute
+from lowtide.probes.objects.listed import Census
+from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.objects.whose_code import is_library, program_modules
+from lowtide.reports.schema import NotMeasured
+from lowtide.reports.sizes import format_amount
+
+JUDGED = {
+    "threads": "threads",
+    "processes": "processes",
+    "file-descriptors": "file descriptors",
+    "shared-memory": "files in /dev/shm",
+}
+"""The resources of which a library may keep some from its first use, with their units."""
+
+NATIVE = "native code"
+
+_NAMELESS = re.compile(r"(pipe|socket|anon_inode):")
+"""Descriptors on files have a path, which says whose they are."""
+
+_SHARED_MEMORY = "/dev/shm/"
+
+_REGISTRIES = frozenset(
+    {"threading", "subprocess", "asyncio", "logging", "weakref", "atexit", "signal", "socket", "concurrent"}
+    | {"multiprocessing.process", "multiprocessing.util"}
+)
+"""Libraries and modules whose state holds what programs put there: what is found there is the program's."""
+
+_MOST_OBJECTS = 500_000
+
+Items = Mapping[str, Mapping[str, int]]
+
+
+@dataclass
+class _Kept:
+    """What a library keeps of one resource: the names with their amounts, how many there may be, and in which test the
+    first came.
+    """
+
+    names: dict[str, int]
+    level: int
+    since: str
+    grown: bool = False
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """The new items of a judgement, with a library's own told apart.
+
+    Attributes:
+        excused: per resource, those that are a library's first.
+        earlier: per resource, by the name of one that a library has more of now, those that were excused before, with
+            their amounts.
+        since: per resource, with which test the earlier ones came.
+        listed: what to say of those that are excused.
+    """
+
+    excused: Mapping[str, Collection[str]] = field(default_factory=dict)
+    earlier: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+    since: Mapping[str, str] = field(default_factory=dict)
+    listed: tuple[NotMeasured, ...] = ()
+
+    def addition(self, key: str, names: Collection[str]) -> str:
+        """What to add to a finding about some items, where others that came earlier are among them."""
+        if key not in self.since or not any(name in self.earlier[key] for name in names):
+            return ""
+        return f"; the first came with {self.since[key] or 'an earlier test'}, and were listed as once so far"
+
+    def applied(self, key: str, items: Mapping[str, int], now: Mapping[str, int]) -> Mapping[str, int]:
+        """A resource's new items without what is excused, and with what was excused before they became more.
+
+        Args:
+            key: the resource.
+            items: those that are new.
+            now: all that are there now.
+        """
+        earlier = self.earlier.get(key, {})
+        more = {name: size for new in items if new in earlier for name, size in earlier[new].items() if name in now}
+        if not more and not self.excused.get(key):
+            return items
+        left = {name: amount for name, amount in items.items() if name not in self.excused.get(key, ())}
+        return {**left, **dict(sorted(more.items()))}
+
+
+class LibraryItems:
+    """What libraries have been excused for in this process.
+
+    Args:
+        makers: who made what.
+    """
+
+    def __init__(self, makers: Makers) -> None:
+        self._makers = makers
+        self._kept: dict[tuple[str, str], _Kept] = {}
+
+    def sort(self, new: Items, now: Counters, subject: str, tensors: Sequence[Range] = ()) -> Sorted:
+        """Tell apart what of some new items is a library's first.
+
+        Args:
+            new: per resource, what nobody is known to own.
+            now: the counters now.
+            subject: what is judged, as a later finding calls it.
+            tensors: where the tensors' memory lies that is not on a card.
+        """
+        asked = {key: names for key, names in new.items() if key in JUDGED and names}
+        if not asked:
+            return Sorted()
+        owners = _Owners(self._makers, native_files(new.get("shared-memory", ()), tensors))
+        excused: dict[str, set[str]] = {}
+        since: dict[str, str] = {}
+        earlier: dict[str, dict[str, dict[str, int]]] = {}
+        listed = []
+        for key, names in asked.items():
+            by_owner: dict[str, list[str]] = {}
+            most: dict[str, int] = {}
+            for name in names:
+                owner, limit = owners.of(key, name)
+                if owner:
+                    by_owner.setdefault(owner, []).append(name)
+                    most[owner] = limit
+            for owner, own in by_owner.items():
+                kept = self._kept.setdefault((key, owner), _Kept({}, 0, subject))
+                alive = {name: size for name, size in kept.names.items() if name in now.items[key]}
+                fresh = {name: names[name] for name in own if name not in alive}
+                kept.level = max(kept.level, most[owner]) or len(own)
+                if kept.grown or (fresh and len(alive) + len(fresh) > kept.level):
+                    kept.grown = True
+                    since[key] = kept.since
+                    for name in own:
+                        earlier.setdefault(key, {})[name] = {
+                            other: size for other, size in alive.items() if other not in own
+                        }
+                else:
+                    kept.names = {**alive, **fresh}
+                    excused.setdefault(key, set()).update(own)
+                    listed.append(_listed(key, owner, own))
+        return Sorted(excused, earlier, since, tuple(listed))
+
+
+def _listed(key: str, owner: str, names: Collection[str]) -> NotMeasured:
+    return NotMeasured(
+        what=f"{format_amount(len(names), JUDGED[key])} of {owner}: {first_of(sorted(names), 3)}",
+        why="once so far: if there are more of them later, all of them are a leak",
+    )
+
+
+class _Owners:
+    """Finds for one judgement whose new items are; walks a library's state, and the program's, once at most.
+
+    Args:
+        makers: who made what.
+        native: the files in /dev/shm that native code made.
+    """
+
+    def __init__(self, makers: Makers, native: Collection[str]) -> None:
+        self._makers = makers
+        self._native = native
+        self._states: dict[str, _State] = {}
+        self._program: _State | None = None
+
+    def of(self, key: str, name: str) -> tuple[str, int]:
+        """Whose an item is, and how many of them there may be if that is known; empty if it is the program's."""
+        file = _shared_file(key, name)
+        if file:
+            is_native = file in self._native and not (key != "shared-memory" and self._of_program().has(key, name))
+            return (f"{NATIVE} ({_stem(file)})" if is_native else "", 0)
+        maker = self._maker(key, name)
+        if maker is None:
+            return (NATIVE if self._is_native(key, name) else "", 0)
+        if not maker.modules or self._of_program().has(key, name):
+            return "", 0
+        for package in dict.fromkeys(module.partition(".")[0] for module in maker.modules):
+            if package not in self._states:
+                self._states[package] = _State(_state_of(package))
+            if self._states[package].has(key, name) or self._states[package].has_number_of(key, name):
+                pool = _pool_of(name) if key == "threads" else None
+                owner = next(module for module in maker.modules if module.partition(".")[0] == package)
+                # What two libraries make by the code of a third are two first uses.
+                outermost = maker.modules[-1].partition(".")[0]
+                owner += f" for {outermost}" if outermost != package else ""
+                return (owner, 0) if pool is None else (f"{owner} (an executor)", pool._max_workers)
+        return "", 0
+
+    def _maker(self, key: str, name: str) -> Maker | None:
+        if key == "threads":
+            ident = name.rpartition("(")[2].rstrip(")")
+            return self._makers.of_thread(int(ident)) if ident.isdigit() else None
+        if key == "processes":
+            return self._makers.of_process(int(name))
+        number, _, target = name.partition(" -> ")
+        return self._makers.of_descriptor(int(number)) if _NAMELESS.match(target) else Maker(())
+
+    def _is_native(self, key: str, name: str) -> bool:
+        """Whether no Python code made it: none was seen to, and none can have unseen."""
+        if key == "processes":
+            # What Python code starts by other means than those that are noted is Python again, or the program's own.
+            return is_library(_executable(name)) and not _is_python(_executable(name))
+        state = self._of_program()
+        return key == "file-descriptors" and not state.calls(self._makers.originals) and not state.has(key, name)
+
+    def _of_program(self) -> _State:
+        if self._program is None:
+            self._program = _State(program_modules())
+        return self._program
+
+
+class _State:
+    """What the globals of some modules, and the attributes of their classes, lead to.
+
+    Args:
+        modules: the modules.
+    """
+
+    def __init__(self, modules: Iterable[ModuleType]) -> None:
+        values = [value for module in modules for value in _values(module)]
+        self._called = {id(value) for value in values}
+        # What a module imports is another's, and so is what it has of a library's own globals. The functions by which
+        # this checker stands in for a library's lead to all that it knows, which is nobody's state.
+        objects, self._is_more = reach(
+            values, packages=("lowtide",), namespaces=module_namespaces(), max_objects=_MOST_OBJECTS
+        )
+        behind = gc.get_referents(*objects)
+        census = Census([*objects, *behind])
+        threads = census.instances_of(threading.Thread)
+        self._names = set(map(thread_key, threads))
+        self._pids = {item.pid for kind in (subprocess.Popen, BaseProcess) for item in census.instances_of(kind)}
+        files = [file for kind in (io.FileIO, socket.SocketType, select.epoll) for file in census.instances_of(kind)]
+        self._numbers = set(map(_number, files)) | set(_of_connections(census))
+        self._integers = {value for value in _in_variables(objects, census) if type(value) is int}
+        self._integers |= {value for value in values if type(value) is int}
+
+    def has(self, key: str, name: str) -> bool:
+        """Whether an item is held there; where there is too much to look at, it counts as held."""
+        if key == "threads":
+            return name in self._names
+        if key == "processes":
+            return int(name) in self._pids
+        return int(name.partition(" ")[0]) in self._numbers
+
+    def has_number_of(self, key: str, name: str) -> bool:
+        """Whether the bare number of a descriptor or a child process is held there."""
+        return key != "threads" and int(name.partition(" ")[0]) in self._integers
+
+    def calls(self, functions: Iterable[Callable[..., Any]]) -> bool:
+        """Whether one of these functions is among the globals."""
+        return any(id(function) in self._called for function in functions)
+
+
+def _values(module: ModuleType) -> list[object]:
+    found: list[tuple[object, object]] = []
+    for name, value in list(vars(module).items()):
+        found.append((name, value))
+        if issubclass(type(value), type) and type.__dict__["__module__"].__get__(value) == module.__name__:
+            found += list(type.__dict__["__dict__"].__get__(value).items())
+    return [value for name, value in found if not _is_constant(name, value)]
+
+
+def _is_constant(name: object, value: object) -> bool:
+    """Whether it is a number, or a tuple of some, that does not change, as its name says, or that is Python's own.
+
+    Python 3.13 keeps in each class the line where it begins.
+    """
+    if type(name) is not str or not (name.isupper() or name.startswith("__")):
+        return False
+    numbers: tuple[object, ...] = value if type(value) is tuple else (value,)
+    return all(type(number) is int for number in numbers)
+
+
+def _in_variables(objects: Sequence[object], census: Census) -> list[object]:
+    """What some objects refer to, without what the members of enumerations, such as the signals, do."""
+    members = census.instances_of(enum.Enum)
+    constant = {id(item) for item in [*members, *gc.get_referents(*members)]}
+    return gc.get_referents(*(item for item in objects if id(item) not in constant))
+
+
+def _of_connections(census: Census) -> Iterator[int]:
+    """The numbers that the ends of `multiprocessing`'s pipes, and its queues by them, hold for descriptors."""
+    connection: Any = sys.modules.get("multiprocessing.connection")
+    for end in census.instances_of(connection._ConnectionBase) if connection is not None else ():
+        number = attribute(end, "_handle")
+        if type(number) is int:
+            yield number
+
+
+def _state_of(package: str) -> list[ModuleType]:
+    if package in _REGISTRIES:
+        return []
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == package and name not in _REGISTRIES and issubclass(type(module), ModuleType)
+    ]
+
+
+def _shared_file(key: str, name: str) -> str:
+    """The name of a file in /dev/shm, of the file itself or of a descriptor on it; empty for anything else."""
+    if key == "shared-memory":
+        return name
+    target = name.partition(" -> ")[2] if key == "file-descriptors" else ""
+    return target.removeprefix(_SHARED_MEMORY) if target.startswith(_SHARED_MEMORY) else ""
+
+
+def _stem(file: str) -> str:
+    """What all files of a library are called, without their numbers: two libraries' files are two first uses."""
+    return re.split(r"[^a-zA-Z]*\d", file, maxsplit=1)[0]
+
+
+def _executable(pid: str) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/exe").readlink())
+    except OSError:  # it ended meanwhile
+        return ""
+
+
+def _is_python(file: str) -> bool:
+    return Path(file).name.startswith("python")
+
+
+def _number(file: Any) -> int:
+    try:
+        return int(file.fileno())
+    except (ValueError, OSError):  # closed
+        return -1
+
+
+def _pool_of(name: str) -> ThreadPoolExecutor | None:
+    """The executor that a thread works for, which starts no more of them than it may."""
+    for thread in threading.enumerate():
+        if thread_key(thread) == name:
+            arguments: Any = attribute(thread, "_args")
+            is_worker = type(arguments) is tuple and arguments and type(arguments[0]) is weakref.ref
+            pool = arguments[0]() if is_worker else None
+            return pool if type(pool) is ThreadPoolExecutor else None
+    return None

@@ -1,0 +1,855 @@
+"""One life of a target in which every call is checked: against the model, the books, and what must survive."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any
+
+from lowtide.leakcheck.baseline.import_watch import ImportWatch
+from lowtide.leakcheck.baseline.imported_modules import Imported
+from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.judging import contract
+from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.ladder import Rung, release, trim_heap
+from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_until_within
+from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
+from lowtide.leakcheck.lives.faults import Injection, Kind, Seam, ShardSeam, injecting
+from lowtide.leakcheck.lives.interrupts import Interrupts
+from lowtide.leakcheck.lives.life_model import LifeModel
+from lowtide.leakcheck.lives.preserved_state import Survival
+from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.lives.target import (
+    Capabilities,
+    LifecycleTarget,
+    TargetError,
+    TargetFactory,
+    Unjudged,
+    make_target,
+    tokens_of_one,
+)
+from lowtide.leakcheck.suppressions.entries import shipped
+from lowtide.leakcheck.watching.watch import Policy, Verdict, Watch
+from lowtide.probes.device.driver import Driver, find_driver
+from lowtide.probes.host.counters import CounterReader, Counters, anonymous_bytes
+from lowtide.probes.objects.listed import frozen_by_program
+from lowtide.probes.stages import announced_pools, listening
+from lowtide.reports.outcomes import largest_of_each
+from lowtide.reports.schema import Cause, Finding, NotMeasured, Resource
+from lowtide.reports.sizes import format_bytes
+
+_SMALLEST_LEVEL = 8 << 20
+"""Bytes by which host memory moves anyway."""
+
+
+class LifeError(AssertionError):
+    """A call of a life did not do what it must; `findings` say what.
+
+    Each kind of finding has a subclass of its own, so that a search that shrinks a failing life keeps to the same one.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    kind: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is to fail in a call: the fault point number `at`, from 0 on, of a kind; None counts them only."""
+
+    kind: Kind
+    at: int | None = 0
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a life, as it was made.
+
+    Attributes:
+        name: of the call.
+        arguments: by name.
+        fault: what was to fail in it.
+        illegal: whether it had to be refused.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    fault: Fault | None = None
+    illegal: bool = False
+
+    def __str__(self) -> str:
+        parts = [f"{name}={value!r}" for name, value in self.arguments.items()]
+        if self.fault is not None:
+            parts.append(f"fault={self.fault!r}")
+        if self.illegal:
+            return f"illegal({', '.join([repr(self.name), *parts])})"
+        return f"{self.name}({', '.join(parts)})"
+
+
+@dataclass
+class Coverage:
+    """What the lives of one search have been through.
+
+    Attributes:
+        lives: how many there were.
+        calls: how many calls were made in them.
+        states: situations of the model that were reached.
+        edges: (situation, call, situation) that were gone through.
+        failed: whether a life failed; a search ends with the first.
+    """
+
+    lives: int = 0
+    calls: int = 0
+    states: set[str] = field(default_factory=set)
+    edges: set[tuple[str, str, str]] = field(default_factory=set)
+    failed: bool = False
+
+
+class Lives:
+    """What all lives of one search share: the watch over the process, what a fresh engine says, the coverage.
+
+    Args:
+        factory: makes a target; one for each life.
+        explain: whether it is told who holds what a life leaves, which takes a second or two each time.
+
+    Raises:
+        TargetError: what it makes cannot be driven.
+    """
+
+    def __init__(self, factory: TargetFactory, *, explain: bool = True) -> None:
+        self.factory = factory
+        self.explain = explain
+        self.capabilities: Capabilities = make_target(factory).capabilities
+        self.coverage = Coverage()
+        self.watch = Watch(Policy(remedies="never", explain=explain))
+        self.growth = GrowthWatch(self.capabilities.device)
+        self._frozen = 0
+        self._listening = ExitStack()
+        # An engine, or Python in a finalizer, may have dropped one: then no further life begins.
+        self.interrupts = Interrupts()
+        self._driver: Driver | None = None
+        # What libraries take from the driver for an engine at work, such as a communicator of NCCL: at most, in bytes.
+        self.of_libraries = 0
+        # What engines have at work, awake and asleep, that they give back and that is in no arena or pool, in bytes.
+        self.driver_at_work = 0
+        self.host_at_work: dict[str, int] = {}
+        self.counters = CounterReader(self._ask_driver)
+        self._process = ProcessState(lambda: 0, self.counters.read)
+        # What modules make and change belongs to the process, whichever call imports them first.
+        self.imports = ImportWatch(self._importing, self._import_done)
+        self.imported = Imported(self.counters.read)
+        self._is_watching = False
+        # What could not be judged, once each.
+        self.not_measured: dict[NotMeasured, None] = {}
+        # By prompt length: how many tokens were asked for, and what came.
+        self._tokens: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    @property
+    def untold(self) -> tuple[NotMeasured, ...]:
+        """What could not be judged; of other processes of one program only the largest, since each life has its own."""
+        return largest_of_each(self.not_measured)
+
+    def __enter__(self) -> Lives:
+        """Loads what a first life loads, so that it is no life's."""
+        self._listening.callback(self.imports.remove)
+        self.imports.install()
+        self._process.mark()
+        self._frozen = frozen_by_program(gc.get_freeze_count())
+        try:
+            self.imports.active = True
+            self._warm_up()
+        except BaseException:
+            self._listening.close()
+            raise
+        gc.collect()
+        with self._judging():
+            self.put_back()
+            self.watch.open()
+        self._listening.enter_context(listening(self.growth))
+        self._listening.enter_context(self.interrupts)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Ends the watch."""
+        self._listening.close()
+        self.watch.close()
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+
+    def begin(self) -> None:
+        """A life begins: what is there now is its baseline."""
+        with self._judging():
+            self.watch.begin("create")
+            self._is_watching = True
+
+    def end(self) -> Verdict:
+        """A life is over: what it has left behind."""
+        with self._judging():
+            return self.watch.end()
+
+    @contextmanager
+    def _judging(self) -> Iterator[None]:
+        """What this checker itself imports now is nobody's."""
+        self.imports.active = False
+        try:
+            yield
+        finally:
+            self.imports.active = True
+
+    def put_back(self) -> None:
+        """Undo what lives have changed in the process, so that the next one can be seen to change it again.
+
+        A heap that stays frozen, a setting that stays replaced: what the first life leaves of these, the others find.
+        """
+        self._process.findings("shutdown", remedies=True)
+        self.watch.forget_settings()
+        if frozen_by_program(gc.get_freeze_count()) > self._frozen:
+            gc.unfreeze()
+            gc.collect()
+
+    def expected(self, prompt_length: int, max_tokens: int) -> Sequence[int]:
+        """What a fresh engine with the simplest settings says to this request alone."""
+        asked, tokens = self._tokens.get(prompt_length, (0, ()))
+        if asked < max_tokens:
+            asked = max(self.capabilities.max_tokens, max_tokens)
+            target: Any = Unjudged(make_target(self.factory))
+            target.create(simplest(self.capabilities))
+            try:
+                said = target.infer([prompt_length], asked)
+            except TargetError:
+                # What the shutdown of an engine that has failed raises would say less.
+                with suppress(TargetError):
+                    target.shutdown()
+                raise
+            target.shutdown()
+            tokens = tokens_of_one(said)
+            self._tokens[prompt_length] = (asked, tokens)
+        return tokens[:max_tokens]
+
+    def _importing(self, owner: Owner) -> None:
+        if self._is_watching:
+            self.watch.enter(owner)
+        self.imported.begin(owner)
+
+    def _import_done(self) -> None:
+        self._process.adopt(self.imported.end())
+        if self._is_watching:
+            self.watch.leave()
+
+    def _warm_up(self) -> None:
+        for length in self.capabilities.prompt_lengths:
+            self.expected(length, self.capabilities.max_tokens)
+        life = CheckedLife(self)
+        life.warm_up()
+
+    def _ask_driver(self) -> Driver:
+        if self._driver is None:
+            self._driver = find_driver()
+        return self._driver
+
+
+def simplest(capabilities: Capabilities) -> dict[str, Any]:
+    """The first value of every setting."""
+    return {name: values[0] for name, values in capabilities.configs.items()}
+
+
+def varied(capabilities: Capabilities) -> list[dict[str, Any]]:
+    """The simplest configuration, and it with each other value of each setting."""
+    plain = simplest(capabilities)
+    others = [(name, value) for name, values in capabilities.configs.items() for value in dict.fromkeys(values[1:])]
+    return [plain, *({**plain, name: value} for name, value in others if value != plain[name])]
+
+
+def _added_up(
+    plain: Mapping[str, Any], levels: Mapping[str, int], others: Sequence[tuple[Mapping[str, Any], Mapping[str, int]]]
+) -> dict[str, int]:
+    """What an engine has at most with any configuration, by phase, in bytes: what each setting adds may come together.
+
+    Args:
+        plain: the simplest configuration.
+        levels: what it had with that.
+        others: what it had with one setting changed.
+    """
+    found = dict(levels)
+    for phase, level in levels.items():
+        added: dict[str, int] = {}
+        for config, changed in others:
+            (name,) = [name for name, value in config.items() if value != plain[name]]
+            added[name] = max(added.get(name, 0), changed.get(phase, 0) - level)
+        found[phase] += sum(added.values())
+    return found
+
+
+class CheckedLife:
+    """Drives one target; every call is checked, and raises `LifeError` where something is not as it must be.
+
+    A call with a fault in it says whether it succeeded all the same.  `close` ends the life, and judges what it left.
+
+    Args:
+        lives: what this life shares with others; entered.
+
+    Attributes:
+        model: what it must be in.
+        calls: those that were made.
+        points: of the last call with a fault, how many fault points it passed.
+    """
+
+    def __init__(self, lives: Lives) -> None:
+        self._lives = lives
+        lives.interrupts.raise_if_heard()
+        self._capabilities = lives.capabilities
+        self._target: Any = make_target(lives.factory)
+        self._device = self._capabilities.device
+        self._survival = Survival(self._device)
+        self._late: Injection | None = None
+        self._pages_at_work: dict[str, int] = {}
+        self._baseline = Counters({}, {}, {})
+        self._host_at_first = 0
+        self._imports_at_first = 0
+        # Where earlier lives' memory is that did not come back.
+        self._others: frozenset[int] = frozenset()
+        self.model = LifeModel(self._capabilities)
+        self.calls: list[Call] = []
+        self.points = 0
+        self._open()
+
+    @property
+    def target(self) -> LifecycleTarget:
+        """What is driven."""
+        return self._target  # type: ignore[no-any-return]
+
+    def create(self, config: Mapping[str, Any] | None = None, fault: Fault | None = None) -> bool:
+        """Make the engine; settings that are not given have their simplest value."""
+        plain = simplest(self._capabilities)
+        whole = {**plain, **(config or {})}
+        special = {name: value for name, value in whole.items() if name not in plain or plain[name] != value}
+
+        def created(result: None) -> None:
+            self.model.created()
+            self._pages_at_work = self._pages()
+            self._survival.mark()
+
+        arguments = {"config": special} if special else {}
+        return self._call("create", arguments, lambda: self._target.create(whole), created, fault)
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int, fault: Fault | None = None) -> bool:
+        """Generate to the end; each request gets the tokens that a fresh engine gives it alone."""
+
+        def inferred(result: Sequence[Sequence[int]]) -> None:
+            if len(result) != len(prompt_lengths):
+                self._fail("contents", f"infer gave {len(result)} outputs for {len(prompt_lengths)} prompts")
+            for length, tokens in zip(prompt_lengths, result, strict=True):
+                self._compare(length, max_tokens, tokens)
+
+        arguments = {"prompt_lengths": list(prompt_lengths), "max_tokens": max_tokens}
+        return self._call("infer", arguments, lambda: self._target.infer(prompt_lengths, max_tokens), inferred, fault)
+
+    def start(self, prompt_lengths: Sequence[int], max_tokens: int, fault: Fault | None = None) -> bool:
+        """Queue requests and leave them."""
+        arguments = {"prompt_lengths": list(prompt_lengths), "max_tokens": max_tokens}
+        return self._call(
+            "start",
+            arguments,
+            lambda: self._target.start(prompt_lengths, max_tokens),
+            lambda ids: self.model.started(ids, prompt_lengths, max_tokens),
+            fault,
+        )
+
+    def step(self, fault: Fault | None = None) -> bool:
+        """One step."""
+        return self._call("step", {}, lambda: self._target.step(), self._finished, fault)
+
+    def abort(self, count: int = 1) -> None:
+        """End the oldest `count` unfinished requests."""
+        ids = list(self.model.unfinished)[:count]
+        self._call(
+            "abort", {"count": count}, lambda: self._target.abort(ids), lambda result: void(self.model.ended(ids)), None
+        )
+
+    def sleep(self, level: int, mode: str = "wait", fault: Fault | None = None) -> bool:
+        """Put it to sleep; unfinished requests run to their end, or are ended."""
+        preserved = level in self._capabilities.preserving_levels and self.model.phase == "running"
+        if preserved:
+            self._survival.before_sleep(self._preserved())
+
+        def slept(finished: Mapping[str, Sequence[int]] | None) -> None:
+            self._finished(finished or {})
+            if mode == "wait" and self.model.unfinished:
+                left = ", ".join(self.model.unfinished)
+                self._fail("state", f"sleep(mode='wait') lost the outputs of unfinished requests: {left}")
+            self.model.slept(level)
+
+        arguments = {"level": level, "mode": mode}
+        return self._call("sleep", arguments, lambda: self._target.sleep(level, mode), slept, fault)
+
+    def wake(self, tags: Sequence[str] | None = None, fault: Fault | None = None) -> bool:
+        """Wake all of it, or the parts named; once it runs, what had to survive is compared."""
+
+        def woke(result: None) -> None:
+            self.model.woke(tags)
+            if self.model.phase == "running":
+                self._raise(self._survival.after_wake("wake", self._preserved(), self._graph_buffers()))
+                self._survival.mark()
+
+        arguments = {} if tags is None else {"tags": list(tags)}
+        return self._call("wake", arguments, lambda: self._target.wake(tags), woke, fault)
+
+    def reset_prefix_cache(self, fault: Fault | None = None) -> bool:
+        """Forget all prefixes, which must be possible where no request runs."""
+
+        def was_reset(result: bool) -> None:
+            if result or self.model.unfinished:
+                return
+            usage = _asked(self._target, "kv_usage")
+            held = {} if usage is None else contract.holders(usage)
+            found = contract.after_idle("reset_prefix_cache", self._device, held or {"nobody that tells": 0}, None)
+            self._raise(found)
+
+        return self._call(
+            "reset_prefix_cache",
+            {},
+            lambda: self._target.reset_prefix_cache(),
+            was_reset,
+            fault,
+        )
+
+    def reload(self, fault: Fault | None = None) -> bool:
+        """Load the weights anew."""
+        return self._call("reload", {}, lambda: self._target.reload(), void, fault)
+
+    def shutdown(self, fault: Fault | None = None) -> bool:
+        """Shut it down, and judge what it left; where something failed in it, another shutdown must do the rest."""
+        try:
+            done = self._call("shutdown", {}, self._target.shutdown, lambda result: self.model.shut_down(), fault)
+            if not done:
+                self._shut_down_again()
+        except LifeError:
+            self.model.shut_down()
+            raise
+        self._raise(self._left())
+        self._open()
+        return done
+
+    def _shut_down_again(self) -> None:
+        try:
+            self._target.shutdown()
+        except Exception as error:  # noqa: BLE001 - any engine may raise anything
+            self._raise([contract.failed_teardown("shutdown", error)])
+        self.model.shut_down()
+        self._check("shutdown")
+
+    def illegal(self, name: str) -> None:
+        """Make a call that must be refused now, and change nothing."""
+        self.calls.append(Call(name, illegal=True))
+        before = self._pages()
+        expected = self._capabilities.illegal_call
+        assert expected is not None
+        given: tuple[Any, ...] = self._any_arguments().get(name, ())
+        situation = self.model.situation
+        try:
+            getattr(self._target, name)(*given)
+        except expected:
+            self._unchanged(f"{name}, which was refused,", before)
+        except Exception as error:  # noqa: BLE001 - any engine may raise anything
+            self._fail("state", f"{name} while {situation} raised {_said(error)}, not {expected.__name__}", "illegal")
+        else:
+            self._fail("state", f"{name} while {situation} did not raise {expected.__name__}", "illegal")
+        self._check(name)
+        self._cover(situation, f"illegal {name}")
+
+    def close(self) -> None:
+        """End the life, wherever it is."""
+        try:
+            if self.model.phase in ("running", "asleep"):
+                self.shutdown()
+            # What a create left that failed, too.
+            self._raise(self._left())
+        finally:
+            self._lives.coverage.lives += 1
+            self._lives.coverage.calls += len(self.calls)
+
+    def abandon(self) -> None:
+        """End a life that has failed: nothing is judged any more."""
+        # It has failed already, with something that says more.
+        with suppress(Exception):
+            self._target.shutdown()
+        # What it left in memory is there when the next one begins, and so is none of that one's.
+        self._target = None
+        self._lives.put_back()
+
+    def make(self, call: Call) -> None:
+        """Make a call as it was written down."""
+        if call.illegal:
+            self.illegal(call.name)
+        elif call.fault is not None:
+            getattr(self, call.name)(**call.arguments, fault=call.fault)
+        else:
+            getattr(self, call.name)(**call.arguments)
+
+    def warm_up(self) -> None:
+        """Go through all calls once, unjudged, so that what libraries keep from their first use is there."""
+        self._survival.warm_up({})
+        # The first dispatch mode of a process makes what torch keeps for all of them.
+        with injecting(Injection("allocation"), self._seams(), device=self._device):
+            self._warm_up(simplest(self._capabilities))
+        plain, *others = varied(self._capabilities)
+        self._lives.host_at_work = _added_up(
+            plain, self._warm_up(plain), [(each, self._warm_up(each)) for each in others]
+        )
+
+    def _warm_up(self, config: Mapping[str, Any]) -> dict[str, int]:
+        """Go through all calls with one configuration.
+
+        Returns:
+            Bytes of host memory in no pool that the engine had at most, awake and asleep, and gave back.
+        """
+        levels: dict[str, int] = {}
+
+        def note(phase: str) -> None:
+            levels[phase] = max(levels.get(phase, 0), self._host_outside())
+
+        target: Any = Unjudged(self._target)
+        able = self._capabilities
+        # What an earlier engine left free in the heap would hide what this one takes of it.
+        trim_heap()
+        before, host_before = self._outside(), self._host_outside()
+        target.create(config)
+        note("running")
+        self._survival.before_sleep(self._preserved())
+        target.infer(list(able.prompt_lengths), able.max_tokens)
+        note("running")
+        if able.unfinished:
+            ids = target.start([able.prompt_lengths[0]], able.max_tokens)
+            target.step()
+            target.abort(ids)
+        if able.reload:
+            target.reload()
+        if able.prefix_cache:
+            target.reset_prefix_cache()
+        note("running")
+        self._lives.driver_at_work = max(self._lives.driver_at_work, self._outside() - before)
+        for level in able.sleep_levels:
+            target.sleep(level, able.sleep_modes[0])
+            note("asleep")
+            self._lives.of_libraries = max(self._lives.of_libraries, self._outside() - before)
+            target.wake(None)
+            note("running")
+            self._survival.after_wake("wake", self._preserved(), self._graph_buffers())
+        target.shutdown()
+        if max(levels.values()) - host_before > _SMALLEST_LEVEL:
+            # What it did not give back is not to be excused in the lives that follow.
+            gc.collect()
+            trim_heap()
+            host_before = max(host_before, self._host_outside())
+        return {phase: max(0, level - host_before) for phase, level in levels.items()}
+
+    def _any_arguments(self) -> dict[str, tuple[Any, ...]]:
+        """What would be right in another state."""
+        able = self._capabilities
+        requests = ([able.prompt_lengths[0]], 1)
+        return {
+            "create": (simplest(able),),
+            "infer": requests,
+            "start": requests,
+            "abort": ([],),
+            "sleep": (*able.sleep_levels[:1], *able.sleep_modes[:1]),
+            "wake": (None,),
+        }
+
+    def _open(self) -> None:
+        """A new engine's baseline."""
+        # Otherwise what an engine takes anew may come out of what earlier ones left in torch's cache, and show nowhere.
+        release(Rung.EMPTY_CACHE)
+        trim_heap()
+        self._others = frozenset(address for pool in announced_pools() for address, _ in pool.ranges)
+        self._lives.begin()
+        self._baseline = self._lives.counters.read()
+        self._imports_at_first = self._driver_of_imports()
+        self._host_at_first = self._host_outside()
+
+    def _call(
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        perform: Callable[[], Any],
+        succeeded: Callable[[Any], None],
+        fault: Fault | None,
+    ) -> bool:
+        """Make a call, and judge it; whether it succeeded."""
+        situation = self.model.situation
+        self.calls.append(Call(name, arguments, fault))
+        if self._lives.explain:
+            # Since when: asked of one life only, because noting it costs as much as many a call.
+            self._lives.watch.phase(name)
+        before = self._pages()
+        injection = None if fault is None else Injection(fault.kind, fault.at)
+        failed = False
+        try:
+            with nullcontext() if injection is None else injecting(injection, self._seams(), device=self._device):
+                result = perform()
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) and (injection is None or injection.raised is None):
+                raise
+            self._judge_error(name, error, injection)
+            failed = True
+        # What another process has now, no check below sees: also where the call is found to have failed.
+        self._lives.not_measured.update(dict.fromkeys(self._lives.watch.unseen()))
+        self.points = 0 if injection is None else len(injection.passed)
+        if injection is not None and injection.raised is not None and not failed:
+            if injection.kind == "interrupt":
+                self._fail("state", f"Ctrl-C in {name} was swallowed", "swallowed")
+            self._late = injection if injection.kind == "transfer" else None
+        grown = self._lives.growth.finding(name)
+        self._raise([] if grown is None else [grown])
+        if failed and name == "shutdown":
+            # It has given back what it could; what state that is, is for the next one to end.
+            self._cover(situation, f"{name} with a fault")
+            return False
+        if failed:
+            # No exception of the engine's is alive any more: what it kept would show.
+            self._unchanged(f"{name}, which failed,", before)
+        else:
+            succeeded(result)
+        self._check(name)
+        self._cover(situation, name if fault is None else f"{name} with a fault")
+        return not failed
+
+    def _judge_error(self, name: str, error: BaseException, injection: Injection | None) -> None:
+        """Whether an error is the one that was injected."""
+        able = self._capabilities
+        for known in (injection, self._late):
+            if known is not None and known.raised is not None and known.caused(error, able.failure):
+                known.raised = None
+                self._late = None
+                return
+        if name == "shutdown" and isinstance(error, Exception):
+            self._raise([contract.failed_teardown("shutdown", error)])
+        injected = None if injection is None else injection.raised
+        instead = "" if injected is None else f" although what failed in it was {_said(injected)}"
+        self._fail("state", f"{name} raised {_said(error)}{instead}", type(error).__name__)
+
+    def _unchanged(self, what: str, before: Mapping[str, int]) -> None:
+        """What failed has left the memory as it was."""
+        now = self._pages()
+        for tag in sorted({*before, *now}):
+            # The workspaces grow with what was computed before it failed, and are the engine's to keep.
+            if tag != "workspace" and before.get(tag, 0) != now.get(tag, 0):
+                self._raise(
+                    [
+                        self._finding(
+                            "arena",
+                            f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {what} "
+                            f"{format_bytes(before.get(tag, 0))} before",
+                            cause="not-restored",
+                            suspect=tag,
+                            amount=abs(now.get(tag, 0) - before.get(tag, 0)),
+                            holder=f"arena {tag!r}",
+                        )
+                    ]
+                )
+
+    def _check(self, name: str) -> None:
+        """What must hold after every call."""
+        state = _asked(self._target, "state")
+        # An engine that could not be made is as new as one that was never asked for.
+        same = {self.model.phase, "new"} if self.model.phase == "closed" else {self.model.phase}
+        if state is not None and state not in same:
+            self._fail("state", f"the engine says that it is {state} after {name}; it must be {self.model.phase}")
+        if self.model.phase in ("running", "asleep"):
+            self._check_kv_blocks(name)
+            self._check_pages(name)
+            self._check_ledger(name)
+        if self.model.phase == "running":
+            self._raise(self._survival.dangling(name, self._preserved(), self._graph_buffers()))
+
+    def _check_kv_blocks(self, name: str) -> None:
+        usage = _asked(self._target, "kv_usage")
+        if usage is None:
+            return
+        if usage.available + usage.evictable != usage.total - usage.held:
+            self._fail(
+                "kv-blocks",
+                f"KV blocks do not add up after {name}: {usage.available} available and {usage.evictable} evictable "
+                f"are not {usage.total} less {usage.held} held",
+            )
+        nobody = usage.held - usage.pending_transfer
+        if not self.model.unfinished and nobody:
+            self._raise(contract.after_idle(name, self._device, {"no request": nobody}, None))
+
+    def _check_pages(self, name: str) -> None:
+        """Which pages an engine has follows from what is awake."""
+        now = self._pages()
+        for tag, at_work in self._pages_at_work.items():
+            if tag == "workspace":
+                wanted = now.get(tag, 0) if self.model.phase == "running" else 0
+            else:
+                asleep = self.model.phase == "asleep" and tag != "runtime" and tag not in self.model.awake
+                wanted = 0 if asleep else at_work
+            if now.get(tag, 0) != wanted:
+                cause: Cause = "not-restored" if wanted else "unknown"
+                said = (
+                    f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {name}, not {format_bytes(wanted)}"
+                )
+                self._fail("arena", said, tag, cause, abs(now.get(tag, 0) - wanted), f"arena {tag!r}")
+
+    def _check_ledger(self, name: str) -> None:
+        """What no arena, pool or segment of torch accounts for must not grow beyond what libraries need."""
+        at_work = self._lives.host_at_work
+        phases = ("running", "asleep") if self.model.awake else (self.model.phase,)
+        allowed = max(at_work.get(phase, 0) for phase in phases) + host_memory_tolerance([self._device])
+        left = self._host_outside() - self._host_at_first
+        if left > allowed:
+            trim_heap()
+            left = self._host_outside() - self._host_at_first
+        if left > allowed:
+            self._fail("host-memory", f"{format_bytes(left)} of host memory are nobody's after {name}", amount=left)
+        if self._device == "cpu":
+            return
+        place = f"driver {self._device}"
+        now = self._lives.counters.read()
+        then, first = self._baseline.amounts.get(place), now.amounts.get(place)
+        if then is None or first is None:
+            why = now.untold.get(place) or self._baseline.untold.get(place) or "this process has not used the card"
+            self._lives.not_measured[NotMeasured(what=place, why=why)] = None
+            return
+        of_libraries = self._lives.of_libraries
+        if self.model.phase == "running":
+            of_libraries = max(of_libraries, self._lives.driver_at_work)
+        allowed = then + of_libraries + DRIVER_TOLERANCE + self._driver_of_imports() - self._imports_at_first
+        # What it does not tell any more is not back for that.
+        left = wait_until_within(lambda: self._outside(first), allowed, DRIVER_PATIENCE, first)
+        if left > allowed:
+            said = (
+                f"the driver counts {format_bytes(left - then)} more on {self._device} after {name} that nobody has: "
+                f"{format_bytes(left)} outside arenas and torch's segments, {format_bytes(then)} before create"
+            )
+            self._fail("driver", said, amount=left - then)
+
+    def _host_outside(self) -> int:
+        """Bytes of the process's own host memory beyond announced pools and what imported modules took."""
+        pooled = sum(pool.mapped for pool in announced_pools() if pool.device == "cpu")
+        return anonymous_bytes() - pooled - self._lives.imported.growth("host-memory")
+
+    def _outside(self, unknown: int = 0) -> int:
+        """Bytes that the driver counts for this process beyond arenas and torch's segments; where it does not tell,
+        what is given as unknown."""
+        told = self._lives.counters.read().amounts.get(f"driver {self._device}")
+        return unknown if told is None else told
+
+    def _driver_of_imports(self) -> int:
+        return self._lives.imported.growth(f"driver {self._device}")
+
+    def _left(self) -> list[Finding]:
+        """What the life has left behind, now that it is over."""
+        verdict = self._lives.end()
+        self._lives.not_measured.update(dict.fromkeys(verdict.not_measured))
+        found = shipped().apply(verdict.findings, date.today()).findings
+        return [finding for finding in found if finding.suppressed_by is None]
+
+    def _finished(self, outputs: Mapping[str, Sequence[int]]) -> None:
+        asked = self.model.ended(outputs)
+        for each, (length, max_tokens) in asked.items():
+            self._compare(length, max_tokens, outputs[each])
+
+    def _compare(self, length: int, max_tokens: int, tokens: Sequence[int]) -> None:
+        wanted = self._lives.expected(length, max_tokens)
+        if list(tokens) != list(wanted):
+            self._fail(
+                "contents",
+                f"a prompt of {length} tokens gives {list(tokens)}; a fresh engine gives {list(wanted)}",
+                "tokens",
+                "not-restored",
+            )
+
+    def _pages(self) -> dict[str, int]:
+        """Bytes with pages behind them, by arena tag, of this life's engines."""
+        found: dict[str, int] = {}
+        for pool in announced_pools():
+            if pool.kind == "arena" and pool.device == self._device:
+                mapped = sum(length for address, length in pool.ranges if address not in self._others)
+                found[pool.tag] = found.get(pool.tag, 0) + mapped
+        return found
+
+    def _preserved(self) -> Mapping[str, Any]:
+        return _asked(self._target, "preserved") or {}
+
+    def _graph_buffers(self) -> Mapping[str, Any]:
+        return _asked(self._target, "graph_buffers") or {}
+
+    def _seams(self) -> Sequence[Seam | ShardSeam]:
+        return _asked(self._target, "fault_seams") or ()
+
+    def _cover(self, before: str, call: str) -> None:
+        after = self.model.situation
+        self._lives.coverage.states |= {before, after}
+        self._lives.coverage.edges.add((before, call, after))
+
+    def _fail(
+        self,
+        resource: Resource,
+        message: str,
+        suspect: str = "",
+        cause: Cause = "unknown",
+        amount: int = 0,
+        holder: str | None = None,
+    ) -> None:
+        self._raise([self._finding(resource, message, cause=cause, suspect=suspect, amount=amount, holder=holder)])
+
+    def _finding(
+        self,
+        resource: Resource,
+        message: str,
+        *,
+        cause: Cause,
+        suspect: str,
+        amount: int,
+        holder: str | None,
+    ) -> Finding:
+        stage = self.calls[-1].name
+        print_of = fingerprint(resource=resource, device=self._device, stage=stage, suspects=(suspect, cause))
+        return Finding(
+            resource=resource,
+            cause=cause,
+            bytes=amount,
+            count=1,
+            device=self._device,
+            stage=stage,
+            message=message,
+            fingerprint=print_of,
+            holder=holder,
+        )
+
+    def _raise(self, findings: Sequence[Finding]) -> None:
+        if findings:
+            raise failure_of(findings)
+
+
+_KINDS: dict[tuple[str, str], type[LifeError]] = {}
+
+
+def failure_of(findings: Sequence[Finding]) -> LifeError:
+    """The failure that has these findings; its class is that of the first one's resource and cause."""
+    kind = (findings[0].resource, findings[0].cause)
+    if kind not in _KINDS:
+        _KINDS[kind] = type("LifeError", (LifeError,), {"kind": kind, "__module__": __name__})
+    failure = _KINDS[kind]("; ".join(finding.message for finding in findings))
+    failure.findings = tuple(findings)
+    return failure
+
+
+def void(result: object) -> None:
+    """Nothing follows from the result."""
+
+
+def _asked(target: Any, name: str) -> Any:
+    """What a target says, where it has something to say."""
+    method = getattr(target, name, None)
+    return None if method is None else method()
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,295 @@
+"""Makes one operation of an engine fail: the k-th allocation, mapping, copy or whatever else can go wrong.
+
+SQLite's tests fail every malloc in turn (sqlite.org/testing.html, "Anomaly Testing"); this is that for an engine's
+life. A fault point is a place that is passed and may fail. Those of torch are found by a dispatch mode: whatever
+operator returns memory that is not one of its arguments' allocates, by its own schema. Those of an engine's own
+(driver calls, threads, collectives) are its `Seam`s; where it opens a shard of a checkpoint, a `ShardSeam`, it is given
+a damaged copy instead.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide.leakcheck.lives.damaged_checkpoints import DAMAGES, Damage
+from lowtide.probes.memory.dispatch_modes import keep_from_compiler
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
+
+Kind: TypeAlias = Literal["allocation", "reserve", "map", "pin", "copy", "transfer", "collective", "interrupt"] | Damage
+
+KINDS: Sequence[Kind] = (
+    "allocation",
+    "reserve",
+    "map",
+    "pin",
+    "copy",
+    "transfer",
+    "collective",
+    "shard-cut",
+    "shard-shape",
+    "interrupt",
+)
+"""What can fail: an operator of torch that allocates; an arena's address range, pages, or page-locking; a copy between
+tensors; a copy in a thread of the engine's own; a collective, or what makes a group for it; a checkpoint's shard that
+ends early, or whose tensor has the wrong shape. `interrupt` is Ctrl-C at any of these places."""
+
+
+@dataclass(frozen=True)
+class Seam:
+    """A function of an engine whose call is a fault point.
+
+    Attributes:
+        kind: what fails there.
+        owner: the class or module that has it.
+        name: of the attribute.
+        error: makes what it raises; given a few words of what was asked for.
+        covers: whether the fault points inside it are not counted: they are part of this one.
+    """
+
+    kind: Kind
+    owner: Any
+    name: str
+    error: Callable[[str], BaseException]
+    covers: bool = False
+
+
+@dataclass(frozen=True)
+class ShardSeam:
+    """A function of an engine that opens the shard at the path that is its first argument, each time it needs it.
+
+    Attributes:
+        owner: the class or module that has it.
+        name: of the attribute.
+    """
+
+    owner: Any
+    name: str
+
+
+class DamagedShardError(Exception):
+    """Stands for what an engine raises over a damaged shard, which is its own to choose; never raised."""
+
+    def __init__(self, shard: str) -> None:
+        super().__init__(f"a damaged {shard}")
+        self.shard = shard
+
+
+@dataclass
+class Passed:
+    """A fault point that was passed: its kind, and what was asked for."""
+
+    kind: Kind
+    what: str
+
+
+@dataclass
+class Injection:
+    """Counts fault points, and makes one of them fail.
+
+    Attributes:
+        kind: the kind that is counted; `interrupt` counts all but those in threads.
+        at: which one fails, from 0 on; None only counts.
+        passed: the points of that kind that were passed so far.
+        raised: what was raised, or stands for it; None before.
+    """
+
+    kind: Kind
+    at: int | None = None
+    passed: list[Passed] = field(default_factory=list)
+    raised: BaseException | None = None
+    _within: threading.local = field(default_factory=threading.local, repr=False)
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """In here this thread passes no fault points: they are part of one that it has passed."""
+        depth = getattr(self._within, "depth", 0)
+        self._within.depth = depth + 1
+        try:
+            yield
+        finally:
+            self._within.depth = depth
+
+    def reach(self, kind: Kind, what: str, error: Callable[[str], BaseException]) -> None:
+        """A fault point: returns, or raises."""
+        if getattr(self._within, "depth", 0):
+            return
+        if self.kind == "interrupt":
+            # Python delivers it to the main thread only.
+            if threading.current_thread() is not threading.main_thread():
+                return
+            error = _interrupt
+        elif kind != self.kind:
+            return
+        self.passed.append(Passed(kind, what))
+        if self.raised is None and self.at == len(self.passed) - 1:
+            self.raised = error(what)
+            raise self.raised
+
+    def open(self, shard: Path, folder: Path) -> Path:
+        """The shard, or the damaged copy of it in `folder` that is to be opened instead."""
+        if self.kind not in DAMAGES:
+            self.reach("interrupt", f"open {shard.name}", _interrupt)
+            return shard
+        self.passed.append(Passed(self.kind, shard.name))
+        if self.raised is not None or self.at != len(self.passed) - 1:
+            return shard
+        copy = folder / shard.name
+        DAMAGES[self.kind](shard, copy)
+        self.raised = DamagedShardError(shard.name)
+        return copy
+
+    def caused(self, error: BaseException, wrappers: tuple[type[BaseException], ...] = ()) -> bool:
+        """Whether `error` is what was raised, or one of `wrappers` that has it as its cause, at whatever depth.
+
+        Over a damaged shard: whether it is one of `wrappers`, and names the file.
+        """
+        if isinstance(self.raised, DamagedShardError):
+            return isinstance(error, wrappers) and self.raised.shard in str(error)
+        current: BaseException | None = error
+        while current is not None and current is not self.raised:
+            if isinstance(current, BaseExceptionGroup):
+                return any(self.caused(part, wrappers) for part in current.exceptions)
+            if not isinstance(current, wrappers):
+                return False
+            current = current.__cause__
+        return current is not None
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A `__torch_dispatch__` that torch.compile leaves alone, without loading it where that can be."""
+    try:
+        keep_from_compiler(torch, function.__code__)
+    except AttributeError:
+        return cast(Callable[..., Any], torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    return function
+
+
+class _TorchFaults(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The fault points inside torch."""
+
+    def __init__(self, injection: Injection, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._injection = injection
+        self._device = device
+
+    @_uncompiled
+    def __torch_dispatch__(
+        self, function: Any, types: Iterable[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = str(function)
+        if _is_collective(name):
+            self._injection.reach("collective", name, _timeout)
+        elif _is_copy(name):
+            self._injection.reach("copy", name, lambda what: _copy_failed(what, self._device))
+        elif _allocates(function) and not _is_of_nothing(function, args):
+            self._injection.reach("allocation", name, lambda what: _out_of_memory(what, self._device))
+        return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+@contextmanager
+def injecting(
+    injection: Injection, seams: Sequence[Seam | ShardSeam] = (), *, device: str = "cpu"
+) -> Iterator[Injection]:
+    """While it lasts, fault points of this thread's torch operators and of the seams reach `injection`.
+
+    Args:
+        injection: counts them and chooses the one that fails.
+        seams: the engine's own.
+        device: where the engine has its memory, for the words of torch's errors.
+    """
+    with ExitStack() as stack:
+        for seam in seams:
+            if isinstance(seam, Seam):
+                stack.enter_context(_patched(seam, injection))
+            else:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lowtide-")))
+                stack.enter_context(_opening(seam, injection, folder))
+        stack.enter_context(_TorchFaults(injection, device))
+        yield injection
+
+
+@contextmanager
+def _patched(seam: Seam, injection: Injection) -> Iterator[None]:
+    # Not getattr: a static method must be put back as what it is.
+    original = vars(seam.owner)[seam.name]
+    function = original.__func__ if isinstance(original, staticmethod) else original
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        injection.reach(seam.kind, seam.name, seam.error)
+        with injection.within() if seam.covers else nullcontext():
+            return function(*args, **kwargs)
+
+    setattr(seam.owner, seam.name, staticmethod(call) if isinstance(original, staticmethod) else call)
+    try:
+        yield
+    finally:
+        setattr(seam.owner, seam.name, original)
+
+
+@contextmanager
+def _opening(seam: ShardSeam, injection: Injection, folder: Path) -> Iterator[None]:
+    original = vars(seam.owner)[seam.name]
+
+    def call(shard: str | Path, *args: Any, **kwargs: Any) -> Any:
+        return original(injection.open(Path(shard), folder), *args, **kwargs)
+
+    setattr(seam.owner, seam.name, call)
+    try:
+        yield
+    finally:
+        setattr(seam.owner, seam.name, original)
+
+
+def _allocates(function: Any) -> bool:
+    """Whether an operator returns memory that is not one of its arguments', as its schema tells."""
+    schema = function._schema
+    return any(value.alias_info is None and "Tensor" in str(value.type) for value in schema.returns)
+
+
+def _is_of_nothing(function: Any, args: Sequence[Any]) -> bool:
+    """Whether what is made is of a size with a 0 in it: that takes no memory, and cannot fail for a lack of it."""
+    arguments = function._schema.arguments
+    return bool(args and arguments and arguments[0].name == "size" and 0 in args[0])
+
+
+def _is_copy(name: str) -> bool:
+    return name.startswith(("aten.copy_", "aten._to_copy"))
+
+
+def _is_collective(name: str) -> bool:
+    return name.startswith("c10d.")
+
+
+def _interrupt(what: str) -> BaseException:
+    return KeyboardInterrupt(f"at {what}")
+
+
+def _out_of_memory(what: str, device: str) -> BaseException:
+    """What torch raises where there is no memory for an operator."""
+    if device == "cpu":
+        return RuntimeError(f"[enforce fail] DefaultCPUAllocator: can't allocate memory for {what} (injected)")
+    return torch.OutOfMemoryError(f"CUDA out of memory in {what} (injected)")
+
+
+def _copy_failed(what: str, device: str) -> BaseException:
+    return RuntimeError(f"{'CUDA error' if device != 'cpu' else 'error'}: {what} failed (injected)")
+
+
+def _timeout(what: str) -> BaseException:
+    return torch.distributed.DistBackendError(f"{what}: timed out (injected)")

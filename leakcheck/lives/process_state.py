@@ -1,0 +1,173 @@
+"""What a life of an engine left changed in its process besides memory: groups of torch.distributed, global settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.findings.item_findings import Action, ItemLeak, actions_for, still_changed, try_actions
+from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
+from lowtide.leakcheck.judging.items import listed
+from lowtide.leakcheck.settings import changed_settings
+from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_between
+from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
+from lowtide.leakcheck.settings.setting_remedies import advice
+from lowtide.probes.host.counters import CounterReader, Counters, process_groups
+from lowtide.reports.schema import Finding, Resource
+from lowtide.reports.sizes import format_amount
+
+
+class ProcessState:
+    """Reads it at the beginning of a life and compares after its end.
+
+    Args:
+        driver: reads the driver's bytes of this process, on all cards: a group of a card's library holds some.
+        read: reads the counters; the same that reads what an import takes, because a reader knows what libraries have
+            set since it was made.
+        environment: who set which environment variable; None: what is added, and not only replaced or removed, is not
+            judged, as where a library's first use adds some and nobody knows who did.
+    """
+
+    def __init__(
+        self,
+        driver: Callable[[], int],
+        read: Callable[[], Counters] | None = None,
+        environment: EnvironmentSetters | None = None,
+    ) -> None:
+        self._driver = driver
+        self._environment = environment
+        self._read = read or CounterReader(None, card=False).read
+        self._baseline: Counters | None = None
+        # Groups that earlier lives left: one remedy ends them and those of later lives.
+        self._groups_of_earlier: tuple[str, ...] = ()
+        self._functions: dict[str, object] = {}
+        # What earlier lives left, with what was there before the first that did: a later life begins with it.
+        self._left: dict[str, tuple[Change, object]] = {}
+
+    def mark(self) -> None:
+        """A life begins."""
+        self._baseline = self._read()
+        # The functions themselves: what replaced one tells nothing of it, and it is what must be put back.
+        self._functions = {name: _function(name) for name in self._baseline.settings if _is_function(name)}
+
+    def adopt(self, owner: Owner) -> None:
+        """What the import of a module has set or made is what lives must leave as it is.
+
+        Args:
+            owner: the import, with what it took.
+        """
+        if self._baseline is None:
+            return
+        settings = {
+            name: text for name, text in {**self._baseline.settings, **owner.settings}.items() if text != ABSENT
+        }
+        groups = dict.fromkeys(owner.items.get("process-groups", ()), 1)
+        groups.update(self._baseline.items["process-groups"])
+        items = {**self._baseline.items, "process-groups": groups}
+        self._baseline = dataclasses.replace(self._baseline, settings=settings, items=items)
+        known = (name for name in owner.settings if _is_function(name) and name in settings)
+        self._functions.update((name, _function(name)) for name in known)
+
+    def findings(self, stage: str, *, remedies: bool) -> list[Finding]:
+        """What is there now and was not at the mark, or is not as it was; of process groups, not at the first mark.
+
+        Args:
+            stage: after which this is.
+            remedies: whether to undo each, to show that this ends it.
+        """
+        assert self._baseline is not None
+        now = self._read()
+        there = now.items["process-groups"].keys()
+        new = there - self._baseline.items["process-groups"].keys()
+        groups = [name for name in self._groups_of_earlier if name in there and name not in new] + sorted(new)
+        self._groups_of_earlier = tuple(groups)
+        found = []
+        if groups:
+            leak = _leak("process-groups", dict.fromkeys(groups, 1), stage, "process groups")
+            actions = actions_for(leak, patience=0, may_unfreeze=False) if remedies else []
+            found.append(try_actions(leak, actions, _groups_now, self._driver))
+        changes = {change.name: change for change in changes_between(self._baseline.settings, now.settings)}
+        changes = {
+            name: change
+            for name, change in changes.items()
+            # What puts back what an earlier life had changed is no change.
+            if self._is_judged(change) and not (name in self._left and self._left[name][0].before == change.now)
+        }
+        if remedies:
+            changes |= {first.name: first for first, _ in self._left.values() if still_changed((first,))}
+        found += [self._changed(change, stage, remedies=remedies) for change in changes.values()]
+        for name, change in changes.items():
+            self._left.setdefault(name, (change, self._functions.get(name)))
+        if remedies:
+            self._left.clear()
+        return found
+
+    def _is_judged(self, change: Change) -> bool:
+        if self._environment is None:
+            return change.before != ABSENT
+        return ABSENT not in (change.before, change.now) or not self._environment.is_librarys(change.name)
+
+    def _changed(self, change: Change, stage: str, *, remedies: bool) -> Finding:
+        leak = _leak("globals", {change.setting: 1}, stage, "process-wide settings")
+        finding = msgspec.structs.replace(
+            leak.finding, message=f"{changed_settings.told(change)}, and not restored at {stage}"
+        )
+        _, function = self._left.get(change.name, (change, self._functions.get(change.name)))
+        actions = [_putting_back(change.name, function)] if function is not None else []
+        leak = ItemLeak(finding, leak.key, leak.names, leak.subject, changes=(change,))
+        actions = actions or actions_for(leak, patience=0, may_unfreeze=False)
+        if not remedies:
+            return msgspec.structs.replace(leak.finding, advice=advice((change,)))
+        return try_actions(leak, actions, lambda: _still(change), self._driver)
+
+
+def _leak(resource: Resource, names: Mapping[str, int], stage: str, unit: str) -> ItemLeak:
+    holder = listed(resource, names)
+    # Groups are numbered through the process's life; settings have names of their own.
+    suspects = tuple(names) if resource == "globals" else ()
+    former = fingerprint(resource=resource, device="", stage=stage, suspects=(*suspects, "not-restored"))
+    mark = former
+    if resource != "globals":
+        mark = fingerprint_of_items(
+            resource, names, resource=resource, device="", stage=stage, suspects=("not-restored",)
+        )
+    finding = Finding(
+        resource=resource,
+        cause="not-restored",
+        bytes=0,
+        count=len(names),
+        device="",
+        stage=stage,
+        message=f"{format_amount(len(names), unit)} did not come back at {stage}: {holder}",
+        fingerprint=mark,
+        former_fingerprint=former if former != mark else "",
+        holder=holder,
+    )
+    return ItemLeak(finding, resource, names, 0)
+
+
+def _still(change: Change) -> Mapping[str, int]:
+    return {left.setting: 1 for left in still_changed((change,))}
+
+
+def _groups_now() -> Mapping[str, int]:
+    return dict.fromkeys(process_groups(), 1)
+
+
+def _is_function(name: str) -> bool:
+    return name.startswith(("torch.accelerator.", "torch.cuda.")) and "(" not in name
+
+
+def _function(name: str) -> object:
+    module, _, attribute = name.rpartition(".")
+    return vars(sys.modules[module]).get(attribute)
+
+
+def _putting_back(name: str, function: object) -> Action:
+    module, _, attribute = name.rpartition(".")
+    return Action(f"putting {name} back", "", functools.partial(setattr, sys.modules[module], attribute, function))

@@ -1,0 +1,217 @@
+"""The reference engine as a target of the fuzzer and the fault sweep."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from lowtide.engine import (
+    EngineConfig,
+    EngineError,
+    EngineState,
+    EngineStateError,
+    LLMEngine,
+    SamplingParams,
+    checkpoint,
+)
+from lowtide.engine.config import load_model_config
+from lowtide.engine.errors import OutOfMemoryError
+from lowtide.engine.host_memory import HostBuffer
+from lowtide.engine.offloading_connector import OffloadingConnector
+from lowtide.engine.pages.cpu import CpuPages
+from lowtide.engine.pages.vmm import VmmPages
+from lowtide.engine.transfer import TransferRing
+from lowtide.leakcheck.lives.faults import Seam, ShardSeam
+from lowtide.leakcheck.lives.target import Capabilities
+
+if TYPE_CHECKING:
+    from lowtide.engine.block_pool import KVCacheUsage
+
+SMALL: Mapping[str, Any] = {"max_num_seqs": 4, "max_model_len": 128, "dtype": "float64"}
+"""Settings of every engine that is fuzzed.  In float64, because then the order of additions, which depends on what else
+is in a batch, does not decide between two tokens."""
+
+CHOICES: Mapping[str, Sequence[Any]] = {
+    "block_size": (16, 8),
+    "num_blocks": (24, 16),
+    "max_num_batched_tokens": (64, 16),
+    "enable_prefix_caching": (True, True, True, False),
+    "num_micro_batches": (1, 2),
+    "keep_host_copy": (True, False),
+    "poison_pages": (True, False),
+    "kv_offload_bytes": (0, 1 << 20),
+    "kv_transport_bytes": (0, 1 << 20),
+    # These make a life several times as long, so they come less often.
+    "process_group": (*[False] * 7, True),
+    "freeze_heap": (*[False] * 15, True),
+}
+"""What lives differ in besides; the first value is the simplest."""
+
+THOROUGH: Mapping[str, Any] = {
+    "num_micro_batches": 2,
+    "kv_offload_bytes": 1 << 20,
+    "kv_transport_bytes": 1 << 20,
+    "process_group": True,
+}
+"""The settings with which most can fail."""
+
+ON_CARD: Mapping[str, Sequence[Any]] = {"cuda_graphs": (False, True)}
+
+
+class ReferenceTarget:
+    """The reference engine with a small random model.
+
+    Args:
+        device: "cpu" or "cuda:N".
+        settings: of every engine, over `SMALL` and `CHOICES`.
+        prompt_scale: how many times as long as usual the prompts are.
+    """
+
+    def __init__(self, device: str = "cpu", settings: Mapping[str, Any] | None = None, prompt_scale: int = 1) -> None:
+        self._settings = {"device": device, **SMALL, **(settings or {})}
+        choices = {**CHOICES, **({} if device == "cpu" else ON_CARD)}
+        if prompt_scale > 1:
+            # Then the sizes are those that the settings give.
+            sizes = ("num_blocks", "block_size", "kv_offload_bytes")
+            choices = {name: values for name, values in choices.items() if name not in sizes}
+            for name in ("max_model_len", "max_num_batched_tokens"):
+                self._settings.pop(name, None)
+                choices.pop(name, None)
+        self._capabilities = Capabilities(
+            device=device,
+            configs={name: values for name, values in choices.items() if name not in (settings or {})},
+            prompt_lengths=tuple(length * prompt_scale for length in (3, 17, 40)),
+            unfinished=True,
+            sleep_levels=(1, 2),
+            sleep_modes=("wait", "abort"),
+            preserving_levels=(1, 2),
+            emptying_levels=(2,),
+            wake_tags=("weights", "kv_cache"),
+            prefix_cache=True,
+            reload=True,
+            illegal_call=EngineStateError,
+            failure=(EngineError, OutOfMemoryError),
+        )
+        config = EngineConfig(**self._settings)
+        self._vocab_size = load_model_config(config).vocab_size
+        self.engine = LLMEngine(config)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the reference engine can do: all of it."""
+        return self._capabilities
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        """A new engine, unless there is one."""
+        if self.engine.state in (EngineState.NEW, EngineState.CLOSED):
+            settings = {**self._settings, **config}
+            if settings.get("cuda_graphs"):
+                # Graphs are captured for one micro-batch.
+                settings["num_micro_batches"] = 1
+            if not settings.get("enable_prefix_caching", True):
+                # A block on the host is found by its prefix alone.
+                settings["kv_offload_bytes"] = 0
+            self.engine = LLMEngine(EngineConfig(**settings))
+        self.engine.create()
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        """Greedy tokens of each prompt."""
+        outputs = self.engine.generate([self._prompt(length) for length in prompt_lengths], _greedy(max_tokens))
+        return [output.token_ids for output in outputs]
+
+    def start(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[str]:
+        """Requests for `step`."""
+        return [self.engine.add_request(self._prompt(length), _greedy(max_tokens)) for length in prompt_lengths]
+
+    def step(self) -> Mapping[str, Sequence[int]]:
+        """One step of the engine."""
+        return {output.request_id: output.token_ids for output in self.engine.step() if output.finished}
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """End requests."""
+        self.engine.abort(request_ids)
+
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        """Put the engine to sleep; what it aborts is no output."""
+        outputs = self.engine.sleep(level, mode)  # type: ignore[arg-type]
+        return {output.request_id: output.token_ids for output in outputs if output.finish_reason != "abort"}
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        """Wake it."""
+        self.engine.wake(tags)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all prefixes."""
+        return self.engine.reset_prefix_cache()
+
+    def reload(self) -> None:
+        """Draw the weights again."""
+        self.engine.reload_weights()
+
+    def shutdown(self) -> None:
+        """Shut it down."""
+        self.engine.shutdown()
+
+    def state(self) -> str:
+        """The engine's own word for its state."""
+        return self.engine.state.value
+
+    def kv_usage(self) -> KVCacheUsage | None:
+        """Who has the KV blocks; None where there are none."""
+        alive = self.engine.state in (EngineState.RUNNING, EngineState.ASLEEP)
+        return self.engine.kv_cache_usage() if alive else None
+
+    def preserved(self) -> Mapping[str, torch.Tensor]:
+        """What must survive a sleep, by name."""
+        return self.engine.preserved_tensors()
+
+    def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
+        """Address and bytes of what captured graphs read, by name."""
+        return self.engine.graph_addresses()
+
+    def fault_seams(self) -> Sequence[Seam | ShardSeam]:
+        """The places outside torch's operators at which the engine can fail."""
+        pages = CpuPages if self._settings["device"] == "cpu" else VmmPages
+        # None of these may fail, but Ctrl-C comes when it comes.
+        gives_back = (
+            (pages, "unmap"),
+            (pages, "unpin"),
+            (HostBuffer, "close"),
+            (TransferRing, "close"),
+            (distributed, "destroy_process_group"),
+        )
+        return (
+            Seam("reserve", pages, "reserve", lambda what: OutOfMemoryError(f"no address range ({what} injected)")),
+            Seam("reserve", HostBuffer, "__init__", lambda what: OutOfMemoryError(f"no host memory ({what} injected)")),
+            Seam("map", pages, "map", lambda what: OutOfMemoryError(f"no room ({what} injected)")),
+            Seam("pin", pages, "pin", lambda what: OutOfMemoryError(f"no memory can be locked ({what} injected)")),
+            Seam("transfer", OffloadingConnector, "_copy", lambda what: RuntimeError(f"copy failed ({what} injected)")),
+            Seam("transfer", TransferRing, "_drain", lambda what: RuntimeError(f"copy failed ({what} injected)")),
+            Seam("transfer", TransferRing, "_fill", lambda what: RuntimeError(f"copy failed ({what} injected)")),
+            Seam("collective", distributed, "init_process_group", _timeout),
+            Seam("collective", distributed, "new_group", _timeout),
+            ShardSeam(checkpoint, "open_safetensors"),
+            *(Seam("interrupt", owner, name, KeyboardInterrupt) for owner, name in gives_back),
+        )
+
+    def _prompt(self, length: int) -> list[int]:
+        # Prompts of lengths that are both odd, or both even, begin alike: prefixes are shared.
+        source = random.Random(length % 2)
+        return [source.randrange(self._vocab_size) for _ in range(length)]
+
+
+def _timeout(what: str) -> BaseException:
+    return distributed.DistBackendError(f"{what}: the other ranks did not come ({what} injected)")
+
+
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+def reference(device: str = "cpu") -> ReferenceTarget:
+    """The reference engine, as the fuzzer drives it."""
+    return ReferenceTarget(device)

@@ -1,0 +1,131 @@
+"""A user's target as a life: what `lowtide check` drives through the fixed script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lowtide.leakcheck.judging.contract import holders
+from lowtide.leakcheck.lives.checked_life import simplest
+from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
+from lowtide.leakcheck.lives.target import Capabilities, TargetFactory, make_target
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowtide.probes.device.driver import Driver
+
+
+def script_of(capabilities: Capabilities) -> tuple[str, ...]:
+    """The stages of one life: to work, through a sleep of every level that there is, and to work again after each."""
+    stages = ["create", "infer"]
+    for level in capabilities.sleep_levels:
+        stages += [f"sleep({level})", "wake", "infer"]
+    if capabilities.reload:
+        stages += ["reload", "infer"]
+    return (*stages, "shutdown")
+
+
+def check_run(
+    name: str,
+    factory: TargetFactory,
+    *,
+    driver: Driver,
+    cycles: int,
+    listener: Callable[[Event], None] = lambda event: None,
+) -> LifecycleRun:
+    """The run of `cycles` fixed lives of a factory's targets.
+
+    Args:
+        name: of the subject in the report.
+        factory: makes a target; one for each life.
+        driver: whom to ask for a card's figures.
+        cycles: how many lives.
+        listener: hears of each stage before it starts.
+
+    Raises:
+        TargetError: what it makes cannot be driven.
+    """
+    able = make_target(factory).capabilities
+    return LifecycleRun(
+        name,
+        lambda: TargetLife(factory),
+        device=able.device,
+        driver=driver,
+        cycles=cycles,
+        listener=listener,
+        script=script_of(able),
+        preserving={f"sleep({level})" for level in able.preserving_levels},
+        emptying={f"sleep({level})" for level in able.emptying_levels},
+    )
+
+
+class TargetLife:
+    """One life of a target in its simplest configuration, with one prompt of each of its lengths.
+
+    Args:
+        factory: makes the target.
+
+    Raises:
+        TargetError: what it makes cannot be driven.
+    """
+
+    def __init__(self, factory: TargetFactory) -> None:
+        # What it has besides is asked for only where its capabilities, or its own methods, say so.
+        self._target: Any = make_target(factory)
+        self._able: Capabilities = self._target.capabilities
+
+    @property
+    def engine(self) -> object:
+        """What a user of the engine holds: the target's `engine`, or the target itself."""
+        return getattr(self._target, "engine", None) or self._target
+
+    def create(self) -> None:
+        """Make the engine."""
+        self._target.create(simplest(self._able))
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        """The tokens of as many prompts at a time as the target takes."""
+        lengths, most = list(self._able.prompt_lengths), self._able.max_requests
+        batches = [lengths[start : start + most] for start in range(0, len(lengths), most)]
+        return [tokens for batch in batches for tokens in self._target.infer(batch, self._able.max_tokens)]
+
+    def sleep(self, level: int) -> None:
+        """Put it to sleep, with no request unfinished."""
+        self._target.sleep(level, self._able.sleep_modes[0])
+
+    def wake(self) -> None:
+        """Wake all of it."""
+        self._target.wake(None)
+
+    def reload(self) -> None:
+        """Load its weights anew."""
+        self._target.reload()
+
+    def shutdown(self) -> None:
+        """Shut it down."""
+        self._target.shutdown()
+
+    def preserved(self) -> Mapping[str, torch.Tensor]:
+        """What must survive a sleep, by name, where the target tells."""
+        return self._told("preserved")  # type: ignore[no-any-return]
+
+    def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
+        """Address and bytes of what captured graphs read, by name, where the target tells."""
+        return self._told("graph_buffers")  # type: ignore[no-any-return]
+
+    def kv_blocks_held(self) -> Mapping[str, int]:
+        """Who holds KV blocks although no request does, with how many; the target forgets its prefixes first."""
+        if not self._able.prefix_cache or self._target.reset_prefix_cache():
+            return {}
+        usage = self._told("kv_usage")
+        return holders(usage) if usage else {"nobody that tells": 0}
+
+    def step(self) -> None:
+        """One step, where the target has steps."""
+        if self._able.unfinished:
+            self._target.step()
+
+    def _told(self, name: str) -> Any:
+        method = getattr(self._target, name, None)
+        return {} if method is None else method()

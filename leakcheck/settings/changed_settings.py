@@ -1,0 +1,137 @@
+"""What changed of the process-wide settings: which, from what to what, and told as a sentence without secrets."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from lowtide.probes.host.settings import is_entry
+from lowtide.probes.objects.described import LIBRARYS, is_text_of_tool
+
+ABSENT = ""
+"""The text of what is not there."""
+
+_MOST = 80
+"""Characters of a value that are shown."""
+
+_BEFORE = 20
+"""Characters of a long value that are shown before the place where it was changed."""
+
+_IDENTITY = re.compile(r"(?: at |^)0x[0-9a-f]+")
+_SECRET = re.compile(r"TOKEN|KEY|PASS|PWD|SECRET|CREDENTIAL|AUTH|COOKIE|SIGNATURE|PRIVATE|DSN|SALT", re.IGNORECASE)
+_LOGIN = re.compile(r"//[^/@\s]+@")
+_VARIABLE = re.compile(r"os\.environ\[(.+)\]", re.DOTALL)
+_FOLDERS = ("PWD", "OLDPWD")
+
+_MATMUL = ("torch.get_float32_matmul_precision()", "torch.backends.cuda.matmul.allow_tf32")
+_TOLD_WITH: Mapping[str, tuple[str, ...]] = {
+    "torch.backends.cuda.matmul.fp32_precision": _MATMUL,
+    "torch.backends.mkldnn.matmul.fp32_precision": _MATMUL,
+    "torch.backends.cudnn.conv.fp32_precision": ("torch.backends.cudnn.allow_tf32",),
+    "torch.backends.cudnn.rnn.fp32_precision": ("torch.backends.cudnn.allow_tf32",),
+    "torch.is_grad_enabled()": ("torch.is_inference_mode_enabled()",),
+    "torch._C._is_multithreading_enabled()": ("torch.is_inference_mode_enabled()",),
+    "torch.is_deterministic_algorithms_warn_only_enabled()": ("torch.are_deterministic_algorithms_enabled()",),
+    "torch.is_anomaly_check_nan_enabled()": ("torch.is_anomaly_enabled()",),
+}
+"""What changes, and is put back, with another setting."""
+
+
+_OF_A_COMPILER = {"sys.getrecursionlimit()": "2000"}
+"""What `torch.compile` sets with the first thing that it compiles (torch/_inductor/compile_fx.py), and leaves so."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting that is not what it was.
+
+    Attributes:
+        name: as the probe names it.
+        before: what it was, as text; `ABSENT` if it was not there.
+        now: what it is.
+    """
+
+    name: str
+    before: str
+    now: str
+
+    @property
+    def setting(self) -> str:
+        """The name, the same in every run."""
+        return _IDENTITY.sub("", self.name)
+
+
+def changes_between(
+    before: Mapping[str, str], now: Mapping[str, str], names: Iterable[str] | None = None
+) -> list[Change]:
+    """What changed, sorted by name, but for what changes with something else.
+
+    Nor does it count that an installed library's own function was set somewhere, as at the library's first use, or that
+    a tool that runs tests took its own away, as a time limit does when a test fails.
+
+    Args:
+        before: the settings as they should be.
+        now: as they are.
+        names: those to look at; None for all.
+    """
+    found = []
+    for name in now.keys() | before.keys() if names is None else names:
+        then, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
+        if _OF_A_COMPILER.get(name) == is_now:
+            continue
+        if then == is_now or LIBRARYS in name or is_now.startswith(LIBRARYS) or is_text_of_tool(then):
+            continue
+        # Of what its library had not been there for at one of the moments, nothing is known.
+        if is_entry(name) or (name in before and name in now):
+            found.append(Change(name, then, is_now))
+    changed = {change.name for change in found}
+    told_with = {name for name in changed if changed & set(_TOLD_WITH.get(name, ()))}
+    return sorted((change for change in found if change.name not in told_with), key=lambda change: change.name)
+
+
+def told(change: Change) -> str:
+    """`torch.get_num_threads() was 4, is 1`; no secret, and no more of a value than one reads."""
+    was, now = _both_shown(change)
+    if change.name.startswith(("disabled of ", "propagate of ")):
+        usual = str(change.name.startswith("propagate of "))
+        return f"{change.setting} was {was or usual}, is {now or usual}"
+    if change.name.startswith(("level of ", "os.environ[")):
+        return f"{change.setting} was {was or 'not set'}, is {now or 'not set any more'}"
+    if is_entry(change.name):
+        return f"{change.setting} was {'added' if change.before == ABSENT else 'removed'}"
+    if is_replaced(change):
+        return f"{change.name} was replaced by {now}" if was != now else f"{change.name} was replaced"
+    return f"{change.name} was {was}, is {now}"
+
+
+def is_replaced(change: Change) -> bool:
+    """Whether it is a function or a class of torch, in whose place another one is now."""
+    return change.name.startswith("torch.") and _IDENTITY.search(change.before) is not None
+
+
+def is_secret(name: str, text: str) -> bool:
+    """Whether a setting is an environment variable whose value may be a secret, by its name or its look."""
+    variable = _VARIABLE.fullmatch(name)
+    if variable is None:
+        return False
+    named: str = ast.literal_eval(variable[1])
+    return (_SECRET.search(named) is not None and named not in _FOLDERS) or _LOGIN.search(text) is not None
+
+
+def _both_shown(change: Change) -> tuple[str, str]:
+    """What it was and what it is; of two long texts what is around the place where they begin to differ."""
+    was, now = (_text(change, text) for text in (change.before, change.now))
+    pairs = enumerate(zip(was, now, strict=False))
+    alike = next((place for place, (old, new) in pairs if old != new), min(len(was), len(now)))
+    start = alike - _BEFORE if max(len(was), len(now)) > _MOST and alike > _MOST // 2 else 0
+    shown = (f"…{text[start:]}" if start and text else text for text in (was, now))
+    was, now = (text if len(text) <= _MOST else f"{text[:_MOST]}…" for text in shown)
+    return was, now
+
+
+def _text(change: Change, text: str) -> str:
+    if text and (is_secret(change.name, change.before) or is_secret(change.name, change.now)):
+        return "another value" if text == change.now and change.before else "a value that is not shown"
+    return _IDENTITY.sub("", text.removeprefix(LIBRARYS))

@@ -1,0 +1,94 @@
+"""Who set or deleted an environment variable: which line, or a library, as many do for themselves at first use."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lowtide.probes.host.passing_for import passing_for
+from lowtide.probes.objects.whose_code import is_of_python, is_of_site
+
+_CURRENT_TEST = b"PYTEST_CURRENT_TEST"
+"""In it pytest says three times per test what runs."""
+
+_RUNNERS = ("/_pytest/", "/pluggy/")
+
+
+class EnvironmentSetters:
+    """Notes who sets or deletes each variable, from `start` to `stop`.
+
+    `os.putenv` and `os.unsetenv`, which `os.environ` calls for each, are stood in for meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[str, int, str, str]] = {}
+        self._by_libraries: set[str] = set()
+        self._replaced: list[tuple[str, Callable[..., None], Callable[..., None]]] = []
+
+    def start(self) -> None:
+        """Begin to note; legal twice."""
+        if self._replaced:
+            return
+        put: Callable[..., None] = os.putenv
+        unset: Callable[..., None] = os.unsetenv
+
+        @passing_for(put, os, "putenv")
+        def putenv(name: Any, value: Any) -> None:
+            put(name, value)
+            if name != _CURRENT_TEST:
+                self._note(os.fsdecode(name), "set", sys._getframe(1))
+
+        @passing_for(unset, os, "unsetenv")
+        def unsetenv(name: Any) -> None:
+            unset(name)
+            if name != _CURRENT_TEST:
+                self._note(os.fsdecode(name), "deleted", sys._getframe(1))
+
+        self._replaced = [("putenv", put, putenv), ("unsetenv", unset, unsetenv)]
+        os.putenv, os.unsetenv = putenv, unsetenv
+
+    def stop(self) -> None:
+        """End it; legal twice."""
+        for name, original, stand_in in self._replaced:
+            if getattr(os, name) is stand_in:
+                setattr(os, name, original)
+        self._replaced.clear()
+
+    def is_librarys(self, setting: str) -> bool:
+        """Whether code of an installed library set or deleted a variable last, by itself.
+
+        Args:
+            setting: as `os.environ['NAME']`.
+        """
+        return _variable(setting) in self._by_libraries
+
+    def place_of(self, setting: str) -> str:
+        """Where a variable was set or deleted last: `set in function, file.py:12`; empty where that is not known."""
+        place = self._places.get(_variable(setting))
+        return "" if place is None else f"{place[3]} in {place[2]}, {Path(place[0]).name}:{place[1]}"
+
+    def _note(self, variable: str, what: str, frame: FrameType | None) -> None:
+        # Python's library and the test runner set what somebody else wants to have set.
+        while frame is not None and (is_of_python(file := frame.f_code.co_filename) or _is_runner(file)):
+            frame = frame.f_back
+        self._by_libraries.discard(variable)
+        self._places.pop(variable, None)
+        if frame is None or is_of_site(frame.f_code.co_filename):
+            self._by_libraries.add(variable)
+        else:
+            self._places[variable] = (frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, what)
+
+
+def _variable(setting: str) -> str:
+    found = re.fullmatch(r"os\.environ\[(.+)\]", setting, re.DOTALL)
+    return "" if found is None else str(ast.literal_eval(found[1]))
+
+
+def _is_runner(file: str) -> bool:
+    return any(part in file for part in _RUNNERS)

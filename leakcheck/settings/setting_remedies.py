@@ -1,0 +1,236 @@
+"""The code that puts process-wide settings back, or advice where there is none."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, is_secret
+from lowtide.probes.host.settings import is_entry
+from lowtide.probes.host.torch_settings import DEFAULT_STREAM, NO_LIMIT
+
+_LONGEST_LINE = 240
+"""Characters of code beyond which nobody reads it."""
+
+_MOST_LINES = 8
+"""Lines of advice about one finding."""
+
+_MOST_DISABLED = 5
+"""Loggers that nobody disables one by one."""
+
+_MODULE = re.compile(r"\b([a-z]\w*)\.")
+
+_SETTERS: Mapping[str, str] = {
+    "gc.get_threshold()": "gc.set_threshold{}",
+    "gc.get_debug()": "gc.set_debug({})",
+    "sys.getrecursionlimit()": "sys.setrecursionlimit({})",
+    "sys.getswitchinterval()": "sys.setswitchinterval({})",
+    "sys.get_int_max_str_digits()": "sys.set_int_max_str_digits({})",
+    "sys.get_coroutine_origin_tracking_depth()": "sys.set_coroutine_origin_tracking_depth({})",
+    "sys.dont_write_bytecode": "sys.dont_write_bytecode = {}",
+    "time.tzname": "time.tzset()",
+    "os.getcwd()": "os.chdir({})",
+    "umask": "os.umask({})",
+    "threading.stack_size()": "threading.stack_size({})",
+    "logging.root.manager.disable": "logging.disable({})",
+    "locale.setlocale(locale.LC_ALL)": "locale.setlocale(locale.LC_ALL, {})",
+    "socket.getdefaulttimeout()": "socket.setdefaulttimeout({})",
+    "multiprocessing.get_start_method()": "multiprocessing.set_start_method({}, force=True)",
+    "numpy.geterr()": "numpy.seterr(**{})",
+    "torch.get_default_dtype()": "torch.set_default_dtype({})",
+    "torch.get_num_threads()": "torch.set_num_threads({})",
+    "torch.is_grad_enabled()": "torch.set_grad_enabled({})",
+    "torch.is_anomaly_enabled()": "torch.set_anomaly_enabled({})",
+    "torch.is_anomaly_check_nan_enabled()": "torch.set_anomaly_enabled(torch.is_anomaly_enabled(), {})",
+    "torch.are_deterministic_algorithms_enabled()": "torch.use_deterministic_algorithms({})",
+    "torch.is_deterministic_algorithms_warn_only_enabled()": (
+        "torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only={})"
+    ),
+    "torch.is_warn_always_enabled()": "torch.set_warn_always({})",
+    "torch.is_autocast_cache_enabled()": "torch.set_autocast_cache_enabled({})",
+    "torch.get_float32_matmul_precision()": "torch.set_float32_matmul_precision({})",
+    "torch.backends.cuda.flash_sdp_enabled()": "torch.backends.cuda.enable_flash_sdp({})",
+    "torch.backends.cuda.mem_efficient_sdp_enabled()": "torch.backends.cuda.enable_mem_efficient_sdp({})",
+    "torch.backends.cuda.math_sdp_enabled()": "torch.backends.cuda.enable_math_sdp({})",
+    "torch.backends.cuda.cudnn_sdp_enabled()": "torch.backends.cuda.enable_cudnn_sdp({})",
+    "torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()": (
+        "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp({})"
+    ),
+    "torch.backends.nnpack.enabled": "torch.backends.nnpack.set_flags({})",
+    "torch.backends.quantized.engine": "torch._C._set_qengine({})",
+    "torch._C._is_multithreading_enabled()": "torch._C._set_multithreading_enabled({})",
+    "torch._C._accelerator_getAllocatorSettings()": "torch._C._accelerator_setAllocatorSettings({})",
+    "torch.__future__.get_swap_module_params_on_conversion()": (
+        "torch.__future__.set_swap_module_params_on_conversion({})"
+    ),
+    "torch.__future__.get_overwrite_module_params_on_conversion()": (
+        "torch.__future__.set_overwrite_module_params_on_conversion({})"
+    ),
+    "torch._tensor_str.PRINT_OPTS": "torch.set_printoptions({})",
+    "torch.set_flush_denormal": "torch.set_flush_denormal({})",
+    "torch.multiprocessing.get_sharing_strategy()": "torch.multiprocessing.set_sharing_strategy({})",
+    "torch.cuda.current_device()": "torch.cuda.set_device({})",
+}
+"""The code that sets a setting, with a place for what it was."""
+
+_PATTERNS: Mapping[str, str] = {
+    r"torch\.is_autocast_enabled\((.+)\)": "torch.set_autocast_enabled({name}, {value})",
+    r"torch\.get_autocast_dtype\((.+)\)": "torch.set_autocast_dtype({name}, {value})",
+    r"(torch\.backends\..+[^)])": "{name} = {value}",
+    r"(decimal\.getcontext\(\)\.(?!traps).+)": "{name} = {value}",
+    r"(logging\.raiseExceptions)": "{name} = {value}",
+    r"resource\.getrlimit\((.+)\)": "resource.setrlimit({name}, {value})",
+    r"numpy\.get_printoptions\(\)\['(\w+)'\]": "numpy.set_printoptions({name}={value})",
+}
+
+_ADVICE: Mapping[str, str] = {
+    "torch.get_num_interop_threads()": (
+        "it can be set once in a process: set it in conftest.py, or run the test in a process of its own"
+    ),
+    "torch.is_inference_mode_enabled()": "leave torch.inference_mode() again: use it in a with statement",
+    "torch.autograd._profiler_enabled()": "stop the profiler: use it in a with statement",
+    "torch dispatch mode ": "leave the mode again: use it in a with statement",
+    "torch function mode ": "leave the mode again: use it in a with statement",
+    "torch hook ": "call remove() of the handle that registering the hook gave",
+    "torch's default hook for saved tensors": "leave saved_tensors_hooks again: use it in a with statement",
+    "decimal.getcontext().traps": "change them in a with decimal.localcontext() block only",
+    "os.environ[": "monkeypatch.setenv and monkeypatch.delenv put a variable back when the test ends",
+    "warnings filter ": "change the filters in a with warnings.catch_warnings() block only",
+    "asyncio.get_event_loop_policy()": "keep the policy that was there, and set it again when the test ends",
+    "gc.callbacks entry ": "remove it from gc.callbacks when the test ends",
+}
+_OTHERWISE = "keep what was there before, and put it back when the test ends (monkeypatch.setattr does)"
+
+
+def undoing(changes: Iterable[Change]) -> list[str]:
+    """The lines of code that put settings back; none if one of the settings takes more than code."""
+    lines = [undo(change) for change in _each_once(changes)]
+    return [line for line in dict.fromkeys(lines) if line is not None] if None not in lines else []
+
+
+def advice(changes: Sequence[Change]) -> str:
+    """What to do about settings: the code that puts them back, and words where there is none."""
+    told = []
+    for change in _each_once(changes):
+        words = next((text for start, text in _ADVICE.items() if change.name.startswith(start)), _OTHERWISE)
+        told.append(undo(change) or f"{change.setting}: {words}")
+    lines = list(dict.fromkeys(told))
+    if sum(change.name.startswith("disabled of ") for change in changes) >= _MOST_DISABLED:
+        # As `logging.config` does where it is not told otherwise.
+        lines.insert(0, "give logging.config disable_existing_loggers=False")
+    return "; ".join(lines[:_MOST_LINES]) + (f"; and {len(lines) - _MOST_LINES} more" if lines[_MOST_LINES:] else "")
+
+
+def _each_once(changes: Iterable[Change]) -> list[Change]:
+    """Without the second name of a setting that has two."""
+    found = {change.name: change for change in changes}
+    if "torch.get_float32_matmul_precision()" in found:
+        found.pop("torch.backends.cuda.matmul.allow_tf32", None)
+    return list(found.values())
+
+
+def undo(change: Change) -> str | None:
+    """The code that puts one setting back; None where it takes an object that has no expression, or a secret."""
+    line = _entry(change) if is_entry(change.name) else _value(change.name, change.before)
+    return line if line is not None and len(line) <= _LONGEST_LINE else None
+
+
+def run(lines: Iterable[str]) -> None:
+    """Run the lines of code that put settings back."""
+    for line in lines:
+        names = [name for name in _MODULE.findall(line) if name in sys.modules]
+        exec(line, {name: importlib.import_module(name) for name in names})
+
+
+def _entry(change: Change) -> str | None:
+    name, before = change.name, change.before
+    if name.startswith("os.environ["):
+        if before == ABSENT:
+            return f"os.environ.pop({name.removeprefix('os.environ[')[:-1]})"
+        return None if is_secret(name, before) else f"{name} = {before}"
+    if name.startswith("level of "):
+        return f"{name.removeprefix('level of ')}.setLevel({before or 0})"
+    if name.startswith("sys.path entry "):
+        entry = name.removeprefix("sys.path entry ")
+        return f"sys.path.remove({entry})" if before == ABSENT else f"sys.path.append({entry})"
+    if name.startswith("handler ") and before == ABSENT:
+        return _removing_handler(name)
+    for switch, usual in (("disabled", False), ("propagate", True)):
+        if name.startswith(f"{switch} of "):
+            return f"{name.removeprefix(f'{switch} of ')}.{switch} = {before or usual}"
+    for place in ("sys.meta_path", "sys.path_hooks", "gc.callbacks"):
+        if name.startswith(f"{place} entry ") and before == ABSENT:
+            return _removing_from(place, name.rpartition(" at ")[2])
+    return None
+
+
+def _removing_from(place: str, identity: str) -> str | None:
+    """The deletion of an entry of a list of the interpreter's, by its place."""
+    module, _, attribute = place.partition(".")
+    found: Any = vars(sys.modules[module])[attribute]
+    places = [turn for turn, item in enumerate(found) if hex(id(item)) == identity] if type(found) is list else []
+    return f"del {place}[{places[0]}]" if places else None
+
+
+def _removing_handler(name: str) -> str | None:
+    where, _, identity = name.partition(" of logging.")[2].rpartition(" at ")
+    named = re.fullmatch(r"getLogger\((.+)\)", where, re.DOTALL)
+    logger = logging.root if named is None else logging.getLogger(ast.literal_eval(named[1]))
+    # Somebody may have put something else there.
+    handlers = logger.handlers if type(logger.handlers) is list else []
+    places = [place for place, item in enumerate(handlers) if hex(id(item)) == identity]
+    return f"logging.{where}.removeHandler(logging.{where}.handlers[{places[0]}])" if places else None
+
+
+def _value(name: str, before: str) -> str | None:
+    if name in _SETTERS:
+        return _SETTERS[name].format(before)
+    for pattern, code in _PATTERNS.items():
+        if match := re.fullmatch(pattern, name):
+            return code.format(name=match[1], value=before)
+    if name == "asyncio.get_event_loop_policy()":
+        return "asyncio.set_event_loop_policy(None)" if before == "default" else None
+    if name == "tracemalloc.is_tracing()":
+        return f"tracemalloc.{'start' if before == 'True' else 'stop'}()"
+    if name in ("gc.isenabled()", "faulthandler.is_enabled()"):
+        return f"{name.partition('.')[0]}.{'enable' if before == 'True' else 'disable'}()"
+    if name == "torch.get_default_device()":
+        return f"torch.set_default_device({None if before == 'cpu' else before!r})"
+    if match := re.fullmatch(r"(torch\.backends\.cuda\.preferred_\w+_library)\(\)", name):
+        return f"{match[1]}({before.rpartition('.')[2].lower()!r})"
+    if name == "torch.cuda.get_per_process_memory_fraction()":
+        if before == NO_LIMIT:
+            every = "for card in range(torch.cuda.device_count())"
+            return f"[torch.cuda.set_per_process_memory_fraction(1.0, card) {every}]"
+        shares = enumerate(ast.literal_eval(before))
+        return "; ".join(f"torch.cuda.set_per_process_memory_fraction({share}, {card})" for card, share in shares)
+    if name == "torch.cuda.current_stream()":
+        stream = "default_stream()" if before == DEFAULT_STREAM else f"Stream{before}"
+        return f"torch.cuda.set_stream(torch.cuda.{stream})"
+    expression = _expression(before)
+    if expression is None or expression == name:
+        return None
+    if name.startswith("signal.getsignal("):
+        return f"signal.signal({name.removeprefix('signal.getsignal(')[:-1]}, {expression})"
+    if name.startswith(("sys.get", "threading.get", "logging.get", "numpy.get")):
+        return f"{name.replace('.get', '.set', 1).removesuffix('()')}({expression})"
+    return f"{name} = {expression}" if re.fullmatch(r"[\w.]+", name) else None
+
+
+def _expression(text: str) -> str | None:
+    """An expression for an object, by its text: a constant, or the name under which its module has it still."""
+    path, _, identity = text.rpartition(" at ")
+    if not path:
+        return text if text == "None" or text.startswith("signal.") else None
+    module, _, name = path.rpartition(".")
+    # The interpreter keeps its own hooks under a second name.
+    for candidate in (name, f"__{name.lstrip('_')}__"):
+        found: Any = getattr(sys.modules.get(module), candidate, None)
+        if found is not None and hex(id(found)) == identity:
+            return f"{module}.{candidate}"
+    return None

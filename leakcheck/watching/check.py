@@ -1,0 +1,144 @@
+"""`LeakCheck`: the judgement of `pytest --leakcheck` around any block of code."""
+
+from __future__ import annotations
+
+import gc
+import shlex
+import sys
+import threading
+from contextlib import ExitStack
+from datetime import date, datetime, timezone
+from types import TracebackType
+from typing import Literal
+
+import lowtide
+from lowtide.leakcheck.baseline.import_watch import ImportWatch
+from lowtide.leakcheck.baseline.readings import this_machine
+from lowtide.leakcheck.suppressions.entries import shipped
+from lowtide.leakcheck.watching.sleep_watch import SleepWatch
+from lowtide.leakcheck.watching.watch import Policy, Watch
+from lowtide.probes.device.driver import find_driver
+from lowtide.probes.heap.births import young_generations_tell
+from lowtide.probes.stages import Stage, listening
+from lowtide.reports.outcomes import judged_as
+from lowtide.reports.schema import Report, Subject
+
+
+class LeakCheckError(RuntimeError):
+    """`LeakCheck` was used in a way that cannot work; the message says what would."""
+
+
+class LeakCheck:
+    """What a block of code leaves behind: `with LeakCheck() as check: …`, then `check.report`.
+
+    Local variables of the block outlive it: delete those that hold what should be gone, or put the code into a
+    function. Stages that the code marks with `lowtide.stage` are those of its findings. Blocks do not nest.
+
+    Args:
+        name: what to call the block in the report.
+        tolerance: bytes that may stay of each resource.
+        settle: seconds without movement after which waiting for threads, processes or the driver ends.
+        stacks: whose memory's allocation is recorded with its stack: "auto" (cards), "all" (the host too), "off".
+        remedies: whether to try what would give a leak back, right after the block.  That changes the program: it
+            deletes what the block left, and what it changed is listed with the finding.
+    """
+
+    def __init__(
+        self,
+        name: str = "block",
+        *,
+        tolerance: int = 0,
+        settle: float = 0.5,
+        stacks: Literal["auto", "all", "off"] = "auto",
+        remedies: bool = False,
+    ) -> None:
+        self._name = name
+        self._watch = Watch(
+            Policy(tolerance=tolerance, settle=settle, stacks=stacks, remedies="now" if remedies else "never")
+        )
+        self._imports = ImportWatch(self._watch.enter, self._watch.leave)
+        self._stack = ExitStack()
+        self._report: Report | None = None
+        self._outer: list[str] = []
+        self._sleeps = SleepWatch()
+
+    def __enter__(self) -> LeakCheck:
+        if not young_generations_tell():
+            raise LeakCheckError(
+                "LeakCheck needs CPython 3.10 to 3.13 with the interpreter lock, whose collector has generations"
+            )
+        # What is garbage already must not come back during the block.
+        gc.collect()
+        with ExitStack() as stack:
+            stack.callback(self._watch.close)
+            self._watch.open()
+            stack.enter_context(listening(self))
+            stack.callback(self._imports.remove)
+            self._imports.install()
+            self._watch.begin("block", module=self._name)
+            self._imports.active = True
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._imports.active = False
+        with self._stack:
+            if error is not None:
+                # Its traceback holds the frames of the block: nothing can be said yet.
+                self._report = self._reported(
+                    Subject(id=self._name, outcome="error", reason=f"the block raised {type(error).__name__}")
+                )
+                return
+            verdict = self._watch.end()
+            findings = shipped().apply((*verdict.findings, *self._sleeps.take()), date.today()).findings
+            leaks = any(finding.suppressed_by is None for finding in findings)
+            outcome, reason = judged_as("leak" if leaks else "clean", verdict.not_measured)
+            self._report = self._reported(
+                Subject(
+                    id=self._name,
+                    outcome=outcome,
+                    reason=reason,
+                    findings=findings,
+                    not_measured=verdict.not_measured,
+                )
+            )
+
+    @property
+    def report(self) -> Report:
+        """What was found.
+
+        Raises:
+            LeakCheckError: the block has not ended.
+        """
+        if self._report is None:
+            raise LeakCheckError("there is no report before the block has ended: ask for it after the with statement")
+        return self._report
+
+    def stage_entered(self, stage: Stage) -> None:
+        """What appears from here on appeared in this stage."""
+        if stage.thread == threading.main_thread().ident:
+            self._outer.append(self._watch.stage_now)
+            self._watch.phase("/".join(stage.path), again=True)
+            self._sleeps.entered(stage)
+
+    def stage_left(self, stage: Stage, error: BaseException | None) -> None:
+        """And from here on in the one around it."""
+        if stage.thread == threading.main_thread().ident:
+            self._watch.phase(self._outer.pop())
+            self._sleeps.left(stage, error)
+
+    def _reported(self, subject: Subject) -> Report:
+        driver = find_driver()
+        try:
+            return Report(
+                schema="lowtide-report/1",
+                version=lowtide.__version__,
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                command=shlex.join(sys.argv),
+                machine=this_machine(driver),
+                subjects=(subject,),
+            )
+        finally:
+            driver.close()

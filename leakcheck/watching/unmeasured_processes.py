@@ -1,0 +1,183 @@
+"""Memory that other processes of the program hold, where no probe looks: an engine in a child is never called clean."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+import psutil
+
+from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.probes.device.driver import Driver
+from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.process_tree import ProcessMemory, ProcessTree, TreeMemory
+from lowtide.reports.schema import CardMemory, NotMeasured, OtherProcess
+from lowtide.reports.sizes import format_bytes
+
+SHARE = 0.1
+"""The part of the tree's private memory from which on a process is one that had to be seen."""
+
+FLOOR = 32 << 20
+"""Bytes of its own below which a process is a helper: as much may move in this process without being told."""
+
+_BUDGET_S = 0.02
+_BUDGET_SHARE = 0.1
+"""Seconds, and of the time since the beginning the share, that looks at stages may cost."""
+
+_DATA_WORKER = "pt_data_worker"
+"""The name of the processes of torch's DataLoader.  They hand over what they load in shared memory, which is judged."""
+
+_WORKER_IMPORTS = 512 << 20
+"""Bytes that such a process may have from importing, if it was not forked: torch's build for CPUs takes 150 MiB, that
+for cards and the program's own modules more."""
+
+_HELPERS = ("torch_shm_manag",)
+"""The names, as the kernel cuts them, of programs that serve a library: torch's removes shared memory whose processes
+have ended.  It has libtorch loaded, and what it looks after is in /dev/shm, which is judged."""
+
+_ADVICE = {
+    "vllm": "run the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) to have it judged",
+    "": "run the engine in this process, or the check in the engine's, to have it judged",
+}
+
+
+class UnseenMemory:
+    """Remembers, from a beginning on, which descendants held memory that had to be seen.
+
+    Args:
+        tree: whose processes.
+        driver: gives whom to ask for memory on cards, once there is a process to ask about; None if cards do not count.
+    """
+
+    def __init__(self, tree: ProcessTree, driver: Callable[[], Driver] | None) -> None:
+        self._tree = tree
+        self._driver = driver
+        self._memory = TreeMemory(tree)
+        self._found: dict[int, ProcessMemory] = {}
+        self._told: set[int] = set()
+        self._is_looking = False
+        self._begun, self._spent = time.perf_counter(), 0.0
+
+    def begin(self, now: Counters | None = None) -> None:
+        """What was found before is no matter any more.
+
+        Args:
+            now: the counters, where they have just been read.
+        """
+        self._found.clear()
+        self._begun, self._spent = time.perf_counter(), 0.0
+        self._memory.note(_held(now))
+
+    def is_told(self, pids: Iterable[int]) -> None:
+        """These processes are findings: what they and theirs hold is not told again."""
+        self._told.update(pids)
+
+    def look(self, *, always: bool = False, now: Counters | None = None) -> None:
+        """Look at the tree; next to free where there is none.
+
+        Args:
+            always: whether it must be looked at however long earlier looks have taken.
+            now: the counters, where they have just been read: they say whether there is a tree.
+        """
+        if self._is_looking:
+            return  # asking the driver for the first time imports its library, which is noticed like any import
+        self._is_looking = True
+        try:
+            self._look(always=always, now=now)
+        finally:
+            self._is_looking = False
+
+    def _look(self, *, always: bool, now: Counters | None) -> None:
+        started = time.perf_counter()
+        if not always and self._spent > _BUDGET_S + _BUDGET_SHARE * (started - self._begun):
+            return
+        if not (self._tree.any_alive() if now is None else now.items["processes"]):
+            self._memory.note(_held(now))
+            return
+        own, processes = self._memory.read(self._driver, floor=FLOOR)
+        whole = own + sum(process.own for process in processes)
+        for process in processes:
+            had_to_be_seen = bool(process.cards) or (
+                process.own >= FLOOR and process.own > SHARE * whole and not _is_helper(process.pid)
+            )
+            if had_to_be_seen and not process.cards and not process.forked and _is_data_worker(process.pid):
+                had_to_be_seen = process.own - _WORKER_IMPORTS > SHARE * whole
+                if not had_to_be_seen:
+                    # It has its name only once it has imported everything.
+                    self._found.pop(process.pid, None)
+            if had_to_be_seen and not (self._told and self._is_of_told(process.pid)):
+                before = self._found.get(process.pid)
+                self._found[process.pid] = process if before is None else max(before, process, key=_size)
+        self._spent += time.perf_counter() - started
+
+    @property
+    def not_measured(self) -> tuple[NotMeasured, ...]:
+        """One for each process that was found since the beginning, the largest first."""
+        return tuple(map(_not_measured, sorted(self._found.values(), key=_size, reverse=True)))
+
+    def _is_of_told(self, pid: int) -> bool:
+        try:
+            line = [pid, *(parent.pid for parent in psutil.Process(pid).parents())]
+        except psutil.Error:  # it ended
+            return pid in self._told
+        return not self._told.isdisjoint(line)
+
+
+def _held(now: Counters | None) -> int | None:
+    return None if now is None else now.amounts["host-memory"]
+
+
+def _size(process: ProcessMemory) -> tuple[int, int]:
+    return sum(size or 1 for size in process.cards.values()), _on_host(process)
+
+
+def _on_host(process: ProcessMemory) -> int:
+    return process.resident if process.private is None else process.private
+
+
+def _not_measured(process: ProcessMemory) -> NotMeasured:
+    parts = [
+        f"a context on {device}, whose size the driver does not tell"
+        if size is None
+        else f"{format_bytes(size)} on {device}"
+        for device, size in process.cards.items()
+    ]
+    host = f"{format_bytes(_on_host(process))} host"
+    parts.append(host if process.private is not None else f"{host} (resident: what is its own may not be read)")
+    return NotMeasured(
+        what=f"memory of pid {process.pid} ({process.name}): {', '.join(parts)}",
+        why=_ADVICE["vllm" if _is_vllm(process.name) else ""],
+        process=OtherProcess(
+            pid=process.pid,
+            name=process.name,
+            host=process.private,
+            cards=tuple(CardMemory(device=device, bytes=size) for device, size in process.cards.items()),
+        ),
+    )
+
+
+def _is_vllm(name: str) -> bool:
+    """Whether a process is vLLM's: by its title, or where it has none because this process uses vLLM."""
+    return "vllm" in name.lower() or ("vllm" in sys.modules and "sglang" not in name.lower())
+
+
+def _is_helper(pid: int) -> bool:
+    """Whether a process serves a library, and is no engine whatever it holds on the host."""
+    names: Collection[str] = exempt("processes", (str(pid),))
+    try:
+        return bool(names) or _comm(pid) in _HELPERS
+    except OSError:  # it ended
+        return True
+
+
+def _is_data_worker(pid: int) -> bool:
+    try:
+        return _comm(pid) == _DATA_WORKER
+    except OSError:  # it ended
+        return False
+
+
+def _comm(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()

@@ -1,0 +1,181 @@
+"""Modules under the names that they had before: the old name still imports the same module, and warns.
+
+The public interface (`lowtide.LeakCheck`, `lowtide.stage`, targets, the plugin) has not moved; this is for files that
+import from deeper inside.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+
+RENAMED = {
+    "lowtide.leakcheck.blas_handles": "lowtide.leakcheck.libraries.blas_handles",
+    "lowtide.leakcheck.books": "lowtide.leakcheck.baseline.records",
+    "lowtide.leakcheck.budget": "lowtide.leakcheck.judging.budget",
+    "lowtide.leakcheck.cached_values": "lowtide.leakcheck.findings.cached_values",
+    "lowtide.leakcheck.cards": "lowtide.leakcheck.baseline.device_memory",
+    "lowtide.leakcheck.causes": "lowtide.leakcheck.findings.causes",
+    "lowtide.leakcheck.changed_settings": "lowtide.leakcheck.settings.changed_settings",
+    "lowtide.leakcheck.check": "lowtide.leakcheck.watching.check",
+    "lowtide.leakcheck.checked_life": "lowtide.leakcheck.lives.checked_life",
+    "lowtide.leakcheck.contract": "lowtide.leakcheck.judging.contract",
+    "lowtide.leakcheck.cuts": "lowtide.leakcheck.explaining.cuts",
+    "lowtide.leakcheck.damage": "lowtide.leakcheck.lives.damaged_checkpoints",
+    "lowtide.leakcheck.declarations": "lowtide.leakcheck.explaining.declarations",
+    "lowtide.leakcheck.deep_reading": "lowtide.leakcheck.baseline.deep_reading",
+    "lowtide.leakcheck.empty_pools": "lowtide.leakcheck.findings.empty_pools",
+    "lowtide.leakcheck.endings": "lowtide.leakcheck.explaining.teardown_methods",
+    "lowtide.leakcheck.entries": "lowtide.leakcheck.explaining.container_entries",
+    "lowtide.leakcheck.environment_setters": "lowtide.leakcheck.settings.environment_setters",
+    "lowtide.leakcheck.exemptions": "lowtide.leakcheck.judging.exemptions",
+    "lowtide.leakcheck.explain": "lowtide.leakcheck.explaining.explain",
+    "lowtide.leakcheck.expressions": "lowtide.leakcheck.explaining.expressions",
+    "lowtide.leakcheck.fault_sweep": "lowtide.leakcheck.fuzzing.fault_sweep",
+    "lowtide.leakcheck.faults": "lowtide.leakcheck.lives.faults",
+    "lowtide.leakcheck.filled_caches": "lowtide.leakcheck.baseline.filled_caches",
+    "lowtide.leakcheck.fingerprints": "lowtide.leakcheck.judging.fingerprints",
+    "lowtide.leakcheck.first_use": "lowtide.leakcheck.libraries.first_use",
+    "lowtide.leakcheck.fuzz": "lowtide.leakcheck.fuzzing.fuzz",
+    "lowtide.leakcheck.fuzz_command": "lowtide.leakcheck.cli.fuzz_command",
+    "lowtide.leakcheck.graph_parts": "lowtide.leakcheck.findings.graph_parts",
+    "lowtide.leakcheck.growth": "lowtide.leakcheck.judging.buffer_growth",
+    "lowtide.leakcheck.host_arrays": "lowtide.leakcheck.findings.host_arrays",
+    "lowtide.leakcheck.imported": "lowtide.leakcheck.baseline.imported_modules",
+    "lowtide.leakcheck.imports": "lowtide.leakcheck.baseline.import_watch",
+    "lowtide.leakcheck.inspectors": "lowtide.leakcheck.explaining.inspectors",
+    "lowtide.leakcheck.interrupts": "lowtide.leakcheck.lives.interrupts",
+    "lowtide.leakcheck.item_findings": "lowtide.leakcheck.findings.item_findings",
+    "lowtide.leakcheck.judge": "lowtide.leakcheck.judging.judge",
+    "lowtide.leakcheck.kept_memory": "lowtide.leakcheck.baseline.small_retention",
+    "lowtide.leakcheck.ladder": "lowtide.leakcheck.judging.ladder",
+    "lowtide.leakcheck.late_release": "lowtide.leakcheck.judging.late_release",
+    "lowtide.leakcheck.ledger": "lowtide.leakcheck.baseline.owner_levels",
+    "lowtide.leakcheck.leftovers": "lowtide.leakcheck.findings.life_findings",
+    "lowtide.leakcheck.level_growth": "lowtide.leakcheck.judging.level_growth",
+    "lowtide.leakcheck.library_caches": "lowtide.leakcheck.libraries.library_caches",
+    "lowtide.leakcheck.library_items": "lowtide.leakcheck.libraries.library_items",
+    "lowtide.leakcheck.life_model": "lowtide.leakcheck.lives.life_model",
+    "lowtide.leakcheck.lifecycle": "lowtide.leakcheck.lives.lifecycle",
+    "lowtide.leakcheck.listing": "lowtide.leakcheck.judging.items",
+    "lowtide.leakcheck.metrics": "lowtide.leakcheck.judging.metrics",
+    "lowtide.leakcheck.native_files": "lowtide.leakcheck.libraries.native_files",
+    "lowtide.leakcheck.native_holders": "lowtide.leakcheck.explaining.native_holders",
+    "lowtide.leakcheck.owner_growth": "lowtide.leakcheck.findings.owner_growth",
+    "lowtide.leakcheck.owners": "lowtide.leakcheck.baseline.owners",
+    "lowtide.leakcheck.past_torch": "lowtide.leakcheck.libraries.cards_without_torch",
+    "lowtide.leakcheck.path_names": "lowtide.leakcheck.explaining.path_names",
+    "lowtide.leakcheck.plain": "lowtide.leakcheck.judging.tolerances",
+    "lowtide.leakcheck.process_state": "lowtide.leakcheck.lives.process_state",
+    "lowtide.leakcheck.progress": "lowtide.leakcheck.cli.progress",
+    "lowtide.leakcheck.readings": "lowtide.leakcheck.baseline.readings",
+    "lowtide.leakcheck.reference": "lowtide.leakcheck.lives.reference",
+    "lowtide.leakcheck.reference_target": "lowtide.leakcheck.lives.reference_target",
+    "lowtide.leakcheck.remains": "lowtide.leakcheck.baseline.orphaned_files",
+    "lowtide.leakcheck.remedies": "lowtide.leakcheck.findings.remedies",
+    "lowtide.leakcheck.running_threads": "lowtide.leakcheck.findings.running_threads",
+    "lowtide.leakcheck.setting_history": "lowtide.leakcheck.settings.setting_history",
+    "lowtide.leakcheck.setting_remedies": "lowtide.leakcheck.settings.setting_remedies",
+    "lowtide.leakcheck.shared_card": "lowtide.leakcheck.baseline.shared_card",
+    "lowtide.leakcheck.shared_memory": "lowtide.leakcheck.baseline.shared_memory",
+    "lowtide.leakcheck.shared_sweep": "lowtide.leakcheck.fuzzing.shared_sweep",
+    "lowtide.leakcheck.shorten": "lowtide.leakcheck.fuzzing.shorten",
+    "lowtide.leakcheck.sleep_watch": "lowtide.leakcheck.watching.sleep_watch",
+    "lowtide.leakcheck.small_checkpoint": "lowtide.leakcheck.lives.small_checkpoint",
+    "lowtide.leakcheck.source": "lowtide.leakcheck.fuzzing.target_source",
+    "lowtide.leakcheck.stable_names": "lowtide.leakcheck.judging.stable_names",
+    "lowtide.leakcheck.storages": "lowtide.leakcheck.baseline.storages",
+    "lowtide.leakcheck.suppression_toml": "lowtide.leakcheck.suppressions.toml",
+    "lowtide.leakcheck.suppression_writing": "lowtide.leakcheck.suppressions.writing",
+    "lowtide.leakcheck.survival": "lowtide.leakcheck.lives.preserved_state",
+    "lowtide.leakcheck.target": "lowtide.leakcheck.lives.target",
+    "lowtide.leakcheck.target_life": "lowtide.leakcheck.lives.target_life",
+    "lowtide.leakcheck.tensor_findings": "lowtide.leakcheck.findings.tensor_findings",
+    "lowtide.leakcheck.territory": "lowtide.leakcheck.explaining.library_objects",
+    "lowtide.leakcheck.transformers_target": "lowtide.leakcheck.lives.transformers_target",
+    "lowtide.leakcheck.trend": "lowtide.leakcheck.judging.trend",
+    "lowtide.leakcheck.type_growth": "lowtide.leakcheck.judging.type_growth",
+    "lowtide.leakcheck.unproven": "lowtide.leakcheck.findings.deferred_remedies",
+    "lowtide.leakcheck.unseen": "lowtide.leakcheck.watching.unmeasured_processes",
+    "lowtide.leakcheck.verify": "lowtide.leakcheck.lives.verify",
+    "lowtide.leakcheck.warm_up": "lowtide.leakcheck.libraries.warm_up",
+    "lowtide.leakcheck.watch": "lowtide.leakcheck.watching.watch",
+    "lowtide.leakcheck.witness": "lowtide.leakcheck.fuzzing.witness",
+    "lowtide.probes.address_table": "lowtide.probes.objects.address_table",
+    "lowtide.probes.autograd": "lowtide.probes.memory.autograd",
+    "lowtide.probes.births": "lowtide.probes.heap.births",
+    "lowtide.probes.buffers": "lowtide.probes.memory.buffers",
+    "lowtide.probes.c_modules": "lowtide.probes.objects.c_modules",
+    "lowtide.probes.caches": "lowtide.probes.heap.caches",
+    "lowtide.probes.capsules": "lowtide.probes.memory.capsules",
+    "lowtide.probes.contents": "lowtide.probes.memory.contents",
+    "lowtide.probes.counters": "lowtide.probes.host.counters",
+    "lowtide.probes.cxx_holders": "lowtide.probes.heap.cxx_holders",
+    "lowtide.probes.described": "lowtide.probes.objects.described",
+    "lowtide.probes.dispatch_modes": "lowtide.probes.memory.dispatch_modes",
+    "lowtide.probes.edges": "lowtide.probes.heap.edges",
+    "lowtide.probes.foreign": "lowtide.probes.objects.foreign",
+    "lowtide.probes.gc_state": "lowtide.probes.objects.gc_state",
+    "lowtide.probes.heap_graph": "lowtide.probes.heap.graph",
+    "lowtide.probes.identities": "lowtide.probes.objects.identities",
+    "lowtide.probes.interpreter_holders": "lowtide.probes.heap.interpreter_holders",
+    "lowtide.probes.interpreter_settings": "lowtide.probes.host.interpreter_settings",
+    "lowtide.probes.landmarks": "lowtide.probes.heap.landmarks",
+    "lowtide.probes.libraries": "lowtide.probes.host.libraries",
+    "lowtide.probes.makers": "lowtide.probes.host.makers",
+    "lowtide.probes.native_references": "lowtide.probes.heap.native_references",
+    "lowtide.probes.object_places": "lowtide.probes.objects.object_places",
+    "lowtide.probes.passing_for": "lowtide.probes.host.passing_for",
+    "lowtide.probes.pointers": "lowtide.probes.memory.pointers",
+    "lowtide.probes.process_events": "lowtide.probes.host.process_events",
+    "lowtide.probes.process_tree": "lowtide.probes.host.process_tree",
+    "lowtide.probes.ranges": "lowtide.probes.memory.ranges",
+    "lowtide.probes.reach": "lowtide.probes.heap.reach",
+    "lowtide.probes.settings": "lowtide.probes.host.settings",
+    "lowtide.probes.small_files": "lowtide.probes.host.small_files",
+    "lowtide.probes.stand_ins": "lowtide.probes.heap.stand_ins",
+    "lowtide.probes.tensors": "lowtide.probes.memory.tensors",
+    "lowtide.probes.thread_names": "lowtide.probes.objects.thread_names",
+    "lowtide.probes.torch_settings": "lowtide.probes.host.torch_settings",
+    "lowtide.probes.unseen_references": "lowtide.probes.heap.unseen_references",
+    "lowtide.probes.whose_code": "lowtide.probes.objects.whose_code",
+}
+"""By a module's old name, the new one."""
+
+
+class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a renamed module by its old name; asked last, so only for what nothing else finds."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """The module's specification, or None where no module had this name."""
+        new = RENAMED.get(fullname)
+        if new is None:
+            return None
+        # The frames of the import system do not count: level 2 is whoever imports.
+        warnings.warn(f"{fullname} is now {new}: import it from there", DeprecationWarning, stacklevel=2)
+        return importlib.machinery.ModuleSpec(fullname, self, origin=new)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """The renamed module itself, so that there is only one of it."""
+        module = importlib.import_module(RENAMED[spec.name])
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Gives the module back its own specification, which the import system has just replaced."""
+        spec = module.__spec__
+        if spec is not None:
+            module.__spec__ = spec.loader_state
+
+
+def install() -> None:
+    """Makes the old names importable; again it does nothing."""
+    if not any(type(finder) is OldNames for finder in sys.meta_path):
+        sys.meta_path.append(OldNames())

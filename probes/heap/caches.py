@@ -1,0 +1,235 @@
+"""Every `functools.lru_cache` that has entries, and which tensors, modules and bound objects those entries reach."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+import sys
+import weakref
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import compress
+from types import MethodType
+from typing import Any
+
+import numpy as np
+
+from lowtide.probes.heap.reach import module_namespaces, reach
+from lowtide.probes.memory.ranges import Range, merge
+from lowtide.probes.memory.tensors import held_ranges, survey_storages
+from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.objects.foreign import module_of_class, type_name
+from lowtide.probes.objects.identities import identities, misses_of
+from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+
+LRU_CACHE = type(functools.lru_cache(maxsize=1)(len))
+
+BEYOND_CACHES: tuple[type, ...] = (LRU_CACHE, logging.Handler, logging.Manager)
+"""Types that a walk from a cache's entries does not look into.
+
+Another cache holds its own entries; and from any logger a walk comes to all loggers, to their handlers, and through the
+records that these keep to whatever was ever logged.
+"""
+
+_FEW = 2000
+"""Objects behind one cache that are walked for by themselves: most caches hold fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheReading:
+    """One cache and what its entries (arguments and results) keep alive.
+
+    Attributes:
+        name: module and qualified name of the cached function.
+        entries: entries now.
+        maxsize: most entries it keeps; None without bound.
+        tensor_bytes: bytes of the storages that its entries reach, each byte once.
+        tensors: tensors that its entries reach.
+        modules: `torch.nn.Module`s that its entries reach.
+        bound_objects: type names of the objects that the bound methods reached belong to, sorted, each once.
+        truncated: whether the walk stopped at its limit, or before what another cache reaches too, so that there may be
+            more.
+        held: device, address and length of the memory behind `tensor_bytes`.
+    """
+
+    name: str
+    entries: int
+    maxsize: int | None
+    tensor_bytes: int
+    tensors: int
+    modules: int
+    bound_objects: tuple[str, ...]
+    truncated: bool
+    held: tuple[tuple[str, int, int], ...] = field(repr=False)
+
+
+def read_caches(
+    objects: Iterable[object] | Census | None = None, *, max_objects: int = 100_000, max_in_all: int | None = None
+) -> tuple[CacheReading, ...]:
+    """Reads every cache with at least one entry; sorted by name.
+
+    Args:
+        objects: what to look through; default: everything alive (`all_objects()`).
+        max_objects: how many objects to look at per cache.
+        max_in_all: how many objects to look at behind all those caches together that reach more than a few thousand.
+            Then what one of these reaches is not walked through for the next: in a real engine's process dozens of
+            caches reach the same half of the heap. Default: no limit, and each by itself.
+
+    The walk stops at modules and their namespaces, classes, code, frames, logging's manager and handlers, and other
+    caches, and of a function follows its closure and its defaults only: what lies beyond is held by others as well. It
+    does not pass to the target of a weak reference, which keeps nothing alive. The cached function itself is no entry.
+    """
+    with collector_paused():
+        census = objects if isinstance(objects, Census) else Census(all_objects() if objects is None else objects)
+        wrappers = [wrapper for wrapper in census.exactly(LRU_CACHE) if wrapper.cache_info().currsize]
+        namespaces = module_namespaces()
+        readings = [_read(*walked) for walked in walk_caches(wrappers, namespaces, max_objects, max_in_all)]
+    return tuple(sorted(readings, key=lambda reading: (reading.name, reading.entries, reading.held)))
+
+
+def bytes_held(caches: Iterable[CacheReading]) -> int:
+    """Bytes of the storages that the entries of all `caches` reach together, each byte once."""
+    by_device: dict[str, list[Range]] = {}
+    for cache in caches:
+        for device, address, length in cache.held:
+            by_device.setdefault(device, []).append((address, length))
+    return sum(length for ranges in by_device.values() for _, length in merge(ranges))
+
+
+class CacheActivity:
+    """Which caches got new entries since a mark; holds the caches weakly, and finds new ones only when told of them."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, int] = {}
+        # By place: the caches, and how often each had been asked at the mark for what it did not have.
+        self._caches: list[weakref.ref[Any]] = []
+        self._misses: Ints = np.zeros(0, np.int64)
+
+    def add(self, wrappers: Iterable[Any]) -> None:
+        """Watch these `lru_cache`s too; one that is known already changes nothing."""
+        new: list[weakref.ref[Any]] = []
+        for wrapper in wrappers:
+            place = self._places.get(id(wrapper))
+            if place is None:
+                self._places[id(wrapper)] = len(self._caches) + len(new)
+                new.append(weakref.ref(wrapper))
+            elif place < len(self._caches) and self._caches[place]() is None:
+                self._caches[place] = weakref.ref(wrapper)
+                self._misses[place] = 0
+        self._caches += new
+        self._misses = np.concatenate([self._misses, np.zeros(len(new), np.int64)])
+
+    def known(self) -> list[Any]:
+        """All that are watched and alive."""
+        return self._alive()
+
+    def mark(self) -> None:
+        """From here on."""
+        self._misses = misses_of(self._alive())
+
+    def take(self, wrappers: Iterable[Any]) -> None:
+        """What these were asked for until now counts as before the mark."""
+        asked = list(wrappers)
+        self._misses[[self._places[id(wrapper)] for wrapper in asked]] = misses_of(asked)
+
+    def changed(self) -> list[Any]:
+        """The caches that were asked since the mark for what they did not have."""
+        alive = self._alive()
+        return [alive[place] for place in np.flatnonzero(misses_of(alive) != self._misses).tolist()]
+
+    def _alive(self) -> list[Any]:
+        """The caches by their places; what is gone has none any more."""
+        alive = [reference() for reference in self._caches]
+        # Not `None in alive`, which compares every cache with it.
+        if (identities(alive) == id(None)).any():
+            there = [cache is not None for cache in alive]
+            self._misses = self._misses[there]
+            self._caches = list(compress(self._caches, there))
+            alive = list(compress(alive, there))
+            self._places = {id(cache): place for place, cache in enumerate(alive)}
+        return alive
+
+
+def walk_caches(
+    wrappers: Iterable[Any], namespaces: Collection[int], max_objects: int, max_in_all: int | None = None
+) -> Iterator[tuple[Any, list[Any], bool]]:
+    """Each cache with what its entries reach, and whether that may not be all.
+
+    Args:
+        wrappers: the caches.
+        namespaces: `module_namespaces()`.
+        max_objects: as of `read_caches`.
+        max_in_all: as of `read_caches`.
+    """
+    if max_in_all is None:
+        for wrapper in wrappers:
+            yield (wrapper, *_walk(wrapper, namespaces, max_objects))
+        return
+    large: list[Any] = []
+    for wrapper in wrappers:
+        reached, is_more = _walk(wrapper, namespaces, min(_FEW, max_objects))
+        if is_more and max_objects > _FEW:
+            large.append(wrapper)
+        else:
+            yield wrapper, reached, is_more
+    known, left = set(namespaces), max_in_all
+    for number, wrapper in enumerate(large):
+        reached, is_more = _walk(wrapper, known, min(max_objects, max(left, 1)))
+        left -= len(reached)
+        known.update(map(id, reached))
+        yield wrapper, reached, is_more or number > 0
+
+
+def _walk(wrapper: Any, namespaces: Collection[int], max_objects: int) -> tuple[list[Any], bool]:
+    return reach(cache_entries(wrapper), boundaries=BEYOND_CACHES, namespaces=namespaces, max_objects=max_objects)
+
+
+def _read(wrapper: Any, reached: list[Any], truncated: bool) -> CacheReading:
+    info = wrapper.cache_info()
+    torch = sys.modules.get("torch")
+    held: tuple[tuple[str, int, int], ...] = ()
+    tensors = modules = 0
+    if torch is not None and hasattr(torch, "nn"):
+        census = Census(reached)
+        found = census.instances_of(torch.Tensor)
+        tensors = len(found)
+        modules = len(census.instances_of(torch.nn.Module))
+        if found:
+            held = held_ranges(survey_storages(found))
+    owners = {_type_name(item.__self__) for item in reached if type(item) is MethodType}
+    return CacheReading(
+        name=_name(wrapper),
+        entries=info.currsize,
+        maxsize=info.maxsize,
+        tensor_bytes=sum(length for _, _, length in held),
+        tensors=tensors,
+        modules=modules,
+        bound_objects=tuple(sorted(owners)),
+        truncated=truncated,
+        held=held,
+    )
+
+
+def cache_entries(wrapper: Any) -> list[object]:
+    """The arguments and results that a cache holds, and the dict that holds them.
+
+    A bounded cache shows every key and result to the collector directly, an unbounded one through its dict; what it
+    shows besides, its function and its attributes, is left out.
+    """
+    own = (getattr(wrapper, "__wrapped__", None), vars(wrapper))
+    return [item for item in gc.get_referents(wrapper) if not any(item is part for part in own)]
+
+
+def _type_name(item: object) -> str:
+    name = type_name(type(item))
+    return name if "." in name else f"builtins.{name}"
+
+
+def _name(wrapper: Any) -> str:
+    module = getattr(wrapper, "__module__", None)
+    name = getattr(wrapper, "__qualname__", None)
+    if type(name) is not str:  # a cached partial or callable object has no name of its own
+        kind = type(getattr(wrapper, "__wrapped__", wrapper))
+        name = type_name(kind).removeprefix(f"{module_of_class(kind)}.")
+    return f"{module}.{name}" if type(module) is str else name

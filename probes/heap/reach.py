@@ -1,0 +1,106 @@
+"""What some objects keep alive: a walk forward from them that stops where everything would be reached."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
+from typing import Any
+
+from lowtide.probes.heap.unseen_references import Reader, reader_of, untracked_holders
+from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, mro_of
+from lowtide.probes.objects.listed import frame_locals
+
+_CHUNK = 4096
+
+# Beyond these everything reaches everything.
+_BOUNDARIES: tuple[type, ...] = (type, ModuleType, CodeType, FrameType)
+
+_SUSPENDED = (GeneratorType, CoroutineType, AsyncGeneratorType)
+
+
+def reach(
+    starts: Iterable[object],
+    *,
+    boundaries: Collection[type] = (),
+    packages: Collection[str] = (),
+    namespaces: Collection[int] | None = None,
+    max_objects: int = 200_000,
+) -> tuple[list[Any], bool]:
+    """The objects that can hold others and that `starts` reach, they included; whether there were over `max_objects`.
+
+    Args:
+        starts: where to begin.
+        boundaries: types not to look into, besides classes, modules and their namespaces, code and frames.
+        packages: top-level packages whose objects are not to be looked into.
+        namespaces: `module_namespaces()`, for who asks more than once.
+        max_objects: how many to look at.
+
+    Of a function its closure and its defaults are followed, of a suspended generator or coroutine its locals. A weak
+    reference does not keep its target.
+    """
+    stops = (*_BOUNDARIES, *boundaries)
+    namespaces = module_namespaces() if namespaces is None else namespaces
+    seen: dict[int, object] = {}
+    known: dict[int, bool] = {}
+    readers: dict[int, Reader | None] = {}
+    passed = frozenset(map(id, (dict, tuple, *untracked_holders())))
+    waiting: list[object] = list(starts)
+    while waiting:
+        chunk = waiting[-_CHUNK:]
+        del waiting[-_CHUNK:]
+        plain: list[object] = []
+        for item in chunk:
+            if id(item) in seen or id(item) in namespaces:
+                continue
+            kind = type(item)
+            if id(kind) not in known:
+                known[id(kind)] = _stops(kind, stops, packages)
+            if known[id(kind)]:
+                continue
+            if len(seen) >= max_objects:
+                return list(seen.values()), True
+            seen[id(item)] = item
+            if kind is FunctionType:
+                waiting.extend(_held_by_function(item))
+            elif any(kind is suspended for suspended in _SUSPENDED):
+                waiting.extend(_held_by_suspended(item))
+            else:
+                plain.append(item)
+                if id(kind) not in readers:
+                    readers[id(kind)] = reader_of(kind)
+                reader = readers[id(kind)]
+                if reader is not None:
+                    waiting.extend(reader(item))
+        held = gc.get_referents(*plain)
+        waiting.extend(filter(gc.is_tracked, held))
+        # The collector tracks no array, and no dict or tuple of nothing else.
+        waiting.extend(item for item in held if id(type(item)) in passed and not gc.is_tracked(item))
+    return list(seen.values()), False
+
+
+def module_namespaces() -> frozenset[int]:
+    """Identities of the dicts that hold the modules' globals."""
+    modules = (module for module in list(sys.modules.values()) if is_a(module, ModuleType))
+    return frozenset(id(dict_of_module(module)) for module in modules)
+
+
+def _stops(kind: type, stops: Iterable[type], packages: Collection[str]) -> bool:
+    if any(base is stop for base in mro_of(kind) for stop in stops):
+        return True
+    return module_of_class(kind).partition(".")[0] in packages
+
+
+def _held_by_function(function: Any) -> Iterator[object]:
+    yield from function.__closure__ or ()
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+
+
+def _held_by_suspended(item: Any) -> list[object]:
+    for name in ("gi_frame", "cr_frame", "ag_frame"):
+        frame = getattr(item, name, None)
+        if frame is not None:
+            return frame_locals(frame)
+    return []

@@ -1,0 +1,104 @@
+"""The Python objects that stand for threads, processes, descriptors and shared memory, which a system only numbers."""
+
+from __future__ import annotations
+
+import io
+import re
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from lowtide.probes.objects.foreign import MISSING, attribute, type_name
+from lowtide.probes.objects.listed import Census
+from lowtide.probes.objects.thread_names import thread_key
+
+_NUMBER = re.compile(r"\d+")
+
+
+def stand_ins(census: Census, items: dict[str, list[str]]) -> dict[tuple[str, str], Any]:
+    """For things that the counters name, by resource and name, the object that owns each; those that have one.
+
+    Args:
+        census: the objects to look among.
+        items: the names by resource: `threads`, `processes`, `file-descriptors`, `shared-memory`.
+    """
+    numbers = {int(found.group()): name for name in items.get("file-descriptors", ()) if (found := _NUMBER.match(name))}
+    known: dict[tuple[str, str], Any] = {}
+    for resource, name, item in _owned(census):
+        if resource == "file-descriptors":
+            name = numbers.get(int(name), "")
+        if name in items.get(resource, ()):
+            known.setdefault((resource, name), item)
+    for name, segment in _segments(census).items():
+        known.update(
+            (("file-descriptors", told), segment) for told in numbers.values() if told.endswith(f" -> /dev/shm/{name}")
+        )
+    return known
+
+
+def _owned(census: Census) -> Iterator[tuple[str, str, Any]]:
+    """Resource, name (for a descriptor, its number) and owner."""
+    for thread in threading.enumerate():
+        yield "threads", thread_key(thread), thread
+    for kind in (BaseProcess, subprocess.Popen):
+        for process in census.instances_of(kind):
+            yield "processes", str(_pid(process)), process
+            yield from (("file-descriptors", str(number), process) for number in _descriptors_of(process))
+    for name, segment in _segments(census).items():
+        yield "shared-memory", name, segment
+    synchronize: Any = sys.modules.get("multiprocessing.synchronize")
+    for lock in census.instances_of(synchronize.SemLock) if synchronize is not None else ():
+        # A type written in C, whose attribute is nothing but a pointer in its struct.
+        inner: Any = attribute(lock, "_semlock")
+        if type_name(type(inner)) == "_multiprocessing.SemLock":
+            yield "shared-memory", f"sem.{str(inner.name).lstrip('/')}", lock
+    for file_kind in (socket.socket, io.FileIO):
+        for file in census.instances_of(file_kind):
+            yield "file-descriptors", str(_number(file_kind, file)), file
+    connection: Any = sys.modules.get("multiprocessing.connection")
+    for end in census.instances_of(connection._ConnectionBase) if connection is not None else ():
+        yield "file-descriptors", str(_plain(attribute(end, "_handle"))), end
+    for selector in census.instances_of(selectors.BaseSelector):
+        # The collector does not track an epoll itself.
+        epoll: Any = attribute(selector, "_selector")
+        if type_name(type(epoll)) in ("select.epoll", "select.kqueue"):
+            yield "file-descriptors", str(_number(type(epoll), epoll)), selector
+
+
+def _pid(process: Any) -> int:
+    own = _plain(attribute(process, "pid"))
+    return own if own >= 0 else _plain(attribute(attribute(process, "_popen"), "pid"))
+
+
+def _descriptors_of(process: Any) -> list[int]:
+    """By which multiprocessing learns of the end of a process: its sentinel, and what it closes with that."""
+    popen: Any = attribute(process, "_popen")
+    if popen is MISSING or popen is None:
+        return []
+    closed: Any = attribute(attribute(popen, "finalizer"), "_args")
+    found = [attribute(popen, "sentinel")]
+    if type(closed) is tuple or type(closed) is list:
+        found += closed
+    return [number for number in map(_plain, found) if number >= 0]
+
+
+def _segments(census: Census) -> dict[str, Any]:
+    module: Any = sys.modules.get("multiprocessing.shared_memory")
+    found = [] if module is None else census.instances_of(module.SharedMemory)
+    return {str(attribute(item, "_name")).lstrip("/"): item for item in found}
+
+
+def _plain(value: object) -> int:
+    return value if type(value) is int else -1
+
+
+def _number(kind: Any, file: Any) -> int:
+    try:
+        return int(kind.fileno(file))
+    except (ValueError, OSError):  # closed
+        return -1

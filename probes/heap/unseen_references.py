@@ -1,0 +1,204 @@
+"""References that the collector does not see: what numpy's arrays and torch's futures hold, by their types."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from lowtide.probes.heap.cxx_holders import callbacks_of
+from lowtide.probes.objects.foreign import attribute, is_a, mro_of
+
+CALLBACK = "its callback"
+"""What leads from a future of torch's to what it calls when it is done."""
+
+Reader = Callable[[Any], list[object]]
+"""Gives the objects that an object holds and does not show the collector; runs no foreign code."""
+
+
+def untracked_holders() -> list[type]:
+    """The types, not tracked by the collector, whose instances may hold what is."""
+    numpy: Any = sys.modules.get("numpy")
+    names = ("ndarray", "void", "flatiter", "nditer")
+    return [getattr(numpy, name) for name in names if hasattr(numpy, name)]
+
+
+def reader_of(cls: type, *, thorough: bool = False) -> Reader | None:
+    """How to read the references of a type's instances that the collector does not see; None where there are none.
+
+    Args:
+        cls: the type.
+        thorough: whether reading may make Python objects of tensors that had none, which then stay.
+    """
+    numpy: Any = sys.modules.get("numpy")
+    torch: Any = sys.modules.get("torch")
+    readers = [
+        (getattr(numpy, "ndarray", None), _of_array),
+        (getattr(numpy, "void", None), _base),
+        (getattr(numpy, "flatiter", None), _base),
+        (getattr(numpy, "nditer", None), _operands),
+        (getattr(getattr(torch, "_C", None), "Future", None), _result_and_callbacks if thorough else _result),
+        (getattr(getattr(torch, "jit", None), "RecursiveScriptModule", None) if thorough else None, _tensors_of_script),
+    ]
+    return next((read for kind, read in readers if any(base is kind for base in mro_of(cls))), None)
+
+
+def edge_of(holder: Any, held: object) -> str | None:
+    """What leads from an object to another one that it does not show the collector, as code; None if nothing does."""
+    read = reader_of(type(holder), thorough=True)
+    if read is _tensors_of_script:
+        return next((edge for edge, tensor in _named_tensors_of_script(holder) if tensor is held), None)
+    if read is _of_array:
+        if _array_member("base", holder) is held:
+            return ".base"
+        places = ((name, _place_in(part, held)) for name, part in object_parts(holder))
+        return next((f"{name}{place}" for name, place in places if place is not None), None)
+    if read is None or not any(item is held for item in read(holder)):
+        return None
+    if read is _operands:
+        return f".operands[{next(place for place, item in enumerate(read(holder)) if item is held)}]"
+    if read is _result_and_callbacks:
+        return ".value()" if any(item is held for item in _result(holder)) else CALLBACK
+    return ".base"
+
+
+def is_view_of(holder: Any, held: object) -> bool:
+    """Whether an object that the collector does not track was made of another one: an array of its base, a tuple."""
+    if gc.is_tracked(holder):
+        return False
+    if is_a(holder, tuple):
+        return any(item is held for item in tuple.__iter__(holder))
+    read = reader_of(type(holder))
+    if read is _of_array:
+        return _array_member("base", holder) is held
+    return read is not None and any(item is held for item in read(holder))
+
+
+def _array_member(name: str, array: Any) -> Any:
+    """An attribute of an array as numpy itself has it: a subclass may have another one of that name."""
+    return sys.modules["numpy"].ndarray.__dict__[name].__get__(array)
+
+
+def _of_array(array: Any) -> list[object]:
+    base = _array_member("base", array)
+    if base is not None:
+        # Its items, if it has any, are the base's.
+        return [base]
+    return [item for _, part in object_parts(array) for item in _array_member("flat", part)]
+
+
+def object_parts(array: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of an array whose items are objects, or itself, each with its name as code."""
+    numpy: Any = sys.modules["numpy"]
+    dtype = _array_member("dtype", array)
+    if dtype.fields is not None:
+        for name, (kind, *_) in dtype.fields.items():
+            if kind.hasobject:
+                field = numpy.ndarray.__getitem__(array, name)
+                yield from ((f"[{name!r}]{place}", part) for place, part in object_parts(field))
+    elif dtype.char == "O":
+        yield "", array
+
+
+def _place_in(array: Any, held: object) -> str | None:
+    """Where an array of objects has an object, as code; None if it has not."""
+    place = next((place for place, item in enumerate(_array_member("flat", array)) if item is held), None)
+    if place is None:
+        return None
+    indices = sys.modules["numpy"].unravel_index(place, _array_member("shape", array))
+    return f"[{', '.join(map(str, indices)) or '()'}]"
+
+
+def _base(item: Any) -> list[object]:
+    kind = next(kind for kind in mro_of(type(item)) if "base" in kind.__dict__)
+    base = kind.__dict__["base"].__get__(item)
+    return [] if base is None else [base]
+
+
+def _operands(iterator: Any) -> list[object]:
+    try:
+        return list(sys.modules["numpy"].nditer.__dict__["operands"].__get__(iterator))
+    except ValueError:  # closed
+        return []
+
+
+def _result(future: Any) -> list[object]:
+    """The result of a future of torch's that is done; what is still to come, and callbacks, lie in C++."""
+    kind: Any = sys.modules["torch"]._C.Future
+    # One that has failed raises its exception, which would take the one that is being handled for its cause.
+    if sys.exc_info()[1] is not None or not kind.done(future):
+        return []
+    try:
+        return [kind.value(future)]
+    except BaseException as error:  # noqa: BLE001 - of whatever type the error is with which it was done
+        _undo_raising(error)
+        return []
+
+
+def _result_and_callbacks(future: Any) -> list[object]:
+    """And, of one that is not done, the functions that it will call."""
+    is_done = sys.modules["torch"]._C.Future.done(future)
+    return _result(future) if is_done else callbacks_of(future)
+
+
+def _undo_raising(error: BaseException) -> None:
+    """Gives an exception the traceback that it had before `_result` made torch raise it: it would keep our frames."""
+    trace = BaseException.__dict__["__traceback__"].__get__(error)
+    while trace is not None and trace.tb_frame.f_code is not _result.__code__:
+        trace = trace.tb_next
+    # Behind it comes torch's own function, which has raised it.
+    trace = None if trace is None or trace.tb_next is None else trace.tb_next.tb_next
+    BaseException.__dict__["__traceback__"].__set__(error, trace)
+
+
+def tensors_of_script(module: Any) -> list[Any]:
+    """The tensors of a TorchScript module, as Python objects, those of its parts left out."""
+    return [tensor for _, tensor in _named_tensors_of_script(module)]
+
+
+def is_script(cls: type) -> bool:
+    """Whether instances of a type are TorchScript modules."""
+    return reader_of(cls, thorough=True) is _tensors_of_script
+
+
+def _tensors_of_script(module: Any) -> list[object]:
+    return [tensor for _, tensor in _named_tensors_of_script(module)]
+
+
+def _named_tensors_of_script(module: Any) -> Iterator[tuple[str, object]]:
+    """Parameters, buffers and other tensors, constants of the code (as of a frozen module), inputs of a trace."""
+    torch: Any = sys.modules["torch"]
+    own: Any = attribute(module, "_c")
+    if type(own) is not torch._C.ScriptModule:
+        return  # not complete yet
+    kind: Any = attribute(module, "_concrete_type")
+    if type(kind) is not torch._C.ConcreteModuleType:
+        # A frozen one has none.
+        kind = torch._C.ConcreteModuleType.from_jit_type(own._type())
+    for name, (type_of_it, _) in kind.get_attributes().items():
+        if str(type_of_it) in _HOLDING_TENSORS and own.hasattr(name):
+            yield from _tensors_within(own.getattr(name), f".{name}")
+    for method in own._method_names():
+        constants = own._get_method(method).graph.findAllNodes("prim::Constant")
+        for place, node in enumerate(constants):
+            if node.hasAttribute("value") and node.kindOf("value") == "t":
+                code = ".graph" if method == "forward" else f"._c._get_method({method!r}).graph"
+                yield f"{code}.findAllNodes('prim::Constant')[{place}].t('value')", node.t("value")
+    for method, inputs in own._retrieve_traced_inputs().items():
+        yield from _tensors_within(inputs, f"._c._retrieve_traced_inputs()[{method!r}]")
+
+
+_HOLDING_TENSORS = frozenset({"Tensor", "List[Tensor]", "Dict[str, Tensor]", "Optional[Tensor]"})
+
+
+def _tensors_within(value: Any, edge: str) -> Iterator[tuple[str, object]]:
+    """The tensors in what C++ gives of an attribute: itself, or in lists, tuples and dicts made for the asking."""
+    if is_a(value, sys.modules["torch"].Tensor):
+        yield edge, value
+    elif type(value) is dict:
+        for key, item in value.items():
+            yield from _tensors_within(item, f"{edge}[{key!r}]")
+    elif type(value) is list or type(value) is tuple:
+        for place, item in enumerate(value):
+            yield from _tensors_within(item, f"{edge}[{place}]")

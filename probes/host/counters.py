@@ -1,0 +1,293 @@
+"""What can be read in a fraction of a millisecond, before and after every test: counts and names."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import stat
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType, ModuleType
+from typing import Any, Literal
+
+import psutil
+
+from lowtide.probes.device.allocations import read_allocations
+from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.memory_pool import idle_pool_bytes
+from lowtide.probes.device.torch_allocator import has_context, initialized_torch
+from lowtide.probes.host.settings import SettingReader
+from lowtide.probes.host.small_files import contents
+from lowtide.probes.objects.listed import frozen_by_program
+from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.stages import announced_pools
+
+Items = Mapping[str, int]
+
+_NOTHING: Items = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The process at one moment, as far as it costs next to nothing to say.
+
+    Attributes:
+        items: per resource, what is there by name, with bytes or 1 each.
+        amounts: per resource (and device, as `reserved cuda:0`), bytes or a count; None where it cannot be told.
+        settings: process-wide settings by name, as text; what replaced an object has another text.
+        native_threads: all threads of the process, Python's included.
+        untold: why a driver's amount is None, by its key.
+    """
+
+    items: Mapping[str, Items]
+    amounts: Mapping[str, int | None]
+    settings: Mapping[str, str]
+    native_threads: int = 0
+    untold: Mapping[str, str] = field(default_factory=dict)
+
+
+class CounterReader:
+    """Reads counters again and again; what has not changed since the last reading is the same object as there.
+
+    Reading changes nothing and initialises nothing.
+
+    Args:
+        driver: gives whom to ask for the driver's figures, once torch has initialised a card; None leaves them out.
+        card: whether to read cards at all.
+        orphans: which processes belong to this one besides its children: those whose parent has ended.
+        temporary_files: those that processes have left which belonged to this one and have ended.
+        warnings_filters: whether to read those.
+    """
+
+    def __init__(
+        self,
+        driver: Callable[[], Driver] | None,
+        *,
+        card: bool = True,
+        orphans: Callable[[list[int]], Sequence[int]] = lambda children: (),
+        temporary_files: Callable[[], Items] = lambda: _NOTHING,
+        warnings_filters: bool = True,
+    ) -> None:
+        self._driver = driver
+        self._orphans = orphans
+        self._temporary_files = temporary_files
+        self._card = card
+        self._descriptors: Items = _NOTHING
+        self._numbers: list[str] = []
+        self._files: dict[int, tuple[int, int, str]] = {}
+        self._status = b""
+        self._settings = SettingReader(warnings_filters=warnings_filters, status=lambda: self._status)
+
+    def read(self, last: Counters | None = None) -> Counters:
+        """All of them; or, in half of the time, only what may have changed since `last`.
+
+        Then the cards' amounts are taken over, and descriptors too if the same numbers are open.
+        """
+        return self.read_in_part(last, settings="all")
+
+    def read_in_part(
+        self, last: Counters | None = None, *, settings: Literal["all", "no library's", "none"]
+    ) -> Counters:
+        """As `read`, with some of the settings only.
+
+        Args:
+            last: an earlier reading.
+            settings: which of these to read, too; the others are taken over, from `last` or the last reading.
+        """
+        children = child_processes()
+        items: dict[str, Items] = {
+            "threads": _threads(),
+            "processes": {str(pid): 1 for pid in (*children, *self._orphans(children))},
+            "file-descriptors": self._read_descriptors(last),
+            "shared-memory": _shared_memory(),
+            "temporary-files": self._temporary_files(),
+            "process-groups": dict.fromkeys(process_groups(), 1),
+        }
+        self._status = read_status()
+        amounts: dict[str, int | None] = {
+            "gc-frozen": frozen_by_program(gc.get_freeze_count()),
+            "host-memory": own_bytes(self._status),
+        }
+        mapped: dict[str, int] = {}
+        pinned = 0
+        for pool in announced_pools():
+            if pool.kind == "arena":
+                mapped[pool.device] = mapped.get(pool.device, 0) + pool.mapped
+                parts = {f"{pool.tag} at {address:#x}": length for address, length in pool.ranges}
+                items[f"arena {pool.device}"] = {**items.get(f"arena {pool.device}", {}), **parts}
+            elif pool.kind == "pinned":
+                pinned += pool.mapped
+        amounts["pinned"] = pinned
+        untold: dict[str, str] = {}
+        if last is not None:
+            amounts |= {key: amount for key, amount in last.amounts.items() if "cuda:" in key}
+            untold |= last.untold
+        torch = initialized_torch() if self._card and last is None else None
+        # Not what a test put in its place.
+        if torch is not None and issubclass(type(torch), ModuleType):
+            for index in range(torch.cuda.device_count()):
+                if has_context(torch, index):
+                    amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0), untold)
+        threads = len(os.listdir("/proc/self/task")) if last is None else last.native_threads
+        of_libraries = settings == "all"
+        told = last.settings if last and settings == "none" else self._settings.read(of_libraries=of_libraries)
+        return Counters(items, amounts, told, threads, untold)
+
+    def _read_descriptors(self, last: Counters | None) -> Items:
+        """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
+        numbers = os.listdir("/proc/self/fd")
+        if last is not None and numbers == self._numbers:
+            return last.items["file-descriptors"]
+        self._numbers = numbers
+        files: dict[int, tuple[int, int, str]] = {}
+        for number in map(int, numbers):
+            try:
+                facts = os.fstat(number)
+            except OSError:  # this listing's own, or another thread's
+                continue
+            # All anonymous ones (epoll, eventfd) are one file to the kernel: only their name tells them apart.
+            kind = "" if stat.S_IFMT(facts.st_mode) else _target(number)
+            files[number] = (facts.st_dev, facts.st_ino, kind)
+        if files != self._files:
+            named = ((number, _target(number)) for number in files)
+            self._descriptors = {f"{number} -> {target}": 1 for number, target in named if target}
+            self._files = files
+        return self._descriptors
+
+    def _read_card(self, torch: Any, index: int, mapped: int, untold: dict[str, str]) -> dict[str, int | None]:
+        device = f"cuda:{index}"
+        driver = f"driver {device}"
+        try:
+            stats = torch.cuda.memory_stats_as_nested_dict(index)
+            allocated = stats["allocated_bytes"]["all"]["current"]
+            reserved = stats["reserved_bytes"]["all"]["current"]
+        except (RuntimeError, KeyError):  # an allocator without counters
+            allocated = reserved = None
+        amounts: dict[str, int | None] = {f"allocated {device}": allocated, f"reserved {device}": reserved}
+        if self._driver is not None:
+            idle = idle_pool_bytes(index)
+            if idle is not None:
+                amounts[f"memory-pool {device}"] = idle
+            # Each time: that as much is free on the card as before says nothing where other processes use it, too.
+            reading = self._driver().read(index)
+            held = reading.process_bytes
+            if held is None:
+                # As in a container, whose processes NVML knows by other numbers. What was allocated can be listed
+                # all the same, in milliseconds; what the driver has for itself is not in it, now or later.
+                listed = read_allocations(index)
+                held = None if listed is None else sum(size for _, size in listed)
+            amounts[driver] = None if held is None or reserved is None else held - reserved - mapped
+            if held is None:
+                untold[driver] = reading.note
+            elif reserved is None:
+                untold[driver] = "torch's allocator does not say what it has reserved"
+        return amounts
+
+
+def read_status() -> bytes:
+    """The kernel's /proc/self/status."""
+    return contents("/proc/self/status")
+
+
+def anonymous_bytes() -> int:
+    """Memory of the process's own, in bytes; see `own_bytes`."""
+    return own_bytes(read_status())
+
+
+def own_bytes(status: bytes) -> int:
+    """Of /proc/self/status, what is neither code nor a file's: heap, stacks, anonymous maps, what of it is swapped out.
+
+    `mmap.mmap(-1, …)` and what a card's driver pins are shared memory to the kernel (`/dev/zero (deleted)`), as are the
+    files of /dev/shm that are mapped here.
+    """
+    return sum(_kilobytes(status, name) for name in (b"RssAnon:", b"RssShmem:", b"VmSwap:")) * 1024
+
+
+def _kilobytes(status: bytes, name: bytes) -> int:
+    """A line's figure; 0 where this kernel does not have it (one without swap)."""
+    _, found, rest = status.partition(b"\n" + name)
+    return int(rest.split(maxsplit=1)[0]) if found else 0
+
+
+def child_processes() -> list[int]:
+    """The process identifiers of the children that Python's threads have started.
+
+    (The kernel lists a child with the thread that started it, or once that has ended with another one.)
+    """
+    found: list[int] = []
+    told = False
+    server = _fork_server()
+    if not server and _is_childless():
+        return []
+    if server:
+        # What it forks for this process, `multiprocessing` takes for this process's children.
+        with contextlib.suppress(OSError):
+            found += map(int, contents(f"/proc/{server}/task/{server}/children").split())
+    for thread in {os.getpid(), *(thread.native_id for thread in threading.enumerate())}:
+        try:
+            found += map(int, contents(f"/proc/self/task/{thread}/children").split())
+            told = True
+        except OSError:  # the thread ended, or the kernel was built without this file
+            continue
+    return sorted(found) if told else sorted(child.pid for child in psutil.Process().children())
+
+
+_EVERY_KIND = 0x40000000
+"""`__WALL`: children of any thread, whatever signal they end with."""
+
+
+def _is_childless() -> bool:
+    """Whether the kernel says that there is nothing to wait for; takes a microsecond, and waits for nobody."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT | _EVERY_KIND)
+    except ChildProcessError:
+        return True
+    except OSError:  # a kernel before 4.7
+        return False
+    return False
+
+
+def _fork_server() -> int | None:
+    module: Any = sys.modules.get("multiprocessing.forkserver")
+    return getattr(getattr(module, "_forkserver", None), "_forkserver_pid", None)
+
+
+def process_groups() -> list[str]:
+    """The names of torch.distributed's process groups."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    world = getattr(distributed, "_world", None)
+    if world is None:
+        return []
+    return [str(name) for name in world.pg_names.values()]
+
+
+def describe_process_group(name: str) -> str:
+    """`0 (gloo, 1 rank)`; just the name of a group that is not there."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    world: Any = getattr(distributed, "_world", None)
+    for group, known in () if world is None else list(world.pg_names.items()):
+        if str(known) == name:
+            backend, ranks = world.pg_map[group][0], len(world.pg_group_ranks[group])
+            return f"{name} ({backend}, {ranks} rank{'s' if ranks != 1 else ''})"
+    return name
+
+
+def _target(number: int) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}")
+    except OSError:  # closed meanwhile
+        return ""
+
+
+def _threads() -> Items:
+    return dict.fromkeys(map(thread_key, threading.enumerate()), 1)
+
+
+def _shared_memory() -> Items:
+    try:
+        return dict.fromkeys(os.listdir("/dev/shm"), 1)
+    except OSError:
+        return _NOTHING

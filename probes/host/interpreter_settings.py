@@ -1,0 +1,584 @@
+"""The settings of Python itself and of its standard library, and numpy's error state."""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import gc
+import importlib
+import itertools
+import logging
+import operator
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any
+
+from lowtide.probes.host.small_files import contents
+from lowtide.probes.objects.described import LIBRARYS, described, identified, is_installed_module, is_librarys, is_tools
+from lowtide.probes.objects.foreign import is_a, module_of_class, mro_of, namespace_of, type_name
+
+Text = Callable[[Any], str]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One setting that is always there.
+
+    Attributes:
+        name: the expression that reads it.
+        read: reads what is safe to compare: numbers, strings, identities.
+        text: of what was read; code, where there is code for it.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    text: Text = repr
+
+
+class Values:
+    """Settings that are always there while their library is."""
+
+    def __init__(self, *values: Value, libraries: Mapping[str, Callable[[Any], list[Value]]] | None = None) -> None:
+        self._own = list(values)
+        self._libraries = libraries or {}
+        self._bound: dict[str, tuple[Any, list[Value]]] = {}
+        self._all = self._own
+        self._readers = _once(self._own)
+
+    def raw(self) -> object:
+        """What they are."""
+        for name, bind in self._libraries.items():
+            module = sys.modules.get(name)
+            if module is not self._bound.get(name, (None,))[0]:
+                self._bind(name, module, bind)
+        try:
+            return [read() for read in self._readers]
+        except Exception:  # noqa: BLE001 - a library that cannot be asked now, in whatever way
+            return [_read(value) for value in self._all]
+
+    def texts(self) -> dict[str, str]:
+        """Each by its name; those that cannot be read are left out."""
+        read = ((value, _read(value)) for value in self._all)
+        return {value.name: value.text(found) for value, found in read if found is not _UNREADABLE}
+
+    def _bind(self, name: str, module: Any, bind: Callable[[Any], list[Value]]) -> None:
+        if module is None or not is_loaded(module):
+            self._bound.pop(name, None)
+        else:
+            self._bound[name] = (module, bind(module))
+        self._all = [*self._own, *(value for _, values in self._bound.values() for value in values)]
+        self._readers = _once(self._all)
+
+
+def _once(values: list[Value]) -> list[Callable[[], Any]]:
+    """What reads the values; some read several of them."""
+    return list(dict.fromkeys(value.read for value in values))
+
+
+_UNREADABLE = "unreadable"
+
+
+def _read(value: Value) -> Any:
+    try:
+        return value.read()
+    except Exception:  # noqa: BLE001 - a library that cannot be asked now, in whatever way
+        return _UNREADABLE
+
+
+def is_loaded(module: object) -> bool:
+    """Whether it is a module, no stand-in, and its import is over."""
+    if not any(base is ModuleType for base in mro_of(type(module))):
+        return False
+    return getattr(vars(module).get("__spec__"), "_initializing", False) is False
+
+
+def interpreter_values() -> Values:
+    """The settings of the interpreter."""
+    return Values(
+        Value("gc.get_threshold()", gc.get_threshold, str),
+        Value("gc.isenabled()", gc.isenabled),
+        Value("gc.get_debug()", gc.get_debug),
+        Value("sys.getrecursionlimit()", sys.getrecursionlimit),
+        Value("sys.getswitchinterval()", sys.getswitchinterval),
+        Value("os.getcwd()", _cwd),
+        Value("faulthandler.is_enabled()", faulthandler.is_enabled),
+        Value("sys.get_int_max_str_digits()", getattr(sys, "get_int_max_str_digits", int)),
+        Value("sys.get_coroutine_origin_tracking_depth()", sys.get_coroutine_origin_tracking_depth),
+        Value("sys.dont_write_bytecode", lambda: sys.dont_write_bytecode is True),
+        Value("time.tzname", lambda: time.tzname),
+        *(
+            Value(f"resource.getrlimit(resource.{name})", functools.partial(resource.getrlimit, number))
+            for name in _LIMITS
+            if (number := getattr(resource, name, None)) is not None
+        ),
+    )
+
+
+_LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE", "RLIMIT_AS", "RLIMIT_DATA", "RLIMIT_STACK", "RLIMIT_MEMLOCK", "RLIMIT_NPROC")
+
+
+def library_values() -> Values:
+    """The settings of the standard library, where it is loaded, and of numpy."""
+    return Values(
+        Value("threading.stack_size()", threading.stack_size),
+        libraries={
+            "locale": lambda module: [_locale(module)],
+            "decimal": _decimal,
+            "socket": lambda module: [Value("socket.getdefaulttimeout()", module.getdefaulttimeout)],
+            "multiprocessing.context": lambda module: [
+                Value("multiprocessing.get_start_method()", lambda: _start_method(module))
+            ],
+            "numpy": _numpy,
+            "asyncio.events": lambda module: [Value("asyncio.get_event_loop_policy()", lambda: _policy(module), str)],
+            "tracemalloc": lambda module: [Value("tracemalloc.is_tracing()", module.is_tracing)],
+        },
+    )
+
+
+def _cwd() -> str:
+    try:
+        return os.getcwd()
+    except OSError:
+        return "a folder that is gone"
+
+
+def _locale(module: Any) -> Value:
+    import _locale
+
+    category = int(module.LC_ALL)
+    return Value("locale.setlocale(locale.LC_ALL)", lambda: _locale.setlocale(category))
+
+
+def _decimal(module: Any) -> list[Value]:
+    get = module.getcontext
+    parts = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
+    read = operator.attrgetter(*parts)
+
+    def context() -> tuple[Any, ...]:
+        found = get()
+        return (*read(found), *found.traps.values())
+
+    def traps(_: object) -> str:
+        return "[" + ", ".join(trap.__name__ for trap, is_set in get().traps.items() if is_set) + "]"
+
+    values = [Value(f"decimal.getcontext().{part}", context, _part(place)) for place, part in enumerate(parts)]
+    return [*values, Value("decimal.getcontext().traps", context, traps)]
+
+
+def _part(place: int) -> Text:
+    return lambda found: repr(found[place])
+
+
+def _start_method(module: Any) -> str:
+    # As `multiprocessing.get_start_method()`, which would settle it.
+    context = module._default_context
+    actual = context._actual_context
+    return str((context._default_context if actual is None else actual)._name)
+
+
+def _policy(module: Any) -> str:
+    # As `asyncio.get_event_loop_policy()`, which would make one.
+    policy = vars(module).get("_event_loop_policy")
+    name = type_name(type(policy))
+    return "default" if policy is None or name.endswith("DefaultEventLoopPolicy") else name
+
+
+def _numpy(module: Any) -> list[Value]:
+    geterr, options, call = module.geterr, module.get_printoptions, module.geterrcall
+
+    def printing() -> tuple[tuple[str, object], ...]:
+        return tuple((name, value if type(value) in _PLAIN else id(value)) for name, value in options().items())
+
+    shown = [
+        Value(f"numpy.get_printoptions()[{name!r}]", printing, _part_of_options(name))
+        for name, value in options().items()
+        if type(value) in _PLAIN
+    ]
+    return [
+        Value("numpy.geterr()", lambda: tuple(geterr().items()), lambda items: str(dict(items))),
+        Value("numpy.geterrcall()", lambda: id(call()), lambda _: described(call())),
+        *shown,
+    ]
+
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def _part_of_options(name: str) -> Text:
+    return lambda found: repr(dict(found)[name])
+
+
+class Hooks:
+    """What the interpreter calls: hooks for errors, trace and profile functions; and two switches of `logging`."""
+
+    def raw(self) -> object:
+        """Their identities."""
+        return (
+            *map(id, (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook)),
+            *map(id, (sys.gettrace(), sys.getprofile(), threading.gettrace(), threading.getprofile())),
+            *map(id, (logging.getLoggerClass(), logging.getLogRecordFactory())),
+            logging.root.manager.disable,
+            logging.raiseExceptions is True,
+        )
+
+    def texts(self) -> dict[str, str]:
+        """Each with what it is."""
+        return {
+            "sys.excepthook": described(sys.excepthook),
+            "sys.unraisablehook": described(sys.unraisablehook),
+            "sys.displayhook": described(sys.displayhook),
+            "threading.excepthook": described(threading.excepthook),
+            "sys.gettrace()": described(sys.gettrace()),
+            "sys.getprofile()": described(sys.getprofile()),
+            "threading.gettrace()": described(threading.gettrace()),
+            "threading.getprofile()": described(threading.getprofile()),
+            "logging.getLoggerClass()": _class(logging.getLoggerClass()),
+            "logging.getLogRecordFactory()": _class(logging.getLogRecordFactory()),
+            "logging.root.manager.disable": str(logging.root.manager.disable),
+            "logging.raiseExceptions": str(logging.raiseExceptions is True),
+        }
+
+
+def _class(item: Any) -> str:
+    """A class, or what makes objects in place of one."""
+    is_installed = is_a(item, type) and is_installed_module(module_of_class(item)) and item is not logging.Logger
+    return LIBRARYS + identified(item) if is_installed and item is not logging.LogRecord else described(item)
+
+
+_ENVIRON: Any = type(os.environ)
+
+
+class Environment:
+    """Environment variables, as Python knows them."""
+
+    def raw(self) -> object:
+        """The variables, but for the one in which pytest says what runs."""
+        variables: Any = os.environ
+        if type(variables) is not _ENVIRON:
+            return id(variables)
+        data: dict[bytes, bytes] = dict(variables._data)
+        for name in (b"PYTEST_CURRENT_TEST", *_RENDEZVOUS):
+            data.pop(name, None)
+        return data
+
+    def texts(self) -> dict[str, str]:
+        """Each variable's value as code; what replaced `os.environ` by its name."""
+        data = self.raw()
+        if not isinstance(data, dict):
+            return {}
+        return {f"os.environ[{os.fsdecode(name)!r}]": repr(os.fsdecode(value)) for name, value in data.items()}
+
+
+class ModuleSearchPath:
+    """The entries of `sys.path`."""
+
+    def raw(self) -> object:
+        """The entries in their order."""
+        path = sys.path
+        return [entry for entry in path if type(entry) is str] if type(path) is list else id(path)
+
+    def texts(self) -> dict[str, str]:
+        """Each entry once, whatever its place."""
+        entries = self.raw()
+        return {f"sys.path entry {entry!r}": "there" for entry in entries} if isinstance(entries, list) else {}
+
+
+class Finders:
+    """The entries of `sys.meta_path` and `sys.path_hooks` that are the program's own: libraries add theirs for good."""
+
+    def raw(self) -> object:
+        """Their identities."""
+        return [tuple(map(id, found)) if type(found) is list else id(found) for _, found in self._lists()]
+
+    def texts(self) -> dict[str, str]:
+        """Each by what it is."""
+        return {
+            f"{name} entry {identified(item)}": "there"
+            for name, found in self._lists()
+            for item in (found if type(found) is list else ())
+            if not _is_of_library(item)
+        }
+
+    def _lists(self) -> list[tuple[str, Any]]:
+        return [("sys.meta_path", sys.meta_path), ("sys.path_hooks", sys.path_hooks)]
+
+
+def _is_of_library(item: Any) -> bool:
+    """Whether a function, a class or an object is an installed library's, or a tool's that runs tests."""
+    if is_librarys(item):
+        return True
+    module = item.__module__ if type(item) in (FunctionType, BuiltinFunctionType) else None
+    if module is None:
+        module = module_of_class(item if is_a(item, type) else type(item))
+    return type(module) is not str or module in ("builtins", "zipimport") or is_installed_module(module)
+
+
+class Signals:
+    """The handlers of the standard signals."""
+
+    def __init__(self) -> None:
+        self._numbers = sorted(number for number in signal.valid_signals() if number < _FIRST_REAL_TIME_SIGNAL)
+
+    def raw(self) -> object:
+        """The identities of the handlers."""
+        return tuple(map(id, map(_HANDLER_OF, self._numbers)))
+
+    def texts(self) -> dict[str, str]:
+        """Each handler by its signal's name."""
+        return {
+            f"signal.getsignal(signal.{_SIGNAL_NAMES[number]})": _handler(_HANDLER_OF(number))
+            for number in self._numbers
+            if number in _SIGNAL_NAMES
+        }
+
+
+_FIRST_REAL_TIME_SIGNAL = 32
+# Of the module in C: the one in Python looks for a name of the handler each time.
+# Where the processes of a group meet: whoever uses torch.distributed sets these, and reads what stands there.
+_RENDEZVOUS = (b"MASTER_ADDR", b"MASTER_PORT", b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"LOCAL_WORLD_SIZE")
+_HANDLER_OF: Any = importlib.import_module("_signal").getsignal
+_SIGNAL_NAMES = {int(each): each.name for each in signal.Signals}
+_DEFAULT_HANDLERS = {int(signal.SIG_DFL): "signal.SIG_DFL", int(signal.SIG_IGN): "signal.SIG_IGN"}
+
+
+def _handler(handler: object) -> str:
+    if handler is signal.default_int_handler:
+        return "signal.default_int_handler"
+    if handler is None:
+        return "one that Python did not set"
+    for value, name in _DEFAULT_HANDLERS.items():
+        if type(handler) is int and handler == value:
+            return name
+    return described(handler)
+
+
+class Loggers:
+    """The levels and handlers of all loggers, and whether they are switched off or propagate.
+
+    What an installed library's logger has when it is first seen is the library's own, as of a library that sets its
+    logger up when it is first used.
+
+    There may be a thousand loggers.  So none but the root and its next are looked at while nothing says that another
+    one may have changed: `setLevel` and `disable` empty what each logger remembers, so also what this module's own
+    logger does; and a handler that is new, or gone, is in the module's list of all of them.  What goes past both is
+    seen with the next change: a handler that is kept and moved between loggers further down, an assignment to `level`,
+    `disabled` or `propagate`.
+    """
+
+    def __init__(self) -> None:
+        self._count = -1
+        self._places: list[str] = []
+        self._placeholders: list[object] = []
+        self._loggers: list[tuple[str, logging.Logger]] = []
+        self._next: list[logging.Logger] = []
+        self._changes = 0
+        self._known: set[str] | None = None
+        self._seen: dict[str, tuple[list[int], bool, bool]] = {}
+        self._levels_given: dict[str, int] = {}
+        self._handlers_given: dict[str, frozenset[int]] = {}
+        self._disabled_given: set[str] = set()
+        self._kept_given: set[str] = set()
+
+    def raw(self) -> object:
+        """What says that a level or a handler may have changed."""
+        known: dict[str, Any] = logging.root.manager.loggerDict
+        if len(known) != self._count or any(map(operator.is_not, map(known.get, self._places), self._placeholders)):
+            self._list(known)
+        if not _own_logger._cache:
+            self._changes += 1
+            _own_logger.isEnabledFor(logging.DEBUG)
+        try:
+            handlers = tuple(map(id, itertools.chain.from_iterable(map(_HANDLERS, self._next))))
+        except TypeError:  # something else stands where one had a list of them
+            handlers = ()
+        return (
+            len(self._loggers),
+            self._changes,
+            logging.root.level,
+            handlers,
+            tuple(map(id, itertools.chain.from_iterable(map(_SWITCHES, self._next)))),
+            tuple(map(id, _all_handlers())),
+        )
+
+    def texts(self) -> dict[str, str]:
+        """Each level that is set, and each handler."""
+        found = {}
+        for name, logger in self._loggers:
+            level, handlers = _LEVEL(logger), _HANDLERS(logger)
+            identities = list(map(id, handlers)) if type(handlers) is list else []
+            disabled, propagate = logger.disabled is True, logger.propagate is not False
+            seen = (identities, disabled, propagate)
+            if self._seen.setdefault(name, seen) != seen and id(logger) not in map(id, self._next):
+                # What has changed once may change again with nothing to say so: it is looked at from now on.
+                self._next.append(logger)
+                self._changes += 1
+            self._seen[name] = seen
+            shown = "logging.root" if logger is logging.root else f"logging.getLogger({name!r})"
+            if disabled and name not in self._disabled_given:
+                found[f"disabled of {shown}"] = "True"
+            if not propagate and name not in self._kept_given:
+                found[f"propagate of {shown}"] = "False"
+            if level and type(level) is int and level != self._levels_given.get(name):
+                found[f"level of {shown}"] = str(level)
+            for handler in handlers if type(handlers) is list else ():
+                if id(handler) in self._handlers_given.get(name, ()) or is_tools(type(handler)):
+                    continue
+                if _is_of_same_library(type(handler), name):
+                    continue
+                if type(handler) is not logging.NullHandler:
+                    found[f"handler {_handler_name(handler)} of {shown} at {id(handler):#x}"] = "there"
+        return found
+
+    def _list(self, known: Mapping[str, Any]) -> None:
+        self._count = len(known)
+        # A logger takes the place of what stands for it while only its children are there.
+        waiting = {name: item for name, item in known.items() if type(item) is logging.PlaceHolder}
+        self._places, self._placeholders = list(waiting), list(waiting.values())
+        # One class of loggers may have properties of its own: nothing of it is to run.
+        plain = {cls for cls in set(map(type, known.values())) if _is_plain(cls)}
+        self._loggers = [("", logging.root), *((name, item) for name, item in known.items() if type(item) in plain)]
+        kept = set(map(id, self._next))
+        self._next = [logger for name, logger in self._loggers if "." not in name or id(logger) in kept]
+        names = {name for name, _ in self._loggers}
+        if self._known is not None:
+            for name, logger in self._loggers:
+                if name not in self._known and is_installed_module(name):
+                    self._levels_given[name] = _LEVEL(logger)
+                    self._handlers_given[name] = frozenset(map(id, _HANDLERS(logger)))
+                    self._disabled_given.update([name] if logger.disabled is True else ())
+                    self._kept_given.update([name] if logger.propagate is False else ())
+        self._known = names
+
+
+def _is_of_same_library(cls: type, logger: str) -> bool:
+    """Whether a handler is of the library whose logger has it: torch takes its lazy one away when it is first used."""
+    top = logger.partition(".")[0]
+    return module_of_class(cls).partition(".")[0] == top and top != "logging" and is_installed_module(top)
+
+
+_own_logger: Any = logging.getLogger("lowtide")
+
+
+def _all_handlers() -> list[object]:
+    return logging._handlerList  # type: ignore[attr-defined,no-any-return]
+
+
+_LEVEL = operator.attrgetter("level")
+_HANDLERS = operator.attrgetter("handlers")
+_SWITCHES = operator.attrgetter("disabled", "propagate")
+
+
+def _is_plain(cls: type) -> bool:
+    bases = mro_of(cls)
+    own = {name for base in bases if base is not object for name in namespace_of(base)}
+    return logging.Logger in bases and not own & {
+        "level",
+        "handlers",
+        "disabled",
+        "propagate",
+        "__getattribute__",
+        "__getattr__",
+    }
+
+
+def _handler_name(handler: Any) -> str:
+    cls = type(handler)
+    file = vars(handler).get("baseFilename") if logging.FileHandler in mro_of(cls) else None
+    return f"{cls.__module__}.{cls.__qualname__}" + (f"({file!r})" if type(file) is str else "")
+
+
+class Filters:
+    """The warnings filters, but for those that came with the module that defines their category.
+
+    An installed library adds them as it is imported (sympy does), and whoever reads them cannot tell who imported it:
+    another thread, or the checker in the middle of a reading.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[str] | None = None
+        self._with_modules: set[str] = set()
+        # Modules come to the end of `sys.modules`: those behind this many came since the filters were as last seen.
+        self._modules = 0
+        self._raw: object = None
+
+    def raw(self) -> object:
+        """Their identities."""
+        filters = warnings.filters
+        raw = tuple(map(id, filters)) if type(filters) is list else id(filters)
+        if raw == self._raw:
+            self._modules = len(sys.modules)
+        self._raw = raw
+        return raw
+
+    def texts(self) -> dict[str, str]:
+        """Each filter by what it says."""
+        filters: Any = warnings.filters
+        if type(filters) is not list:
+            return {}
+        found = {_filter(entry): entry for entry in filters if type(entry) is tuple}
+        if self._seen is not None:
+            new = [text for text in found if text not in self._seen]
+            came = set(itertools.islice(sys.modules, self._modules, None)) if new else set()
+            self._with_modules.update(text for text in new if _module_of(found[text]) in came)
+        self._seen, self._modules = set(found), len(sys.modules)
+        return {f"warnings filter {text}": "there" for text in found if text not in self._with_modules}
+
+
+def _module_of(entry: tuple[Any, ...]) -> str:
+    """The module that defines a filter's category, if it is an installed one; else empty."""
+    category = entry[2] if len(entry) > 2 else None
+    module = module_of_class(category) if type(category) is type else ""
+    return module if is_installed_module(module) else ""
+
+
+def _filter(entry: tuple[Any, ...]) -> str:
+    action, message, category, module, _ = (*entry, *(None,) * 5)[:5]
+    told = [str(action) if type(action) is str else "?"]
+    told += [repr(pattern) for part in (message, module) if (pattern := getattr(part, "pattern", part)) is not None]
+    told.insert(1, f"{category.__module__}.{category.__qualname__}" if type(category) is type else "a category")
+    return "(" + ", ".join(told).replace("builtins.", "") + ")"
+
+
+class CollectorCallbacks:
+    """What is called before and after each garbage collection."""
+
+    def raw(self) -> object:
+        """Their identities."""
+        return tuple(map(id, gc.callbacks))
+
+    def texts(self) -> dict[str, str]:
+        """Each by its name."""
+        return {f"gc.callbacks entry {described(item)}": "there" for item in list(gc.callbacks)}
+
+
+class Umask:
+    """The umask, from /proc: asking the kernel for it would change it for a moment, for every thread.
+
+    Args:
+        status: gives the kernel's /proc/self/status; default: it is read.
+    """
+
+    def __init__(self, status: Callable[[], bytes] | None = None) -> None:
+        self._status = status or functools.partial(contents, "/proc/self/status")
+
+    def raw(self) -> object:
+        """The mask; -1 where /proc does not tell it."""
+        try:
+            text = self._status()
+            start = text.index(b"Umask:") + 6
+            return int(text[start : text.index(b"\n", start)], 8)
+        except (OSError, ValueError):  # not this kernel
+            return -1
+
+    def texts(self) -> dict[str, str]:
+        """In octal digits."""
+        mask = self.raw()
+        return {} if mask == -1 else {"umask": f"{mask:#o}"}

@@ -1,0 +1,162 @@
+"""Which code made the threads, child processes and nameless descriptors of a process: a library's or the program's."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from lowtide.probes.host.passing_for import passing_for
+from lowtide.probes.objects.thread_names import thread_ident
+from lowtide.probes.objects.whose_code import is_library
+
+_PLUMBING = frozenset(
+    {"threading", "socket", "selectors", "subprocess", "os", "multiprocessing.process", "multiprocessing.context"}
+    | {f"multiprocessing.popen_{way}" for way in ("fork", "spawn_posix", "forkserver")}
+)
+"""Modules through which everybody makes such things: who calls them has made it."""
+
+_MOST_FRAMES = 60
+
+
+@dataclass(frozen=True)
+class Maker:
+    """The code that made something.
+
+    Attributes:
+        modules: the library's modules whose functions were running, the innermost first; empty if the program's own
+            code made it, and not a library that it called.
+        identity: what tells a descriptor from another one that gets its number later.
+        place: the program's line that made it, or that called the library: `function, file.py:12`; empty if none did.
+    """
+
+    modules: tuple[str, ...]
+    identity: tuple[int, int] = (0, 0)
+    place: str = ""
+
+
+class Makers:
+    """Notes, from `start` to `stop`, who makes threads, child processes, sockets, pipes and the like.
+
+    The functions of Python's library that make them are stood in for meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._threads: dict[int, Maker] = {}
+        self._processes: dict[int, Maker] = {}
+        self._descriptors: dict[int, Maker] = {}
+        self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+
+    def start(self) -> None:
+        """Begin to note; legal twice."""
+        if self._replaced:
+            return
+        self._after(threading.Thread, "start", lambda thread, result: self._note(self._threads, thread_ident(thread)))
+        self._after(subprocess.Popen, "__init__", lambda child, result: self._note(self._processes, child.pid))
+        kind = multiprocessing.process.BaseProcess
+        self._after(kind, "start", lambda child, result: self._note(self._processes, child.pid))
+        self._after(socket.socket, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
+        self._after(selectors._PollLikeSelector, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
+        for name in ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open"):
+            if hasattr(os, name):
+                self._after(os, name, lambda first, result: self._note_descriptors(result))
+
+    def stop(self) -> None:
+        """End it; legal twice. What somebody else has replaced meanwhile stays as it is."""
+        for place, name, original, ours in reversed(self._replaced):
+            if vars(place).get(name) is ours:
+                setattr(place, name, original)
+        self._replaced.clear()
+
+    @property
+    def originals(self) -> tuple[Callable[..., Any], ...]:
+        """The functions of `os` that are stood in for: who imported one by name calls it unseen."""
+        return tuple(original for place, _, original, _ in self._replaced if place is os)
+
+    def of_thread(self, ident: int) -> Maker | None:
+        """Who started a Python thread; None if that was not seen."""
+        return self._threads.get(ident)
+
+    def place_of_thread(self, ident: int) -> str:
+        """The program's line that started a Python thread: `function, file.py:12`; empty where that is not known."""
+        maker = self._threads.get(ident)
+        return "" if maker is None else maker.place
+
+    def of_process(self, pid: int) -> Maker | None:
+        """Who started a child process; None if that was not seen."""
+        return self._processes.get(pid)
+
+    def of_descriptor(self, number: int) -> Maker | None:
+        """Who made what a descriptor is open on; None if that was not seen."""
+        maker = self._descriptors.get(number)
+        return maker if maker is not None and maker.identity == _identity(number) else None
+
+    def _after(self, place: Any, name: str, note: Callable[[Any, Any], None]) -> None:
+        original = vars(place)[name]
+
+        @passing_for(original, place, name)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            try:
+                note(args[0] if args else None, result)
+            except Exception:  # noqa: BLE001 - the program's call has succeeded, and nothing here may change that
+                return result
+            return result
+
+        setattr(place, name, ours)
+        self._replaced.append((place, name, original, ours))
+
+    def _note(self, where: dict[int, Maker], key: int | None) -> None:
+        if key is not None:
+            modules, place = _made_by(sys._getframe(3))
+            where[key] = Maker(modules, place=place)
+
+    def _note_descriptor(self, number: int) -> None:
+        self._note_descriptors(number, depth=4)
+
+    def _note_descriptors(self, made: int | tuple[int, int], depth: int = 3) -> None:
+        modules, place = _made_by(sys._getframe(depth))
+        for number in (made,) if type(made) is int else made:  # type: ignore[union-attr]
+            self._descriptors[number] = Maker(modules, _identity(number), place)
+
+
+def _identity(number: int) -> tuple[int, int]:
+    try:
+        facts = os.fstat(number)
+    except OSError:  # closed
+        return (0, 0)
+    return (facts.st_dev, facts.st_ino)
+
+
+def _made_by(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
+    """The library's modules from a frame outwards, up to the program's own code, and the line of that."""
+    found: dict[str, None] = {}
+    for caller in _callers(frame):
+        code, module = caller.f_code, dict.get(caller.f_globals, "__name__")
+        if module == __name__:  # another one notes it, too
+            continue
+        if not is_library(code.co_filename):
+            # Python 3.10 knows no more than the last part of it.
+            name = getattr(code, "co_qualname", code.co_name)
+            place = f"{name}, {Path(code.co_filename).name}:{caller.f_lineno}"
+            return tuple(found), place
+        if type(module) is str and module not in _PLUMBING:
+            found[module] = None
+    return tuple(found), ""
+
+
+def _callers(frame: FrameType | None) -> Iterator[FrameType]:
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        yield frame
+        frame = frame.f_back

@@ -1,0 +1,454 @@
+"""The processes that this one has started, seen from outside: who they are, and what memory they hold."""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import secrets
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lowtide.probes.device.driver import Driver
+from lowtide.probes.host.counters import anonymous_bytes, child_processes
+
+MARK = "LOWTIDE_TREE"
+"""The environment variable by which a descendant is known whose parent has ended."""
+
+MOST_CARDS = 16
+"""How many cards of one host are asked for at most."""
+
+_REAPERS = ("systemd", "init")
+"""Names of the processes besides number 1 that become the parent of an orphan."""
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+_TITLE_LENGTH = 60
+
+_BLOCK = 160
+"""Bytes of the pages behind one of Python's objects, at most: a fork copies them when it collects or looks at them."""
+
+_MOST_FORKS = 256
+_NEAR = 2 / _TICKS
+"""Seconds by which the beginning of a process, which the kernel tells in hundredths, may lie outside of its fork."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """What one descendant holds, in bytes.
+
+    Attributes:
+        pid: its process identifier.
+        name: how a person knows it: the title that it gave itself, its name in `multiprocessing`, or its command.
+        private: memory that only it maps, swapped out or not; None where that may not be read.
+        resident: what is in physical memory, shared or not.
+        own: the part of `private` that is no copy of a page which its parent had when it forked, but for copies that
+            are more than the parent's Python objects: these a fork copies by looking at them.
+        cards: what the driver counts for it, by device as `cuda:0`; None where it has a context whose size is unknown.
+        forked: whether it is a fork that runs no program of its own: what its parent had imported is not its own.
+    """
+
+    pid: int
+    name: str
+    private: int | None
+    resident: int
+    own: int
+    cards: Mapping[str, int | None] = field(default_factory=dict)
+    forked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    """A line of `/proc/PID/stat`."""
+
+    pid: int
+    command: str
+    state: str
+    parent: int
+    group: int
+    started: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What `smaps_rollup` says, in bytes.
+
+    Attributes:
+        layout: first and last address of the process: a fork has its parent's.
+    """
+
+    layout: str
+    private: int
+    anonymous: int
+
+
+class ProcessTree:
+    """Knows this process's descendants, also those whose parent has ended.
+
+    A descendant whose parent has ended is known by a mark in its environment, by having been seen in the tree before,
+    or, where it was forked and runs nothing of its own, by its process group.  Reading changes nothing; `start` sets
+    one environment variable.
+    """
+
+    def __init__(self) -> None:
+        self._token = ""
+        self._opened = 0
+        self._seen: dict[int, int] = {}
+        self._orphans: dict[int, int] = {}
+        self._state: object = None
+
+    def start(self) -> None:
+        """Mark the processes that start from here on; legal twice."""
+        if self._token:
+            return
+        self._token = secrets.token_hex(8)
+        own = _stat(os.getpid())
+        # What is as old as this process is its neighbour in a pipeline.
+        self._opened = own.started + _TICKS if own is not None else 0
+        os.environ[MARK] = ":".join([*_marks(), self._token])
+
+    def stop(self) -> None:
+        """Mark no more; legal twice."""
+        left = [mark for mark in _marks() if mark != self._token]
+        self._token = ""
+        if left:
+            os.environ[MARK] = ":".join(left)
+        else:
+            os.environ.pop(MARK, None)
+
+    def any_alive(self) -> bool:
+        """Whether there is any; next to free."""
+        children = child_processes()
+        return bool(children or self._look_for_orphans(children))
+
+    def orphans(self, children: list[int] | None = None) -> list[int]:
+        """The descendants whose parent has ended, and not those below them; sorted.
+
+        All processes are gone through only where one of this process's children has started or ended since.
+
+        Args:
+            children: this process's own, where they have just been read.
+        """
+        return sorted(self._look_for_orphans(child_processes() if children is None else children))
+
+    def _look_for_orphans(self, children: list[int]) -> dict[int, int]:
+        state = (*_ended_children(), *children)
+        if self._token and state != self._state:
+            family = self._family()
+            state = (*state, *family)
+            if state != self._state:
+                self._state = state
+                self._orphans |= {process.pid: process.started for process in self._find_orphans(family)}
+                self._seen = {pid: self._seen[pid] for pid in self._seen if pid in self._orphans or pid in family}
+        self._orphans = {pid: started for pid, started in self._orphans.items() if _lives(pid, started)}
+        return self._orphans
+
+    def descendants(self) -> list[int]:
+        """All of them that are alive, orphans and what they have started included; sorted."""
+        return sorted(self._family())
+
+    def with_descendants(self, pids: Iterable[int]) -> set[int]:
+        """Those of some processes that are of the tree, and what they have started."""
+        family = self._family()
+        return self._from([pid for pid in pids if pid in family])
+
+    def _family(self) -> set[int]:
+        return self._from([*child_processes(), *self._orphans])
+
+    def _from(self, waiting: list[int]) -> set[int]:
+        found: set[int] = set()
+        while waiting:
+            pid = waiting.pop()
+            process = _stat(pid) if pid not in found else None
+            if process is None or process.state == "Z":
+                continue
+            found.add(pid)
+            self._seen[pid] = process.started
+            waiting += _children_of(pid)
+        return found
+
+    def _find_orphans(self, family: set[int]) -> list[_Process]:
+        own = _stat(os.getpid())
+        found = {}
+        for name in os.listdir("/proc"):
+            if not name.isdigit() or int(name) in family or int(name) == os.getpid():
+                continue
+            process = _stat(int(name))
+            if process is None or process.state == "Z" or own is None or process.started < own.started:
+                continue
+            was_seen = self._seen.get(process.pid) == process.started
+            if was_seen or self._is_marked(process.pid) or self._is_left_in_group(process, own):
+                found[process.pid] = process
+        return [process for process in found.values() if process.parent not in found]
+
+    def _is_marked(self, pid: int) -> bool:
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:  # it ended, or is another user's
+            return False
+        prefix = f"{MARK}=".encode()
+        marks = [entry[len(prefix) :] for entry in environment.split(b"\0") if entry.startswith(prefix)]
+        return any(self._token.encode() in mark.split(b":") for mark in marks)
+
+    def _is_left_in_group(self, process: _Process, own: _Process) -> bool:
+        if process.group != own.group or process.started < self._opened:
+            return False
+        parent = _stat(process.parent)
+        return process.parent == 1 or (parent is not None and parent.command in _REAPERS)
+
+
+@dataclass(slots=True)
+class _Fork:
+    """A fork that Python code made: when it began and ended, in seconds since boot, and what this process held then.
+
+    (To copy the page tables of a large process takes long; the new one begins after that.)
+    """
+
+    begun: float
+    held: int
+    ended: float = math.inf
+
+
+class TreeMemory:
+    """Reads what the processes of a tree hold; remembers how much each of them has from its parent.
+
+    Args:
+        tree: whose processes.
+    """
+
+    def __init__(self, tree: ProcessTree) -> None:
+        self._tree = tree
+        self._inherited: dict[int, int] = {}
+        self._cards: int | None = None
+        self._last_anonymous = anonymous_bytes()
+        self._forks: deque[_Fork] = deque(maxlen=_MOST_FORKS)
+        self._pid = os.getpid()
+        forking, forked = weakref.WeakMethod(self._forking), weakref.WeakMethod(self._forked)
+        # Nobody can take it back: it does nothing once nobody has this object any more.
+        os.register_at_fork(before=lambda: _call(forking()), after_in_parent=lambda: _call(forked()))
+
+    def _forking(self) -> None:
+        if os.getpid() == self._pid:
+            self._forks.append(_Fork(_since_boot(), anonymous_bytes()))
+
+    def _forked(self) -> None:
+        if os.getpid() == self._pid and self._forks:
+            self._forks[-1].ended = _since_boot()
+
+    def _held_at_fork(self, pid: int) -> int | None:
+        """What this process held when it forked another one; None if that was not seen."""
+        process = _stat(pid)
+        if process is None:
+            return None
+        started = process.started / _TICKS
+        around = [fork for fork in self._forks if fork.begun - _NEAR <= started <= fork.ended + _NEAR]
+        return around[-1].held if around else None
+
+    def note(self, held: int | None = None) -> None:
+        """Take down how much this process holds now: that much a process has from it that is forked next.
+
+        Args:
+            held: that many bytes, where they have just been read (`anonymous_bytes()`).
+        """
+        self._last_anonymous = anonymous_bytes() if held is None else held
+
+    def read(self, ask: Callable[[], Driver] | None, *, floor: int) -> tuple[int, list[ProcessMemory]]:
+        """This process's own memory, and that of its descendants of which any is large or has a context.
+
+        Args:
+            ask: gives whom to ask which of them have memory on a card; None if nobody is to be asked.
+            floor: bytes; one of which less is in memory is not read in full.
+
+        Returns:
+            Bytes of this process, and the descendants, sorted by process identifier.
+        """
+        anonymous = anonymous_bytes()
+        start, self._last_anonymous = min(self._last_anonymous, anonymous), anonymous
+        family = self._tree.descendants()
+        on_cards = self._on_cards(family, ask()) if family and ask is not None else {}
+        layouts: dict[str, int] = {}
+        found = []
+        for pid in family:
+            resident, swapped = _sizes(pid)
+            if resident + swapped < floor and pid not in on_cards:
+                continue
+            if not layouts:
+                own = _rollup(os.getpid())
+                layouts = {own.layout: start} if own is not None else {"": 0}
+            memory, forked = _rollup(pid), False
+            if memory is None:
+                private, own_bytes = None, resident + swapped
+            else:
+                private = memory.private
+                forked = memory.layout in layouts
+                if pid not in self._inherited:
+                    seen = self._held_at_fork(pid) if forked else None
+                    self._inherited[pid] = layouts.get(memory.layout, 0) if seen is None else seen
+                copied = self._inherited[pid]
+                # Of what is anonymous, pages may be shared with the parent; the rest of the private ones is its own.
+                fresh = max(0, memory.anonymous - copied) + max(0, private - memory.anonymous)
+                written = private - sys.getallocatedblocks() * _BLOCK if forked else 0
+                own_bytes = min(private, max(fresh, written))
+                layouts.setdefault(memory.layout, memory.anonymous)
+            name = name_of(pid)
+            found.append(ProcessMemory(pid, name, private, resident, own_bytes, on_cards.get(pid, {}), forked))
+        self._inherited = {pid: size for pid, size in self._inherited.items() if pid in family}
+        return anonymous, found
+
+    def _on_cards(self, family: Sequence[int], driver: Driver) -> dict[int, dict[str, int | None]]:
+        if self._cards is None:
+            indices = range(MOST_CARDS)
+            self._cards = next((i for i in indices if driver.read(i).card_total is None), MOST_CARDS)
+        found: dict[int, dict[str, int | None]] = {}
+        for index in range(self._cards):
+            listed = driver.processes(index)
+            for pid in family:
+                if pid in listed:
+                    found.setdefault(pid, {})[f"cuda:{index}"] = listed[pid]
+        # In a container the driver may know them by other numbers; who has opened the card is known all the same.
+        if driver.name != "none" and self._cards and not _has_opened_a_card(os.getpid()):
+            for pid in family:
+                if pid not in found and _has_opened_a_card(pid):
+                    found[pid] = {"a card": None}
+        return found
+
+
+def _since_boot() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def _call(method: Callable[[], None] | None) -> None:
+    if method is not None:
+        method()
+
+
+def name_of(pid: int) -> str:
+    """How a person knows a process: its own title, its name in `multiprocessing`, its module, or its command."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:  # it ended, or is another user's
+        words, program = [b""], ""
+    command = [word.decode(errors="replace") for word in words]
+    process = _stat(pid)
+    fallback = process.command if process is not None else "gone"
+    first = os.path.basename(command[0])
+    is_python = program.startswith("python")
+    if is_python and not first.startswith("python") and command[0] != sys.executable:
+        # By `setproctitle`, as `VLLM::EngineCore`.
+        return command[0].strip()[:_TITLE_LENGTH] or fallback
+    known = _multiprocessing_name(pid)
+    if known:
+        return known
+    if is_python and "-m" in command[:-1]:
+        return f"python -m {command[command.index('-m') + 1]}"[:_TITLE_LENGTH]
+    scripts = [word for word in command[1:2] if word.endswith(".py")]
+    return f"python {os.path.basename(scripts[0])}" if is_python and scripts else fallback
+
+
+def _multiprocessing_name(pid: int) -> str:
+    """The name of the process object for a child that `multiprocessing` has started; empty if it has not."""
+    module: Any = sys.modules.get("multiprocessing.process")
+    for child in list(getattr(module, "_children", ())):
+        facts = vars(child)
+        # A stand-in of a test's has no such fields.
+        if getattr(facts.get("_popen"), "pid", None) == pid:
+            return str(facts.get("_name", ""))
+    return ""
+
+
+def _marks() -> list[str]:
+    return [mark for mark in os.environ.get(MARK, "").split(":") if mark]
+
+
+def _ended_children() -> tuple[float, ...]:
+    """Moves whenever a child has ended that somebody waited for."""
+    return tuple(resource.getrusage(resource.RUSAGE_CHILDREN))
+
+
+def _stat(pid: int) -> _Process | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read().decode(errors="replace")
+    except OSError:  # it ended
+        return None
+    # The command stands in brackets, and may hold any character.
+    head, _, tail = text.rpartition(")")
+    fields = tail.split()
+    return _Process(pid, head.partition("(")[2], fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
+
+
+def _lives(pid: int, started: int) -> bool:
+    process = _stat(pid)
+    return process is not None and process.started == started and process.state != "Z"
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                found += map(int, file.read().split())
+    except FileNotFoundError:
+        try:
+            # A kernel without this file, or a thread that ended.
+            return [child.pid for child in psutil.Process(pid).children()]
+        except psutil.Error:
+            return found
+    except OSError:  # it ended, or is another user's
+        pass
+    return found
+
+
+def _sizes(pid: int) -> tuple[int, int]:
+    """Bytes of a process in physical memory, and swapped out; everybody may read these."""
+    found = dict.fromkeys(("VmRSS", "VmSwap", "HugetlbPages"), 0)
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                name, _, value = line.partition(":")
+                if name in found:
+                    found[name] = int(value.removesuffix("kB\n")) * 1024
+    except OSError:  # it ended
+        pass
+    return found["VmRSS"] + found["HugetlbPages"], found["VmSwap"]
+
+
+def _rollup(pid: int) -> _Memory | None:
+    """None where it may not be read: another user's process, or a kernel before 4.14."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="utf-8", errors="replace") as file:
+            head, *lines = file.read().splitlines()
+    except (OSError, ValueError):
+        return None
+    sizes = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
+    swapped = sizes.get("Swap", 0)
+    private = ("Private_Clean", "Private_Dirty", "Private_Hugetlb")
+    return _Memory(
+        head.split()[0],
+        sum(sizes.get(name, 0) for name in private) + swapped,
+        sizes.get("Anonymous", 0) + swapped,
+    )
+
+
+def _has_opened_a_card(pid: int) -> bool:
+    """Whether a process has the device open through which memory on a card is taken."""
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            return any(_target(entry.path) in ("/dev/nvidia-uvm", "/dev/kfd") for entry in entries)
+    except OSError:  # it ended, or is another user's
+        return False
+
+
+def _target(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed meanwhile
+        return ""

@@ -1,0 +1,356 @@
+"""What the process holds on the host: memory, threads, child processes, descriptors, shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lowtide.probes.host.counters import own_bytes
+from lowtide.probes.memory.ranges import Range, common, merge
+from lowtide.probes.objects.thread_names import thread_key
+
+_SHARED_MEMORY = Path("/dev/shm")
+_UNNAMED_SHARED_MEMORY = ("/dev/zero (deleted)", "/memfd:", "/SYSV")
+"""How the kernel calls shared memory that has no name in a file system: of `mmap(-1)`, of a card's driver, …"""
+
+_PAGEMAP = Path("/proc/self/pagemap")
+_PAGEMAP_ENTRY = 8  # bytes per page
+_PAGEMAP_PAGES = 1 << 20  # per read
+_MINCORE_BYTES = 1 << 30  # per call: one byte of answer per page
+_LOWEST_BIT = bytes(value & 1 for value in range(256))
+_SWAPPED_BIT = bytes(value >> 6 & 1 for value in range(256))
+
+_mincore = ctypes.CDLL(None, use_errno=True).mincore
+_mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+_mincore.restype = ctypes.c_int
+
+
+class HostReadError(RuntimeError):
+    """The host does not tell what every Linux tells; the message says what is missing."""
+
+
+class UnmappedRangeError(ValueError):
+    """An address range that is not mapped in this process, wholly or in part."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemoryEntry:
+    """One file in /dev/shm of this process's user.
+
+    Attributes:
+        name: its name there.
+        bytes: its length.
+        mapped_here: whether this process maps it.
+        left_here: whether a process of this one's had it that has ended, as far as whoever asks has seen.
+    """
+
+    name: str
+    bytes: int
+    mapped_here: bool
+    left_here: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HostReading:
+    """The process on its host at one moment. Memory in bytes, as the kernel counts it.
+
+    Attributes:
+        rss: resident memory; the sum of the next two kinds.
+        uss: memory that would come back if the process ended; None if it could not be read.
+        anonymous: resident memory of its own (heap, stacks, private maps).
+        file_backed: resident memory of mapped files (code, libraries) and of shared memory.
+        threads: Python threads as `name (identifier)`, sorted.
+        native_threads: all threads of the process, Python's included.
+        children: child processes and theirs, as `pid name`, sorted by pid.
+        descriptors: open descriptors as `number -> target`, sorted by number; without those of the reading itself.
+        shared_memory: files in /dev/shm that this user owns, sorted by name.
+        notes: what could not be read, and why.
+        temporary_files: those that processes of this one's have left which have ended, as far as whoever asks has seen.
+        own: what is neither code nor a file's, swapped out or not; see `lowtide.probes.host.counters.own_bytes`.
+        shared: the part of `own` that is shared memory.
+    """
+
+    rss: int
+    uss: int | None
+    anonymous: int
+    file_backed: int
+    threads: tuple[str, ...]
+    native_threads: int
+    children: tuple[str, ...]
+    descriptors: tuple[str, ...]
+    shared_memory: tuple[SharedMemoryEntry, ...]
+    notes: tuple[str, ...]
+    temporary_files: tuple[str, ...] = ()
+    own: int = 0
+    shared: int = 0
+
+    @property
+    def swapped(self) -> int:
+        """The part of `own` that is swapped out."""
+        return self.own - self.anonymous - self.shared
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """How much of some address ranges is in physical memory, in bytes.
+
+    Attributes:
+        anonymous: in memory of the process's own.
+        file_backed: in mapped files and shared memory, which the kernel counts with them.
+        shared: the part of `file_backed` that is shared memory.
+        swapped: what is swapped out, and so is in none of these; 0 where nobody asked.
+    """
+
+    anonymous: int
+    file_backed: int
+    shared: int = 0
+    swapped: int = 0
+
+    @property
+    def total(self) -> int:
+        """What is in physical memory, of both kinds."""
+        return self.anonymous + self.file_backed
+
+
+def read_host() -> HostReading:
+    """Reads this process's facts.
+
+    Raises:
+        HostReadError: /proc does not tell (this is not Linux, or /proc is not mounted).
+    """
+    notes: list[str] = []
+    process = psutil.Process()
+    status, own = _status()
+    return HostReading(
+        rss=status["VmRSS"],
+        uss=_uss(process, notes),
+        anonymous=status["RssAnon"],
+        file_backed=status["RssFile"] + status["RssShmem"],
+        threads=tuple(sorted(map(thread_key, threading.enumerate()))),
+        native_threads=process.num_threads(),
+        children=_children(process),
+        descriptors=_descriptors(),
+        shared_memory=_shared_memory(notes),
+        notes=tuple(notes),
+        own=own,
+        shared=status["RssShmem"],
+    )
+
+
+def _status() -> tuple[dict[str, int], int]:
+    """The memory lines of /proc/self/status and the process's own memory, in bytes: one read, so that they add up."""
+    sizes = {}
+    try:
+        status = Path("/proc/self/status").read_bytes()
+    except OSError as error:
+        raise HostReadError(f"/proc/self/status cannot be read ({error}); lowtide needs Linux with /proc") from error
+    for line in status.decode(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name in ("VmRSS", "RssAnon", "RssFile", "RssShmem"):
+            sizes[name] = int(value.removesuffix("kB")) * 1024
+    if len(sizes) < 4:
+        raise HostReadError("/proc/self/status does not tell RssAnon, RssFile and RssShmem; lowtide needs Linux 4.5")
+    return sizes, own_bytes(status)
+
+
+def _uss(process: psutil.Process, notes: list[str]) -> int | None:
+    try:
+        return int(process.memory_full_info().uss)
+    except (psutil.Error, OSError) as error:
+        notes.append(f"uss: {error}")
+        return None
+
+
+def _children(process: psutil.Process) -> tuple[str, ...]:
+    found = []
+    for child in process.children(recursive=True):
+        with _may_end():
+            found.append((child.pid, child.name()))
+    return tuple(f"{pid} {name}" for pid, name in sorted(found))
+
+
+class _may_end:  # noqa: N801 - reads as a statement
+    """A child may end between being listed and being asked its name; then it is no child any more."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        return kind is not None and issubclass(kind, psutil.NoSuchProcess)
+
+
+def _descriptors() -> tuple[str, ...]:
+    found = []
+    own = f"/proc/{os.getpid()}/fd"
+    ours: list[int] = []
+    with os.scandir("/proc/self/fd") as entries:
+        for entry in entries:
+            number = int(entry.name)
+            try:
+                target = os.readlink(entry.path)  # noqa: PTH115 - the text as it is: `pipe:[7]` is no path
+            except FileNotFoundError:  # another thread closed it since
+                continue
+            if target == own:
+                ours.append(number)
+            else:
+                found.append((number, target))
+    # The newest descriptor of the listing is this one's; an older one is somebody else's, who may have forgotten it.
+    found.extend((number, own) for number in sorted(ours)[:-1])
+    return tuple(f"{number} -> {target}" for number, target in sorted(found))
+
+
+def _shared_memory(notes: list[str]) -> tuple[SharedMemoryEntry, ...]:
+    found = []
+    user = os.geteuid()
+    mapped = {name for *_, name in _maps()}
+    try:
+        with os.scandir(_SHARED_MEMORY) as entries:
+            for entry in entries:
+                try:
+                    facts = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # removed since it was listed
+                    continue
+                if facts.st_uid == user and entry.is_file(follow_symlinks=False):
+                    found.append(SharedMemoryEntry(entry.name, facts.st_size, entry.path in mapped))
+    except OSError as error:
+        notes.append(f"shared memory: {error}")
+    return tuple(sorted(found, key=lambda entry: entry.name))
+
+
+def _maps() -> list[tuple[int, int, bool, str]]:
+    """The process's mappings: start, end, whether a file or shared memory is behind it, its name."""
+    found = []
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+        # address perms offset dev inode pathname; the name may hold spaces
+        fields = line.split(maxsplit=5)
+        start, _, end = fields[0].partition("-")
+        found.append((int(start, 16), int(end, 16), fields[4] != "0", fields[5] if len(fields) > 5 else ""))
+    return found
+
+
+def resident_bytes(address: int, length: int) -> int:
+    """Bytes of `[address, address + length)` that are in physical memory, by `mincore(2)`.
+
+    A page counts whole or not at all, but only with its bytes inside the range. A page of a mapped file counts where it
+    is in the page cache, even if only another process reads it.
+
+    Raises:
+        UnmappedRangeError: part of the range is not mapped in this process.
+    """
+    if length < 0 or address < 0:
+        raise ValueError(f"not an address range: {length} bytes from {address:#x}")
+    page = mmap.PAGESIZE
+    resident = 0
+    end = address + length
+    position = address
+    while position < end:
+        first = position - position % page
+        stop = min(end, first + _MINCORE_BYTES)
+        pages = -(-(stop - first) // page)
+        # No array of ctypes: for each length that makes a class, which is garbage afterwards in Python 3.13.
+        answer = bytearray(pages)
+        if _mincore(first, pages * page, ctypes.byref(ctypes.c_char.from_buffer(answer))) != 0:
+            code = ctypes.get_errno()
+            raise UnmappedRangeError(
+                f"{length} bytes from {address:#x} are not all mapped here ({os.strerror(code)}); "
+                "read the range while its owner holds it"
+            )
+        # Only the lowest bit of each answer is defined.
+        present = answer.translate(_LOWEST_BIT)
+        resident += present.count(1) * page
+        if present[0]:
+            resident -= position - first
+        if present[-1]:
+            resident -= first + pages * page - stop
+        position = stop
+    return resident
+
+
+def resident_in(ranges: Iterable[Range], *, swapped: bool = False) -> Resident:
+    """How much of `ranges` is in physical memory, by kind of mapping; what is not mapped is not.
+
+    Args:
+        ranges: the addresses.
+        swapped: whether to look for what is swapped out, too.
+    """
+    wanted = merge(ranges)
+    if not wanted:
+        return Resident(0, 0)
+    maps = _maps()
+    kinds = (
+        [(start, end - start) for start, end, backed, _ in maps if not backed],
+        [(start, end - start) for start, end, backed, _ in maps if backed],
+        [(start, end - start) for start, end, backed, name in maps if backed and _is_shared_memory(name)],
+    )
+    anonymous, file_backed, shared = (sum(map(_resident_or_gone, common(wanted, parts))) for parts in kinds)
+    return Resident(anonymous, file_backed, shared, sum(map(_swapped_bytes, wanted)) if swapped else 0)
+
+
+def _is_shared_memory(name: str) -> bool:
+    return name.startswith((f"{_SHARED_MEMORY}/", *_UNNAMED_SHARED_MEMORY))
+
+
+def named_shared_memory() -> list[Range]:
+    """Where this process maps files of /dev/shm that still have their names there."""
+    return [part for parts in mapped_shared_files().values() for part in parts]
+
+
+def mapped_shared_files() -> dict[str, list[Range]]:
+    """By their names, the files of /dev/shm that this process maps and that still have these names, with where."""
+    prefix = f"{_SHARED_MEMORY}/"
+    found: dict[str, list[Range]] = {}
+    for start, end, _, name in _maps():
+        if name.startswith(prefix) and not name.endswith(" (deleted)"):
+            found.setdefault(name.removeprefix(prefix), []).append((start, end - start))
+    return found
+
+
+def _swapped_bytes(part: Range) -> int:
+    """Bytes of the pages of a range that are swapped out, by pagemap; 0 where it may not be read."""
+    first, stop = part[0] // mmap.PAGESIZE, -(-sum(part) // mmap.PAGESIZE)
+    found = 0
+    with contextlib.suppress(OSError), _PAGEMAP.open("rb", buffering=0) as file:
+        while first < stop:
+            file.seek(first * _PAGEMAP_ENTRY)
+            entries = file.read(min(stop - first, _PAGEMAP_PAGES) * _PAGEMAP_ENTRY)
+            if not entries:
+                break
+            # Bit 62 of each entry; the kernel writes them in the machine's order.
+            top = entries[_PAGEMAP_ENTRY - 1 :: _PAGEMAP_ENTRY] if sys.byteorder == "little" else entries[::8]
+            found += top.translate(_SWAPPED_BIT).count(1)
+            first += len(entries) // _PAGEMAP_ENTRY
+    return found * mmap.PAGESIZE
+
+
+def _resident_or_gone(part: Range) -> int:
+    try:
+        return resident_bytes(*part)
+    except UnmappedRangeError:  # another thread unmapped it since the maps were read
+        return 0
+
+
+def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
+    """The names in /dev/shm that any of these processes maps or has open; what may not be read counts as none."""
+    prefix = f"{_SHARED_MEMORY}/"
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+                _, found_prefix, name = line.partition(prefix)
+                if found_prefix:
+                    found.add(name.removesuffix(" (deleted)"))
+            with os.scandir(f"/proc/{pid}/fd") as entries:
+                for entry in entries:
+                    target = os.readlink(entry.path)  # noqa: PTH115
+                    if target.startswith(prefix):
+                        found.add(target.removeprefix(prefix).removesuffix(" (deleted)"))
+    return found

@@ -1,0 +1,1 @@
+"""Tensors and the memory beneath them: storages, ranges, buffers, contents, and the pointers into them."""

@@ -1,0 +1,102 @@
+"""The large buffers in host memory that Python objects own: numpy's arrays, bytes, anonymous memory maps."""
+
+from __future__ import annotations
+
+import array
+import gc
+import mmap
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from lowtide.probes.objects.foreign import is_a
+from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+
+LEAST = 1 << 20
+"""Bytes from which a buffer is large: glibc takes such a piece from the system by itself, and gives it back."""
+
+_AT_A_TIME = 1 << 16
+
+
+@dataclass(frozen=True, eq=False)
+class Buffer:
+    """An object and the bytes of memory that it owns."""
+
+    item: Any
+    bytes: int
+
+
+def large_buffers(least: int = LEAST) -> list[Buffer]:
+    """Goes through the heap once for the objects that own at least so many bytes; drop them soon.
+
+    The collector tracks none of them but a map, nor for long the containers that hold nothing else. No code of the
+    program runs: a subclass is asked as the class that it derives from.
+    """
+    kinds = _kinds()
+    with collector_paused():
+        objects = all_objects()
+        found: dict[int, Buffer] = {}
+        _add(found, Census(objects), kinds, least)
+        for start in range(0, len(objects), _AT_A_TIME):
+            held = _untracked(gc.get_referents(*objects[start : start + _AT_A_TIME]))
+            seen = set(map(id, held))
+            while held:
+                _add(found, Census(held), kinds, least)
+                held = [item for item in _untracked(gc.get_referents(*held)) if id(item) not in seen]
+                seen.update(map(id, held))
+        return list(found.values())
+
+
+def _untracked(items: Iterable[object]) -> list[object]:
+    return [item for item in {id(item): item for item in items}.values() if not gc.is_tracked(item)]
+
+
+def _add(found: dict[int, Buffer], census: Census, kinds: list[tuple[type, Callable[[Any], int]]], least: int) -> None:
+    ndarray: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+    views = [] if ndarray is None else census.instances_of(ndarray)
+    owners = [owner for view in views if (owner := _owner(ndarray, view)) is not None]
+    for kind, size in kinds:
+        for item in [*census.instances_of(kind), *(owner for owner in owners if is_a(owner, kind))]:
+            amount = size(item)
+            if amount >= least:
+                found[id(item)] = Buffer(item, amount)
+
+
+def _owner(ndarray: Any, view: Any) -> Any:
+    """What an array is a view of in the end; None if it is none. An array does not show the collector what that is."""
+    owner = None
+    while is_a(view, ndarray):
+        owner, view = view, ndarray.base.__get__(view)
+    return owner if view is None else view
+
+
+def _kinds() -> list[tuple[type, Callable[[Any], int]]]:
+    kinds: list[tuple[type, Callable[[Any], int]]] = [
+        (bytes, bytes.__len__),
+        (bytearray, bytearray.__len__),
+        (array.array, _size_of_array),
+        (mmap.mmap, _size_of_map),
+    ]
+    ndarray: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+    if ndarray is not None:
+        # A view owns nothing: what it is a view of does.
+        kinds.append(
+            (ndarray, lambda item: 0 if ndarray.base.__get__(item) is not None else ndarray.nbytes.__get__(item))
+        )
+    return kinds
+
+
+def _size_of_array(item: Any) -> int:
+    return array.array.__len__(item) * int(array.array.itemsize.__get__(item))
+
+
+def _size_of_map(item: Any) -> int:
+    """Of a map of no file; one of a file is the system's cache of that."""
+    try:
+        mmap.mmap.size(item)
+    except OSError:
+        return mmap.mmap.__len__(item)
+    except ValueError:  # it is closed
+        return 0
+    return 0

@@ -1,0 +1,69 @@
+"""Memory that a capsule exports to another library by DLPack: who has the capsule keeps the tensor behind it."""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lowtide.probes.memory.tensors import keys_of_each, survey_storages
+from lowtide.probes.objects.listed import Census
+
+EXPORTED = "exported memory"
+"""What leads from a capsule to the tensor whose memory it exports."""
+
+CAPSULE: type = type(datetime.datetime_CAPI)
+
+_DATA = {
+    # Where the address of the data lies, in words: behind the version, the context, the deleter and the flags.
+    b"dltensor": 0,
+    b"numpy_dltensor": 0,
+    b"dltensor_versioned": 4,
+    b"numpy_dltensor_versioned": 4,
+}
+"""By the names of capsules that own what they export: one that was used up has another name."""
+
+_name_of = ctypes.pythonapi.PyCapsule_GetName
+_name_of.argtypes, _name_of.restype = [ctypes.py_object], ctypes.c_char_p
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.argtypes, _pointer_of.restype = [ctypes.py_object, ctypes.c_char_p], ctypes.c_void_p
+
+
+class ExportedMemory:
+    """The tensors among some objects, by their memory.
+
+    Args:
+        items: any objects; this holds the tensors among them.
+    """
+
+    def __init__(self, items: Sequence[object]) -> None:
+        torch: Any = sys.modules.get("torch")
+        kind = getattr(torch, "Tensor", None)
+        tensors = [] if kind is None else Census(list(items)).instances_of(kind)
+        sizes = {(found.device, found.address): found.bytes for found in survey_storages(tensors).storages}
+        self._spans = [
+            (key[1], key[1] + sizes[key], tensor)
+            for tensor, keys in zip(tensors, keys_of_each(tensors), strict=True)
+            for key in keys & sizes.keys()
+        ]
+
+    def held_by(self, capsule: object) -> list[object]:
+        """The tensors in whose memory lies what a capsule exports."""
+        address = exported_address(capsule)
+        return [tensor for begin, end, tensor in self._spans if begin <= address < end]
+
+
+def exported_address(capsule: object) -> int:
+    """The address of the data that a capsule exports and owns; 0 if it exports none.
+
+    Args:
+        capsule: an object of the type `CAPSULE`.
+    """
+    name = _name_of(capsule)
+    if name not in _DATA:
+        return 0
+    pointer = _pointer_of(capsule, name)
+    data = ctypes.c_void_p.from_address(pointer + _DATA[name] * ctypes.sizeof(ctypes.c_void_p)) if pointer else None
+    return (data.value or 0) if data is not None else 0

@@ -1,0 +1,374 @@
+"""The live tensors' storages by device, each byte counted once, read without leaving a trace on them."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from lowtide.probes.memory.ranges import Range, common, merge, total
+from lowtide.probes.objects.foreign import mro_of
+from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.stages import PoolReading, announced_pools
+
+# An element offset that no storage reaches: a view there fails, and the message says how large the storage is.
+_OUT_OF_BOUNDS = 1 << 40
+_STORAGE_SIZE = re.compile(r"out of bounds for storage of size (\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class StorageReading:
+    """One storage: the memory that one or more tensors view.
+
+    Attributes:
+        address: where it starts.
+        bytes: its whole length, however little of it the tensors view.
+        device: `cpu`, `cuda:0`.
+        shape: shape of the largest tensor over it, as `2x3`; empty where no tensor views it.
+        dtype: data type of that tensor, as `float32`; empty where no tensor views it.
+        tensors: Python tensors that view it.
+    """
+
+    address: int
+    bytes: int
+    device: str
+    shape: str
+    dtype: str
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTensors:
+    """The live tensors of one device.
+
+    Attributes:
+        device: `cpu`, `cuda:0`.
+        storages: distinct storages that hold memory.
+        tensors: Python tensors over them.
+        bytes: memory under the storages, overlapping memory counted once.
+        in_pools: those of the bytes that lie in the mapped parts of announced pools.
+        ranges: address and length of that memory, merged.
+    """
+
+    device: str
+    storages: int
+    tensors: int
+    bytes: int
+    in_pools: int
+    ranges: tuple[Range, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReading:
+    """The live tensors of the process.
+
+    Attributes:
+        per_device: one entry per device that holds some, sorted by device.
+        unreadable: tensors that hold memory of a kind that cannot be read (opaque layouts, copy-on-write storages).
+    """
+
+    per_device: tuple[DeviceTensors, ...]
+    unreadable: int
+
+    def on(self, device: str) -> DeviceTensors:
+        """The reading of one device; zeros where no tensor lives there."""
+        for reading in self.per_device:
+            if reading.device == device:
+                return reading
+        return DeviceTensors(device, storages=0, tensors=0, bytes=0, in_pools=0, ranges=())
+
+    def bytes_on(self, device: str) -> int:
+        """Bytes under the live tensors of `device`."""
+        return self.on(device).bytes
+
+    @property
+    def total(self) -> int:
+        """Bytes under the live tensors of all devices."""
+        return sum(reading.bytes for reading in self.per_device)
+
+
+@dataclass(frozen=True, slots=True)
+class StorageSurvey:
+    """Storages found among some objects; `unreadable` counts the tensors that could not be read."""
+
+    storages: tuple[StorageReading, ...]
+    unreadable: int
+
+
+def read_tensors(objects: Iterable[object] | None = None, pools: Sequence[PoolReading] | None = None) -> TensorReading:
+    """Reads which memory the live tensors hold.
+
+    Args:
+        objects: what to look through; default: everything alive (`all_objects()`).
+        pools: memory of allocators outside torch; default: what is announced (`announced_pools()`).
+
+    Tensors that Python never saw (a gradient that no code has read, what autograd saved) are not found: reading them
+    would make Python objects of them that stay.
+    """
+    pools = announced_pools() if pools is None else pools
+    return summarize(survey_storages(all_objects() if objects is None else objects), pools)
+
+
+def live_storages(objects: Iterable[object] | None = None) -> list[StorageReading]:
+    """Every storage that holds memory, sorted by device and address; keeps no object alive."""
+    return list(survey_storages(all_objects() if objects is None else objects).storages)
+
+
+def summarize(survey: StorageSurvey, pools: Sequence[PoolReading]) -> TensorReading:
+    """Adds the storages up by device, each byte once."""
+    by_device: dict[str, list[StorageReading]] = defaultdict(list)
+    for storage in survey.storages:
+        by_device[storage.device].append(storage)
+    per_device = []
+    for device, storages in sorted(by_device.items()):
+        ranges = merge((storage.address, storage.bytes) for storage in storages)
+        pooled = [part for pool in pools if pool.device == device for part in pool.ranges]
+        per_device.append(
+            DeviceTensors(
+                device,
+                storages=len(storages),
+                tensors=sum(storage.tensors for storage in storages),
+                bytes=total(ranges),
+                in_pools=total(common(ranges, pooled)),
+                ranges=ranges,
+            )
+        )
+    return TensorReading(tuple(per_device), survey.unreadable)
+
+
+def survey_storages(objects: Iterable[object] | Census) -> StorageSurvey:
+    """Finds the storages under the tensors, and the storage objects, among `objects`; empty where torch is not loaded.
+
+    Two storages at one address of one device are one.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "Tensor"):  # not loaded, or half way through its import
+        return StorageSurvey((), 0)
+    with collector_paused(), plain_tensors(torch):
+        census = objects if isinstance(objects, Census) else Census(objects)
+        found = _Found(torch)
+        for storage in census.instances_of(torch.UntypedStorage):
+            found.add_storage(storage)
+        for tensor in census.instances_of(torch.Tensor):
+            found.add_tensor(tensor)
+    return StorageSurvey(found.readings(), found.unreadable)
+
+
+def keys_of_each(items: Iterable[Any]) -> list[frozenset[tuple[str, int]]]:
+    """Device and address of the storages under each of some tensors and storage objects; empty where none can be read.
+
+    For many of them faster than a survey of each: no size is asked for.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "Tensor"):
+        return [frozenset() for _ in items]
+    with collector_paused(), plain_tensors(torch):
+        found = _Found(torch)
+        return [found.keys_of(item) for item in items]
+
+
+def hold_memory(items: Iterable[Any]) -> list[bool]:
+    """Whether each of some tensors and storage objects holds memory, or may: by a graph, or since nobody can tell.
+
+    A tensor that needs no gradient, and has no memory of its own (an empty or meta one, the stand-ins of compilers),
+    holds nothing else that is not found by itself.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "Tensor"):
+        return [False for _ in items]
+    with collector_paused(), plain_tensors(torch):
+        found = _Found(torch)
+        return [found.holds(item) for item in items]
+
+
+@contextlib.contextmanager
+def plain_tensors(torch: ModuleType) -> Iterator[None]:
+    """Makes torch's calls see tensors as plain data: no subclass's or mode's code runs, no graph is recorded."""
+    # In this order: switching the gradients off is a torch function too.
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
+        yield
+
+
+def torch_member(tensor: Any, name: str) -> Any:
+    """An attribute or bound method of a tensor as torch itself has it, past whatever the tensor's class makes of it."""
+    return getattr(sys.modules["torch"]._C.TensorBase, name).__get__(tensor)
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What is known so far of one storage."""
+
+    bytes: int
+    tensors: int = 0
+    largest: int = -1
+    shape: str = ""
+    dtype: str = ""
+
+
+class _Found:
+    """Collects storages, keyed by device and address."""
+
+    def __init__(self, torch: ModuleType) -> None:
+        self.unreadable = 0
+        self._torch = torch
+        self._entries: dict[tuple[str, int], _Entry] = {}
+        fake = sys.modules.get("torch._subclasses.fake_tensor")
+        self._fake_tensor: type | None = getattr(fake, "FakeTensor", None)
+
+    def add_storage(self, storage: Any) -> None:
+        """Adds a storage that Python holds itself; one without memory (meta, a subclass's stand-in) is left out."""
+        device = storage.device
+        if device.type == "meta":
+            return
+        try:
+            whole = self._torch.empty(0, dtype=self._torch.uint8, device=device).set_(storage)
+            if self._torch._C._is_cow_tensor(whole):
+                return  # counted as unreadable with the tensors over it; its address is not to be asked for
+            size, address = storage.nbytes(), storage.data_ptr()
+        except RuntimeError:
+            # "invalid python storage": the empty shell under a fake tensor or a wrapper subclass.
+            return
+        if size:
+            self._entries.setdefault((str(device), address), _Entry(size))
+
+    def add_tensor(self, tensor: Any) -> None:
+        """Adds the storage under a tensor, or those under its parts if it is sparse."""
+        fake = self._fake_tensor
+        if fake is not None and any(base is fake for base in mro_of(type(tensor))):
+            return  # says that it is on a device, and holds nothing there
+        try:
+            for part in _parts(self._torch, tensor):
+                self._add_strided(part)
+        except (RuntimeError, NotImplementedError):
+            # No storage that Python can reach (opaque layouts such as mkldnn, functorch's wrappers).
+            self.unreadable += 1
+
+    def keys_of(self, item: Any) -> frozenset[tuple[str, int]]:
+        """The storages under one tensor, or the one that a storage object is; nothing is added."""
+        if not any(base is self._torch.Tensor for base in mro_of(type(item))):
+            alone = _Found(self._torch)
+            alone.add_storage(item)
+            return frozenset(alone._entries)
+        if any(base is self._fake_tensor for base in mro_of(type(item))):
+            return frozenset()
+        try:
+            keys = [self._key(part) for part in _parts(self._torch, item)]
+        except (RuntimeError, NotImplementedError):
+            return frozenset()
+        return frozenset(key for key in keys if key is not None)
+
+    def holds(self, item: Any) -> bool:
+        """Whether a tensor, or a storage object, holds memory or may hold some; nothing is added."""
+        if not any(base is self._torch.Tensor for base in mro_of(type(item))):
+            try:
+                return bool(item.device.type != "meta" and item.nbytes())
+            except RuntimeError:  # the empty shell under a fake tensor or a wrapper subclass
+                return False
+        if torch_member(item, "requires_grad"):
+            return True
+        if any(base is self._fake_tensor for base in mro_of(type(item))):
+            return False
+        try:
+            return any(self._has_memory(part) for part in _parts(self._torch, item))
+        except RuntimeError:  # no storage that Python can reach: nobody can tell
+            return True
+
+    def _has_memory(self, tensor: Any) -> bool:
+        is_meta = torch_member(tensor, "device").type == "meta"
+        return not is_meta and (self._torch._C._is_cow_tensor(tensor) or bool(_storage_address(tensor)))
+
+    def _key(self, tensor: Any) -> tuple[str, int] | None:
+        """Device and address of a strided tensor's storage; None where it has none that can be asked for."""
+        device = torch_member(tensor, "device")
+        if device.type == "meta" or self._torch._C._is_cow_tensor(tensor):
+            return None
+        address = _storage_address(tensor)
+        return (str(device), address) if address else None
+
+    def _add_strided(self, tensor: Any) -> None:
+        if torch_member(tensor, "device").type != "meta" and self._torch._C._is_cow_tensor(tensor):
+            # Asking for its address would make the copy that copy-on-write put off.
+            self.unreadable += 1
+            return
+        key = self._key(tensor)
+        if key is None:
+            return  # no memory of its own: zero bytes, or a wrapper subclass whose parts are tensors of their own
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = _Entry(_storage_bytes(tensor))
+        entry.tensors += 1
+        elements = torch_member(tensor, "numel")()
+        if elements > entry.largest:
+            entry.largest = elements
+            entry.shape = "x".join(map(str, torch_member(tensor, "shape")))
+            entry.dtype = str(torch_member(tensor, "dtype")).removeprefix("torch.")
+
+    def readings(self) -> tuple[StorageReading, ...]:
+        return tuple(
+            StorageReading(address, entry.bytes, device, entry.shape, entry.dtype, entry.tensors)
+            for (device, address), entry in sorted(self._entries.items(), key=lambda item: item[0])
+        )
+
+
+def _parts(torch: ModuleType, tensor: Any) -> tuple[Any, ...]:
+    """The strided tensors that hold a tensor's data."""
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    # What `vmap` and `grad` give a function, which may keep it: each wraps what the transformation around it gave.
+    while functorch is not None and functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    layout = torch_member(tensor, "layout")
+    if layout is torch.strided and torch_member(tensor, "is_nested"):
+        return (torch_member(tensor, "values")(),)
+    if layout is torch.sparse_coo:
+        return (torch_member(tensor, "_indices")(), torch_member(tensor, "_values")())
+    names: tuple[str, ...] = ()
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        names = ("crow_indices", "col_indices", "values")
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        names = ("ccol_indices", "row_indices", "values")
+    return tuple(torch_member(tensor, name)() for name in names) or (tensor,)
+
+
+def _storage_address(tensor: Any) -> int:
+    """Where the tensor's storage starts; 0 if it holds no memory."""
+    if torch_member(tensor, "numel")():
+        address = torch_member(tensor, "data_ptr")()
+        offset = torch_member(tensor, "storage_offset")() * torch_member(tensor, "element_size")()
+        return address - offset if address else 0
+    # An empty view has the address 0, and still keeps its whole storage alive.
+    try:
+        return int(torch_member(tensor, "as_strided")((1,), (1,), 0).data_ptr())
+    except RuntimeError:
+        return 0  # the storage has no room for one element: it is empty
+
+
+def _storage_bytes(tensor: Any) -> int:
+    """Length of the tensor's storage.
+
+    `untyped_storage().nbytes()` would say it too, but makes a Python object of the storage which then lives as long as
+    the storage does (torch preserves it): reading would grow the heap by one object per tensor. So a view far out of
+    bounds is asked for, and the refusal read (`checkInBoundsForStorage` in ATen/native/Resize.h). About 40 µs.
+    """
+    try:
+        torch_member(tensor, "as_strided")((1,), (1,), _OUT_OF_BOUNDS)
+    except RuntimeError as error:
+        said = _STORAGE_SIZE.search(str(error))
+        if said is not None:
+            return int(said.group(1))
+    # Layouts that refuse such a view for another reason (nested tensors): better one object more than no figure.
+    return int(torch_member(tensor, "untyped_storage")().nbytes())
+
+
+def held_ranges(survey: StorageSurvey) -> tuple[tuple[str, int, int], ...]:
+    """The memory under some storages as device, address, length; merged per device."""
+    by_device: dict[str, list[Range]] = defaultdict(list)
+    for storage in survey.storages:
+        by_device[storage.device].append((storage.address, storage.bytes))
+    return tuple(
+        (device, address, length) for device, parts in sorted(by_device.items()) for address, length in merge(parts)
+    )

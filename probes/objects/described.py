@@ -1,0 +1,76 @@
+"""Names for the objects that a setting may be, without running their code; and whose code they are."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from lowtide.probes.objects.foreign import code_of, module_of_class, mro_of, type_name
+from lowtide.probes.objects.whose_code import is_library
+
+LIBRARYS = "a library's "
+"""What the text of an object begins with that an installed library made for itself."""
+
+_TOOLS = ("_pytest", "pluggy", "xdist", "pytest_timeout", "pytest_cov", "coverage", "hypothesis", "lowtide")
+_DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy")
+"""Who runs tests and looks on while they run: what these set they take back themselves."""
+
+
+def described(item: object) -> str:
+    """`package.module.function at 0x7f…`: what it is and which one; a constant as code."""
+    if item is None or type(item) in (int, bool, str):
+        return repr(item)
+    return (LIBRARYS if is_librarys(item) else "") + identified(item)
+
+
+def identified(item: object) -> str:
+    """The same, whoever made it."""
+    return f"{name_of(item)} at {id(item):#x}"
+
+
+def name_of(item: object) -> str:
+    """What an object is: a function and a class by their names, a method with its object's class."""
+    if type(item) is FunctionType or type(item) is BuiltinFunctionType:
+        module, name = item.__module__, item.__qualname__
+        return f"{module}.{name}" if type(module) is str else name
+    if any(base is type for base in mro_of(type(item))):
+        return type_name(item)  # type: ignore[arg-type]
+    if type(item) is MethodType:
+        function = getattr(item.__func__, "__name__", "") if type(item.__func__) is FunctionType else ""
+        return f"{type_name(type(item.__self__))}.{function or 'method'}"
+    if type(item) is functools.partial:
+        return f"partial of {name_of(item.func)}"
+    return type_name(type(item))
+
+
+def is_librarys(item: object) -> bool:
+    """Whether it is a function of an installed library, or an object of a tool that runs tests.
+
+    A method of a library's object is not: who set it made the object.
+    """
+    while type(item) is functools.partial:
+        item = item.func
+    if type(item) is FunctionType:
+        return is_library(code_of(item).co_filename)
+    owner = item.__self__ if type(item) is MethodType else item
+    return is_tools(type(owner))
+
+
+def is_tools(cls: type) -> bool:
+    """Whether a class is of a tool that runs tests, or of a debugger."""
+    return module_of_class(cls).partition(".")[0] in (*_TOOLS, *_DEBUGGERS)
+
+
+def is_text_of_tool(text: str) -> bool:
+    """Whether a text of `described` is that of a function or an object of a tool that runs tests."""
+    return text.removeprefix(LIBRARYS).partition(".")[0] in (*_TOOLS, *_DEBUGGERS)
+
+
+def is_installed_module(name: str) -> bool:
+    """Whether the package of a module is installed, and not the project's own."""
+    module: Any = sys.modules.get(name.partition(".")[0])
+    is_module = any(base is ModuleType for base in mro_of(type(module)))
+    origin = getattr(vars(module).get("__spec__") if is_module else None, "origin", None)
+    return type(origin) is str and (origin in ("built-in", "frozen") or is_library(origin))

@@ -1,0 +1,239 @@
+"""Every object that the garbage collector knows of, those hidden by `gc.freeze()` included, without touching them."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from inspect import CO_OPTIMIZED
+from itertools import compress
+from types import FrameType, ModuleType
+from typing import Any
+
+# `gc.get_referents` takes the objects as arguments; more at once only makes the argument tuple larger.
+_CHUNK = 50_000
+
+# So few objects are asked for their types one by one in less time than numpy takes to begin.
+_FEW = 1000
+
+# Each full collection of CPython 3.12 moves what is immortal to the permanent generation: the tuples of bases and of
+# the method resolution order of the interpreter's own types, 375 of them before a program's first line. (3.13 does not
+# track such tuples.) A program's `gc.freeze()` freezes everything there is, and the barest interpreter has over 4,000
+# objects: so few frozen ones as this are never a program's.
+FROZEN_AT_STARTUP = 2000
+
+
+def frozen_by_program(count: int) -> int:
+    """How many objects a program has frozen: of so few as the interpreter itself keeps there, none.
+
+    Args:
+        count: what `gc.get_freeze_count()` said.
+    """
+    return count if count > FROZEN_AT_STARTUP else 0
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Keeps the garbage collector from running in the block, then leaves it on or off as it was.
+
+    A walk makes so many containers that automatic collections would cost more than the walk, and would change the
+    heap that is being read.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def all_objects() -> list[object]:
+    """Every tracked object that is reachable or unfrozen, once each, in no order that means anything.
+
+    `gc.get_objects()` leaves out what `gc.freeze()` moved to the permanent generation, and unfreezing it to look would
+    freeze too much afterwards. So where a program has frozen its heap, what it leaves out is found by a walk forward
+    (`gc.get_referents`, which does see frozen objects) from all unfrozen objects, the modules, the classes and the
+    locals of every running frame. Frozen objects that nothing reaches (frozen garbage) stay unseen.
+
+    The list keeps its objects alive: drop it as soon as it is read.
+    """
+    with collector_paused():
+        # No local variable may hold the list that is returned, nor may what is returned hold this function's frame:
+        # from Python 3.12 on that frame can be among the objects, and list and frame would keep each other, and with
+        # them the whole heap, until the next collection.
+        if gc.get_freeze_count() <= FROZEN_AT_STARTUP:
+            return gc.get_objects()
+        found = gc.get_objects()
+        try:
+            return _with_what_is_reached(found)
+        finally:
+            found.clear()
+
+
+class Census:
+    """Some objects and, taken once for all questions, the real type of each.
+
+    Going to every object of a large heap to see its type is what costs; the questions after that are cheap.
+    """
+
+    def __init__(self, objects: Iterable[object]) -> None:
+        # Not at the top: a program without tensors shall not load numpy for being watched.
+        import numpy as np
+
+        from lowtide.probes.objects.identities import identities, object_at, types_of
+
+        self._objects = objects if type(objects) is list else list(objects)
+        # By identity, and so never by the `__hash__` or `__eq__` of a metaclass.
+        self._types: dict[int, type]
+        if len(self._objects) < _FEW:
+            kinds = list(map(type, self._objects))
+            self._kinds = np.fromiter(map(id, kinds), np.int64, len(kinds))
+            self._types = dict(zip(self._kinds.tolist(), kinds, strict=True))
+        else:
+            self._kinds = types_of(identities(self._objects))
+            self._types = {kind: object_at(kind) for kind in np.unique(self._kinds).tolist()}
+
+    @classmethod
+    def of_kinds(cls, objects: list[object], kinds: Any, types: dict[int, type]) -> Census:
+        """That of objects whose types are known.
+
+        Args:
+            objects: the objects.
+            kinds: the identity of each one's type, shape [len(objects)].
+            types: the types, by their identities.
+        """
+        census = cls([])
+        census._objects, census._kinds, census._types = objects, kinds, types
+        return census
+
+    def instances_of(self, *classes: type) -> list[Any]:
+        """The objects whose type derives from one of the classes.
+
+        Not `isinstance`: it asks the object, and a weak proxy answers for its target, other objects warn or run code.
+        """
+        # Not `issubclass`, which a metaclass may answer.
+        wanted = set(map(id, classes))
+        matching = {
+            kind
+            for kind, candidate in self._types.items()
+            if not wanted.isdisjoint(map(id, type.__dict__["__mro__"].__get__(candidate)))
+        }
+        return self._of(matching)
+
+    def exactly(self, cls: type) -> list[Any]:
+        """The objects whose type is `cls` itself."""
+        return self._of({id(cls)} & self._types.keys())
+
+    def _of(self, kinds: set[int]) -> list[Any]:
+        if not kinds:
+            return []
+        import numpy as np
+
+        places = np.flatnonzero(np.isin(self._kinds, np.fromiter(kinds, np.int64, len(kinds))))
+        return [self._objects[place] for place in places.tolist()]
+
+
+def _with_what_is_reached(found: list[object]) -> list[object]:
+    """The objects, and every tracked one that they, the modules, classes and frames lead to, except frames.
+
+    A step is a few calls per chunk, all of them in C: on a heap of a million objects that is the difference between
+    half a second and ten.
+    """
+    # Not at the top: see `Census`.
+    import numpy as np
+
+    from lowtide.probes.objects.address_table import AddressTable, first_places
+    from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
+    from lowtide.probes.objects.identities import are_tracked, identities, objects_at, types_of
+
+    table = AddressTable(identities(found))
+
+    def add(met: list[object]) -> None:
+        ids = identities(met)
+        ids = ids[table.find(ids) < 0]
+        ids = ids[first_places(ids) == np.arange(len(ids))]
+        # Untracked objects (numbers, strings, tuples of them) refer to nothing that is tracked.
+        ids = ids[are_tracked(ids)]
+        table.add(ids)
+        found.extend(objects_at(ids))
+
+    add(list(_roots()))
+    of_modules = [ModuleType, *map(type, list(sys.modules.values()))]
+    module_kinds = {id(kind) for kind in of_modules if is_kind_of_module(kind)}
+    done = 0
+    while done < len(found):
+        chunk = found[done : done + _CHUNK]
+        kinds = types_of(identities(chunk))
+        for kind in module_kinds:
+            for place in np.flatnonzero(kinds == kind).tolist():
+                chunk[place] = without_state(found[done + place])
+        referents = gc.get_referents(*chunk)
+        chunk.clear()
+        done = min(done + _CHUNK, len(found))
+        add(referents)
+        # The frame of this very call may be in them, and would keep them.
+        referents.clear()
+    return list(compress(found, (types_of(identities(found)) != id(FrameType)).tolist()))
+
+
+def _roots() -> Iterator[object]:
+    """What a frozen object may hang on without an unfrozen tracked object in between."""
+    for module in list(sys.modules.values()):
+        if issubclass(type(module), ModuleType):
+            yield module
+    yield from _classes()
+    for frame in _running_frames():
+        yield frame.f_globals
+        yield from frame_locals(frame)
+
+
+def _classes() -> Iterator[object]:
+    """All classes and, for those written in C, what their namespaces hold (a static type has no referents)."""
+    seen: set[int] = set()
+    waiting: list[type] = [object]
+    while waiting:
+        cls = waiting.pop()
+        if id(cls) in seen:
+            continue
+        seen.add(id(cls))
+        yield cls
+        yield from gc.get_referents(type.__dict__["__dict__"].__get__(cls))
+        waiting.extend(type.__subclasses__(cls))
+
+
+def _running_frames() -> Iterator[FrameType]:
+    """The frames of all threads, except those of the probes, whose locals are the walk itself."""
+    waiting: list[FrameType | None] = list(sys._current_frames().values())
+    while waiting:
+        # Nothing of this is left in a local variable at the end: one of the frames is this function's own.
+        frame = waiting.pop()
+        if frame is not None:
+            waiting.append(frame.f_back)
+            if not str(dict.get(frame.f_globals, "__name__", "")).startswith("lowtide.probes."):
+                yield frame
+
+
+def frame_locals(frame: FrameType, *, is_checkers: bool = False) -> list[object]:
+    """The values of a frame's local variables, leaving nothing behind.
+
+    Args:
+        frame: of a running function.
+        is_checkers: whether it is one of the checker's own, of whose variables nobody else holds a dict for long.
+
+    Up to Python 3.12 reading `f_locals` leaves in the frame a dict of the function's locals, which keeps them alive
+    after the function dropped them; it is emptied here, unless somebody else holds it (a debugger, or the function by
+    `locals()`). A module's or class body's `f_locals` is its namespace, and is never emptied.
+    """
+    namespace = frame.f_locals
+    values = list(namespace.values())
+    # 2: the frame's own reference and `namespace`; `getrefcount` adds its argument.
+    if (
+        sys.version_info < (3, 13)
+        and frame.f_code.co_flags & CO_OPTIMIZED
+        and type(namespace) is dict
+        and (is_checkers or sys.getrefcount(namespace) <= 3)
+    ):
+        namespace.clear()
+    return values

@@ -1,0 +1,28 @@
+"""What a running thread is called, past whatever a class of the program makes of `name` and `ident`."""
+
+from __future__ import annotations
+
+import threading
+
+from lowtide.probes.objects.foreign import attribute, type_name
+
+_PLAIN = frozenset(map(id, (threading.Thread, threading.Timer, type(threading.main_thread()), threading._DummyThread)))
+
+
+def thread_name(thread: threading.Thread) -> str:
+    """The name; that of the class where the thread has none."""
+    if id(type(thread)) in _PLAIN:
+        return thread.name
+    name = attribute(thread, "_name")
+    return name if type(name) is str else type_name(type(thread))
+
+
+def thread_ident(thread: threading.Thread) -> int:
+    """The identifier; 0 where it does not run yet."""
+    ident = thread.ident if id(type(thread)) in _PLAIN else attribute(thread, "_ident")
+    return ident if type(ident) is int else 0
+
+
+def thread_key(thread: threading.Thread) -> str:
+    """`name (identifier)`, as the counters name it."""
+    return f"{thread_name(thread)} ({thread_ident(thread) or None})"
