@@ -17,7 +17,7 @@ import torch
 from lowtide.engine import EngineConfig
 from lowtide.engine.config import load_model_config
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.reference import ReferenceLife
+from lowtide.leakcheck.targets.reference import ReferenceLife
 from lowtide.probes.device.driver import find_driver
 
 MIB = 1 << 20

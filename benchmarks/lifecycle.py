@@ -16,7 +16,7 @@ import torch
 from lowtide.engine import EngineConfig
 from lowtide.engine.config import load_model_config
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.reference import MAX_TOKENS, PROMPT_LENGTHS, ReferenceLife
+from lowtide.leakcheck.targets.reference import MAX_TOKENS, PROMPT_LENGTHS, ReferenceLife
 from lowtide.probes.device.driver import find_driver
 from lowtide.reports.schema import Ledger, Readings, Stage
 

@@ -1,7 +1,6 @@
-"""Modules under the names that they had before: the old name still imports the same module, and warns.
+"""Modules under the names that they had before: the old name still imports the same module.
 
-The public interface (`lowtide.LeakCheck`, `lowtide.stage`, targets, the plugin) has not moved; this is for files that
-import from deeper inside.
+Where the old name was documented it stays part of the public interface; the others warn whoever imports them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ RENAMED = {
     "lowtide.leakcheck.checked_life": "lowtide.leakcheck.lives.checked_life",
     "lowtide.leakcheck.contract": "lowtide.leakcheck.judging.contract",
     "lowtide.leakcheck.cuts": "lowtide.leakcheck.explaining.cuts",
-    "lowtide.leakcheck.damage": "lowtide.leakcheck.lives.damaged_checkpoints",
+    "lowtide.leakcheck.damage": "lowtide.leakcheck.targets.damaged_checkpoints",
     "lowtide.leakcheck.declarations": "lowtide.leakcheck.explaining.declarations",
     "lowtide.leakcheck.deep_reading": "lowtide.leakcheck.baseline.deep_reading",
     "lowtide.leakcheck.empty_pools": "lowtide.leakcheck.findings.empty_pools",
@@ -37,7 +36,7 @@ RENAMED = {
     "lowtide.leakcheck.explain": "lowtide.leakcheck.explaining.explain",
     "lowtide.leakcheck.expressions": "lowtide.leakcheck.explaining.expressions",
     "lowtide.leakcheck.fault_sweep": "lowtide.leakcheck.fuzzing.fault_sweep",
-    "lowtide.leakcheck.faults": "lowtide.leakcheck.lives.faults",
+    "lowtide.leakcheck.faults": "lowtide.leakcheck.targets.faults",
     "lowtide.leakcheck.filled_caches": "lowtide.leakcheck.baseline.filled_caches",
     "lowtide.leakcheck.fingerprints": "lowtide.leakcheck.judging.fingerprints",
     "lowtide.leakcheck.first_use": "lowtide.leakcheck.libraries.first_use",
@@ -60,7 +59,7 @@ RENAMED = {
     "lowtide.leakcheck.level_growth": "lowtide.leakcheck.judging.level_growth",
     "lowtide.leakcheck.library_caches": "lowtide.leakcheck.libraries.library_caches",
     "lowtide.leakcheck.library_items": "lowtide.leakcheck.libraries.library_items",
-    "lowtide.leakcheck.life_model": "lowtide.leakcheck.lives.life_model",
+    "lowtide.leakcheck.life_model": "lowtide.leakcheck.targets.life_model",
     "lowtide.leakcheck.lifecycle": "lowtide.leakcheck.lives.lifecycle",
     "lowtide.leakcheck.listing": "lowtide.leakcheck.judging.items",
     "lowtide.leakcheck.metrics": "lowtide.leakcheck.judging.metrics",
@@ -74,8 +73,8 @@ RENAMED = {
     "lowtide.leakcheck.process_state": "lowtide.leakcheck.lives.process_state",
     "lowtide.leakcheck.progress": "lowtide.leakcheck.cli.progress",
     "lowtide.leakcheck.readings": "lowtide.leakcheck.baseline.readings",
-    "lowtide.leakcheck.reference": "lowtide.leakcheck.lives.reference",
-    "lowtide.leakcheck.reference_target": "lowtide.leakcheck.lives.reference_target",
+    "lowtide.leakcheck.reference": "lowtide.leakcheck.targets.reference",
+    "lowtide.leakcheck.reference_target": "lowtide.leakcheck.targets.reference_target",
     "lowtide.leakcheck.remains": "lowtide.leakcheck.baseline.orphaned_files",
     "lowtide.leakcheck.remedies": "lowtide.leakcheck.findings.remedies",
     "lowtide.leakcheck.running_threads": "lowtide.leakcheck.findings.running_threads",
@@ -86,18 +85,18 @@ RENAMED = {
     "lowtide.leakcheck.shared_sweep": "lowtide.leakcheck.fuzzing.shared_sweep",
     "lowtide.leakcheck.shorten": "lowtide.leakcheck.fuzzing.shorten",
     "lowtide.leakcheck.sleep_watch": "lowtide.leakcheck.watching.sleep_watch",
-    "lowtide.leakcheck.small_checkpoint": "lowtide.leakcheck.lives.small_checkpoint",
+    "lowtide.leakcheck.small_checkpoint": "lowtide.leakcheck.targets.small_checkpoint",
     "lowtide.leakcheck.source": "lowtide.leakcheck.fuzzing.target_source",
     "lowtide.leakcheck.stable_names": "lowtide.leakcheck.judging.stable_names",
     "lowtide.leakcheck.storages": "lowtide.leakcheck.baseline.storages",
     "lowtide.leakcheck.suppression_toml": "lowtide.leakcheck.suppressions.toml",
     "lowtide.leakcheck.suppression_writing": "lowtide.leakcheck.suppressions.writing",
     "lowtide.leakcheck.survival": "lowtide.leakcheck.lives.preserved_state",
-    "lowtide.leakcheck.target": "lowtide.leakcheck.lives.target",
+    "lowtide.leakcheck.target": "lowtide.leakcheck.targets.target",
     "lowtide.leakcheck.target_life": "lowtide.leakcheck.lives.target_life",
     "lowtide.leakcheck.tensor_findings": "lowtide.leakcheck.findings.tensor_findings",
     "lowtide.leakcheck.territory": "lowtide.leakcheck.explaining.library_objects",
-    "lowtide.leakcheck.transformers_target": "lowtide.leakcheck.lives.transformers_target",
+    "lowtide.leakcheck.transformers_target": "lowtide.leakcheck.targets.transformers_target",
     "lowtide.leakcheck.trend": "lowtide.leakcheck.judging.trend",
     "lowtide.leakcheck.type_growth": "lowtide.leakcheck.judging.type_growth",
     "lowtide.leakcheck.unproven": "lowtide.leakcheck.findings.deferred_remedies",
@@ -147,6 +146,12 @@ RENAMED = {
 }
 """By a module's old name, the new one."""
 
+DOCUMENTED = frozenset(
+    f"lowtide.leakcheck.{name}"
+    for name in ("checked_life", "fuzz", "reference_target", "target", "transformers_target")
+)
+"""The old names that the documentation of 0.1 gave to users: they import in silence."""
+
 
 class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a renamed module by its old name; asked last, so only for what nothing else finds."""
@@ -158,8 +163,9 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         new = RENAMED.get(fullname)
         if new is None:
             return None
-        # The frames of the import system do not count: level 2 is whoever imports.
-        warnings.warn(f"{fullname} is now {new}: import it from there", DeprecationWarning, stacklevel=2)
+        if fullname not in DOCUMENTED:
+            # The frames of the import system do not count: level 2 is whoever imports.
+            warnings.warn(f"{fullname} is now {new}: import it from there", DeprecationWarning, stacklevel=2)
         return importlib.machinery.ModuleSpec(fullname, self, origin=new)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:

@@ -157,7 +157,7 @@ def _run(
     from lowtide.engine import EngineError
     from lowtide.engine.defects import find_defect
     from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-    from lowtide.leakcheck.lives.reference import ReferenceLife
+    from lowtide.leakcheck.targets.reference import ReferenceLife
 
     try:
         active = find_defect(defect) if defect is not None else None
@@ -258,8 +258,8 @@ def check(
 
 
 def _check(target: str, cycles: int, report: Path | None, suppressions: Suppressions) -> int:
-    from lowtide.leakcheck.lives.target import TargetError, load_factory
     from lowtide.leakcheck.lives.target_life import check_run
+    from lowtide.leakcheck.targets.target import TargetError, load_factory
 
     try:
         factory = load_factory(target)
@@ -406,7 +406,7 @@ def _fuzz(
         verdict,
         write_program,
     )
-    from lowtide.leakcheck.lives.target import TargetError
+    from lowtide.leakcheck.targets.target import TargetError
     from lowtide.probes.device.driver import find_driver
     from lowtide.reports import schema
     from lowtide.reports.folder import write_folder

@@ -20,9 +20,9 @@ from lowtide.leakcheck.fuzzing.shared_sweep import shared_sweep
 from lowtide.leakcheck.fuzzing.target_source import Source
 from lowtide.leakcheck.fuzzing.witness import Killed, kill_in_each_stage
 from lowtide.leakcheck.lives.checked_life import Coverage
-from lowtide.leakcheck.lives.reference_target import THOROUGH, ReferenceTarget
-from lowtide.leakcheck.lives.small_checkpoint import SmallCheckpoint
-from lowtide.leakcheck.lives.target import TargetError, TargetFactory, load_factory, make_target
+from lowtide.leakcheck.targets.reference_target import THOROUGH, ReferenceTarget
+from lowtide.leakcheck.targets.small_checkpoint import SmallCheckpoint
+from lowtide.leakcheck.targets.target import TargetError, TargetFactory, load_factory, make_target
 from lowtide.probes.device.driver import find_driver
 from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.outcomes import judged_as, largest_of_each
@@ -77,7 +77,7 @@ def reference_target(device: str, defect: Defect | None) -> Subjected:
     Raises:
         ConfigError: the bug cannot show on this device.
     """
-    imports = ["from lowtide.leakcheck.lives.reference_target import ReferenceTarget"]
+    imports = ["from lowtide.leakcheck.targets.reference_target import ReferenceTarget"]
     if defect is None:
         make = f"lambda: ReferenceTarget({device!r})"
         factory = lambda: ReferenceTarget(device)  # noqa: E731
@@ -104,8 +104,8 @@ def checkpoint_target(device: str) -> Subjected:
         return replace(plain, not_measured=(NotMeasured(what="damaged shards", why=why),))
     written = SmallCheckpoint()
     imports = [
-        "from lowtide.leakcheck.lives.reference_target import ReferenceTarget",
-        "from lowtide.leakcheck.lives.small_checkpoint import SmallCheckpoint",
+        "from lowtide.leakcheck.targets.reference_target import ReferenceTarget",
+        "from lowtide.leakcheck.targets.small_checkpoint import SmallCheckpoint",
     ]
     make = f"lambda: ReferenceTarget({device!r}, {{'model': written.folder}})"
     return Subjected(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.leakcheck.lives.checked_life import Call, CheckedLife, Fault, LifeError, Lives
-from lowtide.leakcheck.lives.faults import KINDS, Kind
-from lowtide.leakcheck.lives.target import Capabilities, TargetFactory
+from lowtide.leakcheck.targets.faults import KINDS, Kind
+from lowtide.leakcheck.targets.target import Capabilities, TargetFactory
 from lowtide.reports.schema import Finding, NotMeasured
 
 

@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from lowtide.leakcheck.fuzzing.shorten import shorten
 from lowtide.leakcheck.fuzzing.target_source import Source
 from lowtide.leakcheck.lives.checked_life import Call, CheckedLife, Coverage, Fault, LifeError, Lives
-from lowtide.leakcheck.lives.faults import Kind
-from lowtide.leakcheck.lives.life_model import LifeModel
-from lowtide.leakcheck.lives.target import TargetFactory
+from lowtide.leakcheck.targets.faults import Kind
+from lowtide.leakcheck.targets.life_model import LifeModel
+from lowtide.leakcheck.targets.target import TargetFactory
 from lowtide.reports.schema import Finding, NotMeasured
 
 STEPS = 10

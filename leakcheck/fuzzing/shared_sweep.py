@@ -24,8 +24,8 @@ from lowtide.leakcheck.fuzzing.fault_sweep import Lived, Stage, Swept, live, sta
 from lowtide.leakcheck.fuzzing.target_source import Source, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.checked_life import Fault, Lives
-from lowtide.leakcheck.lives.faults import KINDS, Kind
-from lowtide.leakcheck.lives.target import Capabilities, TargetError, TargetFactory
+from lowtide.leakcheck.targets.faults import KINDS, Kind
+from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory
 from lowtide.reports.schema import Finding
 
 PATIENCE_S = 60.0

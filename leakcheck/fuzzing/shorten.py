@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from lowtide.leakcheck.lives.checked_life import Call
-from lowtide.leakcheck.lives.target import Capabilities
+from lowtide.leakcheck.targets.target import Capabilities
 
 Life = tuple[Call, ...]
 Attempt = Callable[[Life], "Life | None"]

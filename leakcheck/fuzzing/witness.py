@@ -27,8 +27,8 @@ from lowtide.leakcheck.fuzzing.fault_sweep import Stage, stages
 from lowtide.leakcheck.fuzzing.target_source import Source, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.checked_life import Call, simplest
-from lowtide.leakcheck.lives.faults import Injection, Kind, injecting
-from lowtide.leakcheck.lives.target import Capabilities, TargetError, TargetFactory, make_target
+from lowtide.leakcheck.targets.faults import Injection, Kind, injecting
+from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target
 from lowtide.probes.device.driver import Driver, DriverError
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.reports.schema import Finding, NotMeasured, Resource

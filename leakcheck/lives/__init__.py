@@ -1,5 +1,4 @@
 """Drives an engine through its life, reads between the stages and judges each.
 
-`target` is what an engine offers to be driven; `lifecycle` runs the fixed life of `lowtide run` and `lowtide check`,
-`checked_life` one in which every call is checked.
+`lifecycle` runs the fixed life of `lowtide run` and `lowtide check`, `checked_life` one in which every call is checked.
 """

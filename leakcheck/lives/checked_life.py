@@ -18,12 +18,13 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import Rung, release, trim_heap
 from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_until_within
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
-from lowtide.leakcheck.lives.faults import Injection, Kind, Seam, ShardSeam, injecting
 from lowtide.leakcheck.lives.interrupts import Interrupts
-from lowtide.leakcheck.lives.life_model import LifeModel
 from lowtide.leakcheck.lives.preserved_state import Survival
 from lowtide.leakcheck.lives.process_state import ProcessState
-from lowtide.leakcheck.lives.target import (
+from lowtide.leakcheck.suppressions.entries import shipped
+from lowtide.leakcheck.targets.faults import Injection, Kind, Seam, ShardSeam, injecting
+from lowtide.leakcheck.targets.life_model import LifeModel
+from lowtide.leakcheck.targets.target import (
     Capabilities,
     LifecycleTarget,
     TargetError,
@@ -32,7 +33,6 @@ from lowtide.leakcheck.lives.target import (
     make_target,
     tokens_of_one,
 )
-from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.watching.watch import Policy, Verdict, Watch
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.host.counters import CounterReader, Counters, anonymous_bytes

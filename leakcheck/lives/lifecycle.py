@@ -36,8 +36,8 @@ from lowtide.leakcheck.libraries.library_items import JUDGED, LibraryItems
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.preserved_state import Survival
 from lowtide.leakcheck.lives.process_state import ProcessState
-from lowtide.leakcheck.lives.target import TargetError
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
+from lowtide.leakcheck.targets.target import TargetError
 from lowtide.leakcheck.watching.unmeasured_processes import UnseenMemory
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import CounterReader, Counters, child_processes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.leakcheck.judging.contract import holders
 from lowtide.leakcheck.lives.checked_life import simplest
 from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
-from lowtide.leakcheck.lives.target import Capabilities, TargetFactory, make_target
+from lowtide.leakcheck.targets.target import Capabilities, TargetFactory, make_target
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ import torch
 
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck.lives.faults import Seam
-from lowtide.leakcheck.lives.target import Capabilities
+from lowtide.leakcheck.targets.faults import Seam
+from lowtide.leakcheck.targets.target import Capabilities
 
 KIB = 1 << 10
 KEPT: list[Any] = []

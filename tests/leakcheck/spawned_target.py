@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from lowtide.leakcheck.lives.target import Capabilities
+from lowtide.leakcheck.targets.target import Capabilities
 
 WEIGHTS = 32 << 20
 LEAKED = 16 << 20

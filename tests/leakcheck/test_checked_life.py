@@ -20,8 +20,8 @@ from lowtide.leakcheck.fuzzing.fuzz import fuzz
 from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy
 from lowtide.leakcheck.lives import checked_life
 from lowtide.leakcheck.lives.checked_life import Call, CheckedLife, Fault, LifeError, Lives
-from lowtide.leakcheck.lives.faults import Seam
-from lowtide.leakcheck.lives.target import Capabilities, TargetError
+from lowtide.leakcheck.targets.faults import Seam
+from lowtide.leakcheck.targets.target import Capabilities, TargetError
 from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget

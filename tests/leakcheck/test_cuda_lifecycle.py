@@ -13,7 +13,7 @@ from lowtide.engine.defects import find_defect
 from lowtide.leakcheck.cli.fuzz_command import reference_target
 from lowtide.leakcheck.fuzzing.fault_sweep import sweep
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.reference import ReferenceLife
+from lowtide.leakcheck.targets.reference import ReferenceLife
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.reports.schema import Subject
 

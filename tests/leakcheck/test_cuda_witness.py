@@ -15,7 +15,7 @@ import torch
 from lowtide.leakcheck.cli.fuzz_command import reference_target
 from lowtide.leakcheck.fuzzing.target_source import Source
 from lowtide.leakcheck.fuzzing.witness import Killed, kill_in_each_stage
-from lowtide.leakcheck.lives.target import Capabilities
+from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.device.driver import find_driver
 from tests.leakcheck.test_witness import Bare
 

@@ -17,9 +17,9 @@ from lowtide.engine import checkpoint as module
 from lowtide.engine.errors import CheckpointError
 from lowtide.leakcheck.cli.fuzz_command import checkpoint_target
 from lowtide.leakcheck.fuzzing.fault_sweep import Swept, sweep
-from lowtide.leakcheck.lives.damaged_checkpoints import cut_short, misshape
-from lowtide.leakcheck.lives.faults import DamagedShardError, Injection, ShardSeam, injecting
-from lowtide.leakcheck.lives.small_checkpoint import SmallCheckpoint
+from lowtide.leakcheck.targets.damaged_checkpoints import cut_short, misshape
+from lowtide.leakcheck.targets.faults import DamagedShardError, Injection, ShardSeam, injecting
+from lowtide.leakcheck.targets.small_checkpoint import SmallCheckpoint
 
 DAMAGES = ("shard-cut", "shard-shape")
 

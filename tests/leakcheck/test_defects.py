@@ -17,8 +17,8 @@ from lowtide.engine import ConfigError, EngineConfig
 from lowtide.engine.defects import DEFECTS, Defect, find_defect
 from lowtide.leakcheck.lives import verify as module
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.reference import ReferenceLife
 from lowtide.leakcheck.lives.verify import Run, Verified, table, verify
+from lowtide.leakcheck.targets.reference import ReferenceLife
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Finding, Remedy, Return, Subject
 
@@ -28,7 +28,7 @@ ON_CPU = [name for name, defect in DEFECTS.items() if "cpu" in defect.devices]
 # Loads what every run loads, once, and makes a process of its own for each.
 FORKING = """
 import os, sys, traceback
-import lowtide.leakcheck.cli.commands, lowtide.leakcheck.lives.lifecycle, lowtide.leakcheck.lives.reference
+import lowtide.leakcheck.cli.commands, lowtide.leakcheck.lives.lifecycle, lowtide.leakcheck.targets.reference
 
 for line in sys.stdin:
     said, *arguments = line.rstrip("\\n").split("\\t")

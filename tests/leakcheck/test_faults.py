@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.lives import faults
-from lowtide.leakcheck.lives.faults import Injection, Kind, Seam, injecting
+from lowtide.leakcheck.targets import faults
+from lowtide.leakcheck.targets.faults import Injection, Kind, Seam, injecting
 
 if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup
@@ -75,7 +75,7 @@ def test_counting_does_not_load_torch_s_compiler() -> None:
     program = """
 import sys
 import torch
-from lowtide.leakcheck.lives.faults import Injection, injecting
+from lowtide.leakcheck.targets.faults import Injection, injecting
 with injecting(Injection("allocation")) as counted:
     torch.zeros(3)
 assert len(counted.passed) == 1

@@ -25,7 +25,7 @@ from lowtide.leakcheck.fuzzing.fault_sweep import stages, sweep
 from lowtide.leakcheck.fuzzing.fuzz import Found, as_program, fuzz, lifecycle_machine
 from lowtide.leakcheck.fuzzing.target_source import Source
 from lowtide.leakcheck.lives.checked_life import Call, Coverage, Fault, LifeError
-from lowtide.leakcheck.lives.reference_target import THOROUGH, reference
+from lowtide.leakcheck.targets.reference_target import THOROUGH, reference
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_checked_life import DoesNotRollBack, ForgetsAtWake, SaysOtherThings
 
@@ -256,7 +256,7 @@ def test_the_stages_are_those_that_a_target_has() -> None:
         "shutdown",
         "shutdown asleep",
     ]
-    from lowtide.leakcheck.lives.target import Capabilities
+    from lowtide.leakcheck.targets.target import Capabilities
 
     assert [stage.name for stage in stages(Capabilities(), {"size": 1})] == ["create", "infer", "shutdown"]
     first: Mapping[str, Any] = stages(Capabilities(), {"size": 1})[0].call.arguments

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.leakcheck.lives.life_model import LifeModel
-from lowtide.leakcheck.lives.target import Capabilities
+from lowtide.leakcheck.targets.life_model import LifeModel
+from lowtide.leakcheck.targets.target import Capabilities
 
 WHOLE = Capabilities(
     unfinished=True,

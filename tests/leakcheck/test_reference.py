@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.engine import EngineConfig
-from lowtide.leakcheck.lives.reference import ReferenceLife
+from lowtide.leakcheck.targets.reference import ReferenceLife
 
 MIB = 1 << 20
 

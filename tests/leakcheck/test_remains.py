@@ -17,8 +17,8 @@ import pytest
 from lowtide import LeakCheck
 from lowtide.leakcheck.baseline.orphaned_files import Remains
 from lowtide.leakcheck.baseline.shared_memory import MadeSegments
-from lowtide.leakcheck.lives.target import Capabilities
 from lowtide.leakcheck.lives.target_life import check_run
+from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.reports.schema import Subject

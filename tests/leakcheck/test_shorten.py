@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lowtide.leakcheck.fuzzing.shorten import Life, shorten
 from lowtide.leakcheck.lives.checked_life import Call, Fault
-from lowtide.leakcheck.lives.target import Capabilities
+from lowtide.leakcheck.targets.target import Capabilities
 
 ABLE = Capabilities(
     configs={"graphs": (False, True), "blocks": (8, 16)},

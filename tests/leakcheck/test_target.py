@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.lives.target import (
+from lowtide.leakcheck.targets.target import (
     Capabilities,
     TargetError,
     Unjudged,

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.target import Capabilities, LifecycleTarget
 from lowtide.leakcheck.lives.target_life import TargetLife, check_run, script_of
+from lowtide.leakcheck.targets.target import Capabilities, LifecycleTarget
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Finding, Subject
 from tests.leakcheck.small_target import SmallTarget

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.leakcheck.fuzzing.fuzz import fuzz
-from lowtide.leakcheck.lives.transformers_target import transformers_model
+from lowtide.leakcheck.targets.transformers_target import transformers_model
 
 
 def test_a_transformers_model_lives_without_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ from lowtide.engine.offloading_connector import OffloadingConnector
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.pages.vmm import VmmPages
 from lowtide.engine.transfer import TransferRing
-from lowtide.leakcheck.lives.faults import Seam, ShardSeam
-from lowtide.leakcheck.lives.target import Capabilities
+from lowtide.leakcheck.targets.faults import Seam, ShardSeam
+from lowtide.leakcheck.targets.target import Capabilities
 
 if TYPE_CHECKING:
     from lowtide.engine.block_pool import KVCacheUsage

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.leakcheck.lives.damaged_checkpoints import DAMAGES, Damage
+from lowtide.leakcheck.targets.damaged_checkpoints import DAMAGES, Damage
 from lowtide.probes.memory.dispatch_modes import keep_from_compiler
 
 if sys.version_info < (3, 11):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowtide.leakcheck.lives.target import Capabilities
+from lowtide.leakcheck.targets.target import Capabilities
 
 SHAPE: Mapping[str, Any] = {
     "vocab_size": 199,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from lowtide.leakcheck.lives.target import Capabilities
+from lowtide.leakcheck.targets.target import Capabilities
 
 Phase: TypeAlias = Literal["new", "running", "asleep", "closed"]
 
