@@ -77,7 +77,7 @@ def reference_target(device: str, defect: Defect | None) -> Subjected:
     Raises:
         ConfigError: the bug cannot show on this device.
     """
-    imports = ["from lowtide.leakcheck.targets.reference_target import ReferenceTarget"]
+    imports = ["from lowtide.leakcheck.reference_target import ReferenceTarget"]
     if defect is None:
         make = f"lambda: ReferenceTarget({device!r})"
         factory = lambda: ReferenceTarget(device)  # noqa: E731
@@ -104,8 +104,8 @@ def checkpoint_target(device: str) -> Subjected:
         return replace(plain, not_measured=(NotMeasured(what="damaged shards", why=why),))
     written = SmallCheckpoint()
     imports = [
-        "from lowtide.leakcheck.targets.reference_target import ReferenceTarget",
-        "from lowtide.leakcheck.targets.small_checkpoint import SmallCheckpoint",
+        "from lowtide.leakcheck.reference_target import ReferenceTarget",
+        "from lowtide.leakcheck.small_checkpoint import SmallCheckpoint",
     ]
     make = f"lambda: ReferenceTarget({device!r}, {{'model': written.folder}})"
     return Subjected(

@@ -261,7 +261,7 @@ def _failing(lives: Lives, calls: Sequence[Call], kind: tuple[str, str]) -> tupl
 def as_program(life: Sequence[Call], source: Source) -> str:
     """A life as Python that runs on its own, and fails as the life did."""
     names = ["CheckedLife", *(["Fault"] if any(call.fault for call in life) else []), "Lives"]
-    imports = sorted([*source.imports, f"from lowtide.leakcheck.lives.checked_life import {', '.join(names)}"])
+    imports = sorted([*source.imports, f"from lowtide.leakcheck.checked_life import {', '.join(names)}"])
     opened = f"{source.context}, " if source.context else ""
     lines = [*imports, "", f"with {opened}Lives({source.factory}) as lives:", "    life = CheckedLife(lives)"]
     return "\n".join([*lines, *(f"    life.{call}" for call in life), "    life.close()", ""])

@@ -159,7 +159,7 @@ def test_a_program_has_what_it_needs_and_no_more() -> None:
     text = as_program([Call("create"), Call("wake", {}, Fault("map", 1)), Call("sleep", illegal=True)], source)
     assert text.splitlines() == [
         "from a import make",
-        "from lowtide.leakcheck.lives.checked_life import CheckedLife, Fault, Lives",
+        "from lowtide.leakcheck.checked_life import CheckedLife, Fault, Lives",
         "",
         "with DEFECTS['x'].activate(), Lives(make) as lives:",
         "    life = CheckedLife(lives)",
