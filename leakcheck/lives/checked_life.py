@@ -2,289 +2,46 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from datetime import date
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
-from lowtide.leakcheck.baseline.import_watch import ImportWatch
-from lowtide.leakcheck.baseline.imported_modules import Imported
-from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging import contract
-from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
-from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import Rung, release, trim_heap
 from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_until_within
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
-from lowtide.leakcheck.lives.interrupts import Interrupts
-from lowtide.leakcheck.lives.preserved_state import Survival
-from lowtide.leakcheck.lives.process_state import ProcessState
-from lowtide.leakcheck.suppressions.entries import shipped
-from lowtide.leakcheck.targets.faults import Injection, Kind, Seam, ShardSeam, injecting
-from lowtide.leakcheck.targets.life_model import LifeModel
-from lowtide.leakcheck.targets.target import (
-    Capabilities,
-    LifecycleTarget,
-    TargetError,
-    TargetFactory,
-    Unjudged,
-    make_target,
-    tokens_of_one,
-)
-from lowtide.leakcheck.watching.watch import Policy, Verdict, Watch
-from lowtide.probes.device.driver import Driver, find_driver
-from lowtide.probes.host.counters import CounterReader, Counters, anonymous_bytes
-from lowtide.probes.objects.listed import frozen_by_program
-from lowtide.probes.stages import announced_pools, listening
-from lowtide.reports.outcomes import largest_of_each
-from lowtide.reports.schema import Cause, Finding, NotMeasured, Resource
+from lowtide.leakcheck.lives.calls import Call, Coverage, Fault, LifeError, failure_of, simplest, varied
+from lowtide.leakcheck.lives.levels_at_work import Levels, Probes, levels_at_work
+from lowtide.leakcheck.lives.levels_at_work import added_up as _added_up
+from lowtide.leakcheck.lives.life_checks import LifeChecks, asked, said, void
+from lowtide.leakcheck.lives.shared_lives import SharedLives
+from lowtide.leakcheck.targets.faults import Injection, injecting
+from lowtide.probes.host.counters import Counters
+from lowtide.probes.stages import announced_pools
+from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_bytes
 
-_SMALLEST_LEVEL = 8 << 20
-"""Bytes by which host memory moves anyway."""
+__all__ = ["Call", "CheckedLife", "Coverage", "Fault", "LifeError", "Lives", "failure_of", "simplest", "varied"]
 
 
-class LifeError(AssertionError):
-    """A call of a life did not do what it must; `findings` say what.
-
-    Each kind of finding has a subclass of its own, so that a search that shrinks a failing life keeps to the same one.
-    """
-
-    findings: tuple[Finding, ...] = ()
-    kind: tuple[str, str] = ("", "")
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What is to fail in a call: the fault point number `at`, from 0 on, of a kind; None counts them only."""
-
-    kind: Kind
-    at: int | None = 0
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a life, as it was made.
-
-    Attributes:
-        name: of the call.
-        arguments: by name.
-        fault: what was to fail in it.
-        illegal: whether it had to be refused.
-    """
-
-    name: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    fault: Fault | None = None
-    illegal: bool = False
-
-    def __str__(self) -> str:
-        parts = [f"{name}={value!r}" for name, value in self.arguments.items()]
-        if self.fault is not None:
-            parts.append(f"fault={self.fault!r}")
-        if self.illegal:
-            return f"illegal({', '.join([repr(self.name), *parts])})"
-        return f"{self.name}({', '.join(parts)})"
-
-
-@dataclass
-class Coverage:
-    """What the lives of one search have been through.
-
-    Attributes:
-        lives: how many there were.
-        calls: how many calls were made in them.
-        states: situations of the model that were reached.
-        edges: (situation, call, situation) that were gone through.
-        failed: whether a life failed; a search ends with the first.
-    """
-
-    lives: int = 0
-    calls: int = 0
-    states: set[str] = field(default_factory=set)
-    edges: set[tuple[str, str, str]] = field(default_factory=set)
-    failed: bool = False
-
-
-class Lives:
-    """What all lives of one search share: the watch over the process, what a fresh engine says, the coverage.
-
-    Args:
-        factory: makes a target; one for each life.
-        explain: whether it is told who holds what a life leaves, which takes a second or two each time.
-
-    Raises:
-        TargetError: what it makes cannot be driven.
-    """
-
-    def __init__(self, factory: TargetFactory, *, explain: bool = True) -> None:
-        self.factory = factory
-        self.explain = explain
-        self.capabilities: Capabilities = make_target(factory).capabilities
-        self.coverage = Coverage()
-        self.watch = Watch(Policy(remedies="never", explain=explain))
-        self.growth = GrowthWatch(self.capabilities.device)
-        self._frozen = 0
-        self._listening = ExitStack()
-        # An engine, or Python in a finalizer, may have dropped one: then no further life begins.
-        self.interrupts = Interrupts()
-        self._driver: Driver | None = None
-        # What libraries take from the driver for an engine at work, such as a communicator of NCCL: at most, in bytes.
-        self.of_libraries = 0
-        # What engines have at work, awake and asleep, that they give back and that is in no arena or pool, in bytes.
-        self.driver_at_work = 0
-        self.host_at_work: dict[str, int] = {}
-        self.counters = CounterReader(self._ask_driver)
-        self._process = ProcessState(lambda: 0, self.counters.read)
-        # What modules make and change belongs to the process, whichever call imports them first.
-        self.imports = ImportWatch(self._importing, self._import_done)
-        self.imported = Imported(self.counters.read)
-        self._is_watching = False
-        # What could not be judged, once each.
-        self.not_measured: dict[NotMeasured, None] = {}
-        # By prompt length: how many tokens were asked for, and what came.
-        self._tokens: dict[int, tuple[int, tuple[int, ...]]] = {}
-
-    @property
-    def untold(self) -> tuple[NotMeasured, ...]:
-        """What could not be judged; of other processes of one program only the largest, since each life has its own."""
-        return largest_of_each(self.not_measured)
+class Lives(SharedLives):
+    """The lives of one search, entered for as long as it lasts."""
 
     def __enter__(self) -> Lives:
-        """Loads what a first life loads, so that it is no life's."""
-        self._listening.callback(self.imports.remove)
-        self.imports.install()
-        self._process.mark()
-        self._frozen = frozen_by_program(gc.get_freeze_count())
-        try:
-            self.imports.active = True
-            self._warm_up()
-        except BaseException:
-            self._listening.close()
-            raise
-        gc.collect()
-        with self._judging():
-            self.put_back()
-            self.watch.open()
-        self._listening.enter_context(listening(self.growth))
-        self._listening.enter_context(self.interrupts)
+        """Begins it."""
+        self.open()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        """Ends the watch."""
-        self._listening.close()
-        self.watch.close()
-        if self._driver is not None:
-            self._driver.close()
-            self._driver = None
+        """Ends it."""
+        self.close()
 
-    def begin(self) -> None:
-        """A life begins: what is there now is its baseline."""
-        with self._judging():
-            self.watch.begin("create")
-            self._is_watching = True
-
-    def end(self) -> Verdict:
-        """A life is over: what it has left behind."""
-        with self._judging():
-            return self.watch.end()
-
-    @contextmanager
-    def _judging(self) -> Iterator[None]:
-        """What this checker itself imports now is nobody's."""
-        self.imports.active = False
-        try:
-            yield
-        finally:
-            self.imports.active = True
-
-    def put_back(self) -> None:
-        """Undo what lives have changed in the process, so that the next one can be seen to change it again.
-
-        A heap that stays frozen, a setting that stays replaced: what the first life leaves of these, the others find.
-        """
-        self._process.findings("shutdown", remedies=True)
-        self.watch.forget_settings()
-        if frozen_by_program(gc.get_freeze_count()) > self._frozen:
-            gc.unfreeze()
-            gc.collect()
-
-    def expected(self, prompt_length: int, max_tokens: int) -> Sequence[int]:
-        """What a fresh engine with the simplest settings says to this request alone."""
-        asked, tokens = self._tokens.get(prompt_length, (0, ()))
-        if asked < max_tokens:
-            asked = max(self.capabilities.max_tokens, max_tokens)
-            target: Any = Unjudged(make_target(self.factory))
-            target.create(simplest(self.capabilities))
-            try:
-                said = target.infer([prompt_length], asked)
-            except TargetError:
-                # What the shutdown of an engine that has failed raises would say less.
-                with suppress(TargetError):
-                    target.shutdown()
-                raise
-            target.shutdown()
-            tokens = tokens_of_one(said)
-            self._tokens[prompt_length] = (asked, tokens)
-        return tokens[:max_tokens]
-
-    def _importing(self, owner: Owner) -> None:
-        if self._is_watching:
-            self.watch.enter(owner)
-        self.imported.begin(owner)
-
-    def _import_done(self) -> None:
-        self._process.adopt(self.imported.end())
-        if self._is_watching:
-            self.watch.leave()
-
-    def _warm_up(self) -> None:
-        for length in self.capabilities.prompt_lengths:
-            self.expected(length, self.capabilities.max_tokens)
-        life = CheckedLife(self)
-        life.warm_up()
-
-    def _ask_driver(self) -> Driver:
-        if self._driver is None:
-            self._driver = find_driver()
-        return self._driver
+    def warm_up(self) -> None:
+        """Goes through one life unjudged, so that what libraries keep from their first use is there."""
+        CheckedLife(self).warm_up()
 
 
-def simplest(capabilities: Capabilities) -> dict[str, Any]:
-    """The first value of every setting."""
-    return {name: values[0] for name, values in capabilities.configs.items()}
-
-
-def varied(capabilities: Capabilities) -> list[dict[str, Any]]:
-    """The simplest configuration, and it with each other value of each setting."""
-    plain = simplest(capabilities)
-    others = [(name, value) for name, values in capabilities.configs.items() for value in dict.fromkeys(values[1:])]
-    return [plain, *({**plain, name: value} for name, value in others if value != plain[name])]
-
-
-def _added_up(
-    plain: Mapping[str, Any], levels: Mapping[str, int], others: Sequence[tuple[Mapping[str, Any], Mapping[str, int]]]
-) -> dict[str, int]:
-    """What an engine has at most with any configuration, by phase, in bytes: what each setting adds may come together.
-
-    Args:
-        plain: the simplest configuration.
-        levels: what it had with that.
-        others: what it had with one setting changed.
-    """
-    found = dict(levels)
-    for phase, level in levels.items():
-        added: dict[str, int] = {}
-        for config, changed in others:
-            (name,) = [name for name, value in config.items() if value != plain[name]]
-            added[name] = max(added.get(name, 0), changed.get(phase, 0) - level)
-        found[phase] += sum(added.values())
-    return found
-
-
-class CheckedLife:
+class CheckedLife(LifeChecks):
     """Drives one target; every call is checked, and raises `LifeError` where something is not as it must be.
 
     A call with a fault in it says whether it succeeded all the same.  `close` ends the life, and judges what it left.
@@ -299,28 +56,14 @@ class CheckedLife:
     """
 
     def __init__(self, lives: Lives) -> None:
-        self._lives = lives
         lives.interrupts.raise_if_heard()
-        self._capabilities = lives.capabilities
-        self._target: Any = make_target(lives.factory)
-        self._device = self._capabilities.device
-        self._survival = Survival(self._device)
+        super().__init__(lives)
         self._late: Injection | None = None
-        self._pages_at_work: dict[str, int] = {}
         self._baseline = Counters({}, {}, {})
         self._host_at_first = 0
         self._imports_at_first = 0
-        # Where earlier lives' memory is that did not come back.
-        self._others: frozenset[int] = frozenset()
-        self.model = LifeModel(self._capabilities)
-        self.calls: list[Call] = []
         self.points = 0
         self._open()
-
-    @property
-    def target(self) -> LifecycleTarget:
-        """What is driven."""
-        return self._target  # type: ignore[no-any-return]
 
     def create(self, config: Mapping[str, Any] | None = None, fault: Fault | None = None) -> bool:
         """Make the engine; settings that are not given have their simplest value."""
@@ -404,7 +147,7 @@ class CheckedLife:
         def was_reset(result: bool) -> None:
             if result or self.model.unfinished:
                 return
-            usage = _asked(self._target, "kv_usage")
+            usage = asked(self._target, "kv_usage")
             held = {} if usage is None else contract.holders(usage)
             found = contract.after_idle("reset_prefix_cache", self._device, held or {"nobody that tells": 0}, None)
             self._raise(found)
@@ -455,7 +198,7 @@ class CheckedLife:
         except expected:
             self._unchanged(f"{name}, which was refused,", before)
         except Exception as error:  # noqa: BLE001 - any engine may raise anything
-            self._fail("state", f"{name} while {situation} raised {_said(error)}, not {expected.__name__}", "illegal")
+            self._fail("state", f"{name} while {situation} raised {said(error)}, not {expected.__name__}", "illegal")
         else:
             self._fail("state", f"{name} while {situation} did not raise {expected.__name__}", "illegal")
         self._check(name)
@@ -495,57 +238,17 @@ class CheckedLife:
         self._survival.warm_up({})
         # The first dispatch mode of a process makes what torch keeps for all of them.
         with injecting(Injection("allocation"), self._seams(), device=self._device):
-            self._warm_up(simplest(self._capabilities))
+            self._levels_of(simplest(self._capabilities))
         plain, *others = varied(self._capabilities)
-        self._lives.host_at_work = _added_up(
-            plain, self._warm_up(plain), [(each, self._warm_up(each)) for each in others]
-        )
+        levels = self._levels_of(plain).host
+        self._lives.host_at_work = _added_up(plain, levels, [(each, self._levels_of(each).host) for each in others])
 
-    def _warm_up(self, config: Mapping[str, Any]) -> dict[str, int]:
-        """Go through all calls with one configuration.
-
-        Returns:
-            Bytes of host memory in no pool that the engine had at most, awake and asleep, and gave back.
-        """
-        levels: dict[str, int] = {}
-
-        def note(phase: str) -> None:
-            levels[phase] = max(levels.get(phase, 0), self._host_outside())
-
-        target: Any = Unjudged(self._target)
-        able = self._capabilities
-        # What an earlier engine left free in the heap would hide what this one takes of it.
-        trim_heap()
-        before, host_before = self._outside(), self._host_outside()
-        target.create(config)
-        note("running")
-        self._survival.before_sleep(self._preserved())
-        target.infer(list(able.prompt_lengths), able.max_tokens)
-        note("running")
-        if able.unfinished:
-            ids = target.start([able.prompt_lengths[0]], able.max_tokens)
-            target.step()
-            target.abort(ids)
-        if able.reload:
-            target.reload()
-        if able.prefix_cache:
-            target.reset_prefix_cache()
-        note("running")
-        self._lives.driver_at_work = max(self._lives.driver_at_work, self._outside() - before)
-        for level in able.sleep_levels:
-            target.sleep(level, able.sleep_modes[0])
-            note("asleep")
-            self._lives.of_libraries = max(self._lives.of_libraries, self._outside() - before)
-            target.wake(None)
-            note("running")
-            self._survival.after_wake("wake", self._preserved(), self._graph_buffers())
-        target.shutdown()
-        if max(levels.values()) - host_before > _SMALLEST_LEVEL:
-            # What it did not give back is not to be excused in the lives that follow.
-            gc.collect()
-            trim_heap()
-            host_before = max(host_before, self._host_outside())
-        return {phase: max(0, level - host_before) for phase, level in levels.items()}
+    def _levels_of(self, config: Mapping[str, Any]) -> Levels:
+        probes = Probes(self._host_outside, self._outside, self._preserved, self._graph_buffers)
+        levels = levels_at_work(self._target, self._capabilities, config, self._survival, probes)
+        self._lives.driver_at_work = max(self._lives.driver_at_work, levels.driver)
+        self._lives.of_libraries = max(self._lives.of_libraries, levels.asleep)
+        return levels
 
     def _any_arguments(self) -> dict[str, tuple[Any, ...]]:
         """What would be right in another state."""
@@ -629,72 +332,18 @@ class CheckedLife:
         if name == "shutdown" and isinstance(error, Exception):
             self._raise([contract.failed_teardown("shutdown", error)])
         injected = None if injection is None else injection.raised
-        instead = "" if injected is None else f" although what failed in it was {_said(injected)}"
-        self._fail("state", f"{name} raised {_said(error)}{instead}", type(error).__name__)
-
-    def _unchanged(self, what: str, before: Mapping[str, int]) -> None:
-        """What failed has left the memory as it was."""
-        now = self._pages()
-        for tag in sorted({*before, *now}):
-            # The workspaces grow with what was computed before it failed, and are the engine's to keep.
-            if tag != "workspace" and before.get(tag, 0) != now.get(tag, 0):
-                self._raise(
-                    [
-                        self._finding(
-                            "arena",
-                            f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {what} "
-                            f"{format_bytes(before.get(tag, 0))} before",
-                            cause="not-restored",
-                            suspect=tag,
-                            amount=abs(now.get(tag, 0) - before.get(tag, 0)),
-                            holder=f"arena {tag!r}",
-                        )
-                    ]
-                )
+        instead = "" if injected is None else f" although what failed in it was {said(injected)}"
+        self._fail("state", f"{name} raised {said(error)}{instead}", type(error).__name__)
 
     def _check(self, name: str) -> None:
         """What must hold after every call."""
-        state = _asked(self._target, "state")
-        # An engine that could not be made is as new as one that was never asked for.
-        same = {self.model.phase, "new"} if self.model.phase == "closed" else {self.model.phase}
-        if state is not None and state not in same:
-            self._fail("state", f"the engine says that it is {state} after {name}; it must be {self.model.phase}")
+        self._check_state(name)
         if self.model.phase in ("running", "asleep"):
             self._check_kv_blocks(name)
             self._check_pages(name)
             self._check_ledger(name)
         if self.model.phase == "running":
             self._raise(self._survival.dangling(name, self._preserved(), self._graph_buffers()))
-
-    def _check_kv_blocks(self, name: str) -> None:
-        usage = _asked(self._target, "kv_usage")
-        if usage is None:
-            return
-        if usage.available + usage.evictable != usage.total - usage.held:
-            self._fail(
-                "kv-blocks",
-                f"KV blocks do not add up after {name}: {usage.available} available and {usage.evictable} evictable "
-                f"are not {usage.total} less {usage.held} held",
-            )
-        nobody = usage.held - usage.pending_transfer
-        if not self.model.unfinished and nobody:
-            self._raise(contract.after_idle(name, self._device, {"no request": nobody}, None))
-
-    def _check_pages(self, name: str) -> None:
-        """Which pages an engine has follows from what is awake."""
-        now = self._pages()
-        for tag, at_work in self._pages_at_work.items():
-            if tag == "workspace":
-                wanted = now.get(tag, 0) if self.model.phase == "running" else 0
-            else:
-                asleep = self.model.phase == "asleep" and tag != "runtime" and tag not in self.model.awake
-                wanted = 0 if asleep else at_work
-            if now.get(tag, 0) != wanted:
-                cause: Cause = "not-restored" if wanted else "unknown"
-                said = (
-                    f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {name}, not {format_bytes(wanted)}"
-                )
-                self._fail("arena", said, tag, cause, abs(now.get(tag, 0) - wanted), f"arena {tag!r}")
 
     def _check_ledger(self, name: str) -> None:
         """What no arena, pool or segment of torch accounts for must not grow beyond what libraries need."""
@@ -729,127 +378,7 @@ class CheckedLife:
             )
             self._fail("driver", said, amount=left - then)
 
-    def _host_outside(self) -> int:
-        """Bytes of the process's own host memory beyond announced pools and what imported modules took."""
-        pooled = sum(pool.mapped for pool in announced_pools() if pool.device == "cpu")
-        return anonymous_bytes() - pooled - self._lives.imported.growth("host-memory")
-
-    def _outside(self, unknown: int = 0) -> int:
-        """Bytes that the driver counts for this process beyond arenas and torch's segments; where it does not tell,
-        what is given as unknown."""
-        told = self._lives.counters.read().amounts.get(f"driver {self._device}")
-        return unknown if told is None else told
-
-    def _driver_of_imports(self) -> int:
-        return self._lives.imported.growth(f"driver {self._device}")
-
-    def _left(self) -> list[Finding]:
-        """What the life has left behind, now that it is over."""
-        verdict = self._lives.end()
-        self._lives.not_measured.update(dict.fromkeys(verdict.not_measured))
-        found = shipped().apply(verdict.findings, date.today()).findings
-        return [finding for finding in found if finding.suppressed_by is None]
-
-    def _finished(self, outputs: Mapping[str, Sequence[int]]) -> None:
-        asked = self.model.ended(outputs)
-        for each, (length, max_tokens) in asked.items():
-            self._compare(length, max_tokens, outputs[each])
-
-    def _compare(self, length: int, max_tokens: int, tokens: Sequence[int]) -> None:
-        wanted = self._lives.expected(length, max_tokens)
-        if list(tokens) != list(wanted):
-            self._fail(
-                "contents",
-                f"a prompt of {length} tokens gives {list(tokens)}; a fresh engine gives {list(wanted)}",
-                "tokens",
-                "not-restored",
-            )
-
-    def _pages(self) -> dict[str, int]:
-        """Bytes with pages behind them, by arena tag, of this life's engines."""
-        found: dict[str, int] = {}
-        for pool in announced_pools():
-            if pool.kind == "arena" and pool.device == self._device:
-                mapped = sum(length for address, length in pool.ranges if address not in self._others)
-                found[pool.tag] = found.get(pool.tag, 0) + mapped
-        return found
-
-    def _preserved(self) -> Mapping[str, Any]:
-        return _asked(self._target, "preserved") or {}
-
-    def _graph_buffers(self) -> Mapping[str, Any]:
-        return _asked(self._target, "graph_buffers") or {}
-
-    def _seams(self) -> Sequence[Seam | ShardSeam]:
-        return _asked(self._target, "fault_seams") or ()
-
     def _cover(self, before: str, call: str) -> None:
         after = self.model.situation
         self._lives.coverage.states |= {before, after}
         self._lives.coverage.edges.add((before, call, after))
-
-    def _fail(
-        self,
-        resource: Resource,
-        message: str,
-        suspect: str = "",
-        cause: Cause = "unknown",
-        amount: int = 0,
-        holder: str | None = None,
-    ) -> None:
-        self._raise([self._finding(resource, message, cause=cause, suspect=suspect, amount=amount, holder=holder)])
-
-    def _finding(
-        self,
-        resource: Resource,
-        message: str,
-        *,
-        cause: Cause,
-        suspect: str,
-        amount: int,
-        holder: str | None,
-    ) -> Finding:
-        stage = self.calls[-1].name
-        print_of = fingerprint(resource=resource, device=self._device, stage=stage, suspects=(suspect, cause))
-        return Finding(
-            resource=resource,
-            cause=cause,
-            bytes=amount,
-            count=1,
-            device=self._device,
-            stage=stage,
-            message=message,
-            fingerprint=print_of,
-            holder=holder,
-        )
-
-    def _raise(self, findings: Sequence[Finding]) -> None:
-        if findings:
-            raise failure_of(findings)
-
-
-_KINDS: dict[tuple[str, str], type[LifeError]] = {}
-
-
-def failure_of(findings: Sequence[Finding]) -> LifeError:
-    """The failure that has these findings; its class is that of the first one's resource and cause."""
-    kind = (findings[0].resource, findings[0].cause)
-    if kind not in _KINDS:
-        _KINDS[kind] = type("LifeError", (LifeError,), {"kind": kind, "__module__": __name__})
-    failure = _KINDS[kind]("; ".join(finding.message for finding in findings))
-    failure.findings = tuple(findings)
-    return failure
-
-
-def void(result: object) -> None:
-    """Nothing follows from the result."""
-
-
-def _asked(target: Any, name: str) -> Any:
-    """What a target says, where it has something to say."""
-    method = getattr(target, name, None)
-    return None if method is None else method()
-
-
-def _said(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

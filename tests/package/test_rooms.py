@@ -30,7 +30,6 @@ LARGE_MODULES: dict[str, int] = {
     "leakcheck/findings/remedies.py": 413,
     "leakcheck/findings/tensor_findings.py": 482,
     "leakcheck/judging/exemptions.py": 405,
-    "leakcheck/lives/checked_life.py": 855,
     "leakcheck/lives/lifecycle.py": 816,
     "leakcheck/watching/watch.py": 1136,
     "probes/allocation_stacks.py": 530,

@@ -1,0 +1,215 @@
+"""What must hold after every call of a life: its pages, what it says, its state; and how a breach is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import Any
+
+from lowtide.leakcheck.judging import contract
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.lives.calls import Call, failure_of
+from lowtide.leakcheck.lives.preserved_state import Survival
+from lowtide.leakcheck.lives.shared_lives import SharedLives
+from lowtide.leakcheck.suppressions.entries import shipped
+from lowtide.leakcheck.targets.faults import Seam, ShardSeam
+from lowtide.leakcheck.targets.life_model import LifeModel
+from lowtide.leakcheck.targets.target import LifecycleTarget, make_target
+from lowtide.probes.host.counters import anonymous_bytes
+from lowtide.probes.stages import announced_pools
+from lowtide.reports.schema import Cause, Finding, Resource
+from lowtide.reports.sizes import format_bytes
+
+
+class LifeChecks:
+    """One target in a life, compared with the model; a check raises `LifeError` where something is not as it must be.
+
+    Args:
+        lives: what this life shares with others; entered.
+
+    Attributes:
+        model: what it must be in.
+        calls: those that were made.
+    """
+
+    def __init__(self, lives: SharedLives) -> None:
+        self._lives = lives
+        self._capabilities = lives.capabilities
+        self._target: Any = make_target(lives.factory)
+        self._device = self._capabilities.device
+        self._survival = Survival(self._device)
+        self._pages_at_work: dict[str, int] = {}
+        # Where earlier lives' memory is that did not come back.
+        self._others: frozenset[int] = frozenset()
+        self.model = LifeModel(self._capabilities)
+        self.calls: list[Call] = []
+
+    @property
+    def target(self) -> LifecycleTarget:
+        """What is driven."""
+        return self._target  # type: ignore[no-any-return]
+
+    def _unchanged(self, what: str, before: Mapping[str, int]) -> None:
+        """What failed has left the memory as it was."""
+        now = self._pages()
+        for tag in sorted({*before, *now}):
+            # The workspaces grow with what was computed before it failed, and are the engine's to keep.
+            if tag != "workspace" and before.get(tag, 0) != now.get(tag, 0):
+                self._raise(
+                    [
+                        self._finding(
+                            "arena",
+                            f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {what} "
+                            f"{format_bytes(before.get(tag, 0))} before",
+                            cause="not-restored",
+                            suspect=tag,
+                            amount=abs(now.get(tag, 0) - before.get(tag, 0)),
+                            holder=f"arena {tag!r}",
+                        )
+                    ]
+                )
+
+    def _check_state(self, name: str) -> None:
+        state = asked(self._target, "state")
+        # An engine that could not be made is as new as one that was never asked for.
+        same = {self.model.phase, "new"} if self.model.phase == "closed" else {self.model.phase}
+        if state is not None and state not in same:
+            self._fail("state", f"the engine says that it is {state} after {name}; it must be {self.model.phase}")
+
+    def _check_kv_blocks(self, name: str) -> None:
+        usage = asked(self._target, "kv_usage")
+        if usage is None:
+            return
+        if usage.available + usage.evictable != usage.total - usage.held:
+            self._fail(
+                "kv-blocks",
+                f"KV blocks do not add up after {name}: {usage.available} available and {usage.evictable} evictable "
+                f"are not {usage.total} less {usage.held} held",
+            )
+        nobody = usage.held - usage.pending_transfer
+        if not self.model.unfinished and nobody:
+            self._raise(contract.after_idle(name, self._device, {"no request": nobody}, None))
+
+    def _check_pages(self, name: str) -> None:
+        """Which pages an engine has follows from what is awake."""
+        now = self._pages()
+        for tag, at_work in self._pages_at_work.items():
+            if tag == "workspace":
+                wanted = now.get(tag, 0) if self.model.phase == "running" else 0
+            else:
+                asleep = self.model.phase == "asleep" and tag != "runtime" and tag not in self.model.awake
+                wanted = 0 if asleep else at_work
+            if now.get(tag, 0) != wanted:
+                cause: Cause = "not-restored" if wanted else "unknown"
+                said = (
+                    f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {name}, not {format_bytes(wanted)}"
+                )
+                self._fail("arena", said, tag, cause, abs(now.get(tag, 0) - wanted), f"arena {tag!r}")
+
+    def _host_outside(self) -> int:
+        """Bytes of the process's own host memory beyond announced pools and what imported modules took."""
+        pooled = sum(pool.mapped for pool in announced_pools() if pool.device == "cpu")
+        return anonymous_bytes() - pooled - self._lives.imported.growth("host-memory")
+
+    def _outside(self, unknown: int = 0) -> int:
+        """Bytes that the driver counts for this process beyond arenas and torch's segments; where it does not tell,
+        what is given as unknown."""
+        told = self._lives.counters.read().amounts.get(f"driver {self._device}")
+        return unknown if told is None else told
+
+    def _driver_of_imports(self) -> int:
+        return self._lives.imported.growth(f"driver {self._device}")
+
+    def _left(self) -> list[Finding]:
+        """What the life has left behind, now that it is over."""
+        verdict = self._lives.end()
+        self._lives.not_measured.update(dict.fromkeys(verdict.not_measured))
+        found = shipped().apply(verdict.findings, date.today()).findings
+        return [finding for finding in found if finding.suppressed_by is None]
+
+    def _finished(self, outputs: Mapping[str, Sequence[int]]) -> None:
+        asked = self.model.ended(outputs)
+        for each, (length, max_tokens) in asked.items():
+            self._compare(length, max_tokens, outputs[each])
+
+    def _compare(self, length: int, max_tokens: int, tokens: Sequence[int]) -> None:
+        wanted = self._lives.expected(length, max_tokens)
+        if list(tokens) != list(wanted):
+            self._fail(
+                "contents",
+                f"a prompt of {length} tokens gives {list(tokens)}; a fresh engine gives {list(wanted)}",
+                "tokens",
+                "not-restored",
+            )
+
+    def _pages(self) -> dict[str, int]:
+        """Bytes with pages behind them, by arena tag, of this life's engines."""
+        found: dict[str, int] = {}
+        for pool in announced_pools():
+            if pool.kind == "arena" and pool.device == self._device:
+                mapped = sum(length for address, length in pool.ranges if address not in self._others)
+                found[pool.tag] = found.get(pool.tag, 0) + mapped
+        return found
+
+    def _preserved(self) -> Mapping[str, Any]:
+        return asked(self._target, "preserved") or {}
+
+    def _graph_buffers(self) -> Mapping[str, Any]:
+        return asked(self._target, "graph_buffers") or {}
+
+    def _seams(self) -> Sequence[Seam | ShardSeam]:
+        return asked(self._target, "fault_seams") or ()
+
+    def _fail(
+        self,
+        resource: Resource,
+        message: str,
+        suspect: str = "",
+        cause: Cause = "unknown",
+        amount: int = 0,
+        holder: str | None = None,
+    ) -> None:
+        self._raise([self._finding(resource, message, cause=cause, suspect=suspect, amount=amount, holder=holder)])
+
+    def _finding(
+        self,
+        resource: Resource,
+        message: str,
+        *,
+        cause: Cause,
+        suspect: str,
+        amount: int,
+        holder: str | None,
+    ) -> Finding:
+        stage = self.calls[-1].name
+        print_of = fingerprint(resource=resource, device=self._device, stage=stage, suspects=(suspect, cause))
+        return Finding(
+            resource=resource,
+            cause=cause,
+            bytes=amount,
+            count=1,
+            device=self._device,
+            stage=stage,
+            message=message,
+            fingerprint=print_of,
+            holder=holder,
+        )
+
+    def _raise(self, findings: Sequence[Finding]) -> None:
+        if findings:
+            raise failure_of(findings)
+
+
+def void(result: object) -> None:
+    """Nothing follows from the result."""
+
+
+def asked(target: Any, name: str) -> Any:
+    """What a target says, where it has something to say."""
+    method = getattr(target, name, None)
+    return None if method is None else method()
+
+
+def said(error: BaseException) -> str:
+    """An error's type and message."""
+    return f"{type(error).__name__}: {error}"
