@@ -457,7 +457,7 @@ class Watch:
         self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
         self._caches.leave()
         own = [born.item for born in survivors if is_tensor(born.item)]
-        owner.storages = dict.fromkeys(storage_keys(own), owner.stage)
+        owner.storages = dict.fromkeys(storage_keys(own), owner.stage) if own else {}
         self._queue_warm_up()
 
     def _take_allocations(self, owner: Owner, device: str, now: Counters) -> None:
@@ -1007,9 +1007,9 @@ class Watch:
             shares = self._books.shares(key, now, ended).values()
             if any(share is not None and share > self._slack(key) for share in shares) and self._is_worth(key):
                 suspects.append(key)
-        if any(owner.storages for owner in ended) or self._births.froze:
-            suspects.append("tensors")
         survivors = self._births.survivors()
+        if any(owner.storages for owner in ended) or self._births.froze_until_last_look:
+            suspects.append("tensors")
         tensors = [born for born in survivors if is_tensor(born.item)]
         # There is a live owner for every import: they are gone through only where there is a tensor.
         live = {owner.label for owner in self._books.live} if tensors else ()

@@ -14,11 +14,15 @@ import numpy as np
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.unseen_references import is_script, tensors_of_script
 from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import identities
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused, frozen_by_program
 
 _MOST_IDENTITIES = 200_000
 """Identities of objects of any kind that are remembered between a mark and the next."""
+
+_FEW = 1000
+"""Objects whose types are gone through one by one: numpy costs as much before it looks at the first."""
 
 _MOST_ALIKE = 4
 """Times as many that are noted before those that are the same are made one."""
@@ -257,11 +261,16 @@ class Births:
 
         Even if it has unfrozen them since: they are old then.
         """
-        if frozen_by_program(gc.get_freeze_count()) > self._frozen:
+        if self.froze_until_last_look:
             return True
         self._settle_boundaries()
         self._look_at_witness(_young())
         return self._lost
+
+    @property
+    def froze_until_last_look(self) -> bool:
+        """As `froze`, right after `survivors`, which has listed the young objects: they are not listed once more."""
+        return self._lost or frozen_by_program(gc.get_freeze_count()) > self._frozen
 
     def survivors(self, label: str | None = None, census: Census | None = None) -> list[Newborn]:
         """What was born since the mark and is alive now, the oldest first, garbage that is not collected yet included.
@@ -386,12 +395,25 @@ def _young() -> list[object]:
 
 def _watched(objects: list[object]) -> Iterator[Any]:
     """Those of the objects that are of a kind to watch."""
-    yield from _watched_among(Census(objects))
+    if len(objects) > _FEW:
+        yield from _watched_among(Census(objects))
+        return
+    # By identity, and so never by the `__hash__` of a metaclass.
+    kinds = list(map(id, map(type, objects)))
+    types = dict(zip(kinds, map(type, objects), strict=True))
+    classes = set(map(id, _classes()))
+    wanted = {kind for kind, cls in types.items() if not classes.isdisjoint(map(id, mro_of(cls)))}
+    if wanted:
+        yield from (item for item, kind in zip(objects, kinds, strict=True) if kind in wanted)
+
+
+def _classes() -> tuple[type, ...]:
+    """From which the kinds to watch derive; nothing derives from the type of `lru_cache`s."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "nn") or not hasattr(torch.nn, "Module"):
+        return (LRU_CACHE,)
+    return LRU_CACHE, torch.Tensor, torch.UntypedStorage, torch.nn.Module
 
 
 def _watched_among(census: Census) -> Iterator[Any]:
-    yield from census.exactly(LRU_CACHE)
-    torch: Any = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "nn") or not hasattr(torch.nn, "Module"):
-        return
-    yield from census.instances_of(torch.Tensor, torch.UntypedStorage, torch.nn.Module)
+    yield from census.instances_of(*_classes())

@@ -63,6 +63,39 @@ def test_other_objects_are_not(births: Births, make: Callable[..., object]) -> N
     assert seen(births, item) == []
 
 
+class Forbidding(type):
+    """Of a class whose metaclass is asked nothing."""
+
+    def __hash__(cls) -> int:
+        raise AssertionError("hashed")
+
+    def __eq__(cls, other: object) -> bool:
+        raise AssertionError("compared")
+
+    def __instancecheck__(cls, item: object) -> bool:
+        raise AssertionError("asked")
+
+    __subclasscheck__ = __instancecheck__
+
+
+@pytest.mark.parametrize("others", [0, 2 * module._FEW], ids=["few", "many"])
+def test_among_few_and_many_others_the_same_is_seen_and_no_class_is_asked(births: Births, others: int) -> None:
+    class Foreign(metaclass=Forbidding):
+        pass
+
+    class Derived(nn.ReLU):
+        pass
+
+    gc.disable()
+    try:
+        items = [tensor(), functools.cache(len), Derived(), nn.Parameter(torch.zeros(1))]
+        kept = [Foreign(), *([] for _ in range(others))]
+        assert [seen(births, item) for item in items] == [["before"]] * 4
+        assert all(born.item is not kept[0] for born in births.survivors())
+    finally:
+        gc.enable()
+
+
 def test_what_died_is_not_seen(births: Births) -> None:
     tensor()
     assert births.survivors() == []
@@ -229,6 +262,19 @@ def test_a_freeze_is_noticed_although_it_is_undone(births: Births) -> None:
     gc.freeze()
     gc.unfreeze()
     assert births.froze
+
+
+@pytest.mark.usefixtures("thaw")
+def test_after_the_survivors_a_freeze_is_known_without_another_list(
+    births: Births, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    births.survivors()
+    assert not births.froze_until_last_look
+    gc.freeze()
+    gc.unfreeze()
+    births.survivors()
+    monkeypatch.setattr(module, "_young", None)
+    assert births.froze_until_last_look
 
 
 def test_what_the_interpreter_itself_keeps_from_the_collector_is_no_freeze(
