@@ -91,7 +91,7 @@ RENAMED = {
     "lowtide.leakcheck.storages": "lowtide.leakcheck.baseline.storages",
     "lowtide.leakcheck.suppression_toml": "lowtide.leakcheck.suppressions.toml",
     "lowtide.leakcheck.suppression_writing": "lowtide.leakcheck.suppressions.writing",
-    "lowtide.leakcheck.survival": "lowtide.leakcheck.lives.preserved_state",
+    "lowtide.leakcheck.survival": "lowtide.leakcheck.baseline.preserved_state",
     "lowtide.leakcheck.target": "lowtide.leakcheck.targets.target",
     "lowtide.leakcheck.target_life": "lowtide.leakcheck.lives.target_life",
     "lowtide.leakcheck.tensor_findings": "lowtide.leakcheck.findings.tensor_findings",

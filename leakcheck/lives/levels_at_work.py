@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.leakcheck.baseline.preserved_state import Survival
 from lowtide.leakcheck.judging.ladder import trim_heap
-from lowtide.leakcheck.lives.preserved_state import Survival
 from lowtide.leakcheck.targets.target import Capabilities, Unjudged
 
 _SMALLEST_LEVEL = 8 << 20

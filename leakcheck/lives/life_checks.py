@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
+from lowtide.leakcheck.baseline.preserved_state import Survival
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.calls import Call, failure_of
-from lowtide.leakcheck.lives.preserved_state import Survival
 from lowtide.leakcheck.lives.shared_lives import SharedLives
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.targets.faults import Seam, ShardSeam

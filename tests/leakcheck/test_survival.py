@@ -9,8 +9,8 @@ import torch
 
 from lowtide.engine.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck.lives import preserved_state as module
-from lowtide.leakcheck.lives.preserved_state import Survival
+from lowtide.leakcheck.baseline import preserved_state as module
+from lowtide.leakcheck.baseline.preserved_state import Survival
 from lowtide.probes.memory.pointers import LabelledRange
 
 MIB = 1 << 20

@@ -1,0 +1,154 @@
+"""What a run has measured and found so far, and what the report says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from lowtide.leakcheck.baseline.readings import to_readings
+from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
+from lowtide.leakcheck.judging.trend import trend_of
+from lowtide.leakcheck.lives.shutdown_findings import is_told
+from lowtide.probes.ledger import LedgerBase, base_from
+from lowtide.probes.snapshot import Snapshot
+from lowtide.reports.outcomes import judged_as
+from lowtide.reports.schema import Finding, NotMeasured, Return, Stage, Subject, TypeGrowth
+
+
+@dataclass(frozen=True)
+class Lived:
+    """One stage that was gone through.
+
+    Attributes:
+        name: of the stage.
+        cycle: the life, from 1 on.
+        seconds: how long it took.
+        before: the snapshot before it.
+        after: the one after it.
+        tokens: how many it generated.
+        moved: bytes of weights that it had to move.
+    """
+
+    name: str
+    cycle: int
+    seconds: float
+    before: Snapshot
+    after: Snapshot
+    tokens: int = 0
+    moved: int = 0
+
+
+class LifeRecord:
+    """Keeps what was measured and found.
+
+    Args:
+        name: of the subject in the report.
+        device: "cpu" or "cuda:N".
+        cycles: how many lives there are to be.
+    """
+
+    def __init__(self, name: str, device: str, cycles: int) -> None:
+        self._name = name
+        self._device = device
+        self._cycles = cycles
+        self.stages: list[Lived] = []
+        self.findings: list[Finding] = []
+        self.returns: list[Return] = []
+        self.not_measured: dict[str, NotMeasured] = {}
+        self.level_of: dict[str, Level] = {}
+        self.type_growth: tuple[TypeGrowth, ...] = ()
+        # Bytes that no probe explained before the first life, and how many more after it, by device.
+        self._context: dict[str, int] = {}
+        self._libraries: dict[str, int] = {}
+        # Of what is counted and not followed one by one: in which lives there was more of it at the end.
+        self._left_in: dict[str, list[int]] = {}
+        self._turns: dict[str, int] = {}
+
+    def note_baseline(self, cycle: int, baseline: Snapshot) -> None:
+        """What nothing explains before a first life is the process's; before the second also what libraries took."""
+        if cycle == 1:
+            self._context = self._unexplained(baseline)
+        elif cycle == 2:
+            unexplained = self._unexplained(baseline)
+            self._libraries = {device: left - self._context[device] for device, left in unexplained.items()}
+
+    def note_returns(self, judgement: Judgement, cycle: int, explained: Collection[str]) -> None:
+        """What came back after a life and at which rung, and in which lives each finding was left."""
+        self.returns += [item for item in judgement.returns if not is_told(item, explained)]
+        offset = 1 if self._cycles > 1 else 0
+        for finding, metric in zip(judgement.findings, judgement.metrics, strict=True):
+            late = offset if metric.first_use else 0
+            self._left_in.setdefault(finding.fingerprint, []).append(cycle - late)
+            self._turns[finding.fingerprint] = self._cycles - late
+
+    def note_levels(self, judgement: Judgement) -> None:
+        """Which findings are of the same level, and what could not be judged."""
+        for finding, metric in zip(judgement.findings, judgement.metrics, strict=True):
+            if metric.items is None:
+                level = (metric.resource, metric.device, metric.unit, metric.what)
+                self.level_of[finding.fingerprint] = level
+        self.not_measured.update({item.what: item for item in judgement.not_measured})
+
+    def subject(
+        self, failure: str, more_not_measured: Sequence[NotMeasured], used_before: dict[str, set[int]]
+    ) -> Subject:
+        """What the report says.
+
+        Args:
+            failure: why the run ended early; empty where it did not.
+            more_not_measured: besides what was noted.
+            used_before: by resource, the lives that left what libraries had from their first use and is more since.
+        """
+        told = one_for_each_level(grouped(self.findings), self.level_of)
+        findings = tuple(self._with_trend(finding, used_before) for finding in told)
+        not_measured = (*self.not_measured.values(), *more_not_measured)
+        outcome, reason = judged_as("leak" if findings else "clean", not_measured)
+        if failure and not findings:
+            outcome, reason = "error", failure
+        elif failure:
+            reason = failure
+        return Subject(
+            id=self._name,
+            outcome=outcome,
+            reason=reason,
+            stages=tuple(map(self._stage, self.stages)),
+            findings=findings,
+            returns=tuple(self.returns),
+            not_measured=not_measured,
+            type_growth=self.type_growth if findings else (),
+        )
+
+    def _with_trend(self, finding: Finding, used_before: dict[str, set[int]]) -> Finding:
+        mark = finding.fingerprint
+        level = self.level_of.get(mark, mark)
+        same = [other for other in self._left_in if self.level_of.get(other, other) == level]
+        if finding.trend is not None or not same:
+            return finding
+        born_in = {turn for other in same for turn in self._left_in[other]}
+        born_in |= used_before.get(finding.resource, set())
+        return msgspec.structs.replace(finding, trend=trend_of(born_in, self._turns[same[0]]))
+
+    def _unexplained(self, snapshot: Snapshot) -> dict[str, int]:
+        known = {"cpu": base_from(snapshot, "cpu")}
+        if self._device != "cpu" and snapshot.driver_bytes(self._device) is not None:
+            known[self._device] = base_from(snapshot, self._device)
+        return known
+
+    def _bases(self, cycle: int) -> list[LedgerBase]:
+        devices = ["cpu"] if self._device == "cpu" else [self._device, "cpu"]
+        late = self._libraries if cycle > 1 else {}
+        return [LedgerBase(device, self._context.get(device, 0), late.get(device, 0)) for device in devices]
+
+    def _stage(self, lived: Lived) -> Stage:
+        bases = self._bases(lived.cycle)
+        return Stage(
+            name=lived.name,
+            cycle=lived.cycle,
+            seconds=lived.seconds,
+            before=to_readings(lived.before, self._device, bases),
+            after=to_readings(lived.after, self._device, bases),
+            tokens_per_second=lived.tokens / lived.seconds if lived.tokens else None,
+            bytes_per_second=lived.moved / lived.seconds if lived.moved else None,
+        )

@@ -1,0 +1,89 @@
+"""What a life is made of: the engine that is driven, the stages of its script, and how one is performed."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup
+
+SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "infer", "shutdown")
+"""One whole life."""
+
+
+class Life(Protocol):
+    """An engine that can be driven through a script; new ones are made for every life.
+
+    It may have an attribute `engine`: what a caller of `shutdown` still has, and from which paths are told; without one
+    that is the life itself.  It may have `preserved()`, which gives by name the tensors whose contents must survive a
+    sleep, `graph_buffers()`, which gives by name address and bytes of what captured graphs read, and
+    `kv_blocks_held()`, which gives who holds how many KV blocks although no request does, with `step()` to try whether
+    one more step ends that.  A script that has the stage `reload` needs a `reload()`.
+    """
+
+    def create(self) -> None:
+        """Take memory and be ready."""
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        """Generate for a fixed set of prompts; the new tokens of each."""
+
+    def sleep(self, level: int) -> None:
+        """Give device memory back until `wake`."""
+
+    def wake(self) -> None:
+        """Take all of it again."""
+
+    def shutdown(self) -> None:
+        """Give everything back; legal at any time."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a listener hears before each stage: how far the run is."""
+
+    cycle: int
+    cycles: int
+    stage: str
+    done: int
+    total: int
+
+
+def perform(life: Life, name: str) -> Sequence[Sequence[int]]:
+    """One stage of the script; the tokens of an infer, nothing for the others."""
+    if name == "infer":
+        return life.infer()
+    level = re.fullmatch(r"sleep\((\d+)\)", name)
+    if level is not None:
+        life.sleep(int(level[1]))
+    else:
+        getattr(life, name)()
+    return ()
+
+
+def asked(life: Life, name: str) -> Mapping[str, Any]:
+    """What a life tells of itself, if it does."""
+    method = getattr(life, name, None)
+    return {} if method is None else method()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Python's, torch's, or an engine's own, by its name."""
+    return isinstance(error, MemoryError) or any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
+
+
+def failures(error: BaseException) -> list[BaseException]:
+    """The parts of an error that are no interrupt."""
+    if isinstance(error, BaseExceptionGroup):
+        return [part for inner in error.exceptions for part in failures(inner)]
+    return [] if isinstance(error, KeyboardInterrupt) else [error]
+
+
+def was_interrupted(error: BaseException) -> bool:
+    """Whether a Ctrl-C is in it."""
+    if isinstance(error, BaseExceptionGroup):
+        return any(was_interrupted(part) for part in error.exceptions)
+    return isinstance(error, KeyboardInterrupt)
