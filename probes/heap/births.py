@@ -6,11 +6,12 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from lowtide.probes.heap.birth_marks import Aside, Boundary
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.unseen_references import is_script, tensors_of_script
 from lowtide.probes.objects.address_table import Ints
@@ -43,44 +44,6 @@ class Newborn:
     turn: int = 1
 
 
-@dataclass
-class _Aside:
-    """What is born meanwhile has another label.
-
-    Attributes:
-        label: that of the others.
-        turn: the number that goes with it.
-        mark: made when it began; None once all that is older has been noted.
-    """
-
-    label: str
-    turn: int
-    mark: list[object] | None
-
-    def place(self) -> tuple[int | None, list[object]]:
-        """Where the mark is in the youngest generation, if it is there, and that generation."""
-        young = gc.get_objects(generation=0)
-        if self.mark is None:
-            return None, young
-        places = np.flatnonzero(identities(young) == id(self.mark)).tolist()
-        return (places[0] if places else None), young
-
-
-@dataclass(frozen=True)
-class _Boundary:
-    """A change of the label.
-
-    Attributes:
-        label: that of what was born before it.
-        turn: the number that goes with it.
-        mark: made when the label changed.
-    """
-
-    label: str
-    turn: int
-    mark: list[object] = field(default_factory=list)
-
-
 class Births:
     """Watches tensors, storages, `torch.nn.Module`s and `lru_cache`s come to life, by the collector's generations.
 
@@ -111,8 +74,8 @@ class Births:
         self._witness: list[object] | None = None
         self._lost = False
         self._is_marked_next = False
-        self._asides: list[_Aside] = []
-        self._boundaries: list[_Boundary] = []
+        self._asides: list[Aside] = []
+        self._boundaries: list[Boundary] = []
         self.froze_in = ""
 
     def start(self) -> None:
@@ -162,7 +125,7 @@ class Births:
         at now.
         """
         self._settle_aside()
-        self._boundaries.append(_Boundary(self.label, self.turn))
+        self._boundaries.append(Boundary(self.label, self.turn))
         self.label, self.turn = label, turn
 
     def note(self) -> None:
@@ -181,7 +144,7 @@ class Births:
             label: what they are called.
         """
         self._settle()
-        self._asides.append(_Aside(self.label, self.turn, []))
+        self._asides.append(Aside(self.label, self.turn, []))
         self.label, self.turn = label, 1
 
     def end_aside(self) -> list[Newborn] | None:
