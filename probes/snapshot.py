@@ -13,7 +13,7 @@ from lowtide.probes.host.readings import HostReading, Resident, named_shared_mem
 from lowtide.probes.memory.ranges import Range, without
 from lowtide.probes.memory.tensors import TensorReading, summarize, survey_storages
 from lowtide.probes.objects.gc_state import GcReading, read_gc
-from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.objects.listed import census_of_all, collector_paused
 from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
 
 
@@ -134,7 +134,7 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         pool_residency = _pool_residency(pools, swapped=swapped)
         drivers = tuple(driver.read(index) for index in devices)
         pinned = read_pinned()
-        census = Census(all_objects())
+        census = census_of_all(gc_state.frozen)
         survey = survey_storages(census)
         caches = read_caches(census, max_in_all=_MOST_BEHIND_CACHES)
         del census

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -75,6 +77,22 @@ class AddressTable:
             self._slots[slots[free]] = places[free]
             lost = self._slots[slots] != places
             places, slots = places[lost], self._next(slots[lost])
+
+    def add_new(self, ids: Ints, which: Callable[[Ints], npt.NDArray[np.bool_]]) -> Ints:
+        """Adds those addresses that are not there yet and are chosen, each once.
+
+        Args:
+            ids: the addresses, some of them several times.
+            which: says of addresses that are not there, each given once, which are to be added.
+
+        Returns:
+            Those that were added.
+        """
+        ids = ids[self.find(ids) < 0]
+        ids = ids[first_places(ids) == np.arange(len(ids))]
+        ids = ids[which(ids)]
+        self.add(ids)
+        return ids
 
     def first_places(self, ids: Ints) -> Ints:
         """For each address the place in `ids` at which it comes for the first time."""

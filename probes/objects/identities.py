@@ -124,16 +124,55 @@ def are_tracked(ids: Ints) -> npt.NDArray[np.bool_]:
     kinds = types_of(ids)
     firsts = first_places(kinds)
     # Per type, at the place where it comes first, and from there for all others of it.
-    may_be, is_asked = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.bool_)
+    manners = np.zeros(len(ids), np.int8)
     for place in np.flatnonzero(firsts == np.arange(len(ids))).tolist():
-        kind = int(kinds[place])
-        may_be[place] = flags_of(object_at(kind)) & _HAVE_GC
-        is_asked[place] = _word(kind + _IS_GC)
-    may_be, is_asked = may_be[firsts], is_asked[firsts]
-    tracked = may_be & ~is_asked
+        manners[place] = _manner_of(int(kinds[place]))
+    return _are_tracked(ids, manners[firsts])
+
+
+class Tracked:
+    """Says which objects the collector tracks, and knows of each type that it met how to tell: for one walk.
+
+    (`are_tracked` looks at the types of what it is asked about anew each time.)
+    """
+
+    def __init__(self) -> None:
+        self._known = places_of(np.zeros(0, np.int64))
+        self._manners = np.zeros(0, np.int8)
+
+    def among(self, ids: Ints) -> npt.NDArray[np.bool_]:
+        """`gc.is_tracked` of each object by its identity, shape [len(ids)].
+
+        Args:
+            ids: of objects that the caller keeps alive, and with them their types until the walk's end.
+        """
+        if not _can_read(ids):
+            return are_tracked(ids)
+        kinds = types_of(ids)
+        places = self._known.find(kinds)
+        new = np.unique(kinds[places < 0])
+        if len(new):
+            self._known.add(new)
+            self._manners = np.append(self._manners, np.array([_manner_of(kind) for kind in new.tolist()], np.int8))
+            places = self._known.find(kinds)
+        return _are_tracked(ids, self._manners.take(places))
+
+
+# How to tell whether an instance of a type is tracked: it never is, by its link, or by the collector's answer.
+_NEVER, _BY_LINK, _BY_ASKING = range(3)
+
+
+def _manner_of(kind: int) -> int:
+    if not flags_of(object_at(kind)) & _HAVE_GC:
+        return _NEVER
+    return _BY_ASKING if _word(kind + _IS_GC) else _BY_LINK
+
+
+def _are_tracked(ids: Ints, manners: npt.NDArray[np.int8]) -> npt.NDArray[np.bool_]:
+    tracked: npt.NDArray[np.bool_] = manners == _BY_LINK
     # Others have no such link before them.
     tracked[tracked] = _words_at(ids[tracked] + _NEXT) != 0
-    for place in np.flatnonzero(is_asked).tolist():
+    for place in np.flatnonzero(manners == _BY_ASKING).tolist():
         tracked[place] = gc.is_tracked(object_at(int(ids[place])))
     return tracked
 

@@ -7,12 +7,15 @@ import gc
 import sys
 from collections.abc import Iterable, Iterator
 from inspect import CO_OPTIMIZED
-from itertools import compress
 from types import FrameType, ModuleType
 from typing import Any
 
-# `gc.get_referents` takes the objects as arguments; more at once only makes the argument tuple larger.
-_CHUNK = 50_000
+from lowtide.probes.objects.foreign import flags_of
+
+# More at once takes more memory for what is in flight, which then is fetched anew from the kernel each time.
+_CHUNK = 8_000
+
+_HEAP_TYPE = 1 << 9
 
 # So few objects are asked for their types one by one in less time than numpy takes to begin.
 _FEW = 1000
@@ -60,16 +63,33 @@ def all_objects() -> list[object]:
     The list keeps its objects alive: drop it as soon as it is read.
     """
     with collector_paused():
-        # No local variable may hold the list that is returned, nor may what is returned hold this function's frame:
-        # from Python 3.12 on that frame can be among the objects, and list and frame would keep each other, and with
-        # them the whole heap, until the next collection.
-        if gc.get_freeze_count() <= FROZEN_AT_STARTUP:
-            return gc.get_objects()
-        found = gc.get_objects()
-        try:
-            return _with_what_is_reached(found)
-        finally:
-            found.clear()
+        return _objects_and_kinds(gc.get_freeze_count())[0]
+
+
+def census_of_all(frozen: int | None = None) -> Census:
+    """Every object that `all_objects` gives, with the types that the walk has seen already.
+
+    Args:
+        frozen: what `gc.get_freeze_count()` said just now, if it was asked: it counts them one by one.
+    """
+    with collector_paused():
+        objects, kinds = _objects_and_kinds(gc.get_freeze_count() if frozen is None else frozen)
+        return Census(objects) if kinds is None else Census.of_kinds(objects, kinds)
+
+
+def _objects_and_kinds(frozen: int) -> tuple[list[object], Any]:
+    """The objects, and the identity of each one's type where a walk was needed; else None."""
+    # What is returned must not hold this function's frame: from Python 3.12 on that frame can be among the objects, and
+    # list and frame would keep each other, and with them the whole heap, until the next collection.  So no local
+    # variable holds what the collector lists, and of what a walk meets no frame is left.
+    if frozen <= FROZEN_AT_STARTUP:
+        return gc.get_objects(), None
+    found = gc.get_objects()
+    try:
+        return found, _add_what_is_reached(found)
+    except BaseException:
+        found.clear()
+        raise
 
 
 class Census:
@@ -96,15 +116,21 @@ class Census:
             self._types = {kind: object_at(kind) for kind in np.unique(self._kinds).tolist()}
 
     @classmethod
-    def of_kinds(cls, objects: list[object], kinds: Any, types: dict[int, type]) -> Census:
+    def of_kinds(cls, objects: list[object], kinds: Any, types: dict[int, type] | None = None) -> Census:
         """That of objects whose types are known.
 
         Args:
             objects: the objects.
             kinds: the identity of each one's type, shape [len(objects)].
-            types: the types, by their identities.
+            types: the types, by their identities, if they are known.
         """
+        from lowtide.probes.objects.identities import object_at
+
         census = cls([])
+        if types is None:
+            import numpy as np
+
+            types = {kind: object_at(kind) for kind in np.unique(kinds).tolist()}
         census._objects, census._kinds, census._types = objects, kinds, types
         return census
 
@@ -135,47 +161,51 @@ class Census:
         return [self._objects[place] for place in places.tolist()]
 
 
-def _with_what_is_reached(found: list[object]) -> list[object]:
-    """The objects, and every tracked one that they, the modules, classes and frames lead to, except frames.
+def _add_what_is_reached(found: list[object]) -> Any:
+    """Adds to the objects every tracked one that they, the modules, classes and frames lead to; takes out the frames.
 
     A step is a few calls per chunk, all of them in C: on a heap of a million objects that is the difference between
-    half a second and ten.
+    a third of a second and ten.
+
+    Returns:
+        The identity of each object's type, shape [len(found)].
     """
     # Not at the top: see `Census`.
     import numpy as np
 
-    from lowtide.probes.objects.address_table import AddressTable, first_places
     from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
-    from lowtide.probes.objects.identities import are_tracked, identities, objects_at, types_of
+    from lowtide.probes.objects.identities import Tracked, identities, objects_at, places_of, types_of
 
-    table = AddressTable(identities(found))
+    table, tracked = places_of(identities(found)), Tracked()
 
     def add(met: list[object]) -> None:
-        ids = identities(met)
-        ids = ids[table.find(ids) < 0]
-        ids = ids[first_places(ids) == np.arange(len(ids))]
         # Untracked objects (numbers, strings, tuples of them) refer to nothing that is tracked.
-        ids = ids[are_tracked(ids)]
-        table.add(ids)
-        found.extend(objects_at(ids))
+        found.extend(objects_at(table.add_new(identities(met), tracked.among)))
 
     add(list(_roots()))
     of_modules = [ModuleType, *map(type, list(sys.modules.values()))]
-    module_kinds = {id(kind) for kind in of_modules if is_kind_of_module(kind)}
+    module_kinds = np.array(sorted({id(kind) for kind in of_modules if is_kind_of_module(kind)}), np.int64)
+    seen = [np.zeros(0, np.int64)]
     done = 0
     while done < len(found):
         chunk = found[done : done + _CHUNK]
         kinds = types_of(identities(chunk))
-        for kind in module_kinds:
-            for place in np.flatnonzero(kinds == kind).tolist():
-                chunk[place] = without_state(found[done + place])
+        seen.append(kinds)
+        for place in np.flatnonzero(np.isin(kinds, module_kinds)).tolist():
+            chunk[place] = without_state(chunk[place])
+        done += len(chunk)
         referents = gc.get_referents(*chunk)
         chunk.clear()
-        done = min(done + _CHUNK, len(found))
         add(referents)
         # The frame of this very call may be in them, and would keep them.
         referents.clear()
-    return list(compress(found, (types_of(identities(found)) != id(FrameType)).tolist()))
+    all_kinds = np.concatenate(seen)
+    # The last takes the place of each frame: so few that nothing else need be moved.
+    for place in reversed(np.flatnonzero(all_kinds == id(FrameType)).tolist()):
+        found[place] = found[-1]
+        found.pop()
+        all_kinds[place] = all_kinds[len(found)]
+    return all_kinds[: len(found)]
 
 
 def _roots() -> Iterator[object]:
@@ -190,7 +220,7 @@ def _roots() -> Iterator[object]:
 
 
 def _classes() -> Iterator[object]:
-    """All classes and, for those written in C, what their namespaces hold (a static type has no referents)."""
+    """All classes and, for those written in C, what their namespaces hold: a static type has no referents."""
     seen: set[int] = set()
     waiting: list[type] = [object]
     while waiting:
@@ -199,7 +229,8 @@ def _classes() -> Iterator[object]:
             continue
         seen.add(id(cls))
         yield cls
-        yield from gc.get_referents(type.__dict__["__dict__"].__get__(cls))
+        if not flags_of(cls) & _HEAP_TYPE:
+            yield from gc.get_referents(type.__dict__["__dict__"].__get__(cls))
         waiting.extend(type.__subclasses__(cls))
 
 

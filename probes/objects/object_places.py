@@ -7,6 +7,7 @@ hash table, whose answers lie anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
@@ -21,6 +22,9 @@ _PART = 1 << 16
 """How many blocks there are, pages in a block, and bytes in a page: a sixteenth of that are a page's slots."""
 
 _SLOTS = _PART >> _SLOT
+
+_NOT_CHOSEN = -1
+"""In the slot of an object that was met and is not to be added."""
 
 _Numbers = TypeVar("_Numbers", Ints, Indices)
 
@@ -54,7 +58,7 @@ class ObjectPlaces:
         self._places[slots] = np.arange(first + 1, self._count + 1, dtype=np.int32)
 
     def find(self, ids: Ints) -> Indices:
-        """The place of each object, shape [len(ids)]; -1 for one that was not added."""
+        """The place of each object, shape [len(ids)]; less than 0 for one that was not added."""
         found: Indices = self._places.take(self._slots_of(ids))
         found -= 1
         return found
@@ -68,6 +72,33 @@ class ObjectPlaces:
         found = self._places.take(slots)
         self._places[slots] = 0
         return found.astype(np.int64)
+
+    def add_new(self, ids: Ints, which: Callable[[Ints], npt.NDArray[np.bool_]]) -> Ints:
+        """Adds those that are not there yet and are chosen, each once, in one look at where they belong.
+
+        What was not chosen is not asked about again: nine of ten references lead to names and numbers, met many times.
+        (If such a one dies and another object takes its place, that is younger than the walk.)
+
+        Args:
+            ids: the objects, some of them several times.
+            which: says of objects that are not there, each given once, which are to be added.
+
+        Returns:
+            Those that were added.
+        """
+        slots = self._slots(ids)
+        places = np.flatnonzero(self._places.take(slots) == 0)
+        slots = slots.take(places)
+        turns = np.arange(1, len(slots) + 1, dtype=np.int32)
+        self._places[slots] = turns
+        first = self._places.take(slots) == turns
+        slots, new = slots[first], ids.take(places[first])
+        chosen = which(new)
+        self._places[slots[~chosen]] = _NOT_CHOSEN
+        added: Ints = new[chosen]
+        self._places[slots[chosen]] = np.arange(self._count + 1, self._count + len(added) + 1, dtype=np.int32)
+        self._count += len(added)
+        return added
 
     def _slots_of(self, ids: Ints) -> Ints:
         """Where the places of some objects are; in the first page for those in whose pages nothing is."""

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowtide.probes.objects.address_table import AddressTable
 from lowtide.probes.objects.object_places import ObjectPlaces
 
 # Neighbours, others in the same page, and others far away; not all of them at multiples of 16 bytes.
@@ -46,6 +47,30 @@ def test_the_first_place_of_each_object_is_found_and_none_is_added(objects: list
     table = ObjectPlaces(array(known))
     assert table.first_places(array(asked)).tolist() == [asked.index(item) for item in asked]
     assert table.find(array(known + asked)).tolist() == [*range(len(known)), *[-1] * len(asked)]
+
+
+@MANY
+@pytest.mark.parametrize("kind", [ObjectPlaces, AddressTable])
+@given(objects=OBJECTS, data=st.data())
+def test_what_is_new_and_chosen_is_added_once(
+    kind: type[ObjectPlaces | AddressTable], objects: list[int], data: st.DataObject
+) -> None:
+    known = objects[:3]
+    chosen = set(data.draw(st.lists(st.sampled_from(objects)))) if objects else set()
+    table, expected = kind(array(known)), list(known)
+
+    def which(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        assert len(set(ids.tolist())) == len(ids)
+        return np.array([number in chosen for number in ids.tolist()], np.bool_)
+
+    for _ in range(3):
+        met = data.draw(st.lists(st.sampled_from(objects), max_size=60)) if objects else []
+        new = [number for number in dict.fromkeys(met) if number in chosen and number not in expected]
+        added = table.add_new(array(met), which).tolist()
+        assert sorted(added) == sorted(new)
+        expected += added
+        assert table.find(array(expected)).tolist() == list(range(len(expected)))
+        assert (table.find(array([number for number in objects if number not in expected])) < 0).all()
 
 
 def test_what_is_asked_stays_as_it_was() -> None:

@@ -161,6 +161,85 @@ def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
         (gc.enable if was else gc.disable)()
 
 
+AS_A_PLAIN_WALK = """
+import collections, functools, gc, sys, types
+from types import FrameType, ModuleType
+sys.path.insert(0, sys.argv[1])
+import numpy
+from lowtide.probes.objects import identities
+from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
+from lowtide.probes.objects.listed import Census, _roots, all_objects, census_of_all
+if sys.argv[2] == "slow":
+    identities._LAID_OUT = False
+
+def heap():
+    made = [type(f"Made{number}", (), {"slot": {"n": [number]}}) for number in range(50)]
+    class Slotted:
+        __slots__ = ("a", "__weakref__")
+    slotted = Slotted()
+    slotted.a = [slotted]
+    def generator():
+        inside = {"in": ["a frame"]}
+        yield inside
+    running = generator()
+    next(running)
+    cached = functools.lru_cache(lambda number: [number])
+    cached(1)
+    untracked = ((1, "a", (2.5, b"x")), frozenset([1]), range(3))
+    return [made, slotted, running, cached, untracked, {"a": 1}, {"b": []}, ([],), collections.deque([[]]), made[0]()]
+
+def plainly():
+    found, seen = [], set()
+    waiting = [*gc.get_objects(), *_roots()]
+    while waiting:
+        item = waiting.pop()
+        if id(item) in seen or not gc.is_tracked(item):
+            continue
+        seen.add(id(item))
+        found.append(item)
+        if is_kind_of_module(type(item)):
+            item = without_state(item)
+        waiting += gc.get_referents(item)
+    return [item for item in found if type(item) is not FrameType]
+
+kept = heap()
+gc.collect()
+gc.disable()
+all_objects(); plainly()
+gc.freeze()
+kept += heap()
+own = set()
+def ids(list_them):
+    objects = list_them()
+    found = collections.Counter(map(id, objects))
+    assert max(found.values()) == 1
+    return set(found), {id(item): type(item).__name__ for item in objects}
+for round in range(2):
+    ours, names = ids(all_objects)
+    plain, more = ids(plainly)
+    # Each walk meets what it makes for itself, and what the other has just made.
+    only = {**names, **more}
+    left = [only[key] for key in (ours ^ plain)]
+assert len(plain) > 10_000, len(plain)
+assert len(left) < 40, collections.Counter(left)
+assert {id(item) for item in kept if gc.is_tracked(item)} <= ours
+census = census_of_all()
+kinds = [kind for kind in {type(item) for item in kept}]
+for kind in kinds:
+    told = census.exactly(kind)
+    assert {id(item) for item in told} >= {id(item) for item in kept if type(item) is kind and gc.is_tracked(item)}
+    assert all(type(item) is kind for item in told)
+"""
+
+
+@pytest.mark.parametrize("way", ["fast", "slow"])
+def test_a_frozen_heap_is_listed_as_by_a_plain_walk(way: str) -> None:
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-c", AS_A_PLAIN_WALK, root, way]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 LEAVES_NOTHING = """
 import gc, sys, weakref
 sys.path.insert(0, sys.argv[1])
