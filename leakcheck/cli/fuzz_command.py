@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -166,14 +166,7 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
         TargetError: the target cannot be driven.
     """
     swept: list[Swept] = []
-    table = Table(
-        Column("stage", overflow="fold"),
-        Column("fails", overflow="fold"),
-        Column("points", justify="right", no_wrap=True),
-        Column("raised", justify="right", no_wrap=True),
-        Column("", overflow="fold"),
-        box=None,
-    )
+    table = _points_table()
     with progress_line(console) as progress, subjected.context:
         task = progress.add_task("loading", total=None)
 
@@ -208,24 +201,40 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
             unknown = str(error)
         finally:
             driver.close()
-    # The same of each stage.
-    untold = [missing for each in (swept, killed) for item in each for missing in item.not_measured]
+    table.add_row("all", "", str(sum(item.points for item in swept)), str(sum(item.raised for item in swept)), "")
+    life = next((item.life for item in swept if item.findings), ())
+    subject = _sweep_subject(subjected, (*swept, *killed), unknown)
+    return subject, as_program(life, subjected.source) if life else "", table
+
+
+def _points_table() -> Table:
+    return Table(
+        Column("stage", overflow="fold"),
+        Column("fails", overflow="fold"),
+        Column("points", justify="right", no_wrap=True),
+        Column("raised", justify="right", no_wrap=True),
+        Column("", overflow="fold"),
+        box=None,
+    )
+
+
+def _sweep_subject(subjected: Subjected, tried: Sequence[Swept | Killed], unknown: str) -> Subject:
+    """What every fault point and every kill found, each finding once; `unknown` says why not everything was tried."""
     findings: dict[str, Finding] = {}
-    for found in [found for each in (swept, killed) for item in each for found in item.findings]:
+    for found in [found for item in tried for found in item.findings]:
         # The same in several stages is one.
         findings.setdefault(found.fingerprint, found)
-    table.add_row("all", "", str(sum(item.points for item in swept)), str(sum(item.raised for item in swept)), "")
+    # The same of each stage.
+    untold = [missing for item in tried for missing in item.not_measured]
     not_measured = (*subjected.not_measured, *largest_of_each(untold))
     outcome, unseen = judged_as("leak" if findings else "error" if unknown else "clean", not_measured)
-    subject = Subject(
+    return Subject(
         id=f"faults[{subjected.name}]",
         outcome=outcome,
         reason=unknown or unseen,
         findings=tuple(findings.values()),
         not_measured=not_measured,
     )
-    life = next((item.life for item in swept if item.findings), ())
-    return subject, as_program(life, subjected.source) if life else "", table
 
 
 def verdict(subject: Subject, told: str | Table) -> Iterator[RenderableType]:

@@ -1,0 +1,58 @@
+"""`lowtide check`: the life of a user's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
+from lowtide.leakcheck.cli.judged_lives import live, load_suppressions
+from lowtide.leakcheck.cli.reporting import check_writable
+
+if TYPE_CHECKING:
+    from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
+    from lowtide.leakcheck.suppressions.entries import Suppressions
+    from lowtide.probes.device.driver import Driver
+
+
+def check(
+    target: Annotated[str, typer.Argument(metavar="MODULE:FACTORY", help="What makes your engine's target.")],
+    cycles: Annotated[int, typer.Option(help="Whole lives, one after the other; the first warms libraries up.")] = 2,
+    report: Annotated[Path | None, typer.Option(help="Folder for the report (JSON, HTML, JUnit, Markdown).")] = None,
+    suppressions: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Known leaks that may stay; an entry that none needs fails.")
+    ] = None,
+) -> None:
+    """Drive your engine through one fixed life (create, infer, every sleep, wake, shutdown) again and again, and judge.
+
+    Exit codes: as those of `run`.
+    """
+    if cycles < 1:
+        refuse(f"--cycles {cycles} is not possible: use 1 or more")
+    known = load_suppressions(suppressions)
+    if report is not None:
+        check_writable(report)
+    try:
+        code = _check(target, cycles, report, known)
+    except KeyboardInterrupt:
+        typer.echo("lowtide: interrupted before there was anything to report", err=True)
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+def _check(target: str, cycles: int, report: Path | None, suppressions: Suppressions) -> int:
+    from lowtide.leakcheck.lives.target_life import check_run
+    from lowtide.leakcheck.targets.target import TargetError, load_factory
+
+    try:
+        factory = load_factory(target)
+
+        def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
+            return check_run(f"check[{target}]", factory, driver=driver, cycles=cycles, listener=show)
+
+        return live(make_run, report, suppressions)
+    except TargetError as error:
+        refuse(str(error))

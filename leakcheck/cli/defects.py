@@ -1,0 +1,71 @@
+"""`lowtide defects`: the historical bugs, listed or verified."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from lowtide.leakcheck.cli.devices import Device, device_name
+from lowtide.leakcheck.cli.exits import refuse
+from lowtide.leakcheck.cli.progress import find_console
+
+
+def defects(
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Run each, and its twin without it; print what was found as Markdown."),
+    ] = False,
+    device: Annotated[Device, typer.Option(help="With --verify: where; what cannot show there runs on the CPU.")] = (
+        Device.AUTO
+    ),
+    jobs: Annotated[int, typer.Option(help="With --verify: processes at the same time.")] = 2,
+) -> None:
+    """List the historical bugs that the reference engine can switch on.
+
+    Exit codes of --verify: 0 each was found as it must be and nothing without it, 1 not so, 2 could not be measured.
+    """
+    from rich.table import Column, Table
+
+    from lowtide.engine.defects import DEFECTS
+
+    if verify:
+        if jobs < 1:
+            refuse(f"--jobs {jobs} is not possible: use 1 or more")
+        raise typer.Exit(_verify(device, jobs))
+    table = Table(
+        Column("name", no_wrap=True),
+        Column("where it happened", overflow="fold"),
+        Column("what went wrong", overflow="fold"),
+        box=None,
+    )
+    for known in DEFECTS.values():
+        table.add_row(known.name, known.source, known.summary)
+    find_console().print(table)
+
+
+def _verify(device: Device, jobs: int) -> int:
+    from lowtide.engine.defects import DEFECTS
+    from lowtide.engine.errors import ConfigError
+    from lowtide.leakcheck.lives.verify import table, verify
+
+    done = []
+    try:
+        kind = device_name(device).partition(":")[0]
+    except ConfigError as error:
+        refuse(str(error))
+    for verified in verify(DEFECTS.values(), kind, jobs=jobs):
+        done.append(verified)
+        if sys.stderr.isatty():
+            typer.echo(
+                f"{len(done)}/{len(DEFECTS)} {verified.defect.name}: {verified.note or 'as it must be'}", err=True
+            )
+    typer.echo(table(done))
+    wrong = [item for item in done if item.note and item.bug is not None]
+    skipped = sum(item.bug is None for item in done)
+    right = len(done) - len(wrong) - skipped
+    typer.echo(f"\n{right} of {len(done)} found as they must be, {len(wrong)} not, {skipped} need a card")
+    if any(run is not None and run.subject is None for item in done for run in (item.bug, item.twin)):
+        return 2
+    return 1 if wrong else 0

@@ -1,0 +1,131 @@
+"""`lowtide fuzz`: its options, and the order in which what was found is written and shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowtide.leakcheck.cli.devices import Device, device_name
+from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
+from lowtide.leakcheck.cli.progress import find_console
+from lowtide.leakcheck.cli.reporting import check_writable, make_report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from lowtide.reports.schema import Subject
+
+
+def fuzz(
+    target: Annotated[
+        str | None, typer.Option(metavar="MODULE:FACTORY", help="What makes your engine's target [default: lowtide's].")
+    ] = None,
+    device: Annotated[Device, typer.Option(help="Where lowtide's own engine runs.")] = Device.AUTO,
+    examples: Annotated[int, typer.Option(help="Lives to try.")] = 100,
+    steps: Annotated[int, typer.Option(help="Calls of one life at most.")] = 10,
+    seed: Annotated[
+        int | None, typer.Option(help="The same finds the same; without one, what failed last is tried first.")
+    ] = None,
+    defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
+    faults: Annotated[
+        bool, typer.Option("--faults", help="Instead of random lives: fail every fault point of every stage in turn.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="With --faults: processes at the same time.")] = 1,
+    report: Annotated[Path | None, typer.Option(help="Folder for the report, and for the life that fails.")] = None,
+) -> None:
+    """Drive an engine through random lives, check every call, and shrink what fails to the shortest life.
+
+    Exit codes: 0 nothing was found, 1 a life fails, 2 bad input or could not be measured, 130 interrupted.
+    """
+    for name, value in (("--examples", examples), ("--steps", steps), ("--jobs", jobs)):
+        if value < 1:
+            refuse(f"{name} {value} is not possible: use 1 or more")
+    if jobs > 1 and not faults:
+        refuse(f"--jobs {jobs} shares out the points of --faults: add --faults, or leave --jobs out")
+    if target is not None and defect is not None:
+        refuse("--target and --defect exclude each other: the bugs are in lowtide's own engine")
+    if report is not None:
+        check_writable(report)
+    try:
+        code = _fuzz(target, device, examples, steps, seed, defect, faults, jobs, report)
+    except KeyboardInterrupt:
+        typer.echo("lowtide: interrupted", err=True)
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+def _fuzz(
+    target: str | None,
+    device: Device,
+    examples: int,
+    steps: int,
+    seed: int | None,
+    defect: str | None,
+    faults: bool,
+    jobs: int,
+    report: Path | None,
+) -> int:
+    from lowtide.leakcheck.cli.fuzz_command import verdict, write_program
+    from lowtide.probes.device.driver import find_driver
+    from lowtide.reports import schema
+    from lowtide.reports.folder import write_folder
+
+    console = find_console()
+    subject, program, told = _search(target, device, examples, steps, seed, defect, faults, jobs, console)
+    driver = find_driver()
+    try:
+        written = make_report(subject, driver)
+    finally:
+        driver.close()
+    where = unwritten = None
+    # Written before it is shown: a pipe that breaks must not cost the report.
+    if report is not None:
+        try:
+            where = write_folder(written, report)
+            write_program(report, program)
+        except schema.ReportError as error:
+            unwritten = str(error)
+    for line in verdict(subject, told):
+        console.print(line)
+    if program:
+        typer.echo("\nThe life that fails, as a program:\n")
+        typer.echo(program)
+    if unwritten is not None:
+        refuse(unwritten)
+    if where is not None:
+        console.print(f"report: {where}", highlight=False)
+    return schema.exit_code(written)
+
+
+def _search(
+    target: str | None,
+    device: Device,
+    examples: int,
+    steps: int,
+    seed: int | None,
+    defect: str | None,
+    faults: bool,
+    jobs: int,
+    console: Console,
+) -> tuple[Subject, str, str | Table]:
+    """What was found, the life that fails as a program, and how much was tried."""
+    from lowtide.engine import EngineError
+    from lowtide.engine.defects import find_defect
+    from lowtide.leakcheck.cli.fuzz_command import checkpoint_target, fail_all, named_target, reference_target, search
+    from lowtide.leakcheck.targets.target import TargetError
+
+    try:
+        if target is not None:
+            subjected = named_target(target)
+        elif faults and defect is None:
+            subjected = checkpoint_target(device_name(device))
+        else:
+            subjected = reference_target(device_name(device), find_defect(defect) if defect is not None else None)
+        if faults:
+            return fail_all(subjected, jobs=jobs, console=console)
+        return search(subjected, examples=examples, seed=seed, steps=steps, console=console)
+    except (EngineError, TargetError) as error:
+        refuse(str(error))

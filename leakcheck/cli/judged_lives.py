@@ -1,0 +1,79 @@
+"""What `lowtide run` and `lowtide check` share: whole lives are run, judged against suppressions, and reported."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
+from lowtide.leakcheck.cli.progress import find_console, progress_line
+from lowtide.leakcheck.cli.reporting import make_report
+
+if TYPE_CHECKING:
+    from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
+    from lowtide.leakcheck.suppressions.entries import Suppressions
+    from lowtide.probes.device.driver import Driver
+
+
+def load_suppressions(path: Path | None) -> Suppressions:
+    """The user's entries, then the shipped ones."""
+    from lowtide.leakcheck.suppressions.entries import SuppressionError, Suppressions, load, shipped
+
+    try:
+        own = load(path).entries if path is not None else ()
+    except SuppressionError as error:
+        refuse(f"--suppressions {error}")
+    return Suppressions((*own, *shipped().entries))
+
+
+def live(
+    make_run: Callable[[Driver, Callable[[Event], None]], LifecycleRun], report: Path | None, suppressions: Suppressions
+) -> int:
+    """Lives all lives with a progress line, and shows and writes the verdict; the exit code."""
+    from rich.text import Text
+
+    from lowtide.leakcheck.suppressions.entries import problems
+    from lowtide.probes.device.driver import find_driver
+    from lowtide.reports import schema
+    from lowtide.reports.folder import write_folder
+    from lowtide.reports.hanging_text import HangingText
+    from lowtide.reports.terminal import render
+
+    console = find_console()
+    with ExitStack() as stack:
+        driver = find_driver()
+        stack.callback(driver.close)
+        progress = stack.enter_context(progress_line(console))
+        task = progress.add_task("starting")
+
+        def show(event: Event) -> None:
+            progress.update(
+                task,
+                description=f"cycle {event.cycle}/{event.cycles}: {event.stage}",
+                completed=event.done,
+                total=event.total,
+            )
+
+        life = make_run(driver, show)
+        today = datetime.date.today()
+        subject, used = suppressions.judge(life.run(), today)
+        written = make_report(subject, driver)
+    # Written before it is shown: a pipe that breaks must not cost the report.
+    where = None
+    if report is not None:
+        try:
+            where = write_folder(written, report)
+        except schema.ReportError as error:
+            console.print(render(written))
+            refuse(str(error))
+    console.print(render(written, *(() if where is None else (f"report: {where}",))))
+    # A run that ended early may not have come to what an entry is for.
+    wrong = problems(suppressions.entries, used, today, subject.findings, ran_all=not subject.reason)
+    for problem in wrong:
+        console.print(HangingText(Text(f"SUPPRESSION {problem}", style="red")))
+    if life.interrupted:
+        return INTERRUPTED
+    return schema.exit_code(written) or (1 if wrong else 0)

@@ -1,0 +1,126 @@
+"""`lowtide run`: the reference engine's life."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowtide.leakcheck.cli.devices import Device, device_name
+from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
+from lowtide.leakcheck.cli.judged_lives import live, load_suppressions
+from lowtide.leakcheck.cli.reporting import check_writable
+
+if TYPE_CHECKING:
+    from lowtide.engine import EngineConfig
+    from lowtide.engine.defects import Defect
+    from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
+    from lowtide.leakcheck.suppressions.entries import Suppressions
+    from lowtide.probes.device.driver import Driver
+
+
+class Preset(str, Enum):
+    """Random models by size."""
+
+    TINY = "tiny"
+    ONE_B = "1b"
+    EIGHT_B = "8b"
+
+
+def run(
+    device: Annotated[Device, typer.Option(help="Where the engine runs; auto takes a card if there is one.")] = (
+        Device.AUTO
+    ),
+    preset: Annotated[Preset | None, typer.Option(help="A random model of this size [default: tiny].")] = None,
+    model: Annotated[Path | None, typer.Option(help="A Hugging Face checkpoint folder instead of a preset.")] = None,
+    cycles: Annotated[int, typer.Option(help="Whole lives, one after the other; the first warms libraries up.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of random weights and prompts.")] = 0,
+    defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
+    twin: Annotated[
+        bool, typer.Option("--twin", help="With --defect: the engine that the bug needs, without the bug.")
+    ] = False,
+    report: Annotated[Path | None, typer.Option(help="Folder for the report (JSON, HTML, JUnit, Markdown).")] = None,
+    suppressions: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Known leaks that may stay; an entry that none needs fails.")
+    ] = None,
+) -> None:
+    """Drive the reference engine through its life, account for every byte, and judge.
+
+    Exit codes: 0 clean, 1 a leak was found or a suppression has expired or is not needed, 2 bad input or could not be
+    measured, 130 interrupted.
+    """
+    if cycles < 1:
+        refuse(f"--cycles {cycles} is not possible: use 1 or more")
+    if preset is not None and model is not None:
+        refuse("--preset and --model exclude each other: give one of them")
+    if twin and defect is None:
+        refuse("--twin needs --defect NAME: it is that engine without the bug")
+    known = load_suppressions(suppressions)
+    if report is not None:
+        check_writable(report)
+
+    try:
+        name = str(model) if model else (preset or Preset.TINY).value
+        code = _run(device, name, cycles, seed, defect, twin, report, known)
+    except KeyboardInterrupt:
+        typer.echo("lowtide: interrupted before there was anything to report", err=True)
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+def _run(
+    device: Device,
+    model: str,
+    cycles: int,
+    seed: int,
+    defect: str | None,
+    twin: bool,
+    report: Path | None,
+    suppressions: Suppressions,
+) -> int:
+    # Only now: importing torch takes seconds, and refusing bad input should not.
+    from lowtide.engine import EngineError
+    from lowtide.engine.defects import find_defect
+    from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+    from lowtide.leakcheck.targets.reference import ReferenceLife
+
+    try:
+        active = find_defect(defect) if defect is not None else None
+        config, vocab_size = _configure(device, model, seed, active)
+    except EngineError as error:
+        refuse(str(error))
+
+    def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
+        return LifecycleRun(
+            f"run[{config.model}]",
+            lambda: ReferenceLife(config, vocab_size, active.prompt_scale if active is not None else 1),
+            device=config.device,
+            driver=driver,
+            cycles=cycles,
+            listener=show,
+        )
+
+    with ExitStack() as stack:
+        if active is not None:
+            stack.enter_context(active.trigger() if twin else active.switched_on())
+        return live(make_run, report, suppressions)
+
+
+def _configure(device: Device, model: str, seed: int, defect: Defect | None) -> tuple[EngineConfig, int]:
+    """The engine's settings and its vocabulary, checked as far as that goes without memory.
+
+    Raises:
+        EngineError: something cannot work.
+    """
+    from lowtide.engine import EngineConfig, LLMEngine
+    from lowtide.engine.config import load_model_config
+
+    config = EngineConfig(model=model, device=device_name(device), seed=seed)
+    if defect is not None:
+        config = defect.configure(config)
+    LLMEngine(config).check()
+    return config, load_model_config(config).vocab_size
