@@ -30,7 +30,7 @@ LARGE_MODULES: dict[str, int] = {
     "leakcheck/findings/tensor_findings.py": 482,
     "leakcheck/judging/exemptions.py": 405,
     "leakcheck/lives/lifecycle.py": 511,
-    "leakcheck/watching/watch.py": 1136,
+    "leakcheck/watching/watch.py": 604,
     "probes/allocation_stacks.py": 530,
     "probes/device/torch_allocator.py": 424,
     "probes/heap/edges.py": 555,
@@ -49,7 +49,6 @@ LONG_FUNCTIONS: dict[str, int] = {
     "leakcheck/judging/judge.py _finding": 65,
     "leakcheck/judging/metrics.py shutdown_metrics": 71,
     "leakcheck/judging/tolerances.py plain_metrics": 106,
-    "leakcheck/watching/watch.py _judge": 157,
     "probes/kernels/compiled.py find_words": 70,
 }
 

@@ -1,0 +1,170 @@
+"""Drafts a subject's findings from the readings of a climb: what, since which stage, from where, held by whom."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from lowtide.leakcheck.baseline.deep_reading import Deep
+from lowtide.leakcheck.baseline.filled_caches import FilledCaches
+from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.baseline.records import Books, Subject
+from lowtide.leakcheck.findings.empty_pools import with_pool_holders
+from lowtide.leakcheck.findings.host_arrays import with_array_holder
+from lowtide.leakcheck.findings.item_findings import (
+    UNFROZEN,
+    ItemLeak,
+    frozen_items,
+    with_changes,
+    with_fingerprint,
+)
+from lowtide.leakcheck.findings.owner_growth import merged
+from lowtide.leakcheck.findings.remedies import StorageWatch
+from lowtide.leakcheck.findings.tensor_findings import (
+    Context,
+    Explained,
+    TensorLeak,
+    frames,
+    restaged,
+    tensor_leaks,
+    with_free_beside,
+)
+from lowtide.leakcheck.judging.items import FROZEN, listed
+from lowtide.leakcheck.judging.judge import judge
+from lowtide.leakcheck.judging.ladder import Step
+from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric
+from lowtide.leakcheck.judging.tolerances import Reading
+from lowtide.leakcheck.libraries.library_items import Sorted
+from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
+from lowtide.leakcheck.watching.remedy_trials import Draft
+from lowtide.leakcheck.watching.verdict import Thing
+from lowtide.probes.allocation_stacks import AllocationStacks
+from lowtide.probes.heap.holders import SharedWalk
+from lowtide.probes.host.counters import Counters
+from lowtide.reports.schema import Finding, Frame
+
+
+class Drafting:
+    """Drafts the findings of one watch.
+
+    Args:
+        read: reads the counters.
+        books: who owns what.
+        caches: the filled caches.
+        stacks: from where memory was allocated.
+        environment: who set environment variables.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[], Counters],
+        books: Books,
+        caches: FilledCaches,
+        stacks: AllocationStacks,
+        environment: EnvironmentSetters,
+    ) -> None:
+        self._read = read
+        self._books = books
+        self._caches = caches
+        self._stacks = stacks
+        self._environment = environment
+
+    def findings(
+        self,
+        subject: Subject,
+        turn: int,
+        *,
+        ended: Sequence[Owner],
+        metrics: Sequence[Metric[Reading]],
+        steps: Sequence[Step[Deep]],
+        stage: str,
+        explained: Explained,
+        context: Context,
+        told_apart: Sorted | None,
+        module: str,
+    ) -> list[Draft]:
+        """What one subject has left, as findings and as leaks for which remedies are still to be tried."""
+        own = [Step(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
+        context = dataclasses.replace(context, module=(subject.where if subject is not None else "") or module)
+        found: list[Draft] = []
+        judged = judge(metrics, Reading(), own, stage=stage, cycle=1)
+        for finding, key in zip(judged.findings, judged.keys, strict=True):
+            if finding.resource == "tensors" and finding.verdict not in NOT_OF_PYTHON and finding.bytes:
+                held = [
+                    [
+                        storage
+                        for storage in step.reading.heap.held
+                        if storage.owner is subject and storage.key[0] == finding.device
+                    ]
+                    for step in steps
+                ]
+                found += tensor_leaks(held, [step.rung for step in steps], explained, context)
+            else:
+                names = frozen_items() if key == FROZEN else own[0].reading.items.get(key, {})
+                if finding.resource == "reserved" and finding.remedy is None:
+                    # Emptying the cache gave back the segments of pools that nobody holds any more.
+                    names = own[-1].reading.items.get(key, names)
+                filled = [self._caches.stage_of(name) for name in names]
+                since = next(filter(None, filled), "") or self._books.since(_level_of(key, finding.device), names)
+                dated = restaged(finding, subject.stage if subject is not None else since or stage)
+                stack = self._stack_of(finding.device, key, names)
+                changed = (UNFROZEN,) if key == FROZEN and finding.remedy is not None else ()
+                more = "" if told_apart is None else told_apart.addition(key, names)
+                dated = msgspec.structs.replace(dated, message=dated.message + more)
+                dated = msgspec.structs.replace(dated, holder=listed(key, names), allocated_at=stack, changed=changed)
+                leak = ItemLeak(dated, key, names, turn, cached=self._caches.of(names))
+                if key == "globals":
+                    leak = with_changes(
+                        leak, self._books.left(self._read(), subject, ended), self._environment.place_of
+                    )
+                found += [
+                    with_array_holder(with_fingerprint(part, context.module), context)
+                    for part in with_pool_holders(leak, context)
+                ]
+        return found
+
+    def _stack_of(self, device: str, key: str, names: Mapping[str, int]) -> tuple[Frame, ...]:
+        """Where the largest of some blocks was allocated."""
+        if not names or not key.startswith(("native ", "workspaces ")):
+            return ()
+        largest = int(max(names, key=lambda name: names[name]).rpartition(" ")[2], 16)
+        return frames(self._stacks.stacks_at(device, [largest]).get(largest, ()))
+
+
+def things_of(draft: Draft) -> frozenset[Thing]:
+    """What a draft is about."""
+    if isinstance(draft, TensorLeak):
+        return frozenset(("storage", device, address) for device, address in draft.keys)
+    if isinstance(draft, ItemLeak):
+        # A level is one thing, and has no names.
+        names = () if draft.key == FROZEN else draft.names
+        return frozenset(("item", draft.key, name) for name in names or ("",))
+    return frozenset()
+
+
+def watches_of(drafts: Sequence[Sequence[Draft]], walk: SharedWalk) -> dict[int, StorageWatch]:
+    """For each leak of tensors, by the identity of its sizes, what tells which of its storages are gone."""
+    leaks = [draft for drafted in drafts for draft in drafted if isinstance(draft, TensorLeak)]
+    sizes = [leak.sizes for leak in leaks]
+    return dict(zip(map(id, sizes), StorageWatch.of_each(sizes, walk), strict=True))
+
+
+def with_free_memory_beside(drafts: Sequence[Draft]) -> list[Draft]:
+    """Drafts with what is free in the segments beside leaked tensors."""
+    leaks = [draft for draft in drafts if isinstance(draft, TensorLeak)]
+    told = iter(with_free_beside(leaks))
+    return [next(told) if isinstance(draft, TensorLeak) else draft for draft in drafts]
+
+
+def with_growth(draft: Draft, grown: Sequence[Finding]) -> Draft:
+    """A draft of an owner, with what has grown under it test after test."""
+    if isinstance(draft, Finding):
+        return merged(draft, grown)
+    return dataclasses.replace(draft, finding=merged(draft.finding, grown))
+
+
+def _level_of(key: str, device: str) -> str:
+    """The key of the level that tells since when something on a card is there."""
+    return f"driver {device}" if key == f"allocations {device}" or key == f"unlisted {device}" else key

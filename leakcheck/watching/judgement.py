@@ -1,0 +1,264 @@
+"""The judgement of a suspect test: readings up the ladder, who holds what is left, findings, and what gives it back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of
+from lowtide.leakcheck.baseline.owners import Claims, Owner
+from lowtide.leakcheck.baseline.records import Books, Subject
+from lowtide.leakcheck.baseline.storages import HeapReading, Key
+from lowtide.leakcheck.explaining.cuts import NamespaceSizes
+from lowtide.leakcheck.findings.causes import Cause, by_cause, with_causes
+from lowtide.leakcheck.findings.deferred_remedies import Unproven
+from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages, told_as_frozen
+from lowtide.leakcheck.judging.budget import Budget
+from lowtide.leakcheck.judging.judge import excesses
+from lowtide.leakcheck.judging.ladder import Rung, Step
+from lowtide.leakcheck.judging.metrics import Metric
+from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
+from lowtide.leakcheck.watching.drafting import (
+    Drafting,
+    things_of,
+    watches_of,
+    with_free_memory_beside,
+    with_growth,
+)
+from lowtide.leakcheck.watching.full_reading import FullReadings, no_note
+from lowtide.leakcheck.watching.remedy_trials import Draft, RemedyTrials, owners_froze
+from lowtide.leakcheck.watching.verdict import Policy, Thing
+from lowtide.probes.allocation_stacks import AllocationStacks
+from lowtide.probes.heap.holders import sharing_walk
+from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.makers import Makers
+from lowtide.reports.schema import Finding, NotMeasured
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is to be judged.
+
+    Attributes:
+        ended: the owners that ended with the test, which are judged too.
+        hints: advice to give where a finding is held by the object beside it.
+        final: whether the test is over; else nothing is changed to prove a remedy.
+        born: identities of what was born in the test; None where that is not known.
+        stage: the stage that ends here.
+        turns: how often each stage has run.
+        module: the test module.
+        namespaces: the sizes of modules' namespaces before the test.
+        tolerance: bytes that the test may leave.
+        seen: the storages at the last full reading.
+        grown: by an owner's label, what has grown under it.
+        budget: what of its time may still be spent.
+    """
+
+    ended: Sequence[Owner]
+    hints: Sequence[tuple[str, object]]
+    final: bool
+    born: set[int] | None
+    stage: str
+    turns: Mapping[str, int]
+    module: str
+    namespaces: NamespaceSizes | None
+    tolerance: int
+    seen: frozenset[Key]
+    grown: Mapping[str, Sequence[Finding]]
+    budget: Budget
+
+    @property
+    def subjects(self) -> tuple[Subject, ...]:
+        """The test itself, as None, and the owners."""
+        return (None, *self.ended)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What came of it.
+
+    Attributes:
+        findings: of each subject.
+        causes: by a finding's identity, the cause that it shares with others.
+        things: what each of the test's findings is about, in their order.
+        unproven: of each subject, what is to be tried later.
+        heap: the storages at the last reading.
+        explained: bytes of new host memory that are judged by name.
+        not_measured: what libraries are excused for.
+    """
+
+    findings: tuple[tuple[Finding, ...], ...]
+    causes: Mapping[int, Cause | None]
+    things: Sequence[frozenset[Thing]]
+    unproven: Sequence[Unproven]
+    heap: HeapReading
+    explained: int
+    not_measured: tuple[NotMeasured, ...]
+
+    def about(self) -> dict[str, frozenset[Thing]]:
+        """What each of the test's findings is about, by its fingerprint."""
+        found: dict[str, frozenset[Thing]] = {}
+        for finding, things in zip(self.findings[0], self.things, strict=True):
+            found[finding.fingerprint] = found.get(finding.fingerprint, frozenset()) | things
+        return found
+
+    def told_by_cause(self, of_test: Sequence[Finding]) -> list[tuple[Finding, ...]]:
+        """The findings of each subject, those of one cause together.
+
+        Args:
+            of_test: those of the test's that libraries are not excused for.
+        """
+        return [by_cause(found, self.causes) for found in (tuple(of_test), *self.findings[1:])]
+
+
+class Judgement:
+    """Judges what one watch finds suspect.
+
+    Args:
+        policy: how strictly it watches.
+        read: reads the counters.
+        books: who owns what.
+        readings: takes the full readings.
+        drafting: drafts findings.
+        trials: tries remedies.
+        stacks: from where memory was allocated.
+        makers: knows which code made threads.
+        give_back: does what a rung of the ladder does; False where there is nothing to act on.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        read: Callable[[], Counters],
+        books: Books,
+        readings: FullReadings,
+        drafting: Drafting,
+        trials: RemedyTrials,
+        stacks: AllocationStacks,
+        makers: Makers,
+        give_back: Callable[[Rung], bool],
+    ) -> None:
+        self._policy = policy
+        self._read = read
+        self._books = books
+        self._readings = readings
+        self._drafting = drafting
+        self._trials = trials
+        self._stacks = stacks
+        self._makers = makers
+        self._give_back = give_back
+
+    def __call__(
+        self, case: Case, note: Callable[[Claims, HeapReading, Counters], None], climbed: Callable[[], None]
+    ) -> Judged:
+        """Judge.
+
+        Args:
+            case: what.
+            note: is shown what the owners that are alive hold, where the test is over.
+            climbed: called once all readings are done and nothing is explained yet.
+        """
+        self._readings.begin()
+        metrics = plain_metrics(["cpu", *devices_of(self._read())], case.tolerance)
+        context = self._context(case)
+        steps, frozen = self._readings.climb(
+            case.subjects,
+            case.ended,
+            case.seen,
+            lambda deep: _above(metrics, deep),
+            context,
+            note if case.final else no_note,
+            may_thaw=case.final and not owners_froze(self._books),
+            give_back=self._give_back,
+            diagnoses=self._policy.explain,
+        )
+        climbed()
+        for key, owner in steps[0].reading.heap.claimed.items():
+            owner.storages.setdefault(key, owner.stage)
+        context = dataclasses.replace(context, hints=(*context.hints, *self._readings.values.hints))
+        drafts, causes, unproven, things = self._drafted(case, metrics, steps, frozen, context)
+        findings = tuple(
+            tuple(draft if isinstance(draft, Finding) else draft.finding for draft in found) for found in drafts
+        )
+        drafts.clear()
+        shared = {
+            id(finding): cause
+            for told, known in zip(findings, causes, strict=True)
+            for finding, cause in zip(told, known, strict=False)
+        }
+        last = steps[-1].reading
+        return Judged(findings, shared, things, unproven, last.heap, last.explained, self._readings.listed)
+
+    def _context(self, case: Case) -> Context:
+        return Context(
+            budget=case.budget,
+            born=case.born,
+            hints=case.hints,
+            living=not case.final,
+            stacks=self._stacks.stacks_at,
+            turns=case.turns,
+            namespaces=case.namespaces,
+            patience=self._policy.settle,
+            started=self._makers.place_of_thread,
+        )
+
+    def _drafted(
+        self,
+        case: Case,
+        metrics: Sequence[Metric[Reading]],
+        steps: Sequence[Step[Deep]],
+        frozen: frozenset[Key],
+        context: Context,
+    ) -> tuple[list[list[Draft]], list[list[Cause | None]], list[Unproven], list[frozenset[Thing]]]:
+        """What each subject has left, explained, with the remedies tried for which now is the time."""
+        left = {held.key for held in steps[-1].reading.heap.held}
+        causes: list[list[Cause | None]] = [[] for _ in case.subjects]
+        puts_off = case.final and self._policy.remedies == "later"
+        # Until here nothing but reading: whoever asks for a holder asks one walk.
+        with sharing_walk() as walk:
+            asking = dataclasses.replace(context, walk=walk)
+            explained = told_as_frozen(explain_storages(left if self._policy.explain else (), asking), frozen)
+            drafts = [
+                self._drafting.findings(
+                    subject,
+                    turn,
+                    ended=case.ended,
+                    metrics=metrics,
+                    steps=steps,
+                    stage=case.stage,
+                    explained=explained,
+                    context=asking,
+                    told_apart=self._readings.told_apart,
+                    module=case.module,
+                )
+                for turn, subject in enumerate(case.subjects)
+            ]
+            del explained
+            drafts = [with_free_memory_beside(drafted) for drafted in drafts]
+            if self._policy.explain:
+                for turn, drafted in enumerate(drafts):
+                    drafts[turn], causes[turn] = with_causes(drafted, asking)
+            watches = watches_of(drafts, walk) if puts_off else {}
+        things = [things_of(draft) for draft in drafts[0]]
+        for owner, of_owner in zip(case.ended, drafts[1:], strict=True):
+            of_owner[:] = [with_growth(draft, case.grown.get(owner.label, ())) for draft in of_owner]
+        unproven = [Unproven() for _ in case.subjects]
+        read = functools.partial(self._readings.read, case.subjects, case.ended, case.seen)
+        if case.final and self._policy.remedies == "now":
+            self._trials.try_now(drafts, context, read)
+        elif puts_off:
+            unproven = self._trials.put_off(drafts, watches, context, read)
+        return drafts, causes, unproven, things
+
+
+def _above(metrics: Sequence[Metric[Reading]], deep: Deep) -> list[Metric[Reading]]:
+    """The metrics of a reading that are not back."""
+    nothing = Reading()
+    return [
+        item.metric
+        for reading in deep.readings
+        for item in excesses(metrics, nothing, reading)
+        if not item.is_back and item.above is not None
+    ]

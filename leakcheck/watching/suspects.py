@@ -1,0 +1,104 @@
+"""What seems to be left of a test, at next to no cost; it may err on the side of suspicion only."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lowtide.leakcheck.baseline.deep_reading import devices_of
+from lowtide.leakcheck.baseline.device_memory import MEMORY_POOL, Cards
+from lowtide.leakcheck.baseline.filled_caches import FilledCaches
+from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.baseline.records import Books
+from lowtide.leakcheck.baseline.storages import is_tensor
+from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, UNLISTED_TOLERANCE, host_memory_tolerance
+from lowtide.probes.heap.births import Births
+from lowtide.probes.heap.caches import LRU_CACHE
+from lowtide.probes.host.counters import Counters
+from lowtide.probes.memory.tensors import hold_memory
+
+
+class Suspects:
+    """Finds what may have been left.
+
+    Args:
+        books: who owns what.
+        births: what was born.
+        caches: the filled caches.
+        cards: what is on the cards besides tensors.
+    """
+
+    def __init__(self, books: Books, births: Births, caches: FilledCaches, cards: Cards) -> None:
+        self._books = books
+        self._births = births
+        self._caches = caches
+        self._cards = cards
+        # The tensors that seemed to be left when that was last looked at, as long as it is to be looked at again.
+        self._tensors_left: list[weakref.ref[Any]] = []
+
+    @property
+    def has_living_tensors(self) -> bool:
+        """Whether one of the tensors that seemed to be left is still alive: known without a list of the heap."""
+        return any(tensor() is not None for tensor in self._tensors_left)
+
+    def forget(self) -> None:
+        """Let go of the tensors: `torch.utils.swap_tensors` refuses those that have weak references."""
+        self._tensors_left = []
+
+    def find(self, now: Counters, ended: Sequence[Owner], tolerance: int) -> list[str]:
+        """What may be above what it should be, by key; costs next to nothing and may err on this side only."""
+        suspects = [
+            key
+            for subject in (None, *ended)
+            for key in (*now.items, "globals")
+            if self._books.new_items(key, now, subject, ended)
+        ]
+        for key in now.amounts:
+            shares = self._books.shares(key, now, ended).values()
+            if any(share is not None and share > self.slack(key, tolerance) for share in shares) and self._is_worth(
+                key
+            ):
+                suspects.append(key)
+        survivors = self._births.survivors()
+        if any(owner.storages for owner in ended) or self._births.froze_until_last_look:
+            suspects.append("tensors")
+        tensors = [born for born in survivors if is_tensor(born.item)]
+        # There is a live owner for every import: they are gone through only where there is a tensor.
+        live = {owner.label for owner in self._books.live} if tensors else ()
+        left = [born.item for born in tensors if born.label not in live]
+        # Compilers leave many that hold nothing, in garbage that only a full collection would end.
+        if left:
+            left = [item for item, holds in zip(left, hold_memory(left), strict=True) if holds]
+        # Until the verdict only: `torch.utils.swap_tensors` refuses tensors with weak references.
+        self._tensors_left = _weakly(left)
+        if left:
+            suspects.append("tensors")
+        self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
+        if self._caches.suspects(survivors):
+            suspects.append("lru-cache")
+        return suspects
+
+    def slack(self, key: str, tolerance: int) -> int:
+        """Bytes by which a level may rise before it deserves a full reading."""
+        if key == "host-memory":
+            return max(tolerance, host_memory_tolerance(devices_of(self._books.baseline)))
+        if key.startswith("driver ") and not self._cards.lists_allocations(key.partition(" ")[2]):
+            return max(tolerance, DRIVER_TOLERANCE)
+        if key.startswith(MEMORY_POOL):
+            return max(tolerance, UNLISTED_TOLERANCE)
+        return 0
+
+    def _is_worth(self, key: str) -> bool:
+        """Whether a level's growth deserves a full reading: torch keeps free segments, which is no leak."""
+        return not key.startswith("reserved ") or self._cards.has_new_empty_pools(key.partition(" ")[2])
+
+
+def _weakly(items: Iterable[object]) -> list[weakref.ref[Any]]:
+    """Weak references to those objects that can have one."""
+    found = []
+    for item in items:
+        with contextlib.suppress(TypeError):
+            found.append(weakref.ref(item))
+    return found
