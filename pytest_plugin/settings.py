@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 import pytest
 
 from lowtide.probes.heap.births import young_generations_tell
+from lowtide.probes.objects.collector import NEEDS, observed_collector, why_unusable
 from lowtide.reports.sizes import parse_bytes
 
 if sys.version_info >= (3, 11):
@@ -69,9 +70,7 @@ def read_settings(config: pytest.Config) -> Settings:
         pytest.UsageError: one of them makes no sense; the message says where it came from and what is allowed.
     """
     if not young_generations_tell():
-        raise pytest.UsageError(
-            "--leakcheck: it needs CPython 3.10 to 3.13 with the interpreter lock, whose collector has generations"
-        )
+        raise pytest.UsageError(f"--leakcheck: it needs {NEEDS}: {why_unusable(observed_collector())}")
     _check_rootdir(config)
     report = _read(config, "report", _path, None)
     if report is not None and not hasattr(config, "workerinput"):

@@ -19,6 +19,7 @@ from lowtide.leakcheck.watching.sleep_watch import SleepWatch
 from lowtide.leakcheck.watching.watch import Policy, Watch
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.heap.births import young_generations_tell
+from lowtide.probes.objects.collector import NEEDS, observed_collector, why_unusable
 from lowtide.probes.stages import Stage, listening
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Report, Subject
@@ -64,9 +65,7 @@ class LeakCheck:
 
     def __enter__(self) -> LeakCheck:
         if not young_generations_tell():
-            raise LeakCheckError(
-                "LeakCheck needs CPython 3.10 to 3.13 with the interpreter lock, whose collector has generations"
-            )
+            raise LeakCheckError(f"LeakCheck needs {NEEDS}: {why_unusable(observed_collector())}")
         # What is garbage already must not come back during the block.
         gc.collect()
         with ExitStack() as stack:

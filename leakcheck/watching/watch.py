@@ -7,15 +7,12 @@ appears while a module is imported belongs to the process.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import multiprocessing
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from lowtide.leakcheck.baseline.deep_reading import devices_of, unclaimed
+from lowtide.leakcheck.baseline.deep_reading import devices_of
 from lowtide.leakcheck.baseline.device_memory import Cards
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.orphaned_files import Remains
@@ -25,9 +22,8 @@ from lowtide.leakcheck.baseline.shared_memory import MadeSegments
 from lowtide.leakcheck.baseline.storages import HeapReading, Key, is_tensor, live_keys, read_heap, storage_keys
 from lowtide.leakcheck.explaining.cuts import NamespaceSizes, namespace_sizes
 from lowtide.leakcheck.findings.deferred_remedies import Unproven
-from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_passed, note_growth, rest_of
 from lowtide.leakcheck.judging.budget import Budget
-from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, climb, collect, release, trim_heap
+from lowtide.leakcheck.judging.ladder import Rung, collect, release, trim_heap
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
 from lowtide.leakcheck.libraries.cards_without_torch import PastTorch
 from lowtide.leakcheck.libraries.first_use import FirstUse, driver_is_open, excused_by_libraries, may_be_a_drivers
@@ -38,10 +34,12 @@ from lowtide.leakcheck.watching.drafting import Drafting
 from lowtide.leakcheck.watching.full_reading import FullReadings
 from lowtide.leakcheck.watching.host_memory import HostMemory
 from lowtide.leakcheck.watching.judgement import Case, Judgement
+from lowtide.leakcheck.watching.owners_in_use import OwnersInUse
 from lowtide.leakcheck.watching.remedy_trials import RemedyTrials
 from lowtide.leakcheck.watching.suspects import Suspects
 from lowtide.leakcheck.watching.unmeasured_processes import UnseenMemory
 from lowtide.leakcheck.watching.verdict import Policy, Thing, Verdict
+from lowtide.leakcheck.watching.waiting import wait_for_return
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.graphs import any_graph_alive
@@ -57,14 +55,9 @@ from lowtide.reports.schema import Finding, NotMeasured
 
 __all__ = ["Policy", "Thing", "Verdict", "Watch"]
 
-LONGEST_WAIT = 60.0
-"""Seconds after which waiting ends even if something still moves."""
-
 _FORGETTING = 1.0
 _FORGETTING_SHARE = 0.1
 """Seconds, and of what a test takes the share, that finding the dead among what was born may cost."""
-
-_WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory", "temporary-files")
 
 
 class Watch:
@@ -109,11 +102,9 @@ class Watch:
         self._begun = self._forgetting = 0.0
         self._is_in_a_test = self._card_came_in_this_test = False
         self._namespaces: NamespaceSizes | None = None
-        self._users: dict[int, Owner] = {}
-        self._grown: dict[str, list[Finding]] = {}
-        self._passed: list[Finding] = []
         self._module = ""
         self._makers = Makers()
+        self._in_use = OwnersInUse(self._read, self._books, self._stacks, self.policy.growth)
         self._suspects = Suspects(self._books, self._births, self._caches, self._cards)
         self._host = HostMemory(self._read, self._books, self.policy.tolerance)
         self._readings = FullReadings(
@@ -192,7 +183,7 @@ class Watch:
                 gc.collect(1)
         self._queue_warm_up()
         self._tolerance = self.policy.tolerance if tolerance is None else tolerance
-        self._users.clear()
+        self._in_use.begin(self._tolerance)
         # Again before every test: torch may have come meanwhile, or a card's context.
         self._stacks.start()
         self._births.mark(stage)
@@ -362,25 +353,11 @@ class Watch:
             owners: those that are alive.
             allowed: bytes that it may leave there, if not what it may leave of its own.
         """
-        for owner in owners:
-            if id(owner) not in self._users:
-                self._users[id(owner)] = owner
-                owner.ledger.begin_turn(self._tolerance if allowed is None else allowed)
+        self._in_use.used(owners, allowed=allowed)
 
     def ending(self, owner: Owner) -> None:
         """An owner is about to end, and still holds all that it held for the tests: judge what has grown under it."""
-        if not owner.ledger.may_grow or not any(owner is other for other in self._books.live):
-            return
-        now = self._read()
-        # Again even where its last test was read: others may have emptied since what they had filled.
-        claims = Claims(self._books.live)
-        for key in COUNTED:
-            unclaimed(key, self._books.new_items(key, now, None, ()), claims)
-        note_growth([owner], claims, frozenset(), now, self._books.baseline)
-        # What it reached is not to be found there as a holder.
-        del claims
-        self._grown[owner.label] = growth_of(owner, self._stacks.stacks_at, now)
-        self._report_limits([owner])
+        self._in_use.ending(owner)
 
     def end(
         self,
@@ -398,14 +375,13 @@ class Watch:
             hints: advice to give where a finding is held by the object beside it.
         """
         try:
-            return self._with_growth(self._judge(self._books.close(ended), let_go, hints, final=True))
+            return self._in_use.with_growth(self._judge(self._books.close(ended), let_go, hints, final=True))
         finally:
             self._is_in_a_test = False
             self._caches.forget()
             # The hints hold caches.
             self._readings.forget()
-            self._grown.clear()
-            self._passed.clear()
+            self._in_use.forget()
 
     def unseen(self) -> tuple[NotMeasured, ...]:
         """The other processes whose memory had to be seen since the test began, as of now."""
@@ -451,7 +427,14 @@ class Watch:
             return Verdict(not_measured=untold, findings=kept, climbed=True)
         self._suspects.forget()
         share = self._host.share(now, ended)
-        self._wait(ended, let_go)
+        wait_for_return(
+            self._read,
+            self._books,
+            ended,
+            slack=lambda key: self._suspects.slack(key, self._tolerance),
+            let_go=let_go,
+            settle=self.policy.settle,
+        )
         case = Case(
             ended=ended,
             hints=hints,
@@ -463,14 +446,15 @@ class Watch:
             namespaces=self._namespaces,
             tolerance=self._tolerance,
             seen=self._seen,
-            grown=self._grown,
+            grown=self._in_use.grown,
             budget=budget,
         )
         return self._concluded(case, untold, share)
 
     def _concluded(self, case: Case, untold: tuple[NotMeasured, ...], share: int | None) -> Verdict:
         """The full judgement, and its end as the new baseline."""
-        judged = self._judgement(case, self._note_growth, lambda: self._report_limits(self._users.values(), case))
+        report_limits = self._in_use.report_limits if case.final else lambda: None
+        judged = self._judgement(case, self._in_use.note, report_limits)
         now = self._read()
         # What a card's first use takes is known where the card was warmed up.
         before = now if self._card_came_in_this_test else self._books.baseline
@@ -505,26 +489,6 @@ class Watch:
             things=about,
         )
 
-    def _note_growth(self, claims: Claims, heap: HeapReading, now: Counters) -> None:
-        """Writes down what lies under the owners that the test used, or under which it left something."""
-        before = self._books.baseline
-        claimed = set(map(id, heap.claimed.values()))
-        changed = [
-            owner
-            for owner in self._books.live
-            if id(owner) in claimed
-            or any(owner.items.get(key, set()) - before.items.get(key, {}).keys() for key in COUNTED)
-        ]
-        self.used(owner for owner in changed if owner.has_settled)
-        known = [owner for owner in self._users.values() if not owner.ledger.is_empty]
-        wanted = {id(owner): owner for owner in (*changed, *known)}
-        note_growth(wanted.values(), claims, heap.claimed.keys(), now, before)
-
-    def _report_limits(self, owners: Iterable[Owner], case: Case | None = None) -> None:
-        if self.policy.growth is not None and (case is None or case.final):
-            for owner in owners:
-                self._passed += limit_passed(owner, self.policy.growth, self._stacks.stacks_at)
-
     def prove(self, each: Sequence[Unproven]) -> list[dict[str, Finding]]:
         """The findings of some subjects, by their fingerprints before, with what gave each back.
 
@@ -540,47 +504,6 @@ class Watch:
             empty_library_caches()
         return True
 
-    def _with_growth(self, verdict: Verdict) -> Verdict:
-        """The verdict with what has grown under the owners that ended, and with what has grown past the limit."""
-        of_owners = {
-            label: (*found, *rest_of(self._grown.get(label, ()), found))
-            for label in {**verdict.of_owners, **self._grown}
-            for found in [verdict.of_owners.get(label, ())]
-        }
-        findings = (*verdict.findings, *self._passed)
-        return dataclasses.replace(verdict, findings=findings, of_owners=of_owners)
-
-    def _wait(self, ended: Sequence[Owner], let_go: Callable[[], None]) -> None:
-        """Wait for what comes back by itself: threads and processes that are ending, a driver that takes its time."""
-
-        def missing(now: Counters) -> dict[str, object]:
-            _reap_children()
-            let_go()
-            waiting: dict[str, object] = {
-                key: sorted(found)
-                for subject in (None, *ended)
-                for key in _WAITED_FOR
-                if (found := self._books.new_items(key, now, subject, ended))
-            }
-            for key in now.amounts:
-                share = self._books.shares(key, now, ended)[id(None)]
-                if (
-                    key.startswith("driver ")
-                    and share is not None
-                    and share > self._suspects.slack(key, self._tolerance)
-                ):
-                    waiting[key] = share
-            return waiting
-
-        climb(
-            self._read,
-            lambda now: not missing(now),
-            still_waiting=lambda now: bool(missing(now)),
-            moved=lambda then, now: missing(then) != missing(now),
-            policy=SettlePolicy(stability=self.policy.settle, limit=max(LONGEST_WAIT, self.policy.settle)),
-            rungs=(Rung.SETTLE,),
-        )
-
     def _adopt(self, now: Counters, heap: HeapReading) -> None:
         self._seen = heap.alive
         if devices_of(now) or driver_is_open(now):
@@ -594,11 +517,3 @@ class Watch:
         if self._driver is None:
             self._driver = find_driver()
         return self._driver
-
-
-def _reap_children() -> None:
-    """Have multiprocessing and subprocess take note of children that have ended and that nobody has waited for."""
-    if "multiprocessing.process" in sys.modules:
-        multiprocessing.active_children()
-    if "subprocess" in sys.modules:
-        subprocess._cleanup()  # type: ignore[attr-defined]

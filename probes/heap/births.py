@@ -15,6 +15,7 @@ from lowtide.probes.heap.birth_marks import Aside, Boundary
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.unseen_references import is_script, tensors_of_script
 from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.objects.collector import observed_collector, why_unusable
 from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import identities
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused, frozen_by_program
@@ -343,11 +344,8 @@ class Births:
 
 
 def young_generations_tell() -> bool:
-    """Whether this interpreter's collector has the generations that `Births` relies on.
-
-    Without the interpreter lock there is one generation, and Python 3.14 collects its old one in increments.
-    """
-    return sys.version_info < (3, 14) and getattr(sys, "_is_gil_enabled", lambda: True)()
+    """Whether this interpreter's collector has the generations that `Births` relies on; see `why_unusable`."""
+    return not why_unusable(observed_collector())
 
 
 def _young() -> list[object]:

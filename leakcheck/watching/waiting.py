@@ -1,0 +1,71 @@
+"""Waits for what comes back by itself: threads and processes that are ending, a driver that takes its time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+
+from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.baseline.records import Books
+from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, climb
+from lowtide.probes.host.counters import Counters
+
+LONGEST_WAIT = 60.0
+"""Seconds after which waiting ends even if something still moves."""
+
+_WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory", "temporary-files")
+
+
+def wait_for_return(
+    read: Callable[[], Counters],
+    books: Books,
+    ended: Sequence[Owner],
+    *,
+    slack: Callable[[str], int],
+    let_go: Callable[[], None],
+    settle: float,
+) -> None:
+    """Wait while something of a test's or of the ended owners' is missing, as long as anything moves.
+
+    Args:
+        read: reads the counters.
+        books: who owns what.
+        ended: the owners that are judged with the test.
+        slack: by a level's key, the bytes by which it may have risen.
+        let_go: lets go of what the test runner holds.
+        settle: seconds without any movement after which it ends.
+    """
+
+    def missing(now: Counters) -> dict[str, object]:
+        _reap_children()
+        let_go()
+        waiting: dict[str, object] = {
+            key: sorted(found)
+            for subject in (None, *ended)
+            for key in _WAITED_FOR
+            if (found := books.new_items(key, now, subject, ended))
+        }
+        for key in now.amounts:
+            share = books.shares(key, now, ended)[id(None)]
+            if key.startswith("driver ") and share is not None and share > slack(key):
+                waiting[key] = share
+        return waiting
+
+    climb(
+        read,
+        lambda now: not missing(now),
+        still_waiting=lambda now: bool(missing(now)),
+        moved=lambda then, now: missing(then) != missing(now),
+        policy=SettlePolicy(stability=settle, limit=max(LONGEST_WAIT, settle)),
+        rungs=(Rung.SETTLE,),
+    )
+
+
+def _reap_children() -> None:
+    """Have multiprocessing and subprocess take note of children that have ended and that nobody has waited for."""
+    if "multiprocessing.process" in sys.modules:
+        multiprocessing.active_children()
+    if "subprocess" in sys.modules:
+        subprocess._cleanup()  # type: ignore[attr-defined]
