@@ -22,7 +22,7 @@ _MOST_REACHED = 20_000
 """Objects that are looked at behind one cache, or behind one object that it holds."""
 
 _MOST_IN_ALL = 300_000
-"""Objects that are looked at behind all large caches together; what several of these reach is told of the first."""
+"""Objects that are looked at behind all large caches together; what several of these reach is reported of the first."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class FilledCaches:
 
         Args:
             survivors: what was born since the mark and is alive.
-            judged: the storages that are judged: what leads to one of those is told by the finding about that.
+            judged: the storages that are judged: what leads to one of those is reported by the finding about that.
             walk: the walk over the heap to ask, if it is shared with others.
         """
         if not self._filled:
@@ -165,13 +165,13 @@ class FilledCaches:
         return found
 
     def stage_of(self, name: str) -> str:
-        """In which stage what is told by this text got into its cache; empty if it is no such text."""
+        """In which stage what this text names got into its cache; empty if it is no such text."""
         told = self._told.get(name)
         cache = None if told is None else told.cache()
         return "" if cache is None else self._stages.get(id(cache), "")
 
     def of(self, names: Iterable[str]) -> dict[str, CachedItem]:
-        """What is told by these texts; it may be asked for long after `forget`."""
+        """What these texts name; it may be asked for long after `forget`."""
         return {name: self._told[name] for name in names if name in self._told}
 
     def _new_in_each(self, survivors: Iterable[Newborn], namespaces: Collection[int]) -> dict[int, list[Any]]:

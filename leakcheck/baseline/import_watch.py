@@ -54,7 +54,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         asked_by_another = sys._getframe(1).f_code is ImportWatch.find_spec.__code__
         if not asked_by_another and sys._getframe(2).f_code.co_name != "_find_and_load_unlocked":
             return None
-        # Those before this one have been asked; another watch among those after it is told, too.
+        # Those before this one have been asked; another watch among those after it hears of it, too.
         behind = itertools.dropwhile(lambda finder: finder is not self, tuple(sys.meta_path))
         for finder in itertools.islice(behind, 1, None):
             find: Any = getattr(finder, "find_spec", None)

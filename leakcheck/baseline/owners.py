@@ -80,7 +80,7 @@ class Owner:
         self.ledger = Ledger()
 
     def named(self) -> Iterable[tuple[str, object]]:
-        """What of its roots has a name that tells whose it is; drop it soon."""
+        """Those of its roots whose name says who owns them; drop it soon."""
         return ()
 
     @property

@@ -171,7 +171,7 @@ class Books:
     def since(self, key: str, names: Iterable[str]) -> str:
         """The stage in which the first of these items, or else most of the level, appeared; empty if unknown."""
         if key == "globals":
-            # These are told as sentences that begin with the setting.
+            # These are reported as sentences that begin with the setting.
             names = [name for _, name in self._since if any(text.startswith(f"{name} ") for text in names)]
         stages = [self._since[(key, name)] for name in names if (key, name) in self._since]
         if stages:

@@ -66,7 +66,7 @@ class KeptMemory:
         return kept_steps(self._levels), [LEAST_KEPT - 1 if turn.counts else ANYTHING for turn in self._turns]
 
     def finding(self, stage: str) -> Finding:
-        """What tests have kept, the last one included; it is told once.
+        """What tests have kept, the last one included; it is reported once.
 
         Args:
             stage: to which it is attributed.

@@ -32,7 +32,7 @@ class Held:
         bytes: its length, without what lies under another one of these.
         text: data type and shape of the largest tensor over it.
         stage: in which stage it appeared.
-        owner: whose it is; None: the test's.
+        owner: who owns it; None: the test.
         turn: in which turn of that stage, from 1.
     """
 

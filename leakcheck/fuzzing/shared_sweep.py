@@ -50,7 +50,7 @@ def shared_sweep(
     kinds: Sequence[Kind] = KINDS,
     listener: Callable[[str, Kind, int, int], None] = lambda stage, kind, at, points: None,
 ) -> Iterator[Swept]:
-    """What `sweep` does, in several processes at the same time; what is told, and in which order, is the same.
+    """What `sweep` does, in several processes at the same time; what is reported, and in which order, is the same.
 
     A process in which a life failed lives no other: what that one left must not be found in the next.  One that ends
     by itself over a fault point, or does not end its life, is a finding of that point.

@@ -323,7 +323,7 @@ def _marked(mark: str, besides: int) -> set[psutil.Process]:
     """The processes that have a mark in their environment: also those that have left their parent."""
     found = set()
     for process in psutil.process_iter():
-        # Of another user's, nobody is told the environment.
+        # The environment of another user's process cannot be read.
         with suppress(psutil.Error, OSError):
             if process.pid != besides and process.environ().get(_MARK) == mark:
                 found.add(process)

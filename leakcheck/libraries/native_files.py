@@ -15,7 +15,7 @@ from lowtide.probes.memory.ranges import Range, common
 from lowtide.probes.objects.listed import Census, all_objects
 
 _MOST_BYTES = 1 << 20
-"""The size up to which a file may be such books; what holds data is larger, and is told at once."""
+"""The size up to which a file may be such books; what holds data is larger, and is reported at once."""
 
 _SEMAPHORE = "sem."
 """How the C library calls the files of named semaphores, which it maps for Python's own."""

@@ -25,7 +25,7 @@ class WarmUp:
     card any more. So the card is warmed up in the moment in which torch initialises it, unless it is to be at once.
 
     Args:
-        handles: are told what the first handle of the BLAS library took.
+        handles: learn what the first handle of the BLAS library took.
         around: called with what warms the card up; everything that appears meanwhile is the process's own.
     """
 

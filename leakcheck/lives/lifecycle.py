@@ -335,7 +335,7 @@ class LifecycleRun:
     ) -> Finding:
         """What is back now that process groups are destroyed was theirs, and is a part of their finding.
 
-        Of what came back in part, the rest is told.
+        Of what came back in part, the rest is reported.
         """
         now = self._snapshot("after shutdown")
         of_groups = [metric for metric in metrics if metric.resource in _OF_GROUPS]

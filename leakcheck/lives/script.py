@@ -18,8 +18,8 @@ SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "i
 class Life(Protocol):
     """An engine that can be driven through a script; new ones are made for every life.
 
-    It may have an attribute `engine`: what a caller of `shutdown` still has, and from which paths are told; without one
-    that is the life itself.  It may have `preserved()`, which gives by name the tensors whose contents must survive a
+    It may have an attribute `engine`: what a caller of `shutdown` still has, and from which paths are reported; without
+    one that is the life itself.  It may have `preserved()`, which gives by name the tensors whose contents must survive a
     sleep, `graph_buffers()`, which gives by name address and bytes of what captured graphs read, and
     `kv_blocks_held()`, which gives who holds how many KV blocks although no request does, with `step()` to try whether
     one more step ends that.  A script that has the stage `reload` needs a `reload()`.
@@ -65,7 +65,7 @@ def perform(life: Life, name: str) -> Sequence[Sequence[int]]:
 
 
 def asked(life: Life, name: str) -> Mapping[str, Any]:
-    """What a life tells of itself, if it does."""
+    """What a life says of itself, if it does."""
     method = getattr(life, name, None)
     return {} if method is None else method()
 

@@ -37,7 +37,7 @@ class SharedLives:
 
     Args:
         factory: makes a target; one for each life.
-        explain: whether it is told who holds what a life leaves, which takes a second or two each time.
+        explain: whether the holders of what a life leaves are reported, which takes a second or two each time.
 
     Raises:
         TargetError: what it makes cannot be driven.

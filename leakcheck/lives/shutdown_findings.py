@@ -18,7 +18,7 @@ from lowtide.reports.schema import Finding, Return
 
 
 def with_pools(judgement: Judgement, start: Snapshot, now: Snapshot, context: Callable[[], Context]) -> Judgement:
-    """With who holds the private pools of torch's allocator; those that its cache held are told with the rest."""
+    """With who holds the private pools of torch's allocator; those that its cache held are reported with the rest."""
     told = list(zip(judgement.findings, judgement.metrics, judgement.keys, strict=True))
     for pools in [each for each in told if each[1].key]:
         finding, metric, key = pools
@@ -52,7 +52,7 @@ def with_arrays(judgement: Judgement, context: Context) -> Judgement:
 
 
 def is_told(item: Finding | Return, devices: Collection[str]) -> bool:
-    """Whether tensors are what it is about, and those on its device are told one by one."""
+    """Whether tensors are what it is about, and those on its device are reported one by one."""
     is_plain = item.resource == "tensors" and item.bytes > 0 and getattr(item, "verdict", None) not in NOT_OF_PYTHON
     return is_plain and item.device in devices
 

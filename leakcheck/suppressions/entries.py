@@ -51,7 +51,7 @@ KEYS = ("fingerprint", "path", "resource", "cause", "reason", "owner", "expires"
 _SHIPPED = "shipped_suppressions.toml"
 
 _SHOWN = 5
-"""Fingerprints that a replaced entry is told to be replaced by; a report has all of them."""
+"""Fingerprints that are proposed for a replaced entry; a report has all of them."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def problems(
         entries: all that were loaded.
         used: the ids of those that matched something, in any process.
         today: the day of the run.
-        findings: all of the run, by which an entry with a former fingerprint is told what replaces it.
+        findings: all of the run, which say what replaces an entry with a former fingerprint.
         ran_all: whether everything was run, so that an entry that matched nothing has nothing to match.
     """
     replacements: dict[str, dict[str, Finding]] = {}

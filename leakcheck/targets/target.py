@@ -85,7 +85,7 @@ class LifecycleTarget(Protocol):
     Only what the capabilities declare is called. Prompts are the target's own to make: equal lengths must give equal
     prompts, in every life, and decoding must not be random, or tokens cannot be compared.
 
-    It may besides have `engine`, what a user of the engine holds, from which paths are told; `state()`, which names
+    It may besides have `engine`, what a user of the engine holds, from which paths are reported; `state()`, which names
     the engine's own idea of its state (`new`, `running`, `asleep` or `closed`); `preserved()` and `graph_buffers()` as
     a `Life` has them; and `kv_usage()`, an object with `total`, `available`, `evictable`, `held` and
     `pending_transfer` blocks.

@@ -120,7 +120,7 @@ class RemedyTrials:
             return now.items.get(key)
         if key.startswith(MEMORY_POOL):
             return {IDLE_POOL: now.amounts.get(key) or 0}
-        # Only blocks are told apart by what Python's tensors hold.
+        # Only blocks are distinguished by what Python's tensors hold.
         claimed = {address for _, address in live_keys()} if key.startswith(_OF_BLOCKS) else ()
         return self._cards.all_items(now, device, claimed).get(key)
 

@@ -22,7 +22,7 @@ class Policy:
             process's own too, which takes a dispatch mode around every operation; `off`: none.
         remedies: whether to try what would give a leak back, which changes the program: `now`, with the verdict;
             `later`, when `prove` is called and nothing of the program runs any more; `never`.
-        explain: whether it is told who holds a tensor that stays, which takes walks through the whole heap.
+        explain: whether the holder of a tensor that stays is reported, which takes walks through the whole heap.
         card: whether cards are judged.
         warm_up: whether a card is used once before a test uses it: `now`, as soon as the watch opens; `first-use`, when
             torch initialises it; `off`.

@@ -171,7 +171,7 @@ class Watch:
         Args:
             stage: to what it is attributed that appears now.
             tolerance: bytes that this test may leave, if not what the policy says.
-            module: the test module, by which leaks of what has no name are told apart.
+            module: the test module, by which leaks of what has no name are distinguished.
             subject: the test's name; without one, what it keeps of host memory does not add up with what others do.
             judged: whether what it leaves counts.
             follows: whether only a test runner has run since the last end, so that libraries' settings are the same.

@@ -21,9 +21,9 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
 
     Args:
         device_index: of the card, as torch numbers it.
-        among: the ranges to look in, such as those of an earlier list, whose part that is still there is told at once:
-            where kernels have run the driver reserves a terabyte of addresses, and to ask about each step takes tenths
-            of a second (measured on an H200).
+        among: the ranges to look in, such as those of an earlier list, of which the part that is still there is found
+            at once: where kernels have run the driver reserves a terabyte of addresses, and to ask about each step
+            takes tenths of a second (measured on an H200).
 
     Kernels that a library loads on first use take device memory too, but the driver keeps that for itself: it is in no
     allocation. So this tells memory that somebody asked for from memory that the driver needs, which NVML's figure

@@ -608,7 +608,7 @@ class _Search:
         return frontier
 
     def _preference(self, node: int, lost: Indices) -> tuple[bool, str]:
-        """Of what holds each other, that is told which is not lost itself, and has the first name."""
+        """Of what holds each other, the one that is reported: it is not lost itself, and has the first name."""
         return bool((lost == node).any()), described(self.objects[node])
 
     def _next_level(self, parents: Indices, frontier: Indices) -> Indices:
