@@ -19,8 +19,8 @@ class Life(Protocol):
     """An engine that can be driven through a script; new ones are made for every life.
 
     It may have an attribute `engine`: what a caller of `shutdown` still has, and from which paths are reported; without
-    one that is the life itself.  It may have `preserved()`, which gives by name the tensors whose contents must survive a
-    sleep, `graph_buffers()`, which gives by name address and bytes of what captured graphs read, and
+    one that is the life itself.  It may have `preserved()`, which gives by name the tensors whose contents must survive
+    a sleep, `graph_buffers()`, which gives by name address and bytes of what captured graphs read, and
     `kv_blocks_held()`, which gives who holds how many KV blocks although no request does, with `step()` to try whether
     one more step ends that.  A script that has the stage `reload` needs a `reload()`.
     """
