@@ -1,4 +1,4 @@
-"""What was proven at the end of the session, put into what was said of each test before."""
+"""What is proven at the end of the session, put into what was said of each test before."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from lowtide.leakcheck.findings.deferred_remedies import Unproven
+from lowtide.leakcheck.watching.watch import Watch
 from lowtide.reports.schema import Finding, Subject
 
 
@@ -20,6 +22,31 @@ class Proven(msgspec.Struct, frozen=True):
 
     id: str
     findings: dict[str, Finding]
+
+
+class DeferredProofs:
+    """What is tried at the end of the session, when no test follows."""
+
+    def __init__(self) -> None:
+        self._unproven: list[tuple[str, Unproven]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to try."""
+        return not self._unproven
+
+    def add(self, subject: Subject, unproven: Unproven) -> None:
+        """Remember what is to be tried: for what fails or warns, and for nothing that is known."""
+        told = [part for item in subject.findings for part in (item, *item.parts)]
+        later = unproven.only(frozenset(part.fingerprint for part in told if part.suppressed_by is None))
+        if later.tensors or later.items:
+            self._unproven.append((subject.id, later))
+
+    def prove(self, watch: Watch) -> list[Proven]:
+        """Try it, once; by subject, what is known then."""
+        unproven, self._unproven = self._unproven, []
+        found = watch.prove([later for _, later in unproven])
+        return [Proven(name, findings) for (name, _), findings in zip(unproven, found, strict=False)]
 
 
 def proven_as_json(proven: Sequence[Proven]) -> str:

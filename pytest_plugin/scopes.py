@@ -93,6 +93,34 @@ class FixtureOwner(Owner):
                 yield vars(place)[name]
 
 
+class WiderFixtures:
+    """The fixtures of a wider scope than one test that are set up, and those that have ended and are not judged yet."""
+
+    def __init__(self) -> None:
+        self._owners: dict[int, FixtureOwner] = {}
+        self._ended: list[FixtureOwner] = []
+
+    def add(self, fixture: pytest.FixtureDef[Any], owner: FixtureOwner) -> None:
+        """It is set up, or has failed to be."""
+        self._owners[id(fixture)] = owner
+
+    def end(self, fixture: pytest.FixtureDef[Any]) -> None:
+        """Its scope has ended."""
+        owner = self._owners.pop(id(fixture), None)
+        if owner is not None:
+            self._ended.append(owner)
+
+    def take_ended(self) -> list[FixtureOwner]:
+        """Those that have ended since this was last called."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def used_by(self, item: Any) -> list[Owner]:
+        """Those that a test uses, by whatever way it asked for them."""
+        fixtures = getattr(getattr(item, "_request", None), "_fixture_defs", {})
+        return [self._owners[id(fixture)] for fixture in fixtures.values() if id(fixture) in self._owners]
+
+
 def _place(fixture: pytest.FixtureDef[Any]) -> str:
     """The file that defines it, from the rootdir; of a plugin's, and of the root's conftest.py, the name only."""
     code = getattr(inspect.unwrap(fixture.func), "__code__", None)

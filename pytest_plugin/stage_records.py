@@ -11,7 +11,7 @@ from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.pytest_plugin.spent import Spent
-from lowtide.reports.schema import Stage
+from lowtide.reports.schema import NotMeasured, Stage
 
 MOST_STAGES = 32
 """Stages of one test with readings; each reading goes through the heap, and a loop may have thousands."""
@@ -56,6 +56,13 @@ class StageRecords:
                     after=to_readings(after, device, ()),
                 )
             )
+
+    def not_measured(self) -> tuple[NotMeasured, ...]:
+        """The stages without readings."""
+        if not self.left_out:
+            return ()
+        why = f"a test's first {MOST_STAGES} stages are recorded"
+        return (NotMeasured(what=f"{self.left_out} further stages", why=why),)
 
     def close(self) -> None:
         """Let go of the driver; legal twice."""

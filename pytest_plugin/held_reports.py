@@ -1,0 +1,125 @@
+"""One test run as pytest runs it, with its reports held back until what it left is judged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from _pytest.runner import call_and_report, show_test_item
+
+from lowtide.pytest_plugin import terminal
+from lowtide.pytest_plugin.failures import fail_report, is_strict_xpass
+from lowtide.pytest_plugin.results import attach, is_bad
+from lowtide.reports.outcomes import judged_as
+from lowtide.reports.schema import Subject
+
+
+def run_by_another(item: pytest.Item, nextitem: pytest.Item | None, *, but: object) -> bool:
+    """Whether another plugin than `but` and pytest's own runs the test, and has now."""
+    for plugin in item.ihook.pytest_runtest_protocol.get_hookimpls()[::-1]:
+        if plugin.wrapper or plugin.hookwrapper or plugin.plugin is but or plugin.plugin_name == "runner":
+            continue
+        arguments = {"item": item, "nextitem": nextitem}
+        if plugin.function(**{name: arguments[name] for name in plugin.argnames}) is not None:
+            return True
+    return False
+
+
+def run_test(
+    item: Any, nextitem: pytest.Item | None, judge: Callable[[], Sequence[Subject]], *, may_stop: bool, fails: bool
+) -> None:
+    """As `_pytest.runner.runtestprotocol`, with the reports of a passed call and of the teardown held back.
+
+    Args:
+        item: the test.
+        nextitem: the one after it, if there is one.
+        judge: called after the teardown; the test's subject, then those of fixtures that ended.
+        may_stop: whether a failed test can end the session.
+        fails: whether a leak makes its test fail.
+    """
+    log = item.ihook.pytest_runtest_logreport
+    if hasattr(item, "_request") and not item._request:
+        item._initrequest()
+    call = None
+    try:
+        setup = call_and_report(item, "setup", log=True)
+        if setup.passed:
+            setup_only = item.config.getoption("setuponly", False)
+            if item.config.getoption("setupshow", False):
+                show_test_item(item, add_space=not setup_only)
+            if not setup_only:
+                call = call_and_report(item, "call", log=False)
+                # The session may be about to stop, and then everything must be torn down with this test.
+                if not _is_held(call, may_stop):
+                    log(report=call)
+        if item.session.shouldfail or item.session.shouldstop:
+            nextitem = None
+        teardown = call_and_report(item, "teardown", log=False, nextitem=nextitem)
+    except BaseException:
+        # An interrupt during the teardown: what is known of the test itself must not be lost.
+        if call is not None and _is_held(call, may_stop):
+            log(report=call)
+        raise
+    finally:
+        if hasattr(item, "_request"):
+            item._request = False
+            item.funcargs = None
+    # Asked before the verdict turns a pass into a failure.
+    was_held = call is not None and _is_held(call, may_stop)
+    subjects = _deliver(item, judge(), setup, call, teardown, fails=fails)
+    if call is not None and was_held:
+        log(report=call)
+    attach(teardown, subjects)
+    log(report=teardown)
+
+
+def _is_held(call: Any, may_stop: bool) -> bool:
+    """Whether a call's report waits for the verdict: all but a failure that may end the session."""
+    return bool(call.passed or is_strict_xpass(call) or not may_stop)
+
+
+def _deliver(
+    item: pytest.Item, subjects: Sequence[Subject], setup: Any, call: Any, teardown: Any, *, fails: bool
+) -> list[Subject]:
+    """Make the verdict part of the test's reports; the subjects, with what was expected to leak marked so."""
+    own, of_owners = subjects[0], subjects[1:]
+    verbosity = item.config.get_verbosity()
+    if is_bad(own):
+        text = terminal.details(own, verbosity)
+        if call is not None and fails and (call.passed or is_strict_xpass(call)):
+            fail_report(item, call, terminal.headline(own), text)
+        elif fails and _was_skipped(setup, call):
+            fail_report(item, teardown, terminal.headline(own), text)
+        else:
+            (call or setup).sections.append(("leakcheck", text))
+    for subject in of_owners:
+        if is_bad(subject):
+            text = terminal.details(subject, verbosity)
+            if fails and not teardown.failed:
+                fail_report(item, teardown, terminal.headline(subject), text)
+            else:
+                teardown.sections.append(("leakcheck", text))
+    expected = getattr(call, "wasxfail", None)
+    if expected is not None:
+        own = _expected_to_leak(own, expected)
+    for subject in (own, *of_owners):
+        teardown.user_properties += [("leakcheck", terminal.line(subject, finding)) for finding in subject.findings]
+    return [own, *of_owners]
+
+
+def _expected_to_leak(subject: Subject, reason: str) -> Subject:
+    """The same, where the test is marked as expected to fail."""
+    findings = tuple(
+        msgspec.structs.replace(finding, suppressed_by=finding.suppressed_by or f"xfail: {reason}")
+        for finding in subject.findings
+    )
+    outcome, unseen = judged_as("clean", subject.not_measured)
+    return msgspec.structs.replace(subject, findings=findings, outcome=outcome, reason=unseen or subject.reason)
+
+
+def _was_skipped(setup: Any, call: Any) -> bool:
+    """Whether a test was skipped, before or in its call; one that failed as expected was not."""
+    last = setup if call is None else call
+    return bool(last.skipped and not hasattr(last, "wasxfail"))

@@ -1,0 +1,166 @@
+"""What was judged in a session: its subjects, the suppressions that they used, and the report on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import lowtide
+from lowtide.leakcheck.baseline.readings import this_machine
+from lowtide.leakcheck.suppressions.entries import SuppressionError, Suppressions, find, load, problems, shipped
+from lowtide.probes.device.driver import find_driver
+from lowtide.pytest_plugin import terminal
+from lowtide.pytest_plugin.proven import Proven, retell, with_proven
+from lowtide.pytest_plugin.settings import Settings
+from lowtide.reports.folder import write_folder
+from lowtide.reports.schema import Finding, Report, ReportError, Subject
+
+_SUBJECTS = "lowtide_subjects"
+"""The attribute under which a test's report carries what was judged, as JSON, also from an xdist worker."""
+
+
+class Results:
+    """The subjects of one session, of its workers' too.
+
+    Args:
+        config: pytest's.
+        settings: of this run.
+
+    Attributes:
+        subjects: in the order in which they were judged.
+        problems: what is wrong with the suppressions, once the session is over.
+
+    Raises:
+        pytest.UsageError: the file of suppressions cannot be used.
+    """
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self.subjects: list[Subject] = []
+        self.problems: tuple[str, ...] = ()
+        self._config = config
+        self._settings = settings
+        self._suppressions = _suppressions(config, settings.suppressions)
+        self._used: set[str] = set()
+
+    def subject(self, name: str, findings: Sequence[Finding]) -> Subject:
+        """What was judged, with the findings that a suppression covers marked so."""
+        findings = self._suppressed(findings)
+        leaks = any(finding.suppressed_by is None for finding in findings)
+        return Subject(id=name, outcome="leak" if leaks else "clean", findings=tuple(findings))
+
+    def add(self, subjects: Sequence[Subject]) -> None:
+        """Note what was judged."""
+        self.subjects += subjects
+
+    def leaks(self) -> list[Subject]:
+        """Those that are not clean, and not known."""
+        return [subject for subject in self.subjects if is_bad(subject)]
+
+    def retell(self, proven: Sequence[Proven]) -> None:
+        """Put what was proven into the subjects, and into what the terminal has still to show."""
+        told = with_proven(self.subjects, proven)
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            texts: dict[str, str] = {}
+            for before, after in zip(self.subjects, told, strict=True):
+                if before is not after and is_bad(before):
+                    verbosity = self._config.get_verbosity()
+                    texts[terminal.details(before, verbosity)] = terminal.details(after, verbosity)
+                    texts[terminal.headline(before)] = terminal.headline(after)
+            retell(reporter.stats, texts)
+        self.subjects = told
+
+    def as_output(self) -> dict[str, object]:
+        """What an xdist worker sends of them, for `add_output`: what was judged outside of tests, and what it used."""
+        return {"lowtide": _encode(self.subjects), "lowtide_used": sorted(self._used)}
+
+    def add_output(self, output: Mapping[str, Any]) -> None:
+        """What a worker sent."""
+        self._used |= set(output.get("lowtide_used", ()))
+        self.subjects += [subject for subject in _decode(output.get("lowtide", "[]")) if subject not in self.subjects]
+
+    def find_problems(self) -> bool:
+        """Look for expired and replaced suppressions, after a run of everything for unused ones too; whether any is."""
+        if not self.subjects:
+            return False
+        findings = [finding for subject in self.subjects for finding in subject.findings]
+        ran_all = self._ran_everything()
+        self.problems = problems(self._suppressions.entries, self._used, date.today(), findings, ran_all=ran_all)
+        return bool(self.problems)
+
+    def write_report(self) -> None:
+        """Write the report, if one is wanted.
+
+        Raises:
+            pytest.UsageError: its folder cannot be written to.
+        """
+        if self._settings.report is None:
+            return
+        driver = find_driver()
+        try:
+            report = Report(
+                schema="lowtide-report/1",
+                version=lowtide.__version__,
+                created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                command=" ".join(["pytest", *self._config.invocation_params.args]),
+                machine=this_machine(driver),
+                subjects=tuple(self.subjects),
+            )
+            write_folder(report, self._settings.report)
+        except ReportError as error:
+            raise pytest.UsageError(f"--leakcheck-report: {error}") from None
+        finally:
+            driver.close()
+
+    def _suppressed(self, findings: Sequence[Finding]) -> Sequence[Finding]:
+        applied = self._suppressions.apply(findings, date.today())
+        self._used |= applied.used
+        return applied.findings
+
+    def _ran_everything(self) -> bool:
+        """Whether no test was left out of this run, as far as the command line tells."""
+        option = self._config.option
+        narrowed = any(getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "stepwise"))
+        return not narrowed and not any("::" in text or text.endswith(".py") for text in self._config.args)
+
+
+def attach(report: Any, subjects: Sequence[Subject]) -> None:
+    """Let a test's report carry what was judged."""
+    setattr(report, _SUBJECTS, _encode(subjects))
+
+
+def attached(report: object) -> list[Subject]:
+    """What a test's report carries."""
+    return _decode(getattr(report, _SUBJECTS, "[]"))
+
+
+def is_bad(subject: Subject) -> bool:
+    """Whether it left something that is not known, or could not be judged."""
+    return subject.outcome == "error" or any(finding.suppressed_by is None for finding in subject.findings)
+
+
+def _encode(subjects: Sequence[Subject]) -> str:
+    return msgspec.json.encode(list(subjects)).decode()
+
+
+def _decode(text: str) -> list[Subject]:
+    return msgspec.json.decode(text, type=list[Subject])
+
+
+def _suppressions(config: pytest.Config, given: Path | None) -> Suppressions:
+    """The user's entries, then the shipped ones.
+
+    Raises:
+        pytest.UsageError: a file cannot be used.
+    """
+    try:
+        path = given or find(config.rootpath)
+        own = load(path).entries if path is not None else ()
+    except SuppressionError as error:
+        raise pytest.UsageError(f"--leakcheck-suppressions: {error}") from None
+    return Suppressions((*own, *shipped().entries))

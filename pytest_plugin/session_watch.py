@@ -1,0 +1,155 @@
+"""The watch of a session: made as the settings say, and entered and left so that its own errors harm no test."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+
+from lowtide.leakcheck.baseline.import_watch import ImportWatch
+from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.watching.sleep_watch import SleepWatch
+from lowtide.leakcheck.watching.watch import Policy, Watch
+from lowtide.probes.stages import Stage
+from lowtide.pytest_plugin.settings import Settings
+from lowtide.pytest_plugin.spent import Spent
+
+_MAIN_THREAD = threading.main_thread().ident
+
+
+class SessionWatch:
+    """The watch, what enters and leaves it, and which of its readings failed.
+
+    Args:
+        policy: how it judges.
+        spent: where its time is counted.
+
+    Attributes:
+        watch: the watch itself.
+        imports: who tells it of imports.
+        sleeps: what engines leave behind that sleep.
+        is_open: whether it reads anything yet.
+        failure: the first error in a guarded block since this was emptied; empty if there was none.
+    """
+
+    def __init__(self, policy: Policy, spent: Spent) -> None:
+        self.watch = Watch(policy)
+        self.imports = ImportWatch(self._import_entered, self._import_left)
+        self.sleeps = SleepWatch()
+        self.is_open = False
+        self.failure = ""
+        self._spent = spent
+        self._stages: list[str] = []
+
+    def open(self) -> None:
+        """Before the first test."""
+        self.watch.open()
+        self.imports.install()
+        self.is_open = True
+
+    def close(self) -> None:
+        """Leave nothing behind; legal twice."""
+        self.imports.remove()
+        self.watch.close()
+        self.is_open = False
+
+    @contextlib.contextmanager
+    def guarded(self) -> Iterator[None]:
+        """A reading that fails must not keep a test from being set up or torn down; its verdict says so."""
+        try:
+            with self._spent.on_judging():
+                yield
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this checker's
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            self.failure = self.failure or f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"
+
+    @contextlib.contextmanager
+    def owned_by(self, owner: Owner) -> Iterator[None]:
+        """What appears in the block is the owner's."""
+        entered = False
+        with self.guarded():
+            self.watch.enter(owner)
+            entered = True
+        try:
+            yield
+        finally:
+            if entered:
+                with self.guarded():
+                    self.watch.leave()
+
+    def stage_entered(self, stage: Stage) -> None:
+        """An engine says where it is in its life."""
+        if stage.thread == _MAIN_THREAD:
+            self._stages.append(self.watch.stage_now)
+            with self.guarded():
+                self.watch.stage("/".join(stage.path), again=True)
+                self.sleeps.entered(stage)
+
+    def stage_left(self, stage: Stage, error: BaseException | None) -> None:
+        """And that it is there no more."""
+        if stage.thread == _MAIN_THREAD:
+            with self.guarded():
+                self.watch.stage(self._stages.pop())
+                self.sleeps.left(stage, error)
+
+    def _import_entered(self, owner: Owner) -> None:
+        with self._spent.on_judging():
+            self.watch.enter(owner)
+
+    def _import_left(self) -> None:
+        with self._spent.on_judging():
+            self.watch.leave()
+
+
+def watch_policy(config: pytest.Config, settings: Settings, *, shares_card: bool) -> Policy:
+    """How the watch of this run judges.
+
+    Args:
+        config: pytest's.
+        settings: of this run.
+        shares_card: whether other workers use the same card, whose figures then say nothing of this one.
+    """
+    return Policy(
+        tolerance=settings.tolerance,
+        settle=settings.settle,
+        stacks=settings.stacks,
+        remedies="later" if settings.remedies else "never",
+        card=settings.device != "cpu",
+        warm_up=_warm_up(settings),
+        driver=not shares_card,
+        growth=settings.growth,
+        budget=settings.budget,
+        # It puts them back after each test.
+        warnings_filters=not config.pluginmanager.has_plugin("warnings"),
+    )
+
+
+def count_workers(config: pytest.Config) -> int:
+    """How many xdist workers this run has; 1 without."""
+    worker = getattr(config, "workerinput", None)
+    return int(worker["workercount"]) if worker is not None else len(config.getoption("tx", None) or ()) or 1
+
+
+def insist_on_a_card() -> None:
+    """Refuse a run that wants a card where torch sees none.
+
+    Raises:
+        pytest.UsageError: there is none.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        raise pytest.UsageError(
+            "--leakcheck-device cuda: torch sees no card here; use auto, or cpu to judge the host only"
+        )
+
+
+def _warm_up(settings: Settings) -> Literal["now", "first-use", "off"]:
+    """When a card is used for the first time: a run that insists on one has it from the beginning."""
+    if not settings.warmup or settings.device == "cpu":
+        return "off"
+    return "now" if settings.device == "cuda" else "first-use"
