@@ -15,10 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import anonymous_bytes, child_processes
+from lowtide.probes.host.process_files import (
+    ProcessStat,
+    children_of,
+    has_opened_a_card,
+    lives,
+    sizes,
+    stat,
+)
+from lowtide.probes.host.process_files import rollup as _rollup
 
 MARK = "LOWTIDE_TREE"
 """The environment variable by which a descendant is known whose parent has ended."""
@@ -64,31 +71,6 @@ class ProcessMemory:
     forked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Process:
-    """A line of `/proc/PID/stat`."""
-
-    pid: int
-    command: str
-    state: str
-    parent: int
-    group: int
-    started: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """What `smaps_rollup` says, in bytes.
-
-    Attributes:
-        layout: first and last address of the process: a fork has its parent's.
-    """
-
-    layout: str
-    private: int
-    anonymous: int
-
-
 class ProcessTree:
     """Knows this process's descendants, also those whose parent has ended.
 
@@ -109,7 +91,7 @@ class ProcessTree:
         if self._token:
             return
         self._token = secrets.token_hex(8)
-        own = _stat(os.getpid())
+        own = stat(os.getpid())
         # What is as old as this process is its neighbour in a pipeline.
         self._opened = own.started + _TICKS if own is not None else 0
         os.environ[MARK] = ":".join([*_marks(), self._token])
@@ -147,7 +129,7 @@ class ProcessTree:
                 self._state = state
                 self._orphans |= {process.pid: process.started for process in self._find_orphans(family)}
                 self._seen = {pid: self._seen[pid] for pid in self._seen if pid in self._orphans or pid in family}
-        self._orphans = {pid: started for pid, started in self._orphans.items() if _lives(pid, started)}
+        self._orphans = {pid: started for pid, started in self._orphans.items() if lives(pid, started)}
         return self._orphans
 
     def descendants(self) -> list[int]:
@@ -166,21 +148,21 @@ class ProcessTree:
         found: set[int] = set()
         while waiting:
             pid = waiting.pop()
-            process = _stat(pid) if pid not in found else None
+            process = stat(pid) if pid not in found else None
             if process is None or process.state == "Z":
                 continue
             found.add(pid)
             self._seen[pid] = process.started
-            waiting += _children_of(pid)
+            waiting += children_of(pid)
         return found
 
-    def _find_orphans(self, family: set[int]) -> list[_Process]:
-        own = _stat(os.getpid())
+    def _find_orphans(self, family: set[int]) -> list[ProcessStat]:
+        own = stat(os.getpid())
         found = {}
         for name in os.listdir("/proc"):
             if not name.isdigit() or int(name) in family or int(name) == os.getpid():
                 continue
-            process = _stat(int(name))
+            process = stat(int(name))
             if process is None or process.state == "Z" or own is None or process.started < own.started:
                 continue
             was_seen = self._seen.get(process.pid) == process.started
@@ -197,10 +179,10 @@ class ProcessTree:
         marks = [entry[len(prefix) :] for entry in environment.split(b"\0") if entry.startswith(prefix)]
         return any(self._token.encode() in mark.split(b":") for mark in marks)
 
-    def _is_left_in_group(self, process: _Process, own: _Process) -> bool:
+    def _is_left_in_group(self, process: ProcessStat, own: ProcessStat) -> bool:
         if process.group != own.group or process.started < self._opened:
             return False
-        parent = _stat(process.parent)
+        parent = stat(process.parent)
         return process.parent == 1 or (parent is not None and parent.command in _REAPERS)
 
 
@@ -244,7 +226,7 @@ class TreeMemory:
 
     def _held_at_fork(self, pid: int) -> int | None:
         """What this process held when it forked another one; None if that was not seen."""
-        process = _stat(pid)
+        process = stat(pid)
         if process is None:
             return None
         started = process.started / _TICKS
@@ -276,7 +258,7 @@ class TreeMemory:
         layouts: dict[str, int] = {}
         found = []
         for pid in family:
-            resident, swapped = _sizes(pid)
+            resident, swapped = sizes(pid)
             if resident + swapped < floor and pid not in on_cards:
                 continue
             if not layouts:
@@ -313,9 +295,9 @@ class TreeMemory:
                 if pid in listed:
                     found.setdefault(pid, {})[f"cuda:{index}"] = listed[pid]
         # In a container the driver may know them by other numbers; who has opened the card is known all the same.
-        if driver.name != "none" and self._cards and not _has_opened_a_card(os.getpid()):
+        if driver.name != "none" and self._cards and not has_opened_a_card(os.getpid()):
             for pid in family:
-                if pid not in found and _has_opened_a_card(pid):
+                if pid not in found and has_opened_a_card(pid):
                     found[pid] = {"a card": None}
         return found
 
@@ -337,7 +319,7 @@ def name_of(pid: int) -> str:
     except OSError:  # it ended, or is another user's
         words, program = [b""], ""
     command = [word.decode(errors="replace") for word in words]
-    process = _stat(pid)
+    process = stat(pid)
     fallback = process.command if process is not None else "gone"
     first = os.path.basename(command[0])
     is_python = program.startswith("python")
@@ -371,84 +353,3 @@ def _marks() -> list[str]:
 def _ended_children() -> tuple[float, ...]:
     """Moves whenever a child has ended that somebody waited for."""
     return tuple(resource.getrusage(resource.RUSAGE_CHILDREN))
-
-
-def _stat(pid: int) -> _Process | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read().decode(errors="replace")
-    except OSError:  # it ended
-        return None
-    # The command stands in brackets, and may hold any character.
-    head, _, tail = text.rpartition(")")
-    fields = tail.split()
-    return _Process(pid, head.partition("(")[2], fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
-
-
-def _lives(pid: int, started: int) -> bool:
-    process = _stat(pid)
-    return process is not None and process.started == started and process.state != "Z"
-
-
-def _children_of(pid: int) -> list[int]:
-    found: list[int] = []
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                found += map(int, file.read().split())
-    except FileNotFoundError:
-        try:
-            # A kernel without this file, or a thread that ended.
-            return [child.pid for child in psutil.Process(pid).children()]
-        except psutil.Error:
-            return found
-    except OSError:  # it ended, or is another user's
-        pass
-    return found
-
-
-def _sizes(pid: int) -> tuple[int, int]:
-    """Bytes of a process in physical memory, and swapped out; everybody may read these."""
-    found = dict.fromkeys(("VmRSS", "VmSwap", "HugetlbPages"), 0)
-    try:
-        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                name, _, value = line.partition(":")
-                if name in found:
-                    found[name] = int(value.removesuffix("kB\n")) * 1024
-    except OSError:  # it ended
-        pass
-    return found["VmRSS"] + found["HugetlbPages"], found["VmSwap"]
-
-
-def _rollup(pid: int) -> _Memory | None:
-    """None where it may not be read: another user's process, or a kernel before 4.14."""
-    try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="utf-8", errors="replace") as file:
-            head, *lines = file.read().splitlines()
-    except (OSError, ValueError):
-        return None
-    sizes = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
-    swapped = sizes.get("Swap", 0)
-    private = ("Private_Clean", "Private_Dirty", "Private_Hugetlb")
-    return _Memory(
-        head.split()[0],
-        sum(sizes.get(name, 0) for name in private) + swapped,
-        sizes.get("Anonymous", 0) + swapped,
-    )
-
-
-def _has_opened_a_card(pid: int) -> bool:
-    """Whether a process has the device open through which memory on a card is taken."""
-    try:
-        with os.scandir(f"/proc/{pid}/fd") as entries:
-            return any(_target(entry.path) in ("/dev/nvidia-uvm", "/dev/kfd") for entry in entries)
-    except OSError:  # it ended, or is another user's
-        return False
-
-
-def _target(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:  # closed meanwhile
-        return ""

@@ -14,13 +14,13 @@ from lowtide.probes.host.interpreter_settings import (
     Filters,
     Finders,
     Hooks,
-    Loggers,
     ModuleSearchPath,
     Signals,
     Umask,
     interpreter_values,
     library_values,
 )
+from lowtide.probes.host.logging_settings import Loggers
 from lowtide.probes.host.torch_settings import Modes, ModuleHooks, Replaceable, torch_values
 
 _ENTRIES = (

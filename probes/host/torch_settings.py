@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lowtide.probes.host.interpreter_settings import Value, Values, is_loaded
+from lowtide.probes.host.setting_values import Value, Values, is_loaded
 from lowtide.probes.objects.described import described, identified, is_tools
 from lowtide.probes.objects.foreign import type_name
 
