@@ -20,9 +20,9 @@ import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from lowtide.probes.kernels import definition, plain
-from lowtide.probes.kernels.access import contiguous
 from lowtide.probes.kernels.definition import GEOMETRY, WORD, Geometry, finish_all, key
 from lowtide.probes.kernels.plain import as_bytes
+from lowtide.probes.kernels.readable import contiguous
 from lowtide.probes.kernels.words import Hits, RangeTable, aligned_part
 
 _CHAIN = tl.constexpr(definition.CHAIN)
@@ -221,46 +221,19 @@ def find_words(
 
     Runs on the current stream. Waits for the device when the ranges go there and, where the room suffices, once more.
     """
-    kernel: Any = _search
-    size = geometry.lanes * geometry.rounds
     with _on(device):
         ranges = torch.tensor([*table.starts, *table.stops], dtype=torch.int64, device=device)
         results = torch.zeros(2 * len(tensors) + 1 + 3 * room, dtype=torch.int64, device=device)
-        sizes: list[int] = []
-        cursor, found = results[2 * len(tensors) :], results[2 * len(tensors) + 1 :]
-        for number, tensor in enumerate(map(contiguous, tensors)):
-            skipped, words = aligned_part(tensor)
-            sizes.append(words)
-            data = triton.reinterpret(as_bytes(tensor)[skipped:], tl.uint64)
-            for first, sections in ((0, words // size), (words // size, int(words % size > 0))):
-                if sections:
-                    kernel[(_programs(device, sections),)](
-                        data,
-                        words,
-                        first,
-                        sections,
-                        skipped,
-                        number,
-                        table.low,
-                        table.high - table.low,
-                        ranges,
-                        len(table.starts),
-                        len(table.starts).bit_length(),
-                        results[2 * number :],
-                        cursor,
-                        found,
-                        room,
-                        MISALIGNMENT=table.misalignment,
-                        WHOLE=first == 0 and words >= size,
-                        LANES=geometry.lanes,
-                        ROUNDS=geometry.rounds,
-                        num_warps=_WARPS,
-                    )
+        rows = results[2 * len(tensors) :]
+        sizes = [
+            _launch_search(tensor, number, table, ranges, results[2 * number :], rows, geometry)
+            for number, tensor in enumerate(map(contiguous, tensors))
+        ]
         read = results.cpu()
     counts = read[: 2 * len(tensors)].view(-1, 2).tolist()
-    rows = read[2 * len(tensors) + 1 :].view(-1, 3)[: min(room, int(read[2 * len(tensors)]))].tolist()
+    listed_rows = read[2 * len(tensors) + 1 :].view(-1, 3)[: min(room, int(read[2 * len(tensors)]))].tolist()
     by_tensor: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    for number, offset, value in rows:
+    for number, offset, value in listed_rows:
         by_tensor[number].append((offset, value))
     hits = []
     for number, (aligned, unaligned) in enumerate(counts):
@@ -270,6 +243,57 @@ def find_words(
         else:
             hits.append(Hits(sizes[number], aligned, unaligned, tuple(places[:listed])))
     return hits
+
+
+def _launch_search(
+    tensor: torch.Tensor,
+    number: int,
+    table: RangeTable,
+    ranges: torch.Tensor,
+    counts: torch.Tensor,
+    rows: torch.Tensor,
+    geometry: Geometry,
+) -> int:
+    """Searches a tensor; how many words it has.
+
+    Args:
+        tensor: contiguous.
+        number: it is in the rows.
+        table: the ranges to look for.
+        ranges: their starts, then their stops, on the device.
+        counts: begins with the two numbers that are raised: aligned hits, and others.
+        rows: how many hits there are, then three numbers for each that has room.
+        geometry: how the kernel divides its work.
+    """
+    kernel: Any = _search
+    size = geometry.lanes * geometry.rounds
+    skipped, words = aligned_part(tensor)
+    data = triton.reinterpret(as_bytes(tensor)[skipped:], tl.uint64)
+    for first, sections in ((0, words // size), (words // size, int(words % size > 0))):
+        if sections:
+            kernel[(_programs(tensor.device, sections),)](
+                data,
+                words,
+                first,
+                sections,
+                skipped,
+                number,
+                table.low,
+                table.high - table.low,
+                ranges,
+                len(table.starts),
+                len(table.starts).bit_length(),
+                counts,
+                rows,
+                rows[1:],
+                (len(rows) - 1) // 3,
+                MISALIGNMENT=table.misalignment,
+                WHOLE=first == 0 and words >= size,
+                LANES=geometry.lanes,
+                ROUNDS=geometry.rounds,
+                num_warps=_WARPS,
+            )
+    return words
 
 
 def _programs(device: torch.device, sections: int) -> int:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import xxhash
 
-from lowtide.probes.kernels.access import contiguous
 from lowtide.probes.kernels.definition import WORD
+from lowtide.probes.kernels.readable import contiguous
 from lowtide.probes.kernels.words import Hits, RangeTable, aligned_part
 
 if TYPE_CHECKING:

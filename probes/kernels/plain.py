@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from lowtide.probes.kernels.access import contiguous
 from lowtide.probes.kernels.definition import (
     CHAIN,
     GEOMETRY,
@@ -22,6 +21,7 @@ from lowtide.probes.kernels.definition import (
     finish_all,
     key,
 )
+from lowtide.probes.kernels.readable import contiguous
 from lowtide.probes.kernels.words import Hits, RangeTable, aligned_part
 
 _LOW_HALF = (1 << 32) - 1

@@ -7,13 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from lowtide.probes.kernels.access import (
-    UnreadableTensorError,
-    check_readable,
-    fingerprint_version,
-    is_lazy_copy,
-    working_memory,
-)
+from lowtide.probes.kernels.access import fingerprint_version, working_memory
+from lowtide.probes.kernels.readable import UnreadableTensorError, check_readable, is_lazy_copy
 from lowtide.probes.memory.tensors import plain_tensors
 
 if TYPE_CHECKING:

@@ -46,7 +46,6 @@ LONG_FUNCTIONS: dict[str, int] = {
     "leakcheck/judging/judge.py _finding": 65,
     "leakcheck/judging/metrics.py shutdown_metrics": 71,
     "leakcheck/judging/tolerances.py plain_metrics": 106,
-    "probes/kernels/compiled.py find_words": 70,
 }
 
 
