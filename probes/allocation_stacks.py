@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
+from lowtide.probes.device.allocation_history import CardHistory, parse_stacks
 from lowtide.probes.device.torch_allocator import Segment, initialized_torch
 from lowtide.probes.memory.dispatch_modes import keep_from_compiler
+from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
+
+__all__ = ["AllocationStacks", "StackFrame", "allocating_function", "parse_stacks"]
 
 _OWN_MODULES = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
 _OWN_FOLDERS = tuple(
@@ -28,9 +30,6 @@ _DISPATCH_FILES = (
     "/torch/_dynamo/eval_frame.py",
 )
 """Through these runs an op that a dispatch mode sees, or a function that is compiled or kept from it."""
-
-_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
-"""Frames of their own before Python 3.12, and none since."""
 
 _MOST_ADDRESSES = 1 << 16
 """Addresses of which the CPU's recorder remembers a stack: 6 MB with their keys, the stacks not counted."""
@@ -46,20 +45,6 @@ _name_of: attrgetter[str] = attrgetter("co_qualname" if hasattr(CodeType, "co_qu
 
 _FlatStack = tuple[Any, ...]
 """File, line, function of each frame, one after the other: a third of the objects that tuples of three would be."""
-
-
-class StackFrame(NamedTuple):
-    """One call on the way to an allocation.
-
-    Attributes:
-        file: path of the source file, as the code object has it.
-        line: line that was being run.
-        function: its name; with the names around it (`Class.f`, `outer.<locals>.f`) where the recorder could tell.
-    """
-
-    file: str
-    line: int
-    function: str
 
 
 class AllocationStacks:
@@ -93,7 +78,7 @@ class AllocationStacks:
 
     def __init__(self, *, card: bool = True, cpu: bool = False, depth: int = 32) -> None:
         self._depth = depth
-        self._history = _CardHistory() if card else None
+        self._history = CardHistory() if card else None
         self._recorder = _CpuRecorder(depth) if cpu else None
 
     def start(self) -> None:
@@ -145,124 +130,6 @@ class AllocationStacks:
             if stack not in cut:
                 cut[stack] = _without_machinery(stack)[: self._depth]
         return {address: cut[stack] for address, stack in found.items() if cut[stack]}
-
-
-def parse_stacks(
-    segments: Iterable[Segment], device_index: int, addresses: Collection[int]
-) -> dict[int, tuple[StackFrame, ...]]:
-    """Finds the blocks that hold the addresses, and the Python stacks with which they were allocated.
-
-    Args:
-        segments: as `torch.cuda.memory_snapshot()` gives them.
-        device_index: index of the device; other devices have the same addresses.
-        addresses: anywhere in a block.
-
-    Returns:
-        The stacks by address, the innermost frame first; without the addresses in no block in use and those in a block
-        that was allocated while no history was recorded.
-    """
-    wanted = sorted(addresses)
-    found: dict[int, tuple[StackFrame, ...]] = {}
-    for segment in segments:
-        if segment["device"] != device_index:
-            continue
-        for block in segment["blocks"]:
-            frames = block.get("frames")
-            # A free block may still show the stack of the one that had its memory before.
-            if not frames or block["state"] == "inactive":
-                continue
-            first = bisect_left(wanted, block["address"])
-            last = bisect_left(wanted, block["address"] + block["size"])
-            if first < last:
-                stack = tuple(_frame(frame) for frame in frames if _is_python(frame["filename"]))
-                if stack:
-                    found.update(dict.fromkeys(wanted[first:last], stack))
-    return found
-
-
-def allocating_function(stack: Iterable[StackFrame]) -> str:
-    """The name of the innermost function that is not a library's or Python's own, without what it is defined in.
-
-    It is the same on every machine and in every version of Python, and so can be part of a fingerprint. Empty if there
-    is no such function.
-
-    Args:
-        stack: the innermost frame first.
-    """
-    folders = _library_folders()
-    for frame in stack:
-        name = frame.function.rpartition(".")[2]
-        if name not in _COMPREHENSIONS and not _is_library(frame.file, folders):
-            return name
-    return ""
-
-
-class _CardHistory:
-    """Switches the allocation history of torch's allocator on and off, where nobody else uses it."""
-
-    def __init__(self) -> None:
-        self._wanted = False
-        self._queued = False
-        # Whether there is such a history; None until that is known.
-        self._supported: bool | None = None
-        # Whether it was switched on here; what the user switched on is not to be switched off.
-        self._ours = False
-
-    def start(self, torch: Any) -> None:
-        self._wanted = True
-        if self._supported is False or not hasattr(torch._C, "_cuda_isHistoryEnabled"):  # torch for the CPU only
-            return
-        if torch.cuda.is_initialized():
-            self._switch_on(torch)
-        elif not self._queued and hasattr(torch.cuda, "_lazy_call"):
-            self._queued = True
-            torch.cuda._lazy_call(self._initialized)
-
-    def stop(self, torch: Any) -> None:
-        self._wanted = False
-        if self._queued:
-            self._queued = False
-            _take_from_queue(torch.cuda, self._initialized)
-        # In a forked child it is not initialised, whatever it was in the parent.
-        if self._ours and torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled() and not _has_events(torch):
-            torch.cuda.memory._record_memory_history(None)
-        self._ours = False
-
-    def _initialized(self) -> None:
-        """Called by torch in the middle of initialising CUDA, when the allocator is there already."""
-        torch = sys.modules.get("torch")
-        if self._wanted and torch is not None:
-            self._switch_on(torch)
-
-    def _switch_on(self, torch: Any) -> None:
-        try:
-            if self._supported is None:
-                # cudaMallocAsync and pluggable allocators have none; to try would leave a callback behind, and fail.
-                self._supported = torch.cuda.get_allocator_backend() == "native"
-            if self._supported and not torch._C._cuda_isHistoryEnabled():
-                torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
-                self._ours = True
-        except Exception:  # noqa: BLE001 - whatever it is, it would fail the user's initialisation of CUDA
-            self._supported = False
-
-
-def _take_from_queue(cuda: Any, call: Any) -> None:
-    """Takes a call back from those that torch makes when it initialises CUDA; they stay queued after it, too."""
-    queue = getattr(cuda, "_queued_calls", None)
-    if isinstance(queue, list):
-        with cuda._initialization_lock:
-            queue[:] = [entry for entry in queue if entry[0] != call]
-
-
-def _has_events(torch: Any) -> bool:
-    """Whether the history has a list of events: then the user has switched on another kind since, which has them.
-
-    What is switched on here keeps one event at most.
-    """
-    try:
-        return any(len(trace) > 1 for trace in torch.cuda.memory._snapshot()["device_traces"])
-    except RuntimeError:
-        return False
 
 
 def _segments() -> list[Segment]:
@@ -496,35 +363,8 @@ def _loaded_torch() -> ModuleType | None:
     return None if getattr(getattr(torch, "__spec__", None), "_initializing", False) else torch
 
 
-def _frame(frame: Mapping[str, Any]) -> StackFrame:
-    return StackFrame(str(frame["filename"]), int(frame["line"]), str(frame["name"]))
-
-
-def _is_python(file: str) -> bool:
-    """Whether a frame is Python's: a history that the user records may have those of C++ too."""
-    return file.endswith(".py") or file.startswith("<")
-
-
 def _without_machinery(stack: Iterable[StackFrame]) -> tuple[StackFrame, ...]:
     """The stack without the checker's frames, and without those through which a dispatch mode has sent the op."""
     return tuple(
         frame for frame in stack if not frame.file.startswith(_OWN_FOLDERS) and not frame.file.endswith(_DISPATCH_FILES)
     )
-
-
-def _library_folders() -> tuple[str, ...]:
-    """Where Python's own modules are, where inductor writes its code, and torch and numpy, installed or not."""
-    folders: set[str | None] = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-    folders.add(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
-    for name in ("torch", "numpy"):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        folders.add(str(Path(file).parent) if file else None)
-    return tuple(folder.rstrip(os.sep) + os.sep for folder in folders if folder)
-
-
-def _is_library(file: str, folders: tuple[str, ...]) -> bool:
-    if file.startswith("<") or file.startswith(folders):
-        return True
-    parts = Path(file).parts
-    # Inductor's folder has the user's name behind it.
-    return any(part in ("site-packages", "dist-packages") or part.startswith("torchinductor_") for part in parts)

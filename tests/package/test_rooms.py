@@ -31,8 +31,6 @@ LARGE_MODULES: dict[str, int] = {
     "leakcheck/judging/exemptions.py": 405,
     "leakcheck/lives/lifecycle.py": 511,
     "leakcheck/watching/watch.py": 519,
-    "probes/allocation_stacks.py": 530,
-    "probes/device/torch_allocator.py": 424,
     "probes/heap/edges.py": 555,
     "probes/heap/graph.py": 520,
     "probes/heap/holders.py": 711,

@@ -1,0 +1,123 @@
+"""torch's allocation history on a card: switched on where nobody else uses it, and the stacks that it has."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from lowtide.probes.device.torch_allocator import Segment
+from lowtide.probes.memory.stack_frames import StackFrame
+
+
+class CardHistory:
+    """Switches the allocation history of torch's allocator on and off, where nobody else uses it."""
+
+    def __init__(self) -> None:
+        self._wanted = False
+        self._queued = False
+        # Whether there is such a history; None until that is known.
+        self._supported: bool | None = None
+        # Whether it was switched on here; what the user switched on is not to be switched off.
+        self._ours = False
+
+    def start(self, torch: Any) -> None:
+        """Switch it on, now or when CUDA is initialised; legal twice."""
+        self._wanted = True
+        if self._supported is False or not hasattr(torch._C, "_cuda_isHistoryEnabled"):  # torch for the CPU only
+            return
+        if torch.cuda.is_initialized():
+            self._switch_on(torch)
+        elif not self._queued and hasattr(torch.cuda, "_lazy_call"):
+            self._queued = True
+            torch.cuda._lazy_call(self._initialized)
+
+    def stop(self, torch: Any) -> None:
+        """Switch it off, unless the user switched it on; legal twice."""
+        self._wanted = False
+        if self._queued:
+            self._queued = False
+            _take_from_queue(torch.cuda, self._initialized)
+        # In a forked child it is not initialised, whatever it was in the parent.
+        if self._ours and torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled() and not _has_events(torch):
+            torch.cuda.memory._record_memory_history(None)
+        self._ours = False
+
+    def _initialized(self) -> None:
+        """Called by torch in the middle of initialising CUDA, when the allocator is there already."""
+        torch = sys.modules.get("torch")
+        if self._wanted and torch is not None:
+            self._switch_on(torch)
+
+    def _switch_on(self, torch: Any) -> None:
+        try:
+            if self._supported is None:
+                # cudaMallocAsync and pluggable allocators have none; to try would leave a callback behind, and fail.
+                self._supported = torch.cuda.get_allocator_backend() == "native"
+            if self._supported and not torch._C._cuda_isHistoryEnabled():
+                torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
+                self._ours = True
+        except Exception:  # noqa: BLE001 - whatever it is, it would fail the user's initialisation of CUDA
+            self._supported = False
+
+
+def _take_from_queue(cuda: Any, call: Any) -> None:
+    """Takes a call back from those that torch makes when it initialises CUDA; they stay queued after it, too."""
+    queue = getattr(cuda, "_queued_calls", None)
+    if isinstance(queue, list):
+        with cuda._initialization_lock:
+            queue[:] = [entry for entry in queue if entry[0] != call]
+
+
+def _has_events(torch: Any) -> bool:
+    """Whether the history has a list of events: then the user has switched on another kind since, which has them.
+
+    What is switched on here keeps one event at most.
+    """
+    try:
+        return any(len(trace) > 1 for trace in torch.cuda.memory._snapshot()["device_traces"])
+    except RuntimeError:
+        return False
+
+
+def parse_stacks(
+    segments: Iterable[Segment], device_index: int, addresses: Collection[int]
+) -> dict[int, tuple[StackFrame, ...]]:
+    """Finds the blocks that hold the addresses, and the Python stacks with which they were allocated.
+
+    Args:
+        segments: as `torch.cuda.memory_snapshot()` gives them.
+        device_index: index of the device; other devices have the same addresses.
+        addresses: anywhere in a block.
+
+    Returns:
+        The stacks by address, the innermost frame first; without the addresses in no block in use and those in a block
+        that was allocated while no history was recorded.
+    """
+    wanted = sorted(addresses)
+    found: dict[int, tuple[StackFrame, ...]] = {}
+    for segment in segments:
+        if segment["device"] != device_index:
+            continue
+        for block in segment["blocks"]:
+            frames = block.get("frames")
+            # A free block may still show the stack of the one that had its memory before.
+            if not frames or block["state"] == "inactive":
+                continue
+            first = bisect_left(wanted, block["address"])
+            last = bisect_left(wanted, block["address"] + block["size"])
+            if first < last:
+                stack = tuple(_frame(frame) for frame in frames if _is_python(frame["filename"]))
+                if stack:
+                    found.update(dict.fromkeys(wanted[first:last], stack))
+    return found
+
+
+def _frame(frame: Mapping[str, Any]) -> StackFrame:
+    return StackFrame(str(frame["filename"]), int(frame["line"]), str(frame["name"]))
+
+
+def _is_python(file: str) -> bool:
+    """Whether a frame is Python's: a history that the user records may have those of C++ too."""
+    return file.endswith(".py") or file.startswith("<")
