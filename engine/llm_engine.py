@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import enum
-import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -14,12 +11,13 @@ from lowtide.engine.checkpoint import load_tokenizer
 from lowtide.engine.config import PRESETS, EngineConfig, ModelConfig, load_model_config, resolve_max_model_len
 from lowtide.engine.core import EngineCore
 from lowtide.engine.cuda_graphs import check_cuda_graphs
+from lowtide.engine.engine_state import EngineState, allowed_calls
 from lowtide.engine.errors import ConfigError, EngineStateError, RequestError
 from lowtide.engine.kv_cache import KVCacheManager, num_host_kv_blocks, num_kv_cache_blocks
 from lowtide.engine.pages import check_device, open_backend
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.scheduler import Scheduler
-from lowtide.engine.teardown import Teardown, release_frames
+from lowtide.engine.teardown import Teardown, rolled_back
 from lowtide.engine.weights import CheckpointWeights, RandomWeights, WeightSource
 from lowtide.engine.worker import SLEEPING_TAGS, Worker
 from lowtide.probes.stages import stage
@@ -29,32 +27,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Prompt: TypeAlias = "str | Sequence[int]"
-
-
-class EngineState(enum.Enum):
-    """Where an engine is in its life: new -> running <-> asleep -> closed."""
-
-    NEW = "new"
-    RUNNING = "running"
-    ASLEEP = "asleep"
-    CLOSED = "closed"
-
-
-_ALLOWED = {
-    EngineState.NEW: ("create", "shutdown"),
-    EngineState.RUNNING: (
-        "generate",
-        "add_request",
-        "step",
-        "abort",
-        "reset_prefix_cache",
-        "reload_weights",
-        "sleep",
-        "shutdown",
-    ),
-    EngineState.ASLEEP: ("wake", "shutdown"),
-    EngineState.CLOSED: ("shutdown",),
-}
 
 
 @dataclass(frozen=True)
@@ -114,7 +86,7 @@ class LLMEngine:
             OutOfMemoryError: no room; memory is back where it was.
         """
         self._require("create", EngineState.NEW)
-        with stage("create"), _rolled_back():
+        with stage("create"), rolled_back():
             plan = self._plan()
             manager = KVCacheManager(
                 plan.num_blocks, self.config.block_size, self.config.enable_prefix_caching, plan.num_host_blocks
@@ -183,7 +155,7 @@ class LLMEngine:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one per prompt")
-        with stage("infer"), _rolled_back():
+        with stage("infer"), rolled_back():
             ids: list[str] = []
             finished: dict[str, RequestOutput] = {}
             try:
@@ -223,7 +195,7 @@ class LLMEngine:
                 request is lost, and the next step goes on.
         """
         core = self._require("step", EngineState.RUNNING)
-        with stage("infer"), _rolled_back():
+        with stage("infer"), rolled_back():
             outputs = core.step()
         pending, self._pending_outputs = self._pending_outputs, []
         return pending + outputs
@@ -269,7 +241,7 @@ class LLMEngine:
             raise ConfigError(f"sleep level {level!r} does not exist: use 1 (weights stay in host memory) or 2")
         if mode not in ("wait", "abort"):
             raise ConfigError(f"sleep mode {mode!r} does not exist: use 'wait' or 'abort'")
-        with stage("sleep"), _rolled_back():
+        with stage("sleep"), rolled_back():
             while mode == "wait" and core.has_unfinished_requests():
                 self._pending_outputs += [output for output in core.step() if output.finished]
             core.drain_transfers()
@@ -311,7 +283,7 @@ class LLMEngine:
                 raise EngineStateError("wake", "asleep", [f"wake({t!r})" for t in asleep], f"{tag!r} is awake already")
         if not wanted:
             raise ConfigError("wake was given no tag: use 'weights', 'kv_cache' or None for both")
-        with stage("wake"), _rolled_back():
+        with stage("wake"), rolled_back():
             core.worker.wake(wanted)
             self._awake_tags.update(wanted)
             if self._awake_tags == set(SLEEPING_TAGS):
@@ -334,7 +306,7 @@ class LLMEngine:
             raise EngineStateError(
                 "reload_weights", "running", ("step", "abort"), "requests are unfinished; finish them first"
             )
-        with stage("reload_weights"), _rolled_back():
+        with stage("reload_weights"), rolled_back():
             core.drain_transfers()
             core.worker.reload_weights()
             core.scheduler.kv_cache_manager.forget()
@@ -417,24 +389,5 @@ class LLMEngine:
 
     def _require(self, call: str, *states: EngineState) -> EngineCore:
         if self._state not in states:
-            allowed: Sequence[str] = _ALLOWED[self._state]
-            if self._state is EngineState.ASLEEP and self._awake_tags:
-                asleep = next(tag for tag in SLEEPING_TAGS if tag not in self._awake_tags)
-                reload = ("reload_weights",) if "weights" in self._awake_tags else ()
-                allowed = (f"wake({asleep!r})", *reload, "shutdown")
-            raise EngineStateError(call, self._state.value, allowed)
+            raise EngineStateError(call, self._state.value, allowed_calls(self._state, self._awake_tags))
         return self._core  # type: ignore[return-value]
-
-
-def _rolled_back() -> AbstractContextManager[None]:
-    """On an error, let go of the memory that the frames of the failed call hold, so that it is back at once."""
-    return _release_on_error(sys.exc_info()[1])
-
-
-@contextmanager
-def _release_on_error(handled: BaseException | None) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        release_frames(error, handled)
-        raise

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -79,3 +80,17 @@ def release_frames(error: BaseException, handled: BaseException | None) -> None:
         seen.add(id(current))
         traceback.clear_frames(current.__traceback__)
         pending += [current.__cause__, current.__context__]
+
+
+def rolled_back() -> AbstractContextManager[None]:
+    """On an error, let go of the memory that the frames of the failed call hold, so that it is back at once."""
+    return _release_on_error(sys.exc_info()[1])
+
+
+@contextmanager
+def _release_on_error(handled: BaseException | None) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:
+        release_frames(error, handled)
+        raise

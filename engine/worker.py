@@ -71,15 +71,7 @@ class Worker:
         dtype = model_config.torch_dtype
         cache_shape = kv_cache_shape(model_config, num_blocks, config.block_size)
         kv_cache_bytes = 2 * model_config.num_layers * padded(cache_shape, dtype)
-        self.memory = EngineMemory(
-            backend,
-            weights=sum(padded(shape, dtype) for shape in source.shapes().values()),
-            kv_cache=kv_cache_bytes,
-            # Keys and values each start aligned.
-            workspace=workspace_bytes(model_config, config.max_num_seqs, max_model_len) + 2 * ALIGNMENT,
-            num_micro_batches=config.num_micro_batches,
-            poison=config.poison_pages,
-        )
+        self.memory = _create_memory(config, model_config, backend, source, kv_cache_bytes, max_model_len)
         try:
             if config.process_group:
                 self.group = ProcessGroup(backend.device)
@@ -114,15 +106,19 @@ class Worker:
             if config.freeze_heap:
                 self._heap.freeze()
         except BaseException as error:
-            undo = Teardown("creating the worker")
-            self.close_connector(undo)
-            if "model_runner" in self.__dict__:
-                undo.run("the model runner", self.model_runner.shutdown)
-            self._close_transport(undo)
-            self._destroy_group(undo)
-            self.memory.close(undo, drop_pages=True)
-            undo.finish_into(error)
+            self._undo_create(error)
             raise
+
+    def _undo_create(self, error: BaseException) -> None:
+        """Give back what a worker has taken that could not be created; what fails is noted in the error."""
+        undo = Teardown("creating the worker")
+        self.close_connector(undo)
+        if "model_runner" in self.__dict__:
+            undo.run("the model runner", self.model_runner.shutdown)
+        self._close_transport(undo)
+        self._destroy_group(undo)
+        self.memory.close(undo, drop_pages=True)
+        undo.finish_into(error)
 
     def create_block_table(self, config: EngineConfig, max_model_len: int) -> BlockTable:
         """The block table, which no sleep drops: neither its rows nor the tensors that lead to it."""
@@ -246,3 +242,23 @@ class Worker:
 
     def _reload_weights(self) -> None:
         self._source.fill(dict(self.model_runner.model.named_parameters()))
+
+
+def _create_memory(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    backend: PageBackend,
+    source: WeightSource,
+    kv_cache_bytes: int,
+    max_model_len: int,
+) -> EngineMemory:
+    """All arenas with their sizes, and the micro-batches' workspaces."""
+    return EngineMemory(
+        backend,
+        weights=sum(padded(shape, model_config.torch_dtype) for shape in source.shapes().values()),
+        kv_cache=kv_cache_bytes,
+        # Keys and values each start aligned.
+        workspace=workspace_bytes(model_config, config.max_num_seqs, max_model_len) + 2 * ALIGNMENT,
+        num_micro_batches=config.num_micro_batches,
+        poison=config.poison_pages,
+    )

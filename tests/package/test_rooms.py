@@ -17,11 +17,8 @@ HOUSES = ("engine", "leakcheck", "probes", "pytest_plugin", "reports")
 MOST_MODULES, MOST_LINES, LONGEST_FUNCTION = 15, 400, 60
 
 # What is larger than the rules allow, at the size it has: it may shrink, and goes from here once it fits.
-LARGE_ROOMS = {"engine": 35}
+LARGE_ROOMS = {"engine": 34}
 LARGE_MODULES: dict[str, int] = {
-    "engine/config.py": 495,
-    "engine/defects.py": 507,
-    "engine/llm_engine.py": 440,
     "leakcheck/explaining/cuts.py": 585,
     "leakcheck/explaining/explain.py": 661,
     "leakcheck/findings/causes.py": 459,
@@ -38,7 +35,6 @@ LARGE_MODULES: dict[str, int] = {
 LONG_FUNCTIONS: dict[str, int] = {
     "engine/triton_kernels.py decode_attention": 63,
     "engine/triton_kernels.py _attend": 64,
-    "engine/worker.py __init__": 70,
     "leakcheck/baseline/storages.py read_heap": 81,
     "leakcheck/findings/tensor_findings.py _leak": 63,
     "leakcheck/judging/judge.py _finding": 65,

@@ -1,0 +1,175 @@
+"""The defects by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from lowtide.engine.defects import memory, shutdowns
+from lowtide.engine.defects.defect import Defect
+from lowtide.engine.errors import ConfigError
+
+DEFECTS: Mapping[str, Defect] = MappingProxyType(
+    {
+        defect.name: defect
+        for defect in (
+            Defect(
+                "bound-method-cache",
+                "vllm#38503",
+                "a capability check is an `lru_cache` keyed by the model's bound `forward`, which keeps the model",
+                shutdowns.bound_method_cache,
+                (("tensors", "lru-cache"),),
+            ),
+            Defect(
+                "frozen-heap",
+                "vllm#38503",
+                "`gc.freeze()` at create, no `gc.unfreeze()` at shutdown: cycles that hold weights are never collected",
+                shutdowns.frozen_heap,
+                (("gc-frozen", "not-restored"), ("tensors", "frozen-garbage")),
+                settings={"freeze_heap": True},
+            ),
+            Defect(
+                "accelerator-on-cpu",
+                "vllm#41034",
+                "the worker's shutdown waits for an accelerator that is not there, and what comes after it is skipped",
+                shutdowns.accelerator_on_cpu,
+                (
+                    ("host-memory", "native"),
+                    ("teardown", "unknown"),
+                    ("tensors", "instance-attribute"),
+                    ("tensors", "pending-transfer"),
+                ),
+                devices=("cpu",),
+                lives=2,
+            ),
+            Defect(
+                "accelerator-patched",
+                "vllm#41034, the merged fix",
+                "`torch.accelerator.synchronize` and `empty_cache` become no-ops for the whole process, for good",
+                shutdowns.accelerator_patched,
+                (("globals", "not-restored"),),
+            ),
+            Defect(
+                "shutdown-noop",
+                "vllm#41034, first try",
+                "the CPU model runner overrides shutdown with `pass`",
+                shutdowns.shutdown_noop,
+                (("tensors", "instance-attribute"),),
+            ),
+            Defect(
+                "process-group",
+                "vllm#43023",
+                "the process group and its store survive the shutdown: only the reference to it is dropped",
+                shutdowns.process_group,
+                (("process-groups", "not-restored"),),
+                settings={"process_group": True},
+            ),
+            Defect(
+                "late-release",
+                "vllm#43023 (ROCm)",
+                "the driver gives memory back seconds after it was freed: no leak, but the next engine must wait",
+                memory.late_release,
+                (),
+                devices=("cuda",),
+            ),
+            Defect(
+                "never-release",
+                "vllm#37533 (ROCm)",
+                "memory is reported free and physically still there",
+                memory.never_release,
+                (("driver", "driver"),),
+                devices=("cuda",),
+            ),
+            Defect(
+                "workspace-resize",
+                "vllm#39226",
+                "a workspace that grows drops its buffer and takes a new one: twice its bytes stay reserved",
+                memory.workspace_resize,
+                (("reserved", "allocator-cache"),),
+                # A workspace of more than a hundred MiB: more than anything else that torch has cached.
+                settings={"model": "1b", "kv_cache_bytes": 2 << 30},
+                devices=("cuda",),
+                prompt_scale=60,
+            ),
+            Defect(
+                "workspace-views",
+                "vllm#39226 (DBO)",
+                "one micro-batch's growth replaces every micro-batch's workspace; views keep the old storages",
+                memory.workspace_views,
+                (("tensors", "instance-attribute"),),
+                settings={"num_micro_batches": 2},
+            ),
+            Defect(
+                "block-table-contents",
+                "vllm#40648",
+                "pointer, stride and size tensors lie in the KV cache's pages, which a sleep drops: contents undefined",
+                memory.block_table_contents,
+                (("contents", "not-restored"),),
+                settings={"poison_pages": True},
+            ),
+            Defect(
+                "block-table-moved",
+                "vllm#40648, the merged fix",
+                "those tensors are made anew at every wake: a captured graph still reads the old addresses",
+                memory.block_table_moved,
+                (("pointers", "cuda-graph"),),
+                settings={"cuda_graphs": True},
+                devices=("cuda",),
+            ),
+            Defect(
+                "wake-oom",
+                "vllm#34600",
+                "out of memory half-way through a wake leaves the mapped half mapped",
+                memory.wake_oom,
+                (("arena", "not-restored"),),
+                trigger=memory.no_room_in_the_first_wake,
+            ),
+            Defect(
+                "unfreeze-too-late",
+                "vllm 0.20",
+                "`gc.unfreeze()` runs after the last collection and `empty_cache()`: what it frees stays reserved",
+                shutdowns.unfreeze_too_late,
+                (("reserved", "allocator-cache"),),
+                settings={"freeze_heap": True, "cuda_graphs": True},
+                devices=("cuda",),
+            ),
+            Defect(
+                "worker-keeps-everything",
+                "vllm#38503",
+                "the worker's shutdown drops neither weights nor KV cache, rope table or workspaces",
+                shutdowns.worker_keeps_everything,
+                (("tensors", "instance-attribute"),),
+            ),
+            Defect(
+                "undrained-offload",
+                "vllm#38503",
+                "blocks of an async offload are given back by the next step only: `reset_prefix_cache()` is never True",
+                shutdowns.undrained_offload,
+                (("kv-blocks", "pending-transfer"),),
+                settings={"kv_offload_bytes": 16 << 20},
+            ),
+            Defect(
+                "transport-registration",
+                "vllm#38503 (UCX/NIXL)",
+                "memory registered with a native transport is never deregistered; torch's counters are clean",
+                shutdowns.transport_registration,
+                (("host-memory", "native"),),
+                settings={"kv_transport_bytes": 64 << 20},
+                expected_on_card=(("pinned", "native"),),
+                lives=2,
+            ),
+        )
+    }
+)
+
+
+def find_defect(name: str) -> Defect:
+    """The defect of that name.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    try:
+        return DEFECTS[name]
+    except KeyError:
+        raise ConfigError(f"there is no defect {name!r}: use one of {', '.join(DEFECTS)}") from None

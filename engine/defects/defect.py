@@ -1,0 +1,87 @@
+"""What a defect is, and how one is put into the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Defect:
+    """One historical bug.
+
+    Attributes:
+        name: what it is switched on by.
+        source: where it happened.
+        summary: what went wrong, in one line.
+        activate: puts the bug into the engine while its context lasts.
+        expected: the resource and the cause of every finding that it makes, sorted; none where it is no leak.
+        settings: what the engine must be configured with for the bug to have a place.
+        trigger: what must happen from outside for it to show, while its context lasts; an engine without the bug takes
+            it without a finding.
+        devices: the kinds of device on which it can show.
+        expected_on_card: `expected` on a card, where that is something else.
+        prompt_scale: how many times as long as usual the prompts must be.
+        lives: in how many lives it shows on a CPU: two where the first one's libraries would hide it.
+    """
+
+    name: str
+    source: str
+    summary: str
+    activate: Callable[[], AbstractContextManager[None]]
+    expected: tuple[tuple[str, str], ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    trigger: Callable[[], AbstractContextManager[None]] = nullcontext
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    expected_on_card: tuple[tuple[str, str], ...] | None = None
+    prompt_scale: int = 1
+    lives: int = 1
+
+    def lives_on(self, device: str) -> int:
+        """In how many lives it shows on `cpu` or `cuda`; a card's libraries always hide something in the first."""
+        return self.lives if device == "cpu" else 2
+
+    def expected_on(self, device: str) -> tuple[tuple[str, str], ...]:
+        """`expected`, on `cpu` or `cuda`."""
+        return self.expected if device == "cpu" or self.expected_on_card is None else self.expected_on_card
+
+    def check(self, device: str) -> None:
+        """Refuse a device on which it cannot show.
+
+        Raises:
+            ConfigError: this is one.
+        """
+        kind = device.partition(":")[0]
+        if kind not in self.devices:
+            raise ConfigError(f"defect {self.name!r} cannot show on {kind}: use --device {self.devices[0]}")
+
+    def configure(self, config: EngineConfig) -> EngineConfig:
+        """The configuration with what the bug needs.
+
+        Raises:
+            ConfigError: it cannot show on this kind of device.
+        """
+        self.check(config.device)
+        return replace(config, **self.settings)
+
+    @contextmanager
+    def switched_on(self) -> Iterator[None]:
+        """The bug, and what makes it show."""
+        with self.trigger(), self.activate():
+            yield
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """`owner` has another value under `name` while the context lasts."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
