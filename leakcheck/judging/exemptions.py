@@ -17,6 +17,8 @@ from typing import Any
 import psutil
 
 from lowtide.probes.host.counters import child_processes
+from lowtide.probes.host.process_files import command_line as _command_line
+from lowtide.probes.host.process_files import open_files
 from lowtide.probes.objects.foreign import attribute, module_of_class
 from lowtide.probes.objects.thread_names import thread_ident, thread_key
 from lowtide.reports.schema import Resource
@@ -71,15 +73,8 @@ def _each(applies: Callable[[str], bool]) -> Callable[[Names], Names]:
     return lambda names: {name for name in names if applies(name)}
 
 
-def _command_line(pid: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:  # it ended meanwhile
-        return ""
-
-
 def _runs(*modules: str) -> Callable[[Names], Names]:
-    return _each(lambda pid: any(module in _command_line(pid) for module in modules))
+    return _each(lambda pid: any(module in _command_line(int(pid)) for module in modules))
 
 
 def _serves_multiprocessing(pid: str) -> bool:
@@ -87,11 +82,11 @@ def _serves_multiprocessing(pid: str) -> bool:
     if int(pid) in _held_by_multiprocessing("_pid", "_forkserver_pid"):
         # One that was forked just now may not have its command line yet.
         return True
-    command = _command_line(pid)
+    command = _command_line(int(pid))
     if "multiprocessing.forkserver" not in command:
         return _TRACKER.search(command) is not None
     try:
-        return "multiprocessing.forkserver" not in _command_line(str(psutil.Process(int(pid)).ppid()))
+        return "multiprocessing.forkserver" not in _command_line(psutil.Process(int(pid)).ppid())
     except psutil.Error:  # it ended meanwhile
         return True
 
@@ -174,18 +169,11 @@ def _pipes_to(command: str) -> Callable[[Names], Names]:
             return pipes
         theirs: set[str] = set()
         for pid in child_processes():
-            if command in _command_line(str(pid)):
-                theirs |= _open_files(pid)
+            if command in _command_line(pid):
+                theirs |= open_files(pid)
         return {name for name in pipes if _target(name) in theirs}
 
     return among
-
-
-def _open_files(pid: int) -> set[str]:
-    try:
-        return {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
-    except OSError:  # it ended meanwhile
-        return set()
 
 
 def _multiprocessing_pipes(names: Names) -> Names:

@@ -174,17 +174,7 @@ def _finding(
     if new:
         message += ": " + ", ".join(new)
     message += returns
-    former = fingerprint(resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause))
-    mark = former
-    if new:
-        mark = fingerprint_of_items(
-            metric.resource,
-            new,
-            resource=metric.resource,
-            device=metric.device,
-            stage=stage,
-            suspects=(metric.what, cause),
-        )
+    mark, former = _fingerprints(metric, stage, cause, new)
     return Finding(
         resource=metric.resource,
         cause=cause,
@@ -200,6 +190,22 @@ def _finding(
         remedy=remedy,
         advice=advice,
     )
+
+
+def _fingerprints(metric: Metric[Any], stage: str, cause: Cause, new: Sequence[str]) -> tuple[str, str]:
+    """A finding's fingerprint, and the one without the names of its items."""
+    former = fingerprint(resource=metric.resource, device=metric.device, stage=stage, suspects=(metric.what, cause))
+    mark = former
+    if new:
+        mark = fingerprint_of_items(
+            metric.resource,
+            new,
+            resource=metric.resource,
+            device=metric.device,
+            stage=stage,
+            suspects=(metric.what, cause),
+        )
+    return mark, former
 
 
 def named_amount(metric: Metric[Any], amount: int) -> str:

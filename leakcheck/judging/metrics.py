@@ -112,47 +112,52 @@ def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
         Metric("host-memory", "cpu", unaccounted_host_memory, tolerance=of_host, first_use=True),
     ]
     if device != "cpu":
-        metrics += [
-            Metric("tensors", device, lambda s: s.tensors.bytes_on(device)),
-            Metric(
-                "tensors",
-                device,
-                lambda s: native_held(s, device),
-                first_use=True,
-                what="memory that native code holds",
-                cause="native",
-                verdict="native-held",
-            ),
-            Metric(
-                "tensors",
-                device,
-                lambda s: awaiting_a_stream(s, device),
-                rung=Rung.EMPTY_CACHE,
-                what=AWAITING_A_STREAM,
-                cause="pending-transfer",
-                verdict="in-flight",
-            ),
-            Metric("reserved", device, lambda s: empty_segments(s, device), first_use=True),
-            Metric(
-                "reserved",
-                device,
-                lambda s: sum(empty_private_pools(s, device).values()),
-                items=lambda s: empty_private_pools(s, device),
-                what="private pools",
-                key=f"reserved {device}",
-            ),
-            Metric(
-                "driver",
-                device,
-                lambda s: unaccounted_driver_memory(s, device),
-                tolerance=8 * MIB,
-                first_use=True,
-                settles=True,
-                cause="driver",
-                verdict="unexplained",
-            ),
-        ]
+        metrics += _card_metrics(device)
     return tuple(metrics)
+
+
+def _card_metrics(device: str) -> list[Metric[Snapshot]]:
+    """What must be back on a card."""
+    return [
+        Metric("tensors", device, lambda s: s.tensors.bytes_on(device)),
+        Metric(
+            "tensors",
+            device,
+            lambda s: native_held(s, device),
+            first_use=True,
+            what="memory that native code holds",
+            cause="native",
+            verdict="native-held",
+        ),
+        Metric(
+            "tensors",
+            device,
+            lambda s: awaiting_a_stream(s, device),
+            rung=Rung.EMPTY_CACHE,
+            what=AWAITING_A_STREAM,
+            cause="pending-transfer",
+            verdict="in-flight",
+        ),
+        Metric("reserved", device, lambda s: empty_segments(s, device), first_use=True),
+        Metric(
+            "reserved",
+            device,
+            lambda s: sum(empty_private_pools(s, device).values()),
+            items=lambda s: empty_private_pools(s, device),
+            what="private pools",
+            key=f"reserved {device}",
+        ),
+        Metric(
+            "driver",
+            device,
+            lambda s: unaccounted_driver_memory(s, device),
+            tolerance=8 * MIB,
+            first_use=True,
+            settles=True,
+            cause="driver",
+            verdict="unexplained",
+        ),
+    ]
 
 
 def _counted(

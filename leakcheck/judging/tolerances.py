@@ -73,80 +73,91 @@ def plain_metrics(devices: Collection[str], tolerance: int = 0) -> tuple[Metric[
         metrics.append(_items("arena", device, tolerance=tolerance))
         if device == "cpu":
             continue
-        metrics += [
-            _items(
-                "tensors",
-                device,
-                key=f"native {device}",
-                tolerance=tolerance,
-                cause="native",
-                verdict="native-held",
-                what="memory that native code holds",
-            ),
-            _items(
-                "tensors",
-                device,
-                key=f"workspaces {device}",
-                tolerance=tolerance,
-                cause="library-workspace",
-                verdict="native-held",
-                what="workspaces of BLAS libraries",
-            ),
-            _items(
-                "tensors",
-                device,
-                key=f"in-flight {device}",
-                tolerance=tolerance,
-                rung=Rung.EMPTY_CACHE,
-                cause="pending-transfer",
-                verdict="in-flight",
-                what=AWAITING_A_STREAM,
-            ),
-            _items("reserved", device, tolerance=tolerance, rung=Rung.EMPTY_CACHE, cause="allocator-cache"),
-            _items(
-                "driver",
-                device,
-                key=f"allocations {device}",
-                tolerance=tolerance,
-                rung=Rung.EMPTY_CACHE,
-                settles=True,
-                cause="native",
-                verdict="native-held",
-                what="driver memory that was allocated outside torch",
-            ),
-            _items(
-                "driver",
-                device,
-                key=f"memory-pool {device}",
-                tolerance=max(tolerance, UNLISTED_TOLERANCE),
-                rung=Rung.EMPTY_CACHE,
-                settles=True,
-                cause="allocator-cache",
-                verdict="cached",
-                what="freed memory that the driver's memory pool keeps",
-            ),
-            _items(
-                "driver",
-                device,
-                key=f"unlisted {device}",
-                tolerance=max(tolerance, UNLISTED_TOLERANCE),
-                rung=Rung.EMPTY_CACHE,
-                settles=True,
-                cause="driver",
-                verdict="unexplained",
-                what="memory that the driver counts and does not list",
-            ),
-            _level(
-                "driver",
-                device,
-                tolerance=max(tolerance, DRIVER_TOLERANCE),
-                rung=Rung.EMPTY_CACHE,
-                settles=True,
-                cause="driver",
-                verdict="unexplained",
-            ),
-        ]
+        metrics += [*_allocator_metrics(device, tolerance), *_driver_metrics(device, tolerance)]
     return tuple(metrics)
+
+
+def _allocator_metrics(device: str, tolerance: int) -> list[Metric[Reading]]:
+    """What torch's allocator holds on a card beside tensors that Python sees."""
+    return [
+        _items(
+            "tensors",
+            device,
+            key=f"native {device}",
+            tolerance=tolerance,
+            cause="native",
+            verdict="native-held",
+            what="memory that native code holds",
+        ),
+        _items(
+            "tensors",
+            device,
+            key=f"workspaces {device}",
+            tolerance=tolerance,
+            cause="library-workspace",
+            verdict="native-held",
+            what="workspaces of BLAS libraries",
+        ),
+        _items(
+            "tensors",
+            device,
+            key=f"in-flight {device}",
+            tolerance=tolerance,
+            rung=Rung.EMPTY_CACHE,
+            cause="pending-transfer",
+            verdict="in-flight",
+            what=AWAITING_A_STREAM,
+        ),
+        _items("reserved", device, tolerance=tolerance, rung=Rung.EMPTY_CACHE, cause="allocator-cache"),
+    ]
+
+
+def _driver_metrics(device: str, tolerance: int) -> list[Metric[Reading]]:
+    """What the card's driver counts, with a list of its allocations and without."""
+    return [
+        _items(
+            "driver",
+            device,
+            key=f"allocations {device}",
+            tolerance=tolerance,
+            rung=Rung.EMPTY_CACHE,
+            settles=True,
+            cause="native",
+            verdict="native-held",
+            what="driver memory that was allocated outside torch",
+        ),
+        _items(
+            "driver",
+            device,
+            key=f"memory-pool {device}",
+            tolerance=max(tolerance, UNLISTED_TOLERANCE),
+            rung=Rung.EMPTY_CACHE,
+            settles=True,
+            cause="allocator-cache",
+            verdict="cached",
+            what="freed memory that the driver's memory pool keeps",
+        ),
+        _items(
+            "driver",
+            device,
+            key=f"unlisted {device}",
+            tolerance=max(tolerance, UNLISTED_TOLERANCE),
+            rung=Rung.EMPTY_CACHE,
+            settles=True,
+            cause="driver",
+            verdict="unexplained",
+            what="memory that the driver counts and does not list",
+        ),
+        _level(
+            "driver",
+            device,
+            tolerance=max(tolerance, DRIVER_TOLERANCE),
+            rung=Rung.EMPTY_CACHE,
+            settles=True,
+            cause="driver",
+            verdict="unexplained",
+        ),
+    ]
 
 
 def _key(resource: Resource, device: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 
@@ -115,3 +116,19 @@ def _target(path: str) -> str:
         return os.readlink(path)
     except OSError:  # closed meanwhile
         return ""
+
+
+def command_line(pid: int) -> str:
+    """What it was started with, the words apart by blanks; empty where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:  # it ended meanwhile
+        return ""
+
+
+def open_files(pid: int) -> set[str]:
+    """What its descriptors lead to; empty where that may not be read."""
+    try:
+        return {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
+    except OSError:  # it ended meanwhile
+        return set()

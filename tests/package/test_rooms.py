@@ -25,7 +25,6 @@ LARGE_MODULES: dict[str, int] = {
     "leakcheck/findings/item_findings.py": 462,
     "leakcheck/findings/remedies.py": 413,
     "leakcheck/findings/tensor_findings.py": 482,
-    "leakcheck/judging/exemptions.py": 405,
     "leakcheck/lives/lifecycle.py": 511,
     "leakcheck/watching/watch.py": 519,
     "probes/heap/edges.py": 555,
@@ -37,9 +36,6 @@ LONG_FUNCTIONS: dict[str, int] = {
     "engine/triton_kernels.py _attend": 64,
     "leakcheck/baseline/storages.py read_heap": 81,
     "leakcheck/findings/tensor_findings.py _leak": 63,
-    "leakcheck/judging/judge.py _finding": 65,
-    "leakcheck/judging/metrics.py shutdown_metrics": 71,
-    "leakcheck/judging/tolerances.py plain_metrics": 106,
 }
 
 
