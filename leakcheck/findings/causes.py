@@ -11,32 +11,27 @@ import gc
 import re
 import sys
 import threading
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Union
-
-import msgspec
 
 from lowtide.leakcheck.explaining.cuts import Cut
 from lowtide.leakcheck.explaining.explain import Holder, first_holders
 from lowtide.leakcheck.explaining.path_names import way_text
 from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
 from lowtide.leakcheck.findings.graph_parts import graph_parts
-from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
+from lowtide.leakcheck.findings.grouping import BELONGING, Cause, by_cause
+from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import told_with, works
 from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, older_than
-from lowtide.leakcheck.judging.items import listed
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.stand_ins import stand_ins
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.reports.schema import Finding, Hop
-from lowtide.reports.sizes import format_amount, format_bytes
 
-_MAIN = ("processes", "process-groups", "threads", "shared-memory", "file-descriptors")
-"""The resources that belong together, that which says most of the cause first."""
+__all__ = ["Cause", "Draft", "by_cause", "with_causes"]
 
 _EXPLAINED = 0.9
 """The share of the host memory that must lie behind another finding to be a part of it."""
@@ -56,23 +51,6 @@ _ROOTS = (
 """What a setting is called, and the root of paths that is its value, where these are not the same words."""
 
 
-@dataclass(frozen=True)
-class Cause:
-    """What several findings have in common.
-
-    Attributes:
-        key: the same for all of them.
-        holder: the object that should be gone, as code; empty if there is none.
-        path: the way to it.
-        advice: what to do about it.
-    """
-
-    key: Hashable
-    holder: str = ""
-    path: tuple[Hop, ...] = ()
-    advice: str = ""
-
-
 Draft = Union[Finding, TensorLeak, ItemLeak]  # noqa: UP007 - evaluated
 
 
@@ -81,7 +59,7 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
 
     By one walk over the heap, and none where nothing could share a cause.
     """
-    leaks = [draft for draft in found if isinstance(draft, ItemLeak) and draft.key in _MAIN]
+    leaks = [draft for draft in found if isinstance(draft, ItemLeak) and draft.key in BELONGING]
     shared = _shared_causes(leaks, context) if len({leak.key for leak in leaks}) > 1 else {}
     mapped = _mapped_files(found)
     shared.update((("file-descriptors", name), Cause(("tensors", turn))) for name, turn in mapped.items())
@@ -102,47 +80,6 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
                 causes.append(cause or _holder_of(each, turn, context))
     causes = _with_changes(drafts, _with_losses(drafts, causes))
     return drafts, _with_host_memory(drafts, _with_threads(drafts, causes), context.walk)
-
-
-def by_cause(findings: Iterable[Finding], causes: Mapping[int, Cause | None]) -> tuple[Finding, ...]:
-    """The findings, those with one cause as one with the others as its parts, where the first of them stood.
-
-    Args:
-        findings: those of one subject.
-        causes: the cause of each, by the finding's identity; a finding without one stays as it is.
-    """
-    groups: dict[Hashable, list[Finding]] = {}
-    known: dict[Hashable, Cause] = {}
-    for finding in findings:
-        cause = causes.get(id(finding))
-        key = id(finding) if cause is None else cause.key
-        groups.setdefault(key, []).append(finding)
-        if cause is not None:
-            known[key] = cause
-    return tuple(_as_one(group, known.get(key)) for key, group in groups.items())
-
-
-def _as_one(group: Sequence[Finding], cause: Cause | None) -> Finding:
-    if cause is None:
-        return group[0]
-    first, *parts = sorted(group, key=_rank)
-    of_setting = next((part.advice for part in parts if part.resource == "globals"), None)
-    advice = first.advice or cause.advice or of_setting
-    if not cause.holder:
-        return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
-    # One that was explained by itself knows more of its way.
-    message = first.message if first.path else f"{first.message}, held by {cause.holder}"
-    path = first.path or cause.path
-    holder = first.holder if first.path else cause.holder
-    return msgspec.structs.replace(first, parts=tuple(parts), message=message, holder=holder, path=path, advice=advice)
-
-
-def _rank(finding: Finding) -> tuple[int, bool, bool, bool]:
-    resource = _MAIN.index(finding.resource) if finding.resource in _MAIN else -1
-    if finding.resource in ("host-memory", "globals"):
-        resource = len(_MAIN)
-    # A tensor has a path, and bytes; what native code holds has none.
-    return resource, finding.cause != "autograd", finding.resource == "lru-cache", finding.cause == "native"
 
 
 _Named = tuple[str, str]
@@ -168,7 +105,7 @@ def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, 
     several = [group for group in members.values() if len({key for key, _ in group}) > 1]
     shared = {named: causes[named] for group in several if not _is_one_thing(group, owners) for named in group}
     for group in several:
-        main = min((key for key, _ in group), key=_MAIN.index)
+        main = min((key for key, _ in group), key=BELONGING.index)
         if _is_one_thing(group, owners):
             # Of several processes one has a pipe of its own: that is no reason to tell them apart.
             rest = [(main, name) for name in names[main] if (main, name) not in shared]
@@ -186,7 +123,7 @@ def _apart(draft: Draft, context: Context) -> list[Draft]:
             {name: size for name, size in draft.names.items() if id(draft.cached[name].cache()) == cache}
             for cache in caches
         ]
-        return [_only(draft, names) for names in kept]
+        return [only(draft, names) for names in kept]
     return [draft]
 
 
@@ -227,11 +164,11 @@ def _by_work(draft: ItemLeak, context: Context) -> list[ItemLeak]:
     """Threads by what they do."""
     found = works(draft.names, context)
     rest = {name: size for name, size in draft.names.items() if not any(name in work.names for work in found)}
-    parts = [(_only(draft, {name: draft.names[name] for name in work.names}), work) for work in found]
+    parts = [(only(draft, {name: draft.names[name] for name in work.names}), work) for work in found]
     if len(found) + bool(rest) == 1:
         parts = [(draft, work) for work in found]
     told = [told_with(part, work) for part, work in parts]
-    return [*told, *([_only(draft, rest) if told else draft] if rest else [])]
+    return [*told, *([only(draft, rest) if told else draft] if rest else [])]
 
 
 def _holder_of(draft: Draft, turn: int, context: Context) -> Cause | None:
@@ -328,27 +265,7 @@ def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], Cause]) -> list[tupl
         parts.setdefault(None if cause is None else cause.key, (cause, {}))[1][name] = size
     if len(parts) < 2:
         return [(leak, next(iter(parts.values()))[0] if parts else None)]
-    return [(_only(leak, names), cause) for cause, names in parts.values()]
-
-
-def _only(leak: ItemLeak, names: dict[str, int]) -> ItemLeak:
-    """The leak of some of the things, with the fingerprint that they would have alone."""
-    finding = leak.finding
-    head, marker, tail = finding.message.partition(" did not come back")
-    size = sum(names.values()) if finding.bytes else 0
-    if finding.bytes:
-        head = re.sub(r"^[\d.]+ [KMGT]?i?B", format_bytes(size), head)
-    else:
-        head = format_amount(len(names), re.sub(r"^\d+ ", "", head) if finding.count > 1 else head)
-    since = tail.partition(": ")[0]
-    told = msgspec.structs.replace(
-        finding,
-        bytes=size,
-        count=len(names) if not finding.bytes else finding.count,
-        message=f"{head}{marker}{since}: {', '.join(sorted(names))}",
-        holder=listed(leak.key, names),
-    )
-    return with_fingerprint(dataclasses.replace(leak, finding=told, names=names), leak.module)
+    return [(only(leak, names), cause) for cause, names in parts.values()]
 
 
 def _graph_of(draft: Draft) -> Cause | None:

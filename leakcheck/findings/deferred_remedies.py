@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from lowtide.leakcheck.baseline.storages import Key
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.empty_pools import pool_holder
-from lowtide.leakcheck.findings.item_findings import ItemLeak, actions_for, try_actions
+from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.remedies import StorageWatch, prove
 from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, explain_storages
 from lowtide.leakcheck.judging.budget import Budget

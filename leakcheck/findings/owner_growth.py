@@ -15,7 +15,8 @@ import msgspec
 from lowtide.leakcheck.baseline.owner_levels import Count, Key
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.explaining.explain import Explanation
-from lowtide.leakcheck.findings.tensor_findings import Context, Stacks, explain_storages, frames
+from lowtide.leakcheck.findings.storage_holders import Stacks
+from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages, frames
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import listed
 from lowtide.leakcheck.judging.level_growth import rate

@@ -5,12 +5,11 @@ Runs on a leak only, after the verdict.  Every change to the program is listed w
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import re
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,7 @@ from lowtide.leakcheck.baseline.storages import Key, live_keys, tensors_over
 from lowtide.leakcheck.explaining.cuts import Cut, Place
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.explaining.expressions import of_thread
+from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_told
 from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, explain_storages
 from lowtide.leakcheck.judging.budget import untried
 from lowtide.leakcheck.judging.items import first_of
@@ -313,33 +313,6 @@ def _distinct(cuts: Iterable[Cut]) -> list[Cut]:
     for cut in cuts:
         found.setdefault((cut.action, cut.place.container if cut.place else 0), cut)
     return list(found.values())
-
-
-@contextlib.contextmanager
-def unraisable_told() -> Iterator[list[str]]:
-    """What is raised where nobody can catch it (in a `__del__`) while the block lets things go, as text.
-
-    A test runner's own hook would keep the error, and with it what should go, and blame it on the next test.
-    """
-    told: list[str] = []
-
-    def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        told.append(error_text(unraisable.exc_type, unraisable.exc_value))
-
-    before, sys.unraisablehook = sys.unraisablehook, hook
-    try:
-        yield told
-    finally:
-        sys.unraisablehook = before
-
-
-def error_text(kind: type[BaseException], error: BaseException | None) -> str:
-    """An error in one line, even if it cannot say what it is."""
-    try:
-        said = "" if error is None else str(error)
-    except Exception:  # noqa: BLE001 - the program's own `__str__`
-        said = ""
-    return f"{kind.__name__}: {said}" if said else kind.__name__
 
 
 def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:

@@ -5,17 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
 
-from lowtide.leakcheck.baseline.storages import Held, Key, is_tensor, storage_keys, tensors_in
-from lowtide.leakcheck.explaining.cuts import Names, NamespaceSizes
-from lowtide.leakcheck.explaining.explain import Explanation, explain
-from lowtide.leakcheck.explaining.native_holders import as_gradients, held_by_nodes, saved_for_backward, together
-from lowtide.leakcheck.judging.budget import Budget
+from lowtide.leakcheck.baseline.storages import Held, Key, is_tensor, storage_keys
+from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.findings.storage_holders import (
+    Context,
+    Explained,
+    Older,
+    behind_frozen_holders,
+    common_holder,
+    explain_storages,
+    names_known,
+    older_than,
+    told_as_frozen,
+)
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.judging.ladder import ACTIONS, Rung
@@ -23,73 +31,30 @@ from lowtide.leakcheck.judging.stable_names import without_numbers
 from lowtide.leakcheck.judging.trend import trend_of
 from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.device.torch_allocator import free_beside
-from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.heap.reach import reach
 from lowtide.reports.schema import Finding, Frame, Hop, Remedy
 from lowtide.reports.sizes import format_bytes
+
+__all__ = [
+    "Context",
+    "Explained",
+    "Older",
+    "TensorLeak",
+    "behind_frozen_holders",
+    "explain_storages",
+    "frames",
+    "names_known",
+    "older_than",
+    "restaged",
+    "tensor_leaks",
+    "told_as_frozen",
+    "with_free_beside",
+]
 
 _LEAST_FREE = 2 << 20
 """Bytes that are told of as free beside a leak; small tensors share segments of this size with all others."""
 
 _RUNNERS = ("/_pytest/", "/pluggy/", "/unittest/")
-
-Stacks = Callable[[str, Collection[int]], Mapping[int, Sequence[StackFrame]]]
-"""The stacks on which memory was allocated, by address, for a device and some addresses."""
-
-
-@dataclass(frozen=True)
-class Explained:
-    """Who holds each of some storages.
-
-    Attributes:
-        by_key: the best explanation of each: the shortest path among its tensors'.
-        places: by storage, the places among the explained tensors of those over it that a root reaches.
-    """
-
-    by_key: Mapping[Key, Explanation] = field(default_factory=dict)
-    places: Mapping[Key, frozenset[int]] = field(default_factory=dict)
-
-    def retained(self, freed: frozenset[int] | None) -> set[Key]:
-        """The storages that are free when nothing holds these tensors any more."""
-        return {key for key, places in self.places.items() if places and freed is not None and places <= freed}
-
-
-@dataclass(frozen=True)
-class Context:
-    """What is known around some leaks, besides the leaks themselves.
-
-    Attributes:
-        born: the identities of all objects born since the baseline: who was there before is not to blame; None if that
-            is not known.
-        hints: advice for what is reached from the object beside it, which the test runner keeps by design.
-        roots: what is held, by name, where no path can see it, and is meant to be.
-        living: whether an engine that runs is meant to live.
-        is_over: whether nothing of the program will run again, so that any name may be set to None to prove a remedy.
-        stacks: where memory was allocated.
-        turns: how often each stage has run.
-        lives: how often every stage has, if all of them belong to one life that was repeated.
-        namespaces: how many names each module had before the leak; None if that is not known.
-        patience: seconds to wait for a thread to end, to prove that it is the holder.
-        module: the test module, or the fixture's file, to which the leaks belong; empty if there is none.
-        started: the line that started a thread, by the thread's identifier: `function, file.py:12`; empty if unknown.
-        budget: how long may be spent on what can be left out.
-        walk: the walk over the heap to ask who holds what, as long as nothing is changed; None: each asks its own.
-    """
-
-    born: Collection[int] | None = None
-    hints: Sequence[tuple[str, object]] = ()
-    roots: Sequence[tuple[str, object]] = ()
-    living: bool = False
-    is_over: bool = False
-    stacks: Stacks = lambda device, addresses: {}
-    turns: Mapping[str, int] = field(default_factory=dict)
-    lives: int = 1
-    namespaces: NamespaceSizes | None = None
-    patience: float = 2.0
-    module: str = ""
-    started: Callable[[int], str] = lambda ident: ""
-    budget: Budget = field(default_factory=Budget)
-    walk: SharedWalk | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,69 +103,6 @@ class _Row:
     stack: tuple[StackFrame, ...]
 
 
-def explain_storages(keys: Collection[Key], context: Context) -> Explained:
-    """Finds out, by one walk over the heap, who holds each of some storages."""
-    if not keys:
-        return Explained()
-    with sharing_walk(context.walk) as walk:
-        return _explain_storages(keys, dataclasses.replace(context, walk=walk))
-
-
-def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
-    older, names = older_than(context), names_known(context)
-    found_in = tensors_in(keys, context.walk)
-    tensors = [tensor for tensor, _ in found_in]
-    storages = [of_tensor for _, of_tensor in found_in]
-    del found_in
-    told = explain(
-        tensors,
-        ignore={id(tensors)},
-        innocent=older,
-        roots=context.roots,
-        living=context.living,
-        names=names,
-        budget=context.budget,
-        walk=context.walk,
-    )
-    rooted = {id(tensor): found for tensor, found in zip(tensors, told, strict=True) if found.root}
-    lost = [tensor for tensor, found in zip(tensors, told, strict=True) if not found.path or found.root]
-    native = _natively_held(lost, rooted, older, names, context) if lost else {}
-    by_key: dict[Key, Explanation] = {}
-    parts: dict[Key, list[Explanation]] = {}
-    places: dict[Key, set[int]] = {}
-    for place, (tensor, found) in enumerate(zip(tensors, told, strict=True)):
-        explanation = native.get(id(tensor), found)
-        for key in storages[place]:
-            if found.path:
-                places.setdefault(key, set()).add(place)
-            known = by_key.get(key)
-            if known is None or _rank(explanation) < _rank(known):
-                by_key[key] = explanation
-        parted = storages[place] - storage_keys([tensor])
-        for key in parted if found.path else ():
-            parts.setdefault(key, []).append(found)
-    for key, others in parts.items():
-        by_key[key] = by_key[key].with_parts(others, _common_holder([by_key[key], *others]))
-    return Explained(together(by_key), {key: frozenset(found) for key, found in places.items()})
-
-
-def behind_frozen_holders(keys: Collection[Key], context: Context) -> frozenset[Key]:
-    """Those of some storages whose path passes what `gc.freeze()` hides: to be asked before the heap is unfrozen."""
-    told = explain_storages(keys, context).by_key
-    return frozenset(key for key, explanation in told.items() if explanation.verdict == "frozen-holder")
-
-
-def told_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
-    """The same, found in the meantime unfrozen heap, for storages that were `behind_frozen_holders`."""
-    by_key = {
-        key: dataclasses.replace(found, verdict="frozen-holder")
-        if key in keys and found.verdict == "reachable"
-        else found
-        for key, found in explained.by_key.items()
-    }
-    return Explained(by_key, explained.places)
-
-
 def tensor_leaks(
     held: Sequence[Sequence[Held]], rungs: Sequence[Rung], explained: Explained, context: Context
 ) -> list[TensorLeak]:
@@ -247,70 +149,10 @@ def restaged(finding: Finding, stage: str) -> Finding:
     return msgspec.structs.replace(finding, stage=stage, message=message, former_fingerprint=former)
 
 
-class Older(Container[int]):
-    """The identities of what was alive before the leak: all but those of what was born since; none if nobody knows."""
-
-    def __init__(self, born: Collection[int] | None) -> None:
-        self._born = born
-
-    def __contains__(self, identity: object) -> bool:
-        return self._born is not None and identity not in self._born
-
-
-def older_than(context: Context) -> Older:
-    """What was alive before the leak."""
-    return Older(context.born)
-
-
-def names_known(context: Context) -> Names:
-    """What is known of the program's names, for cuts that do no harm."""
-    older = None if context.born is None else older_than(context)
-    return Names(older, are_free=context.is_over, sizes=context.namespaces)
-
-
 def frames(stack: Sequence[StackFrame]) -> tuple[Frame, ...]:
     """A stack as a report has it: up to the test, without those who called it."""
     own = list(itertools.takewhile(lambda frame: not any(name in frame.file for name in _RUNNERS), stack))
     return tuple(Frame(file=frame.file, line=frame.line, function=frame.function) for frame in own or stack)
-
-
-def _natively_held(
-    lost: Sequence[Any], rooted: Mapping[int, Explanation], older: Older, names: Names, context: Context
-) -> dict[int, Explanation]:
-    """What torch itself tells of tensors that Python's graph does not lead to, by identity.
-
-    Args:
-        lost: the tensors.
-        rooted: of those whose path begins at what C++ holds, what is said of them.
-        older: the identities of what was there before the leak.
-        names: what is known of the program before it.
-        context: what else is known.
-    """
-
-    def explained(items: Sequence[Any]) -> list[Explanation]:
-        return explain(
-            items,
-            ignore={id(items)},
-            innocent=older,
-            roots=context.roots,
-            living=context.living,
-            names=names,
-            walk=context.walk,
-        )
-
-    pathless = {id(tensor) for tensor in lost} - rooted.keys()
-
-    def past_nodes(items: Sequence[Any]) -> list[Explanation]:
-        told = explained(items)
-        of_nodes = {id(item): found for item, found in zip(items, told, strict=True) if found.is_of_node}
-        better = held_by_nodes({**rooted, **of_nodes}, pathless, explained, context.walk) if of_nodes else {}
-        return [better.get(id(item), found) for item, found in zip(items, told, strict=True)]
-
-    return {
-        **held_by_nodes(rooted, pathless, explained, context.walk),
-        **saved_for_backward(lost, pathless, past_nodes, context.walk),
-        **as_gradients(lost, older, explained, context.walk),
-    }
 
 
 def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, str]:
@@ -320,10 +162,6 @@ def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, s
         objects, _ = reach([root], max_objects=20_000)
         found.update(dict.fromkeys(storage_keys(item for item in objects if is_tensor(item)) & keys, advice))
     return found
-
-
-def _rank(explanation: Explanation) -> tuple[bool, int]:
-    return not explanation.path, len(explanation.path)
 
 
 def _by_edge(rows: Sequence[_Row]) -> list[list[_Row]]:
@@ -409,7 +247,7 @@ def _leak(
         advice = "".join(
             f"; {text}" for text in sorted({advised[row.held.key] for row in group if row.held.key in advised})
         )
-        holder = _common_holder([row.explanation for row in group if row.explanation is not None])
+        holder = common_holder([row.explanation for row in group if row.explanation is not None])
         finding = msgspec.structs.replace(
             finding,
             cause=told.cause,
@@ -421,16 +259,7 @@ def _leak(
             shared_bytes=_shared(group, explained),
         )
     if largest.rung is not None:
-        action = ACTIONS[largest.rung]
-        known = told is not None and bool(told.path)
-        finding = msgspec.structs.replace(
-            finding,
-            cause=finding.cause if known else CAUSE_OF_RUNG[largest.rung],
-            message=f"{finding.message}; {action} returns {format_bytes(size)}",
-            verdict=finding.verdict if known else VERDICT_OF_RUNG.get(largest.rung),
-            holder=finding.holder or HOLDER_OF_RUNG.get(largest.rung),
-            remedy=Remedy(action=action, returns_bytes=size),
-        )
+        finding = _returned_at(finding, largest.rung, told)
         return TensorLeak(finding, {}, {}, keys)
     return TensorLeak(
         finding,
@@ -440,16 +269,18 @@ def _leak(
     )
 
 
-def _common_holder(explanations: Sequence[Explanation]) -> str:
-    """Who holds all of them: the holder of one, or the part of the way to several that they have in common."""
-    holders = list(dict.fromkeys(told.holder for told in explanations))
-    paths = [[(hop.type, hop.edge) for hop in told.path] for told in explanations]
-    if len(holders) == 1 or not all(path and path[0] == paths[0][0] for path in paths):
-        return holders[0]
-    common = [hops[0] for hops in zip(*paths, strict=False) if all(hop == hops[0] for hop in hops)]
-    way = "".join(edge for _, edge in common)
-    # Where the holder is told in other words than as code, those of one of them must do.
-    return way if all(told.holder.startswith(way) for told in explanations) else holders[0]
+def _returned_at(finding: Finding, rung: Rung, told: Explanation | None) -> Finding:
+    """A finding about storages that came back at a rung of the ladder."""
+    action = ACTIONS[rung]
+    known = told is not None and bool(told.path)
+    return msgspec.structs.replace(
+        finding,
+        cause=finding.cause if known else CAUSE_OF_RUNG[rung],
+        message=f"{finding.message}; {action} returns {format_bytes(finding.bytes)}",
+        verdict=finding.verdict if known else VERDICT_OF_RUNG.get(rung),
+        holder=finding.holder or HOLDER_OF_RUNG.get(rung),
+        remedy=Remedy(action=action, returns_bytes=finding.bytes),
+    )
 
 
 def _with_sizes(told: Explanation, explained: Explained, sizes: Mapping[Key, int]) -> tuple[Hop, ...]:

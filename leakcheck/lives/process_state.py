@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.findings.item_findings import Action, ItemLeak, actions_for, still_changed, try_actions
+from lowtide.leakcheck.findings.item_findings import ItemLeak, still_changed
+from lowtide.leakcheck.findings.item_remedies import Action, actions_for, try_actions
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import listed
 from lowtide.leakcheck.settings import changed_settings

@@ -11,13 +11,8 @@ from lowtide.leakcheck.baseline.device_memory import IDLE_POOL, MEMORY_POOL, Car
 from lowtide.leakcheck.baseline.records import Books
 from lowtide.leakcheck.baseline.storages import live_keys
 from lowtide.leakcheck.findings.deferred_remedies import Unproven, prove_now, put_off
-from lowtide.leakcheck.findings.item_findings import (
-    ItemLeak,
-    actions_for,
-    confirmed_workspaces,
-    is_harmless,
-    try_actions,
-)
+from lowtide.leakcheck.findings.item_findings import ItemLeak, confirmed_workspaces, is_harmless
+from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.remedies import StorageWatch, prove
 from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak
 from lowtide.leakcheck.judging.budget import REMEDIES_SHARE, Budget

@@ -21,10 +21,6 @@ LARGE_ROOMS = {"engine": 34}
 LARGE_MODULES: dict[str, int] = {
     "leakcheck/explaining/cuts.py": 585,
     "leakcheck/explaining/explain.py": 661,
-    "leakcheck/findings/causes.py": 459,
-    "leakcheck/findings/item_findings.py": 462,
-    "leakcheck/findings/remedies.py": 413,
-    "leakcheck/findings/tensor_findings.py": 482,
     "leakcheck/lives/lifecycle.py": 511,
     "leakcheck/watching/watch.py": 519,
     "probes/heap/edges.py": 555,
@@ -35,7 +31,6 @@ LONG_FUNCTIONS: dict[str, int] = {
     "engine/triton_kernels.py decode_attention": 63,
     "engine/triton_kernels.py _attend": 64,
     "leakcheck/baseline/storages.py read_heap": 81,
-    "leakcheck/findings/tensor_findings.py _leak": 63,
 }
 
 
