@@ -7,12 +7,9 @@ import gc
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from types import CellType, CoroutineType, FunctionType, GeneratorType, ModuleType
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from lowtide.leakcheck.explaining import declarations
 from lowtide.leakcheck.explaining.container_entries import (
@@ -27,10 +24,10 @@ from lowtide.leakcheck.explaining.container_entries import (
     set_in_dict,
     values_behind,
 )
+from lowtide.leakcheck.explaining.cut import Cut, Names, NamespaceSizes, Owner, Place, Refused, namespace_sizes
 from lowtide.leakcheck.explaining.expressions import call, entry_of, is_name, is_plain, is_this_threads, key_of
 from lowtide.probes.heap.holders import Link
 from lowtide.probes.heap.unseen_references import object_parts
-from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import (
     LRU_CACHE,
     attribute,
@@ -40,198 +37,10 @@ from lowtide.probes.objects.foreign import (
     namespace_of_class,
     type_name,
 )
-from lowtide.probes.objects.identities import identities, namespaces_of, types_of
+
+__all__ = ["Cut", "Names", "NamespaceSizes", "Place", "Refused", "cut_of", "namespace_sizes"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-
-
-class Place(NamedTuple):
-    """Where a container's entry is, for one action on several entries of it.
-
-    Attributes:
-        container: its identity.
-        code: the container as code; in words where there is none.
-        key: the entry, as code: `['a']`.
-        size: how many entries the container has.
-        position: the entry's place in it.
-        clear: what empties the container, as code; empty where there is none.
-        is_plain: whether `del` with code and key is what deletes the entry.
-        ordered: the container's built-in type: `list`, `dict`, `deque`.
-    """
-
-    container: int
-    code: str
-    key: str
-    size: int
-    position: int = 0
-    clear: str = ""
-    is_plain: bool = True
-    ordered: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class Cut:
-    """A change that can be made once; keeps the holder alive, and not what is held.
-
-    Attributes:
-        action: the change as code, or in words where there is no code for it.
-        changed: what is different afterwards.
-        apply: makes it. Raises what the holder's own code raises.
-        place: for an entry of a container, where.
-        ends_anyway: whether the change is made even where making it raises.
-        is_code: whether the action is code that runs as it stands, and not words.
-        emptied: the identity of the cache that the change empties; 0 where it empties none.
-    """
-
-    action: str
-    changed: str
-    apply: Callable[[], object]
-    place: Place | None = None
-    ends_anyway: bool = False
-    is_code: bool = True
-    emptied: int = 0
-
-    @property
-    def is_deletion(self) -> bool:
-        """Whether something is taken away, and not replaced by None."""
-        return not self.changed.endswith(" is None")
-
-
-@dataclass(frozen=True)
-class Names:
-    """What is known of the program before the leak, by which a change is judged harmless.
-
-    Attributes:
-        older: the identities of what was there; None if nobody knows.
-        home: the module whose code made what holds; None if nobody knows.
-        root: the module that the path begins at; None if it begins elsewhere.
-        holder: the name there by which what holds is known; empty if it has none.
-        are_free: whether any name may be set to None: the program has ended but for its checker.
-        sizes: how many names each module had (`namespace_sizes`); None if nobody knows.
-    """
-
-    older: Container[int] | None = None
-    home: ModuleType | None = None
-    root: ModuleType | None = None
-    holder: str = ""
-    are_free: bool = False
-    sizes: NamespaceSizes | None = None
-    _asked: dict[tuple[object, int, str], tuple[object, declarations.Binding]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
-
-    def bound(
-        self, question: Callable[[Any, str], declarations.Binding], where: object, name: str
-    ) -> declarations.Binding:
-        """What the program's source says of a name in a class or module; a file is read once for each question."""
-        key = (question, id(where), name)
-        if key not in self._asked:
-            # With what it is about, so that the identity stays its own.
-            self._asked[key] = where, question(where, name)
-        return self._asked[key][1]
-
-    def is_bound_elsewhere(self, name: str) -> bool:
-        """Whether the modules at hand bind an attribute of that name outside their functions and classes."""
-        return any(self.bound(declarations.of_attribute, module, name) != "absent" for module in self.modules)
-
-    def of(self, home: ModuleType | None, root: ModuleType | None, holder: str) -> Names:
-        """The same, for what a module's code made."""
-        return dataclasses.replace(self, home=home, root=root, holder=holder)
-
-    @property
-    def modules(self) -> tuple[ModuleType, ...]:
-        """Where something may be bound before anything runs."""
-        return tuple(module for module in dict.fromkeys((self.home, self.root)) if module is not None)
-
-    def may_have_been_there(self, item: object) -> bool:
-        """Whether an object is older than the leak, or nobody knows."""
-        return self.older is None or id(item) in self.older
-
-    def is_new_global(self, namespace: dict[str, object], name: str, bound: declarations.Binding) -> bool:
-        """Whether a module got a name since; `bound` is what its source says of the name."""
-        if self.sizes is None:
-            return bound == "absent" and self.is_new(namespace, name)
-        # A dict keeps the order; where a name has gone meanwhile, this errs towards what was there.
-        place = _place_of_name(namespace, name)
-        is_added = place is not None and place >= self.sizes.of(namespace)
-        return is_added and bound in ("absent", "unknown")
-
-    def is_new(self, namespace: dict[str, object], name: str) -> bool:
-        """Whether a name was added since: a dict keeps the order, so nothing older stands behind it."""
-        place = _place_of_name(namespace, name)
-        if self.older is None or place is None:
-            return False
-        behind = list(dict.values(namespace))[place + 1 :]
-        # Nobody notes when numbers and strings are made.
-        return not any(gc.is_tracked(other) and id(other) in self.older for other in behind)
-
-
-def _place_of_name(namespace: dict[str, object], name: str) -> int | None:
-    return next((place for place, key in enumerate(dict.keys(namespace)) if type(key) is str and key == name), None)
-
-
-@dataclass(frozen=True)
-class NamespaceSizes:
-    """How many names each module had at one moment.
-
-    Attributes:
-        namespaces: the identities of the modules' namespaces, shape [modules].
-        sizes: how many names each one had, shape [modules].
-    """
-
-    namespaces: Ints
-    sizes: Ints
-
-    def of(self, namespace: Mapping[str, object]) -> int:
-        """How many names a namespace had; 0 for that of a module that was not there."""
-        places = np.flatnonzero(self.namespaces == id(namespace))
-        return int(self.sizes[places[0]]) if len(places) else 0
-
-
-def namespace_sizes() -> NamespaceSizes:
-    """How many names each module has; a tenth of a millisecond for 4,000 modules, since every test begins with it."""
-    modules = list(sys.modules.values())
-    for place in np.flatnonzero(types_of(identities(modules)) != id(ModuleType)).tolist():
-        if not is_a(modules[place], ModuleType):
-            # Whatever stands there is no module: one that counts anyway takes its place.
-            modules[place] = sys
-    return NamespaceSizes(*namespaces_of(modules))
-
-
-class Refused(Exception):  # noqa: N818 - it is an answer, not a failure
-    """Cutting here could break what the program has had before; so nothing behind it may be cut either."""
-
-
-@dataclass(frozen=True)
-class _Owner:
-    """What a link starts from, for a reader.
-
-    Attributes:
-        words: as a path has it.
-        code: as an expression that leads to it; None where there is none.
-    """
-
-    words: str
-    code: str | None
-
-    @property
-    def text(self) -> str:
-        """The expression, or the words."""
-        return self.words if self.code is None else self.code
-
-    def cut(
-        self,
-        action: str | None,
-        instead: str,
-        changed: str,
-        apply: Callable[[], object],
-        *,
-        place: Place | None = None,
-        ends_anyway: bool = False,
-    ) -> Cut:
-        """A change by its code, or where there is none, by words for it."""
-        is_code = self.code is not None and action is not None
-        return Cut(action if is_code and action else instead, changed, apply, place, ends_anyway, is_code)
 
 
 def cut_of(link: Link, code: str | None, names: Names, words: str = "") -> Cut | None:
@@ -249,11 +58,11 @@ def cut_of(link: Link, code: str | None, names: Names, words: str = "") -> Cut |
     Raises:
         Refused: it could be cut, but not without harm.
     """
-    owner = _Owner(words or code or "", code)
+    owner = Owner(words or code or "", code)
     return next((cut for make in _MAKERS if (cut := make(link, owner, names)) is not None), None)
 
 
-def _cache(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _cache(link: Link, of: Owner, names: Names) -> Cut | None:
     if link.kind not in ("lru-cache-key", "lru-cache-value") or type(link.owner) is not LRU_CACHE:
         return None
     clear: Callable[[], None] = LRU_CACHE.__dict__["cache_clear"].__get__(link.owner)
@@ -261,7 +70,7 @@ def _cache(link: Link, of: _Owner, names: Names) -> Cut | None:
     return dataclasses.replace(cut, emptied=id(link.owner))
 
 
-def _entry(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _entry(link: Link, of: Owner, names: Names) -> Cut | None:
     """An entry of a dict."""
     carrier = link.carrier
     if link.kind not in ("item", "module-global") or not is_a(carrier, dict) or is_a(link.owner, ModuleType):
@@ -302,7 +111,7 @@ def _entry(link: Link, of: _Owner, names: Names) -> Cut | None:
     )
 
 
-def _key(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _key(link: Link, of: Owner, names: Names) -> Cut | None:
     """A key of a dict, with its entry: where the key is new, so is that."""
     carrier = link.carrier
     if link.kind != "item" or not link.edge.startswith("<key") or not is_a(carrier, dict) or carrier is not link.owner:
@@ -343,14 +152,14 @@ def _deleting(code: str, entries: object, key: str | None, *, is_last: bool) -> 
     return call(code, entries, "__delitem__", key)
 
 
-def _place_in(of: _Owner, items: Any, index: int, key: str, ordered: str) -> Place:
+def _place_in(of: Owner, items: Any, index: int, key: str, ordered: str) -> Place:
     kind: Any = {"dict": dict, "list": list, "deque": deque}[ordered]
     clear = f"{of.code}.clear()" if is_plain(type(items), "clear") else call(of.text, items, "clear")
     size = kind.__len__(items)
     return Place(id(items), of.text, key, size, index, clear if of.code is not None else "", True, ordered)
 
 
-def _slot(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _slot(link: Link, of: Owner, names: Names) -> Cut | None:
     """An item of a list or deque."""
     carrier: Any = link.carrier
     base: Any = list if is_a(carrier, list) else deque
@@ -380,7 +189,7 @@ def _slot(link: Link, of: _Owner, names: Names) -> Cut | None:
     )
 
 
-def _item_of_array(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _item_of_array(link: Link, of: Owner, names: Names) -> Cut | None:
     """An item of an array of objects; None is what an empty one has."""
     numpy: Any = sys.modules.get("numpy")
     if link.kind != "item" or numpy is None or not is_a(link.carrier, numpy.ndarray):
@@ -406,7 +215,7 @@ def _empty_item(array: Any, held: int) -> None:
             flat[place] = None
 
 
-def _member_of_set(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _member_of_set(link: Link, of: Owner, names: Names) -> Cut | None:
     if link.kind != "item" or not is_a(link.carrier, set) or not can_discard(link.carrier, link.held):
         return None
     is_only = set.__len__(link.carrier) == 1
@@ -420,7 +229,7 @@ def _member_of_set(link: Link, of: _Owner, names: Names) -> Cut | None:
     )
 
 
-def _global(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _global(link: Link, of: Owner, names: Names) -> Cut | None:
     if not is_a(link.owner, ModuleType) or link.kind != "module-global":
         return None
     namespace, name = dict_of_module(link.owner), link.edge[1:]
@@ -434,14 +243,14 @@ def _global(link: Link, of: _Owner, names: Names) -> Cut | None:
     return _emptying(of, link.owner, name, lambda: namespace.__setitem__(name, None))
 
 
-def _removal(of: _Owner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
+def _removal(of: Owner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
     """The deletion of an attribute, past a `__delattr__` of the program's own."""
     text = f"{of.text}.{name}"
     code = f"del {text}" if is_plain(type(owner), "__delattr__") else call(of.text, owner, "__delattr__", repr(name))
     return of.cut(code if is_name(name) else None, f"delete {text}", f"{text}{where} is deleted", apply)
 
 
-def _emptying(of: _Owner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
+def _emptying(of: Owner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
     """None for an attribute, past a `__setattr__` of the program's own."""
     text = f"{of.text}.{name}"
     plain = is_plain(type(owner), "__setattr__")
@@ -449,7 +258,7 @@ def _emptying(of: _Owner, owner: object, name: str, apply: Callable[[], object],
     return of.cut(code if is_name(name) else None, f"set {text} to None", f"{text}{where} is None", apply)
 
 
-def _attribute(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _attribute(link: Link, of: Owner, names: Names) -> Cut | None:
     name = link.edge[1:]
     if link.kind not in ("instance-attribute", "class-attribute"):
         return None
@@ -492,7 +301,7 @@ def _is_left_over(owner: object, name: str) -> bool:
     return name == "grad" and any(type_name(base) == "torch.Tensor" for base in mro_of(type(owner)))
 
 
-def _registered(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _registered(link: Link, of: Owner, names: Names) -> Cut | None:
     """What a `torch.nn.Module` has registered; None is legal for each of them."""
     entries = link.carrier
     keys = [key for key, value in entries.items() if id(value) == link.held]
@@ -512,7 +321,7 @@ def _registry(link: Link) -> str:
     return next(name for name in _REGISTRIES if link.carrier is attribute(link.owner, name))
 
 
-def _cell(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _cell(link: Link, of: Owner, names: Names) -> Cut | None:
     if link.kind != "closure" or type(link.carrier) is not CellType:
         return None
     if not names.are_free:
@@ -532,7 +341,7 @@ def _cell_index(link: Link) -> int:
     return next((place for place, cell in enumerate(cells) if cell is link.carrier), 0)
 
 
-def _suspended(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _suspended(link: Link, of: Owner, names: Names) -> Cut | None:
     """A generator or coroutine that waits: closing it ends it."""
     if link.kind != "generator-local" or not (type(link.owner) is GeneratorType or type(link.owner) is CoroutineType):
         return None
@@ -542,7 +351,7 @@ def _suspended(link: Link, of: _Owner, names: Names) -> Cut | None:
     return of.cut(f"{of.code}.close()", f"close {of.words}", f"{of.text} is closed", link.owner.close, ends_anyway=True)
 
 
-def _thread_local(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _thread_local(link: Link, of: Owner, names: Names) -> Cut | None:
     if link.kind != "thread" or type(link.carrier) is not dict or not is_a(link.owner, threading.local):
         return None
     values, name = link.carrier, link.edge[1:]
@@ -551,7 +360,7 @@ def _thread_local(link: Link, of: _Owner, names: Names) -> Cut | None:
     bound = "unknown" if names.home is None else names.bound(declarations.of_attribute, names.home, name)
     where = " of this thread"
     if not is_this_threads(link):
-        of, where = _Owner(of.words, None), " of another thread"
+        of, where = Owner(of.words, None), " of another thread"
     if bound == "none" or (names.are_free and bound != "absent"):
         return _emptying(of, link.owner, name, lambda: values.__setitem__(name, None), where)
     if bound != "absent":
@@ -559,7 +368,7 @@ def _thread_local(link: Link, of: _Owner, names: Names) -> Cut | None:
     return _removal(of, link.owner, name, lambda: values.pop(name, None), where)
 
 
-def _context_variable(link: Link, of: _Owner, names: Names) -> Cut | None:
+def _context_variable(link: Link, of: Owner, names: Names) -> Cut | None:
     if link.kind != "context-variable" or link.edge != ".get()":
         return None
     if not names.are_free:

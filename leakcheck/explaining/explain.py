@@ -14,71 +14,40 @@ is `.ENGINE`. If the caller names the engine as innocent, the same path is an `i
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
-import re
-import signal
 import sys
-from collections import deque
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.explaining.cuts import Cut, Names, Refused, cut_of
-from lowtide.leakcheck.explaining.expressions import of_public_global, of_root, one_step
+from lowtide.leakcheck.explaining.cuts import Cut, Names
 from lowtide.leakcheck.explaining.inspectors import marks
 from lowtide.leakcheck.explaining.library_objects import (
-    Territory,
-    advice_for,
-    advice_for_finalizer,
     advice_for_root,
-    library_of,
-    offered_function,
-    offered_method,
-    territories,
 )
-from lowtide.leakcheck.explaining.path_names import Shown, holder_name, shown_from_landmark
+from lowtide.leakcheck.explaining.path_causes import (
+    AUTOGRAD,
+    cause_of_edge,
+    suspect_steps,
+    suspects_of,
+    telling_cause,
+    verdict_of,
+)
+from lowtide.leakcheck.explaining.path_names import holder_name, shown_from_landmark
+from lowtide.leakcheck.explaining.way import CACHED, Way, cut_of_new_dict, cut_of_root, first_cut
 from lowtide.leakcheck.judging.budget import Budget
-from lowtide.probes.heap.edges import Kind
-from lowtide.probes.heap.graph import RootKind, is_library
-from lowtide.probes.heap.holders import Inspector, Link, Mark, Path, SharedWalk, Step, Traces, trace
+from lowtide.probes.heap.graph import RootKind
+from lowtide.probes.heap.holders import Inspector, Link, Mark, Path, SharedWalk, Traces, trace
 from lowtide.probes.memory.tensors import plain_tensors, torch_member
 from lowtide.probes.objects.foreign import HOOK, is_a
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census
 from lowtide.reports.schema import Cause, Hop, Verdict
 
-_CAUSE_OF_KIND: dict[Kind, Cause] = {
-    "module-global": "module-global",
-    "class-attribute": "class-attribute",
-    "instance-attribute": "instance-attribute",
-    "closure": "closure",
-    # A default value lives and dies with its function, as what the function closes over does.
-    "default": "closure",
-    "frame-local": "frame",
-    "generator-local": "frame",
-    "thread": "thread",
-    "context-variable": "thread",
-    "lru-cache-key": "lru-cache",
-    "lru-cache-value": "lru-cache",
-}
-# What the interpreter or torch holds for the whole process is a global of theirs.
-_CAUSE_OF_ROOT: dict[RootKind, Cause] = {"thread": "thread", "interpreter": "module-global", "native": "native"}
-_AUTOGRAD = re.compile(r"(torch\.autograd\.(function|graph)\..*|\w+Backward\d*|AccumulateGrad)")
-_CUDA_GRAPH = re.compile(r"torch\.cuda\.graphs\..*|torch\._inductor\.cudagraph_.*|(.*\.)?_?CUDAGraph\w*")
-_COMPILED = re.compile(r"torch\.(_dynamo|_inductor|_functorch|fx)\..*|torch\.(_dynamo|_inductor)")
-_TRANSFER = re.compile(r"(?i).*(transfer|offload)\w*(\..*)?")
-_WORKSPACE = re.compile(r"(?i).*workspace.*")
-# Libraries that keep buffers for their kernels in globals of their own.
-_KERNEL_LIBRARIES = frozenset(
-    {"cutlass", "deep_gemm", "flash_attn", "flashinfer", "torch", "transformer_engine", "triton", "xformers"}
-)
 _LETTING_HOOK_GO = (
     "remove the {} with the handle that registering it gave, or let it hold its owner by a weak reference"
 )
-_CACHED = ("lru-cache-key", "lru-cache-value")
 _SWEEPING = 2.0
 """Seconds for finding out what edges retain; a sweep takes 15 ms at 500,000 objects."""
 
@@ -124,7 +93,7 @@ class Explanation:
     @property
     def is_of_node(self) -> bool:
         """Whether the path begins at a node of an autograd graph that C++ holds."""
-        return bool(self.root) and _AUTOGRAD.fullmatch(self.path[0].edge) is not None
+        return bool(self.root) and AUTOGRAD.fullmatch(self.path[0].edge) is not None
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
@@ -176,9 +145,7 @@ def explain(
             None if _may_hold_its_root(target, found.root(place), natively) else found.path(place, inspect)
             for place, target in enumerate(targets)
         ]
-        found.will_be_cut(
-            {place: _suspect_steps(path.steps)[0] for place, path in enumerate(paths) if path is not None}
-        )
+        found.will_be_cut({place: suspect_steps(path.steps)[0] for place, path in enumerate(paths) if path is not None})
         sweeps = _Sweeps(found, (budget or Budget()).within(_SWEEPING))
         explained = [
             None if path is None else _with_path(path, place, found, sweeps, known) for place, path in enumerate(paths)
@@ -211,7 +178,7 @@ def expression_to(item: object, walk: SharedWalk | None = None) -> str | None:
     """
     with trace([item], walk=walk) as found:
         path = found.path(0)
-        way = None if path is None else _Way(shown_from_landmark(path), 0, found)
+        way = None if path is None else Way(shown_from_landmark(path), 0, found)
         return None if way is None else way.code(len(way.links))
 
 
@@ -260,7 +227,7 @@ def _first_holder(found: Traces, place: int, inspect: Inspector) -> Holder | Non
     path = found.path(place, inspect)
     if path is None or not path.steps or path.root_kind not in ("module", "object"):
         return None
-    first, _ = _suspect_steps(path.steps)
+    first, _ = suspect_steps(path.steps)
     shown = shown_from_landmark(path)
     if first < shown.skipped:
         # What it has a name of its own for is the program's; a fixture's value is the test runner's to end.
@@ -271,7 +238,7 @@ def _first_holder(found: Traces, place: int, inspect: Inspector) -> Holder | Non
     turn = first - shown.skipped
     hops[turn] = msgspec.structs.replace(hops[turn], suspect=True)
     root = Hop(type=shown.path.root_kind, edge=shown.path.root_name)
-    way = _Way(shown, place, found)
+    way = Way(shown, place, found)
     code = way.code(len(way.links))
     return Holder(found.link(place, first).held, (root, *hops[: turn + 1]), code, (root, *hops))
 
@@ -302,7 +269,7 @@ class _Sweeps:
         """
         # An edge of a cache stands for all of its entries.
         keys = [
-            (id(link.owner), link.kind, 0) if link.kind in _CACHED else (id(link.owner), link.edge, link.held)
+            (id(link.owner), link.kind, 0) if link.kind in CACHED else (id(link.owner), link.edge, link.held)
             for link in links
         ]
         wanted = keys[: last + 1 - first]
@@ -312,11 +279,11 @@ class _Sweeps:
 
 
 def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Names) -> Explanation:
-    first, last = _suspect_steps(path.steps)
+    first, last = suspect_steps(path.steps)
     shown = shown_from_landmark(path)
     # How the walk came to what the program knows by a name says nothing.
-    cause = _telling_cause(shown.path) or _cause_of_edge(path, first)
-    way = _Way(shown, place, found)
+    cause = telling_cause(shown.path) or cause_of_edge(path, first)
+    way = Way(shown, place, found)
     links = way.links[first:]
     freed = [*[None] * first, *sweeps.freed(links, place, first, last)]
     hops = (
@@ -334,9 +301,9 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         new |= {id(links[0].owner)}
     running = path.thread or (path.root_name if path.root_kind == "thread" else "")
     if shown.path.root_kind == "interpreter":
-        cut = _cut_of_root(way, first, names)
+        cut = cut_of_root(way, first, names)
     else:
-        cut = _cut_of_new_dict(way, first, names) or _first_cut(way, first, names)
+        cut = cut_of_new_dict(way, first, names) or first_cut(way, first, names)
     advice = way.advice(first, has_cut=cut is not None)
     if shown.path.root_kind == "interpreter" and cut is None:
         advice = advice_for_root(shown.path.root_name) or advice
@@ -346,11 +313,11 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         advice = _LETTING_HOOK_GO.format(path.root_name)
         cut = None if cut is None else dataclasses.replace(cut, action=advice)
     return Explanation(
-        verdict="native-held" if path.root_kind == "native" else _verdict(path.steps),
+        verdict="native-held" if path.root_kind == "native" else verdict_of(path.steps),
         cause=cause,
         holder=holder_name(shown.path, begin),
         path=(Hop(type=shown.path.root_kind, edge=shown.path.root_name), *hops),
-        suspects=_suspects(shown.path, begin, max(0, last - shown.skipped)),
+        suspects=suspects_of(shown.path, begin, max(0, last - shown.skipped)),
         freed=(None, *freed[shown.skipped :]),
         cut=cut,
         thread=running,
@@ -359,190 +326,6 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         root=id(found.root(place)) if path.root_kind == "native" else 0,
         through=frozenset(id(item) for link in way.links for item in (link.owner, link.carrier)),
     )
-
-
-class _Way:
-    """A path with its objects, each as the expression that leads to it, and with what of it lies inside a library."""
-
-    def __init__(self, shown: Shown, place: int, found: Traces) -> None:
-        self.shown = shown
-        self.links = [found.link(place, turn) for turn in range(len(shown.whole.steps))]
-        self.begin, root = shown.skipped, shown.path.root_name if shown.path.root_kind == "module" else ""
-        code = shown.path.root_name if shown.is_code else None
-        if not self.begin:
-            code = of_root(shown.whole, found.root(place))
-        public = self._public_name()
-        if public is not None:
-            self.begin, code, root = 1, *public
-        self._code: list[str | None] = [*[None] * self.begin, code]
-        self._territories = territories(root, self.links[self.begin :])
-
-    def _public_name(self) -> tuple[str, str] | None:
-        """By what a module that is written in C holds something, under no name of its own: another module's name."""
-        if self.begin or len(self.links) < 2 or self.links[0].kind != "opaque":
-            return None
-        return of_public_global(self.links[1].owner)
-
-    def can_cut(self, turn: int) -> bool:
-        """Whether changing what a step starts from may be of use: not past what nobody can look into.
-
-        Nor where what is leaked is itself what the runner keeps, as a fixture's value: that is not the program's entry.
-        """
-        if self.shown.skipped and not self.shown.path.steps[0].edge:
-            return False
-        if self._is_finalizers:
-            # It is still called when its object dies, or at exit.
-            return False
-        return turn >= self.begin and all(link.kind != "opaque" for link in self.links[self.begin : turn + 1])
-
-    @property
-    def _is_finalizers(self) -> bool:
-        return self.shown.path.root_name.startswith("weakref.finalize(")
-
-    def code(self, turn: int) -> str | None:
-        """What a step starts from, as code; None where no expression leads to it."""
-        while len(self._code) <= turn:
-            before = self._code[-1]
-            self._code.append(None if before is None else one_step(before, self.links[len(self._code) - 1]))
-        return self._code[turn]
-
-    def territory(self, turn: int) -> Territory:
-        """Whose the object is that a step starts from."""
-        return self._territories[max(0, turn - self.begin)]
-
-    def advice(self, first: int, *, has_cut: bool) -> str:
-        """What to do where the first suspect edge lies inside a library, unless it can be cut there."""
-        turn = max(first, self.begin)
-        if self._is_finalizers:
-            return advice_for_finalizer(self.shown.path.root_name, [link.owner for link in self.links])
-        if has_cut and turn < len(self.links) and not self.territory(turn).is_ground:
-            return ""
-        if turn >= len(self.links) or self.links[turn].kind in _CACHED or not self.territory(turn).is_librarys:
-            return ""
-        if self.shown.path.root_kind == "thread" and self.territory(turn).inside == "threading":
-            # What a running thread has is let go of by ending the thread.
-            return ""
-        library, words = self.territory(turn).inside, self.shown.code(turn + 1)
-        if not library:
-            return f"{words} is {self.territory(turn).shared}'s: put back what was there, or take out what was added"
-        # What it leads to may itself have a way to end, as a timer has.
-        return advice_for(library, [link.owner for link in self.links[: turn + 2]], words)
-
-    def offer(self, turn: int) -> Cut | None:
-        """What the library offers by which what lies inside it is let go of."""
-        offer = offered_function(self.shown.code(turn + 1))
-        if offer is not None:
-            return Cut(offer.call, offer.changed, functools.partial(offer.do, None), ends_anyway=True)
-        for before in reversed(range(self.begin, turn + 1)):
-            code, owner = self.code(before), self.links[before].owner
-            method = offered_method(owner)
-            if method is not None and code is not None:
-                do = functools.partial(method.do, owner)
-                return Cut(f"{code}.{method.call}", f"{code} {method.changed}", do, ends_anyway=True)
-        return None
-
-
-def _cut_of_root(way: _Way, first: int, names: Names) -> Cut | None:
-    """The cut of what the interpreter holds and gives back on request."""
-    path, held = way.shown.path, way.links[0].owner
-    if first or not names.are_free or names.may_have_been_there(held):
-        return None
-    number = next((number for number in signal.valid_signals() if signal.getsignal(number) is held), None)
-    if path.root_name.startswith("signal.") and number is not None:
-        default = f"signal.signal({path.root_name.partition('(')[2][:-1]}, signal.SIG_DFL)"
-        return Cut(default, "the signal has its default handler", lambda: signal.signal(number, signal.SIG_DFL))
-    if path.root_name == "sys.getprofile()":
-        return Cut("sys.setprofile(None)", "nothing is profiled", lambda: sys.setprofile(None))
-    if path.root_name == "sys.gettrace()":
-        return Cut("sys.settrace(None)", "nothing is traced", lambda: sys.settrace(None))
-    return None
-
-
-def _cut_of_new_dict(way: _Way, first: int, names: Names) -> Cut | None:
-    """The cut of a name whose dict may be new itself: an empty one would be left there, and not what there was.
-
-    (A dict passes for older, since the collector does not know an empty one.)
-    """
-    shown, before = way.shown, first - 1
-    if names.older is None or not first or shown.whole.steps[before].type_name != "dict" or not way.can_cut(before):
-        return None
-    link = way.links[before]
-    # A cache keeps what was made for it, and fills itself again.
-    if link.kind not in _CACHED and (link.held in names.older or way.territory(before).is_ground):
-        return None
-    try:
-        known = dataclasses.replace(names.of(*_home(shown.whole, before)), are_free=False)
-        return cut_of(link, way.code(before), known, shown.code(before))
-    except Refused:
-        return None
-
-
-def _first_cut(way: _Way, first: int, names: Names) -> Cut | None:
-    """The first edge from the first suspect on that can be cut without harm; what lies behind it is gone with it."""
-    for turn, link in enumerate(way.links[first:], first):
-        inside = bool(turn >= way.begin and way.territory(turn).inside and link.kind not in _CACHED)
-        if inside and names.are_free and (offer := way.offer(turn)) is not None:
-            # Once nothing runs any more, the library may be told to let go.
-            return offer
-        if not way.can_cut(turn) or _is_part_of_librarys_object(way.links, turn):
-            continue
-        if names.older is None and not names.are_free and turn < len(way.links) - 1 and link.kind not in _CACHED:
-            # Nobody knows whether what it leads to was there before; the leaked thing itself, at the end, was not.
-            continue
-        known = names.of(*_home(way.shown.whole, turn))
-        is_ground = link.kind not in _CACHED and way.territory(turn).is_ground
-        if is_ground:
-            if inside or names.older is None:
-                # Its insides are nobody else's to change.
-                return None
-            # To what is public the program may have added something, and that it can take back.
-            known = dataclasses.replace(known, are_free=False)
-        try:
-            cut = cut_of(link, way.code(turn), known, way.shown.code(turn))
-            if is_ground and cut is not None and not cut.is_deletion:
-                return None
-        except Refused:
-            return None
-        if cut is not None or link.kind in ("frame-local", "thread"):
-            # Running code that holds something should let go of all of it; what lies behind is only a part.
-            return cut
-    return None
-
-
-def _is_part_of_librarys_object(links: Sequence[Link], turn: int) -> bool:
-    """Whether a link is a container's that an instance of a library's class fills itself, and needs: its list, say."""
-    link = links[turn]
-    if link.kind != "instance-attribute" or turn + 1 >= len(links) or not library_of(link.owner):
-        return False
-    return any(type(links[turn + 1].owner) is kind for kind in (list, dict, set, deque))
-
-
-def _home(path: Path, turn: int) -> tuple[ModuleType | None, ModuleType | None, str]:
-    """The module whose code made what a step starts from, that of the root, and by which name it is known there.
-
-    It is that of the nearest object of a class of the program's own; containers and libraries' types tell nothing.
-    """
-    names = (step.edge[1:] for step in reversed(path.steps[:turn]) if step.edge.startswith("."))
-    name = next(names, "")
-    root = sys.modules.get(path.root_name) if path.root_kind == "module" else None
-    for step in reversed(path.steps[:turn]):
-        module = step.type_name.rpartition(".")[0]
-        while module and module not in sys.modules:  # a class within a class
-            module = module.rpartition(".")[0]
-        if module and not is_library(module):
-            return sys.modules[module], root, name
-    return root, root, name
-
-
-def _verdict(steps: Sequence[Step]) -> Verdict:
-    if any(_is_frozen_holder(step) for step in steps[:-1]):
-        return "frozen-holder"
-    return "in-flight" if any(step.mark == "pending" for step in steps) else "reachable"
-
-
-def _is_frozen_holder(step: Step) -> bool:
-    # Where a program freezes its heap all its functions and classes are frozen, and that is as it should be.
-    return step.frozen and not step.definition
 
 
 def _without_path(target: Any, natively: Collection[int], holders: Collection[str], *, frozen: bool) -> Explanation:
@@ -584,78 +367,3 @@ def _garbage(*, frozen: bool, holders: Collection[str]) -> Explanation:
         name = min(holders)
         return Explanation("unexplained", "cycle", f"garbage: {name}", (), (f"garbage {name}",))
     return Explanation("unexplained", "unknown", "", (), ())
-
-
-def _suspect_steps(steps: Sequence[Step]) -> tuple[int, int]:
-    """The places of the first and the last step that may be the mistake.
-
-    From where the path leaves what is meant to live, to the first object that is known to be wrong where it is.
-    """
-    named = [turn for turn, step in enumerate(steps) if step.mark == "innocent"]
-    first = named[-1] + 1 if named else 0
-    while first < len(steps) and steps[first].definition:
-        first += 1
-    # The suspect itself cannot be meant to live, whatever it is.
-    first = max(0, min(first, len(steps) - 1))
-    wrong = (turn for turn, step in enumerate(steps) if turn >= first and step.mark == "holding")
-    return first, next(wrong, len(steps) - 1)
-
-
-def _cause_of_edge(path: Path, place: int) -> Cause:
-    """The cause that the step at `place` stands for: an entry of a container counts as the edge to the container."""
-    for step in reversed(path.steps[: place + 1]):
-        if step.kind in _CAUSE_OF_KIND:
-            cause = _CAUSE_OF_KIND[step.kind]
-            return "thread" if cause == "frame" and path.thread else cause
-    return _CAUSE_OF_ROOT.get(path.root_kind, "unknown")
-
-
-def _telling_cause(path: Path) -> Cause | None:
-    """What the path says whatever its first suspect edge is; the first rule that answers decides."""
-    return next((cause for cause, crosses in _TELLING if crosses(path)), None)
-
-
-def _crosses_cache(path: Path) -> bool:
-    return any(step.kind in ("lru-cache-key", "lru-cache-value") for step in path.steps)
-
-
-def _crosses_type(pattern: re.Pattern[str]) -> Callable[[Path], bool]:
-    """Whether the path leads from a module, or through an object of a type, of such a name; its end does not count."""
-
-    def crosses(path: Path) -> bool:
-        names = [step.type_name for step in path.steps[:-1]]
-        if path.root_kind in ("module", "class"):
-            names.append(path.root_name)
-        return any(pattern.fullmatch(name) for name in names)
-
-    return crosses
-
-
-def _crosses_workspace(path: Path) -> bool:
-    is_kernel_library = path.root_kind == "module" and path.root_name.partition(".")[0] in _KERNEL_LIBRARIES
-    return is_kernel_library and any(_WORKSPACE.fullmatch(step.edge) for step in path.steps)
-
-
-_TELLING: tuple[tuple[Cause, Callable[[Path], bool]], ...] = (
-    ("lru-cache", _crosses_cache),
-    ("autograd", _crosses_type(_AUTOGRAD)),
-    ("cuda-graph", _crosses_type(_CUDA_GRAPH)),
-    ("compiled-code", _crosses_type(_COMPILED)),
-    ("pending-transfer", _crosses_type(_TRANSFER)),
-    ("library-workspace", _crosses_workspace),
-)
-
-
-def _suspects(path: Path, first: int, last: int) -> tuple[str, ...]:
-    """The suspect edges with what they start from, and every number in them as `*`."""
-    root = path.root_name
-    if path.root_kind == "frame":
-        root = root.rpartition(":")[0]
-    edges = []
-    for turn, step in enumerate(path.steps[first : last + 1], first):
-        owner = path.steps[turn - 1].type_name if turn else root
-        if turn == first and turn:
-            # Where the suspect part starts at a definition, its name says more than that it is a function.
-            owner = "".join([root, *(before.edge for before in path.steps[:turn])])
-        edges.append(re.sub(r"\d+", "*", f"{owner} {step.edge}"))
-    return tuple(edges)

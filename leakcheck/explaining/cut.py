@@ -1,0 +1,207 @@
+"""What a cut is, and what is known of a program by which it is judged harmless."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lowtide.leakcheck.explaining import declarations
+from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.objects.foreign import is_a
+from lowtide.probes.objects.identities import identities, namespaces_of, types_of
+
+
+class Place(NamedTuple):
+    """Where a container's entry is, for one action on several entries of it.
+
+    Attributes:
+        container: its identity.
+        code: the container as code; in words where there is none.
+        key: the entry, as code: `['a']`.
+        size: how many entries the container has.
+        position: the entry's place in it.
+        clear: what empties the container, as code; empty where there is none.
+        is_plain: whether `del` with code and key is what deletes the entry.
+        ordered: the container's built-in type: `list`, `dict`, `deque`.
+    """
+
+    container: int
+    code: str
+    key: str
+    size: int
+    position: int = 0
+    clear: str = ""
+    is_plain: bool = True
+    ordered: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A change that can be made once; keeps the holder alive, and not what is held.
+
+    Attributes:
+        action: the change as code, or in words where there is no code for it.
+        changed: what is different afterwards.
+        apply: makes it. Raises what the holder's own code raises.
+        place: for an entry of a container, where.
+        ends_anyway: whether the change is made even where making it raises.
+        is_code: whether the action is code that runs as it stands, and not words.
+        emptied: the identity of the cache that the change empties; 0 where it empties none.
+    """
+
+    action: str
+    changed: str
+    apply: Callable[[], object]
+    place: Place | None = None
+    ends_anyway: bool = False
+    is_code: bool = True
+    emptied: int = 0
+
+    @property
+    def is_deletion(self) -> bool:
+        """Whether something is taken away, and not replaced by None."""
+        return not self.changed.endswith(" is None")
+
+
+@dataclass(frozen=True)
+class Names:
+    """What is known of the program before the leak, by which a change is judged harmless.
+
+    Attributes:
+        older: the identities of what was there; None if nobody knows.
+        home: the module whose code made what holds; None if nobody knows.
+        root: the module that the path begins at; None if it begins elsewhere.
+        holder: the name there by which what holds is known; empty if it has none.
+        are_free: whether any name may be set to None: the program has ended but for its checker.
+        sizes: how many names each module had (`namespace_sizes`); None if nobody knows.
+    """
+
+    older: Container[int] | None = None
+    home: ModuleType | None = None
+    root: ModuleType | None = None
+    holder: str = ""
+    are_free: bool = False
+    sizes: NamespaceSizes | None = None
+    _asked: dict[tuple[object, int, str], tuple[object, declarations.Binding]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def bound(
+        self, question: Callable[[Any, str], declarations.Binding], where: object, name: str
+    ) -> declarations.Binding:
+        """What the program's source says of a name in a class or module; a file is read once for each question."""
+        key = (question, id(where), name)
+        if key not in self._asked:
+            # With what it is about, so that the identity stays its own.
+            self._asked[key] = where, question(where, name)
+        return self._asked[key][1]
+
+    def is_bound_elsewhere(self, name: str) -> bool:
+        """Whether the modules at hand bind an attribute of that name outside their functions and classes."""
+        return any(self.bound(declarations.of_attribute, module, name) != "absent" for module in self.modules)
+
+    def of(self, home: ModuleType | None, root: ModuleType | None, holder: str) -> Names:
+        """The same, for what a module's code made."""
+        return dataclasses.replace(self, home=home, root=root, holder=holder)
+
+    @property
+    def modules(self) -> tuple[ModuleType, ...]:
+        """Where something may be bound before anything runs."""
+        return tuple(module for module in dict.fromkeys((self.home, self.root)) if module is not None)
+
+    def may_have_been_there(self, item: object) -> bool:
+        """Whether an object is older than the leak, or nobody knows."""
+        return self.older is None or id(item) in self.older
+
+    def is_new_global(self, namespace: dict[str, object], name: str, bound: declarations.Binding) -> bool:
+        """Whether a module got a name since; `bound` is what its source says of the name."""
+        if self.sizes is None:
+            return bound == "absent" and self.is_new(namespace, name)
+        # A dict keeps the order; where a name has gone meanwhile, this errs towards what was there.
+        place = _place_of_name(namespace, name)
+        is_added = place is not None and place >= self.sizes.of(namespace)
+        return is_added and bound in ("absent", "unknown")
+
+    def is_new(self, namespace: dict[str, object], name: str) -> bool:
+        """Whether a name was added since: a dict keeps the order, so nothing older stands behind it."""
+        place = _place_of_name(namespace, name)
+        if self.older is None or place is None:
+            return False
+        behind = list(dict.values(namespace))[place + 1 :]
+        # Nobody notes when numbers and strings are made.
+        return not any(gc.is_tracked(other) and id(other) in self.older for other in behind)
+
+
+def _place_of_name(namespace: dict[str, object], name: str) -> int | None:
+    return next((place for place, key in enumerate(dict.keys(namespace)) if type(key) is str and key == name), None)
+
+
+@dataclass(frozen=True)
+class NamespaceSizes:
+    """How many names each module had at one moment.
+
+    Attributes:
+        namespaces: the identities of the modules' namespaces, shape [modules].
+        sizes: how many names each one had, shape [modules].
+    """
+
+    namespaces: Ints
+    sizes: Ints
+
+    def of(self, namespace: Mapping[str, object]) -> int:
+        """How many names a namespace had; 0 for that of a module that was not there."""
+        places = np.flatnonzero(self.namespaces == id(namespace))
+        return int(self.sizes[places[0]]) if len(places) else 0
+
+
+def namespace_sizes() -> NamespaceSizes:
+    """How many names each module has; a tenth of a millisecond for 4,000 modules, since every test begins with it."""
+    modules = list(sys.modules.values())
+    for place in np.flatnonzero(types_of(identities(modules)) != id(ModuleType)).tolist():
+        if not is_a(modules[place], ModuleType):
+            # Whatever stands there is no module: one that counts anyway takes its place.
+            modules[place] = sys
+    return NamespaceSizes(*namespaces_of(modules))
+
+
+class Refused(Exception):  # noqa: N818 - it is an answer, not a failure
+    """Cutting here could break what the program has had before; so nothing behind it may be cut either."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What a link starts from, for a reader.
+
+    Attributes:
+        words: as a path has it.
+        code: as an expression that leads to it; None where there is none.
+    """
+
+    words: str
+    code: str | None
+
+    @property
+    def text(self) -> str:
+        """The expression, or the words."""
+        return self.words if self.code is None else self.code
+
+    def cut(
+        self,
+        action: str | None,
+        instead: str,
+        changed: str,
+        apply: Callable[[], object],
+        *,
+        place: Place | None = None,
+        ends_anyway: bool = False,
+    ) -> Cut:
+        """A change by its code, or where there is none, by words for it."""
+        is_code = self.code is not None and action is not None
+        return Cut(action if is_code and action else instead, changed, apply, place, ends_anyway, is_code)

@@ -1,0 +1,202 @@
+"""A path with its objects: what of it lies inside a library, and where it can be cut without harm."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import signal
+import sys
+from collections import deque
+from collections.abc import Sequence
+from types import ModuleType
+
+from lowtide.leakcheck.explaining.cut import Cut, Names, Refused
+from lowtide.leakcheck.explaining.cuts import cut_of
+from lowtide.leakcheck.explaining.expressions import of_public_global, of_root, one_step
+from lowtide.leakcheck.explaining.library_objects import (
+    Territory,
+    advice_for,
+    advice_for_finalizer,
+    library_of,
+    offered_function,
+    offered_method,
+    territories,
+)
+from lowtide.leakcheck.explaining.path_names import Shown
+from lowtide.probes.heap.graph import is_library
+from lowtide.probes.heap.holders import Link, Path, Traces
+
+CACHED = ("lru-cache-key", "lru-cache-value")
+
+
+class Way:
+    """A path with its objects, each as the expression that leads to it, and with what of it lies inside a library."""
+
+    def __init__(self, shown: Shown, place: int, found: Traces) -> None:
+        self.shown = shown
+        self.links = [found.link(place, turn) for turn in range(len(shown.whole.steps))]
+        self.begin, root = shown.skipped, shown.path.root_name if shown.path.root_kind == "module" else ""
+        code = shown.path.root_name if shown.is_code else None
+        if not self.begin:
+            code = of_root(shown.whole, found.root(place))
+        public = self._public_name()
+        if public is not None:
+            self.begin, code, root = 1, *public
+        self._code: list[str | None] = [*[None] * self.begin, code]
+        self._territories = territories(root, self.links[self.begin :])
+
+    def _public_name(self) -> tuple[str, str] | None:
+        """By what a module that is written in C holds something, under no name of its own: another module's name."""
+        if self.begin or len(self.links) < 2 or self.links[0].kind != "opaque":
+            return None
+        return of_public_global(self.links[1].owner)
+
+    def can_cut(self, turn: int) -> bool:
+        """Whether changing what a step starts from may be of use: not past what nobody can look into.
+
+        Nor where what is leaked is itself what the runner keeps, as a fixture's value: that is not the program's entry.
+        """
+        if self.shown.skipped and not self.shown.path.steps[0].edge:
+            return False
+        if self._is_finalizers:
+            # It is still called when its object dies, or at exit.
+            return False
+        return turn >= self.begin and all(link.kind != "opaque" for link in self.links[self.begin : turn + 1])
+
+    @property
+    def _is_finalizers(self) -> bool:
+        return self.shown.path.root_name.startswith("weakref.finalize(")
+
+    def code(self, turn: int) -> str | None:
+        """What a step starts from, as code; None where no expression leads to it."""
+        while len(self._code) <= turn:
+            before = self._code[-1]
+            self._code.append(None if before is None else one_step(before, self.links[len(self._code) - 1]))
+        return self._code[turn]
+
+    def territory(self, turn: int) -> Territory:
+        """Whose the object is that a step starts from."""
+        return self._territories[max(0, turn - self.begin)]
+
+    def advice(self, first: int, *, has_cut: bool) -> str:
+        """What to do where the first suspect edge lies inside a library, unless it can be cut there."""
+        turn = max(first, self.begin)
+        if self._is_finalizers:
+            return advice_for_finalizer(self.shown.path.root_name, [link.owner for link in self.links])
+        if has_cut and turn < len(self.links) and not self.territory(turn).is_ground:
+            return ""
+        if turn >= len(self.links) or self.links[turn].kind in CACHED or not self.territory(turn).is_librarys:
+            return ""
+        if self.shown.path.root_kind == "thread" and self.territory(turn).inside == "threading":
+            # What a running thread has is let go of by ending the thread.
+            return ""
+        library, words = self.territory(turn).inside, self.shown.code(turn + 1)
+        if not library:
+            return f"{words} is {self.territory(turn).shared}'s: put back what was there, or take out what was added"
+        # What it leads to may itself have a way to end, as a timer has.
+        return advice_for(library, [link.owner for link in self.links[: turn + 2]], words)
+
+    def offer(self, turn: int) -> Cut | None:
+        """What the library offers by which what lies inside it is let go of."""
+        offer = offered_function(self.shown.code(turn + 1))
+        if offer is not None:
+            return Cut(offer.call, offer.changed, functools.partial(offer.do, None), ends_anyway=True)
+        for before in reversed(range(self.begin, turn + 1)):
+            code, owner = self.code(before), self.links[before].owner
+            method = offered_method(owner)
+            if method is not None and code is not None:
+                do = functools.partial(method.do, owner)
+                return Cut(f"{code}.{method.call}", f"{code} {method.changed}", do, ends_anyway=True)
+        return None
+
+
+def cut_of_root(way: Way, first: int, names: Names) -> Cut | None:
+    """The cut of what the interpreter holds and gives back on request."""
+    path, held = way.shown.path, way.links[0].owner
+    if first or not names.are_free or names.may_have_been_there(held):
+        return None
+    number = next((number for number in signal.valid_signals() if signal.getsignal(number) is held), None)
+    if path.root_name.startswith("signal.") and number is not None:
+        default = f"signal.signal({path.root_name.partition('(')[2][:-1]}, signal.SIG_DFL)"
+        return Cut(default, "the signal has its default handler", lambda: signal.signal(number, signal.SIG_DFL))
+    if path.root_name == "sys.getprofile()":
+        return Cut("sys.setprofile(None)", "nothing is profiled", lambda: sys.setprofile(None))
+    if path.root_name == "sys.gettrace()":
+        return Cut("sys.settrace(None)", "nothing is traced", lambda: sys.settrace(None))
+    return None
+
+
+def cut_of_new_dict(way: Way, first: int, names: Names) -> Cut | None:
+    """The cut of a name whose dict may be new itself: an empty one would be left there, and not what there was.
+
+    (A dict passes for older, since the collector does not know an empty one.)
+    """
+    shown, before = way.shown, first - 1
+    if names.older is None or not first or shown.whole.steps[before].type_name != "dict" or not way.can_cut(before):
+        return None
+    link = way.links[before]
+    # A cache keeps what was made for it, and fills itself again.
+    if link.kind not in CACHED and (link.held in names.older or way.territory(before).is_ground):
+        return None
+    try:
+        known = dataclasses.replace(names.of(*_home(shown.whole, before)), are_free=False)
+        return cut_of(link, way.code(before), known, shown.code(before))
+    except Refused:
+        return None
+
+
+def first_cut(way: Way, first: int, names: Names) -> Cut | None:
+    """The first edge from the first suspect on that can be cut without harm; what lies behind it is gone with it."""
+    for turn, link in enumerate(way.links[first:], first):
+        inside = bool(turn >= way.begin and way.territory(turn).inside and link.kind not in CACHED)
+        if inside and names.are_free and (offer := way.offer(turn)) is not None:
+            # Once nothing runs any more, the library may be told to let go.
+            return offer
+        if not way.can_cut(turn) or _is_part_of_librarys_object(way.links, turn):
+            continue
+        if names.older is None and not names.are_free and turn < len(way.links) - 1 and link.kind not in CACHED:
+            # Nobody knows whether what it leads to was there before; the leaked thing itself, at the end, was not.
+            continue
+        known = names.of(*_home(way.shown.whole, turn))
+        is_ground = link.kind not in CACHED and way.territory(turn).is_ground
+        if is_ground:
+            if inside or names.older is None:
+                # Its insides are nobody else's to change.
+                return None
+            # To what is public the program may have added something, and that it can take back.
+            known = dataclasses.replace(known, are_free=False)
+        try:
+            cut = cut_of(link, way.code(turn), known, way.shown.code(turn))
+            if is_ground and cut is not None and not cut.is_deletion:
+                return None
+        except Refused:
+            return None
+        if cut is not None or link.kind in ("frame-local", "thread"):
+            # Running code that holds something should let go of all of it; what lies behind is only a part.
+            return cut
+    return None
+
+
+def _is_part_of_librarys_object(links: Sequence[Link], turn: int) -> bool:
+    """Whether a link is a container's that an instance of a library's class fills itself, and needs: its list, say."""
+    link = links[turn]
+    if link.kind != "instance-attribute" or turn + 1 >= len(links) or not library_of(link.owner):
+        return False
+    return any(type(links[turn + 1].owner) is kind for kind in (list, dict, set, deque))
+
+
+def _home(path: Path, turn: int) -> tuple[ModuleType | None, ModuleType | None, str]:
+    """The module whose code made what a step starts from, that of the root, and by which name it is known there.
+
+    It is that of the nearest object of a class of the program's own; containers and libraries' types tell nothing.
+    """
+    names = (step.edge[1:] for step in reversed(path.steps[:turn]) if step.edge.startswith("."))
+    name = next(names, "")
+    root = sys.modules.get(path.root_name) if path.root_kind == "module" else None
+    for step in reversed(path.steps[:turn]):
+        module = step.type_name.rpartition(".")[0]
+        while module and module not in sys.modules:  # a class within a class
+            module = module.rpartition(".")[0]
+        if module and not is_library(module):
+            return sys.modules[module], root, name
+    return root, root, name
