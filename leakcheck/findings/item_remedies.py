@@ -8,6 +8,7 @@ import importlib
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -221,10 +222,19 @@ def _destroying(name: str, group: Any) -> Action:
     distributed: Any = sys.modules["torch.distributed"]
     is_default = group is getattr(sys.modules["torch.distributed.distributed_c10d"]._world, "default_pg", None)
     own = f"torch.distributed.destroy_process_group(group) with group {name}, which new_group() returned"
+    # Not held for longer than it is destroyed: the end of a group waits for its threads, and whoever lets go of it last
+    # may wait for ever.  That is to be the thread with a limit, not the one that judges.
+    living = weakref.ref(group)
+
+    def destroy() -> None:
+        left = living()
+        if left is not None:
+            distributed.destroy_process_group(left)
+
     return Action(
         "torch.distributed.destroy_process_group()" if is_default else own,
         "all process groups are destroyed" if is_default else f"process group {name} is destroyed",
-        lambda: _within(DESTROY_LIMIT, lambda: distributed.destroy_process_group(group)),
+        lambda: _within(DESTROY_LIMIT, destroy),
         is_code=is_default,
     )
 

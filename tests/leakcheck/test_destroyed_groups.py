@@ -1,0 +1,74 @@
+"""A process group that a remedy destroys dies in the thread with a limit, and never in the one that judges."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowtide.leakcheck.findings import item_remedies
+from lowtide.leakcheck.findings.item_remedies import _destroying
+
+distributed: Any = pytest.importorskip("torch.distributed")
+
+
+class Group:
+    """A group whose end waits as long as it is told to."""
+
+    def __init__(self, died_in: list[str], waits: threading.Event) -> None:
+        self.died_in, self.waits = died_in, waits
+
+    def __del__(self) -> None:
+        self.waits.wait(20)
+        self.died_in.append(threading.current_thread().name)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Torch's own list of groups, whose entries nothing else holds once they are destroyed."""
+    world = SimpleNamespace(default_pg=None, pg_names={})
+    monkeypatch.setattr(distributed.distributed_c10d, "_world", world)
+    monkeypatch.setattr(distributed, "destroy_process_group", lambda group: world.pg_names.clear())
+    return world
+
+
+def test_it_dies_in_the_thread_that_destroys_it(world: SimpleNamespace) -> None:
+    died_in: list[str] = []
+    no_wait = threading.Event()
+    no_wait.set()
+    world.pg_names[Group(died_in, no_wait)] = "7"
+    action = _destroying("7", next(iter(world.pg_names)))
+    assert not died_in
+    action.do()
+    del action
+    assert died_in == ["lowtide-remedy"]
+
+
+def test_one_that_never_ends_is_not_waited_for(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_remedies, "DESTROY_LIMIT", 0.1)
+    died_in: list[str] = []
+    ends = threading.Event()
+    world.pg_names[Group(died_in, ends)] = "7"
+    action = _destroying("7", next(iter(world.pg_names)))
+    with pytest.raises(TimeoutError):
+        action.do()
+    del action
+    ends.set()
+    for thread in threading.enumerate():
+        if thread.name == "lowtide-remedy":
+            thread.join(20)
+    assert died_in == ["lowtide-remedy"]
+
+
+def test_one_that_is_gone_is_not_destroyed_again(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_wait = threading.Event()
+    no_wait.set()
+    group = Group([], no_wait)
+    action = _destroying("7", group)
+    destroyed: list[object] = []
+    monkeypatch.setattr(distributed, "destroy_process_group", destroyed.append)
+    del group
+    action.do()
+    assert destroyed == []
