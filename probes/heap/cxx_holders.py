@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import mmap
 import os
 import re
 import sys
@@ -119,16 +120,24 @@ class _Memory:
         """Each place where one of some addresses is a member of a C++ object: with that object's address and class."""
         wanted = np.array(sorted(addresses), np.int64)
         left = _MOST_READ
+        # What is read here is not read again as if it were the program's: this memory was mapped after the mappings
+        # were listed, and a copy in the heap would be found there, then or once it is free.
+        buffer, near_buffer = (np.frombuffer(mmap.mmap(-1, _CHUNK), np.int64) for _ in range(2))
         for mapping in self._mappings:
             size = mapping.end - mapping.begin
             is_heap = mapping.file == "[heap]"
             if not mapping.is_writable or (mapping.file and not is_heap) or (size > _LARGEST_MAPPING and not is_heap):
                 continue
             for begin in range(mapping.begin, mapping.end, _CHUNK):
-                words = self._words(begin, min(_CHUNK, mapping.end - begin) // _WORD) if left > 0 else _NOTHING
+                words = (
+                    self._read_into(buffer[: min(_CHUNK, mapping.end - begin) // _WORD], begin)
+                    if left > 0
+                    else _NOTHING
+                )
                 left -= words.nbytes
                 near = np.flatnonzero((words >= wanted[0]) & (words <= wanted[-1]))
-                for place in near[np.isin(words[near], wanted)].tolist():
+                values = words.take(near, out=near_buffer[: len(near)], mode="clip")
+                for place in near[wanted.take(np.searchsorted(wanted, values)) == values].tolist():
                     for back in range(1, min(_BACK, place) + 1):
                         name = self._class_by_table(int(words[place - back]))
                         if name:
@@ -242,6 +251,14 @@ class _Memory:
     def _at(self, address: int) -> _Mapping | None:
         place = bisect.bisect_right(self._begins, address) - 1
         return self._mappings[place] if place >= 0 and address < self._mappings[place].end else None
+
+    def _read_into(self, buffer: Ints, address: int) -> Ints:
+        """As many words of memory as fit; none where nothing is mapped."""
+        try:
+            read = os.preadv(self._file, [buffer.data.cast("B")], address)
+        except (OSError, OverflowError):
+            return _NOTHING
+        return buffer[: read // _WORD]
 
     def _words(self, address: int, count: int) -> Ints:
         """Words of memory; none where nothing is mapped."""

@@ -400,7 +400,9 @@ def test_what_lies_in_the_block_behind_a_callback_is_not_the_callback_s(place: i
     # As the C library's heap has them: the size of a block, 32 bytes with its own, and what is in it; then the next.
     words = np.zeros(1 << 14, np.int64)
     begin = 1 if words.ctypes.data % 16 else 2
-    words[begin - 1 : begin + 4] = [0x21, table, 1 << 32 | 1, 0, 0x31]
+    # One by one: numpy would copy a list to the heap first, and leave a table there without the size of its block.
+    for offset, word in enumerate((0x21, table, 1 << 32 | 1, 0, 0x31), start=-1):
+        words[begin + offset] = word
     words[begin + place] = id(other)
     found = set(cxx_holders.held_as([id(other)]).values())
     # Nobody may come across it in what will be free memory.
