@@ -32,6 +32,7 @@ from lowtide.probes.objects.foreign import (
     LRU_CACHE,
     attribute,
     dict_of_module,
+    instance_dict,
     is_a,
     mro_of,
     namespace_of_class,
@@ -272,7 +273,7 @@ def _attribute(link: Link, of: Owner, names: Names) -> Cut | None:
         setter: Callable[..., None] = type.__setattr__
         deleter: Callable[..., None] = type.__delattr__
     else:
-        namespace = link.carrier if type(link.carrier) is dict else None
+        namespace = link.carrier if type(link.carrier) is dict else instance_dict(link.owner)
         setter, deleter = object.__setattr__, object.__delattr__
     if of_class:
         bound = names.bound(declarations.of_class_attribute, link.owner, name)

@@ -35,6 +35,7 @@ from lowtide.probes.objects.foreign import (
     attribute,
     dict_of_module,
     has_plain_hash,
+    instance_dict,
     is_a,
     module_of_class,
     mro_of,
@@ -305,17 +306,23 @@ def _of_attribute(code: str, link: Link) -> str | None:
             return entry_of(f"{attribute_of(code, link.owner, registry)}", link.carrier, link.held)
     named = _NAME.fullmatch(link.edge)
     if named is None or link.edge == UNNAMED or not is_name(named[1]):
-        if link.kind == "instance-attribute" and link.edge.startswith(".__dict__[") and type(link.carrier) is dict:
-            return entry_of(attribute_of(code, link.owner, "__dict__"), link.carrier, link.held)
+        entries = _entries_of(link)
+        if link.kind == "instance-attribute" and link.edge.startswith(".__dict__[") and entries is not None:
+            return entry_of(attribute_of(code, link.owner, "__dict__"), entries, link.held)
         return None
     name = named[1]
     if link.kind == "other" and name not in _ATTRIBUTES:
         return None
     if is_a(link.owner, threading.local) and not is_this_threads(link):
         return None
-    if _is_shadowed(type(link.owner), name) and type(link.carrier) is dict:
+    if _is_shadowed(type(link.owner), name) and _entries_of(link) is not None:
         return f"{attribute_of(code, link.owner, '__dict__')}[{name!r}]"
     return attribute_of(code, link.owner, name)
+
+
+def _entries_of(link: Link) -> dict[Any, object] | None:
+    """The `__dict__` in which an instance's attribute lies."""
+    return link.carrier if type(link.carrier) is dict else instance_dict(link.owner)
 
 
 def is_this_threads(link: Link) -> bool:

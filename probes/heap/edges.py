@@ -16,7 +16,6 @@ from types import (
     AsyncGeneratorType,
     BuiltinFunctionType,
     CellType,
-    CodeType,
     CoroutineType,
     FrameType,
     FunctionType,
@@ -29,6 +28,7 @@ from types import (
 from typing import Any, Literal, NamedTuple
 from weakref import CallableProxyType, ProxyType, ReferenceType
 
+from lowtide.probes.heap.code_names import add_names, names_in_class, names_in_module
 from lowtide.probes.heap.unseen_references import CALLBACK, edge_of
 from lowtide.probes.memory.capsules import CAPSULE, EXPORTED
 from lowtide.probes.objects.foreign import (
@@ -36,8 +36,8 @@ from lowtide.probes.objects.foreign import (
     attribute,
     code_of,
     dict_of_module,
+    instance_dict,
     is_a,
-    module_of_class,
     mro_of,
     namespace_of,
     namespace_of_class,
@@ -174,13 +174,13 @@ class EdgeNamer:
                     known.add(name)
                     return Edge(_attribute_text(name), "instance-attribute")
         if any("__dict__" in namespace_of(base) for base in mro_of(type(holder))):
-            return _of_hidden_attribute(way) or Edge(UNNAMED, "opaque")
+            return _of_hidden_attribute(way) or _of_inline_attribute(holder, held) or Edge(UNNAMED, "opaque")
         return Edge(f"inside {type_name(type(holder))}", "opaque")
 
     def _candidates(self, cls: type, known: set[str]) -> Iterator[set[str]]:
         yield known
-        yield _names_in_class(cls)
-        yield _names_in_module(cls)
+        yield names_in_class(cls)
+        yield names_in_module(cls)
         yield self._all_names
 
     @functools.cached_property
@@ -188,9 +188,9 @@ class EdgeNamer:
         names: set[str] = set()
         for item in self._objects:
             if type(item) is FunctionType:
-                _add_names(code_of(item), names)
+                add_names(code_of(item), names)
             elif type(item) is FrameType:
-                _add_names(item.f_code, names)
+                add_names(item.f_code, names)
         return names
 
 
@@ -334,6 +334,17 @@ def _of_hidden_attribute(way: Sequence[Any]) -> Edge | None:
         for key in _keys_of(way[1], way[2]):
             if type(key) is str and any(key in namespace_of(base) for base in mro_of(type(way[0]))):
                 return Edge(f".__dict__[{key!r}]", "instance-attribute", 2)
+    return None
+
+
+def _of_inline_attribute(holder: object, held: object) -> Edge | None:
+    """The same for a value that lies in the instance although it is an entry of its `__dict__`, too."""
+    entries = instance_dict(holder)
+    for key in () if entries is None else _keys_of(entries, held):
+        if type(key) is str and _is_cached_property(type(holder), key):
+            return Edge(_attribute_text(key), "instance-attribute")
+        if type(key) is str and any(key in namespace_of(base) for base in mro_of(type(holder))):
+            return Edge(f".__dict__[{key!r}]", "instance-attribute")
     return None
 
 
@@ -512,40 +523,6 @@ def _key_text(key: object) -> str:
 
 def _definition_text(cls: Any) -> str:
     return f"class {type_name(cls)}"
-
-
-def _names_in_class(cls: type) -> set[str]:
-    names: set[str] = set()
-    for base in mro_of(cls):
-        for value in namespace_of(base).values():
-            if type(value) is FunctionType:
-                _add_names(code_of(value), names)
-    return names
-
-
-def _names_in_module(cls: type) -> set[str]:
-    """What the functions and classes of the class's module mention: often it is they that set what an instance has."""
-    names: set[str] = set()
-    module = sys.modules.get(module_of_class(cls))
-    if module is None or not is_a(module, ModuleType):
-        return names
-    for value in list(dict_of_module(module).values()):
-        if type(value) is FunctionType:
-            _add_names(code_of(value), names)
-        elif is_a(value, type) and module_of_class(value) == module_of_class(cls):
-            names |= _names_in_class(value)
-    return names
-
-
-def _add_names(code: CodeType, names: set[str]) -> None:
-    """Adds what the code could call an attribute: the names that it uses, and strings it could give to `setattr`."""
-    names.update(code.co_names)
-    for constant in code.co_consts:
-        if type(constant) is CodeType:
-            _add_names(constant, names)
-        for text in constant if type(constant) is tuple or type(constant) is frozenset else (constant,):
-            if type(text) is str and text.isidentifier():
-                names.add(text)
 
 
 def variables_of(frame: FrameType) -> list[tuple[str, object]]:

@@ -172,21 +172,29 @@ from lowtide.probes.objects.listed import Census, _roots, all_objects, census_of
 if sys.argv[2] == "slow":
     identities._LAID_OUT = False
 
+inner = set()
+
+def noted(item):
+    # By identity only: nothing but the structure itself may hold it.
+    inner.add(id(item))
+    return item
+
 def heap():
-    made = [type(f"Made{number}", (), {"slot": {"n": [number]}}) for number in range(50)]
+    made = [type(f"Made{number}", (), {"slot": noted({"n": noted([number])})}) for number in range(50)]
     class Slotted:
         __slots__ = ("a", "__weakref__")
     slotted = Slotted()
-    slotted.a = [slotted]
+    slotted.a = noted([slotted])
     def generator():
-        inside = {"in": ["a frame"]}
+        inside = noted({"in": noted(["a frame"])})
         yield inside
     running = generator()
     next(running)
-    cached = functools.lru_cache(lambda number: [number])
+    cached = functools.lru_cache(lambda number: noted([number]))
     cached(1)
     untracked = ((1, "a", (2.5, b"x")), frozenset([1]), range(3))
-    return [made, slotted, running, cached, untracked, {"a": 1}, {"b": []}, ([],), collections.deque([[]]), made[0]()]
+    others = [{"a": 1}, {"b": noted([])}, (noted([]),), collections.deque([noted([])]), made[0]()]
+    return [made, slotted, running, cached, untracked, *others]
 
 def plainly():
     found, seen = [], set()
@@ -223,6 +231,7 @@ for round in range(2):
 assert len(plain) > 10_000, len(plain)
 assert len(left) < 40, collections.Counter(left)
 assert {id(item) for item in kept if gc.is_tracked(item)} <= ours
+assert len(inner) > 200 and inner <= ours, len(inner - ours)
 census = census_of_all()
 kinds = [kind for kind in {type(item) for item in kept}]
 for kind in kinds:
