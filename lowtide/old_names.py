@@ -98,7 +98,7 @@ RENAMED = {
     "lowtide.leakcheck.territory": "lowtide.leakcheck.explaining.library_objects",
     "lowtide.leakcheck.transformers_target": "lowtide.leakcheck.targets.transformers_target",
     "lowtide.leakcheck.trend": "lowtide.leakcheck.judging.trend",
-    "lowtide.leakcheck.type_growth": "lowtide.leakcheck.judging.type_growth",
+    "lowtide.leakcheck.type_growth": "lowtide.leakcheck.explaining.type_growth",
     "lowtide.leakcheck.unproven": "lowtide.leakcheck.findings.deferred_remedies",
     "lowtide.leakcheck.unseen": "lowtide.leakcheck.watching.unmeasured_processes",
     "lowtide.leakcheck.verify": "lowtide.leakcheck.lives.verify",

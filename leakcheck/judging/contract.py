@@ -14,9 +14,9 @@ from lowtide.leakcheck.judging.metrics import (
     ALLOCATOR_HOLDER,
     DRIVER_ADVICE,
     DRIVER_HOLDER,
-    MIB,
     unaccounted_driver_memory,
 )
+from lowtide.leakcheck.judging.rules import MIB
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Cause, Finding, Remedy, Resource
 from lowtide.reports.sizes import format_bytes

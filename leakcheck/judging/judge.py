@@ -62,6 +62,11 @@ def excesses(metrics: Iterable[Metric[R]], baseline: R, now: R) -> tuple[Excess,
     return tuple(Excess(metric, metric.above(baseline, now)) for metric in metrics)
 
 
+def missing(metrics: Iterable[Metric[R]], baseline: R, now: R) -> list[Excess]:
+    """What is above its baseline, of what can be read."""
+    return [item for item in excesses(metrics, baseline, now) if item.above is not None and not item.is_back]
+
+
 @dataclass(frozen=True)
 class Judgement:
     """What one climb of the ladder showed.

@@ -86,24 +86,33 @@ def climb(
     read: Callable[[], T],
     is_back: Callable[[T], bool],
     *,
-    still_waiting: Callable[[T], bool],
-    moved: Callable[[T, T], bool],
+    still_waiting: Callable[[T], bool] = lambda reading: False,
+    moved: Callable[[T, T], bool] = lambda then, now: False,
     policy: SettlePolicy | None = None,
     rungs: Sequence[Rung] = tuple(Rung),
     peek: Callable[[], object] | None = None,
+    climbed: Sequence[Step[T]] = (),
+    give_back: Callable[[Rung], bool] | None = None,
+    read_after: Callable[[Rung, T], T] | None = None,
 ) -> list[Step[T]]:
     """Climb until `is_back` says that nothing is missing, or to the top; the readings after each rung, `raw` first.
+
+    Every judgement climbs here: a test's, a life's, and that of a fuzzed call.
 
     Args:
         read: takes a reading.
         is_back: whether a reading has everything back.
-        still_waiting: whether anything that a reading misses may come back by waiting alone.
+        still_waiting: whether anything that a reading misses may come back by waiting alone; default: nothing may.
         moved: whether two readings differ in what is waited for.
         policy: how long to wait at `settle`.
         rungs: which rungs to climb, in the ladder's order.
         peek: a figure that costs little and moves with what is waited for: only when it has, is a reading taken.
+        climbed: the steps that were taken before, which the new ones follow; default: a first reading is taken.
+        give_back: does what a rung does; False where it has nothing to act on.  Default: `release`.
+        read_after: takes a reading after a rung, given the one before; default: `read`.
     """
-    steps = [Step(Rung.RAW, read(), 0.0)]
+    steps = list(climbed) or [Step(Rung.RAW, read(), 0.0)]
+    give_back = give_back or release
     for rung in rungs:
         if is_back(steps[-1].reading):
             break
@@ -114,8 +123,8 @@ def climb(
             if not still_waiting(steps[-1].reading):
                 continue
             reading = settle(read, still_waiting, moved, steps[-1].reading, policy or SettlePolicy(), peek)
-        elif release(rung):
-            reading = read()
+        elif give_back(rung):
+            reading = read() if read_after is None else read_after(rung, steps[-1].reading)
         else:
             continue
         steps.append(Step(rung, reading, time.perf_counter() - started))

@@ -1,4 +1,4 @@
-"""What is judged, and the one table of it for an engine's shutdown: each metric's reading, tolerance and rung.
+"""What is judged after an engine's shutdown: how a snapshot tells what each row of the table (`rules`) counts.
 
 Readings are disjoint: what one metric has counted is left out of the next, coarser one.  A leaked tensor is one finding
 and not four (its storage, the arena that it keeps mapped, the driver's bytes behind that, the process's memory).
@@ -14,18 +14,14 @@ from typing import Generic, TypeVar
 
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.ladder import Rung
+from lowtide.leakcheck.judging.rules import RULES, Bound, Rule
 from lowtide.probes.memory.ranges import common
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.snapshot import Snapshot
 from lowtide.probes.stages import PoolKind
 from lowtide.reports.schema import Cause, Resource, Verdict
 
-MIB = 1 << 20
-
 R = TypeVar("R")
-
-
-AWAITING_A_STREAM = "memory that waits for a stream"
 
 NOT_OF_PYTHON: tuple[Verdict, ...] = ("native-held", "in-flight")
 """The verdicts on tensors' memory that has no tensor object any more, or never had one."""
@@ -50,7 +46,7 @@ class Metric(Generic[R]):
         what: how a finding calls it, if not by the resource.
         cause: what a finding says when no rung brings it back.
         verdict: likewise.
-        key: under which a plain test's reading has it; of an engine's life only that of private pools has one.
+        key: of the row of the table, with the device.
     """
 
     resource: Resource
@@ -82,108 +78,95 @@ class Metric(Generic[R]):
         return {name: amount for name, amount in self.items(now).items() if name not in known}
 
 
-def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
-    """What must be back after an engine's shutdown: everything, at `collect`, because releasing is its own job.
+def metric_of(
+    rule: Rule,
+    bound: Bound,
+    device: str,
+    read: Callable[[R], int | None],
+    items: Callable[[R], Mapping[str, int]] | None,
+    tolerance: int,
+) -> Metric[R]:
+    """The metric of one row of the table, with how a reading tells it.
 
-    `device` is where the engine ran.  The tolerances are measured: the heap of a process moves by some MiB with every
-    life, by up to 34 MiB in one of 36 runs with a card that a dozen processes share (it is the coarsest figure here,
-    and the report says so); a driver's figure for a process by up to 8 MiB.
+    Args:
+        rule: the row.
+        bound: its column.
+        device: where it is judged; "" for the process.
+        read: see `Metric`.
+        items: likewise.
+        tolerance: likewise.
     """
-    of_host = 32 * MIB if device == "cpu" else 64 * MIB
-    metrics: list[Metric[Snapshot]] = [
-        Metric("tensors", "cpu", lambda s: s.tensors.bytes_on("cpu")),
-        Metric("arena", device, lambda s: arena_without_tensors(s, device)),
-        Metric("pinned", "", lambda s: s.pinned.torch_reserved),
-        Metric("pinned", "", lambda s: sum(pinned_pools(s).values()), items=pinned_pools, cause="native"),
-        Metric("gc-frozen", "", lambda s: frozen_by_program(s.gc.frozen), unit="frozen objects", cause="not-restored"),
-        Metric(
-            "tensors",
-            "",
-            lambda s: s.tensors.unreadable,
-            unit="tensors of a kind whose memory cannot be read",
-            what="tensors of a kind whose memory cannot be read",
-        ),
-        _counted("threads", lambda s: s.host.threads, settles=True),
-        _counted("processes", lambda s: s.host.children, settles=True),
-        _counted("file-descriptors", lambda s: s.host.descriptors, first_use=True),
-        Metric("shared-memory", "", lambda s: sum(own_shared_memory(s).values()), items=own_shared_memory),
-        _counted("temporary-files", lambda s: s.host.temporary_files, settles=True, unit="temporary files"),
-        Metric("host-memory", "", lambda s: sum(host_pools(s).values()), items=host_pools, cause="native"),
-        Metric("host-memory", "cpu", unaccounted_host_memory, tolerance=of_host, first_use=True),
-    ]
-    if device != "cpu":
-        metrics += _card_metrics(device)
-    return tuple(metrics)
+    return Metric(
+        rule.resource,
+        device,
+        read,
+        tolerance=tolerance,
+        rung=bound.rung,
+        unit=rule.unit,
+        first_use=bound.first_use,
+        settles=bound.settles,
+        items=items,
+        what=bound.what,
+        cause=bound.cause,
+        verdict=rule.verdict,
+        key=rule.key_on(device if rule.place != "process" else ""),
+    )
 
 
-def _card_metrics(device: str) -> list[Metric[Snapshot]]:
-    """What must be back on a card."""
-    return [
-        Metric("tensors", device, lambda s: s.tensors.bytes_on(device)),
-        Metric(
-            "tensors",
-            device,
-            lambda s: native_held(s, device),
-            first_use=True,
-            what="memory that native code holds",
-            cause="native",
-            verdict="native-held",
-        ),
-        Metric(
-            "tensors",
-            device,
-            lambda s: awaiting_a_stream(s, device),
-            rung=Rung.EMPTY_CACHE,
-            what=AWAITING_A_STREAM,
-            cause="pending-transfer",
-            verdict="in-flight",
-        ),
-        Metric("reserved", device, lambda s: empty_segments(s, device), first_use=True),
-        Metric(
-            "reserved",
-            device,
-            lambda s: sum(empty_private_pools(s, device).values()),
-            items=lambda s: empty_private_pools(s, device),
-            what="private pools",
-            key=f"reserved {device}",
-        ),
-        Metric(
-            "driver",
-            device,
-            lambda s: unaccounted_driver_memory(s, device),
-            tolerance=8 * MIB,
-            first_use=True,
-            settles=True,
-            cause="driver",
-            verdict="unexplained",
-        ),
-    ]
+def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
+    """What must be back after an engine's shutdown, as far as snapshots tell it; `rules` has the table.
+
+    `process-groups` and `globals` are no part of a snapshot: `lowtide.leakcheck.lives.process_state` compares them.
+
+    Args:
+        device: where the engine ran.
+    """
+    return tuple(
+        _of_snapshots(rule, rule.life, where, card=device != "cpu")
+        for rule in RULES
+        if rule.life is not None and rule.key in _FROM_SNAPSHOT
+        for where in _places(rule, device)
+    )
 
 
-def _counted(
-    resource: Resource,
-    names: Callable[[Snapshot], Sequence[str]],
-    *,
-    first_use: bool = False,
-    settles: bool = False,
-    unit: str = "",
-) -> Metric[Snapshot]:
-    """A metric of things that are counted and have names, without what is there to stay."""
+def _places(rule: Rule, device: str) -> Sequence[str]:
+    """Where a row is judged in the life of an engine on one device."""
+    if rule.key == "host-memory":
+        return ("cpu",)
+    if rule.place == "process":
+        return ("",)
+    if device == "cpu":
+        return ("cpu",) if rule.place == "device" else ()
+    # An engine's arenas are on its device.
+    return ("cpu", device) if rule.key == "tensors" else (device,)
+
+
+def _of_snapshots(rule: Rule, bound: Bound, device: str, *, card: bool) -> Metric[Snapshot]:
+    reading = _FROM_SNAPSHOT[rule.key](device)
+    return metric_of(rule, bound, device, reading.read, reading.items, bound.allowed(card=card))
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """How a snapshot tells what a row counts: as one figure, and by name where it has names."""
+
+    read: Callable[[Snapshot], int | None]
+    items: Callable[[Snapshot], Mapping[str, int]] | None = None
+
+
+def _by_name(items: Callable[[Snapshot], Mapping[str, int]]) -> _Reading:
+    return _Reading(lambda snapshot: sum(items(snapshot).values()), items)
+
+
+def _counted(resource: Resource, names: Callable[[Snapshot], Sequence[str]]) -> _Reading:
+    """Things that are counted and have names, without what is there to stay."""
 
     def left(snapshot: Snapshot) -> dict[str, int]:
         by_item = {as_counted(resource, name): name for name in names(snapshot)}
         stays = exempt(resource, by_item, as_read=True)
         return {name: 1 for item, name in by_item.items() if item not in stays}
 
-    return Metric(
-        resource,
-        "",
-        lambda s: len(left(s)),
-        unit=unit or resource,
-        first_use=first_use,
-        settles=settles,
-        items=left,
-    )
+    return _by_name(left)
 
 
 def as_counted(resource: str, name: str) -> str:
@@ -302,3 +285,26 @@ def unaccounted_host_memory(snapshot: Snapshot) -> int:
     named = sum(part.shared for part in (*pools, snapshot.file_residency))
     named += max(tensors.shared, snapshot.pinned.torch_reserved or 0)
     return private + max(0, snapshot.host.shared - named)
+
+
+_FROM_SNAPSHOT: Mapping[str, Callable[[str], _Reading]] = {
+    "tensors": lambda device: _Reading(lambda snapshot: snapshot.tensors.bytes_on(device)),
+    "unreadable": lambda _: _Reading(lambda snapshot: snapshot.tensors.unreadable),
+    "native": lambda device: _Reading(lambda snapshot: native_held(snapshot, device)),
+    "in-flight": lambda device: _Reading(lambda snapshot: awaiting_a_stream(snapshot, device)),
+    "arena": lambda device: _Reading(lambda snapshot: arena_without_tensors(snapshot, device)),
+    "empty-segments": lambda device: _Reading(lambda snapshot: empty_segments(snapshot, device)),
+    "reserved": lambda device: _by_name(lambda snapshot: empty_private_pools(snapshot, device)),
+    "driver": lambda device: _Reading(lambda snapshot: unaccounted_driver_memory(snapshot, device)),
+    "pinned-cache": lambda _: _Reading(lambda snapshot: snapshot.pinned.torch_reserved),
+    "pinned": lambda _: _by_name(pinned_pools),
+    "host-pools": lambda _: _by_name(host_pools),
+    "host-memory": lambda _: _Reading(unaccounted_host_memory),
+    "gc-frozen": lambda _: _Reading(lambda snapshot: frozen_by_program(snapshot.gc.frozen)),
+    "threads": lambda _: _counted("threads", lambda snapshot: snapshot.host.threads),
+    "processes": lambda _: _counted("processes", lambda snapshot: snapshot.host.children),
+    "file-descriptors": lambda _: _counted("file-descriptors", lambda snapshot: snapshot.host.descriptors),
+    "shared-memory": lambda _: _by_name(own_shared_memory),
+    "temporary-files": lambda _: _counted("temporary-files", lambda snapshot: snapshot.host.temporary_files),
+}
+"""How a snapshot tells what each row of the table counts on a device, by the row's key."""

@@ -9,8 +9,8 @@ import msgspec
 
 from lowtide.leakcheck.baseline.readings import to_readings
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
+from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
 from lowtide.leakcheck.judging.trend import trend_of
-from lowtide.leakcheck.lives.shutdown_findings import is_told
 from lowtide.probes.ledger import LedgerBase, base_from
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.outcomes import judged_as
@@ -152,3 +152,9 @@ class LifeRecord:
             tokens_per_second=lived.tokens / lived.seconds if lived.tokens else None,
             bytes_per_second=lived.moved / lived.seconds if lived.moved else None,
         )
+
+
+def is_told(item: Finding | Return, devices: Collection[str]) -> bool:
+    """Whether tensors are what it is about, and those on its device are reported one by one."""
+    is_plain = item.resource == "tensors" and item.bytes > 0 and getattr(item, "verdict", None) not in NOT_OF_PYTHON
+    return is_plain and item.device in devices

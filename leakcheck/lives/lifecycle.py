@@ -7,8 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 
-import msgspec
-
 from lowtide.leakcheck.baseline.import_watch import ImportWatch
 from lowtide.leakcheck.baseline.imported_modules import Imported
 from lowtide.leakcheck.baseline.owners import Owner
@@ -16,11 +14,10 @@ from lowtide.leakcheck.baseline.preserved_state import Survival
 from lowtide.leakcheck.findings.life_findings import Leftovers
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
-from lowtide.leakcheck.judging.judge import excesses, grouped, judge, named_amount, one_for_each_level
-from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, SettlePolicy, Step, climb, release
+from lowtide.leakcheck.judging.judge import Excess
+from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, Step, climb, release
 from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_for_release
-from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics
-from lowtide.leakcheck.judging.type_growth import TypeCounts
+from lowtide.leakcheck.judging.metrics import shutdown_metrics
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.life_metrics import LifeMetrics
 from lowtide.leakcheck.lives.life_probes import LifeProbes
@@ -36,7 +33,7 @@ from lowtide.leakcheck.lives.script import (
     perform,
     was_interrupted,
 )
-from lowtide.leakcheck.lives.shutdown_findings import is_told, less, with_arrays, with_pools
+from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
 from lowtide.leakcheck.targets.target import TargetError
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import child_processes
@@ -46,9 +43,6 @@ from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import Finding, NotMeasured, Return, Subject
 
 __all__ = ["SCRIPT", "Event", "Life", "LifecycleRun"]
-
-_OF_GROUPS = ("driver", "file-descriptors", "threads")
-"""What a process group holds besides itself."""
 
 _NO_SECOND_LIFE = "libraries move it in a first life, and no whole second life followed to compare it with"
 
@@ -91,14 +85,8 @@ class LifecycleRun:
         self._emptying = emptying
         self._indices = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
         self._record = LifeRecord(name, device, cycles)
-        self._first_baseline: Snapshot | None = None
-        self._warm_baseline: Snapshot | None = None
-        # What the first life left, and whether a whole one has followed that says how much of that was first use.
-        self._first_end: Snapshot | None = None
-        self._has_compared = False
         self._expected: Sequence[Sequence[int]] | None = None
         self._leftovers = Leftovers(card=device != "cpu")
-        self._types: TypeCounts | None = None
         self._probes = LifeProbes(lambda: self._driver, card=device != "cpu")
         self._process = ProcessState(self._driver_bytes, self._probes.counters.read, self._probes.environment)
         self._imports = ImportWatch(self._importing, self._import_done)
@@ -109,6 +97,9 @@ class LifecycleRun:
             self._imported,
             self._leftovers.imported_bytes,
             device,
+        )
+        self._judgement = ShutdownJudgement(
+            cycles, self._record, self._metrics, self._leftovers, self._process, self._climb, self._snapshot_at_end
         )
         self._survival = Survival(device)
         self._growth = GrowthWatch(device)
@@ -159,11 +150,7 @@ class LifecycleRun:
             release(Rung.COLLECT)
         release(Rung.EMPTY_CACHE)
         baseline = self._snapshot(f"before cycle {cycle}")
-        self._types = TypeCounts(f"before cycle {cycle}")
-        if cycle == 1:
-            self._first_baseline = baseline
-        elif cycle == 2:
-            self._warm_baseline = baseline
+        self._judgement.begin(cycle, baseline)
         self._record.note_baseline(cycle, baseline)
         life = None
         try:
@@ -214,7 +201,7 @@ class LifecycleRun:
                 pools = (*before.pools, *after.pools)
                 self._record.findings += self._leftovers.explain_asleep(engine, cycle, self._device, pools)
                 self._record.findings += contract.after_sleep(name, self._device, baseline, after)
-                if name in self._emptying and self._judges_first_use(cycle):
+                if name in self._emptying and cycle > 1:
                     self._record.findings += contract.after_deep_sleep(name, self._device, baseline, at_work, after)
             elif name == "wake":
                 self._record.findings += contract.after_wake(name, self._device, before_sleep, after)
@@ -274,119 +261,14 @@ class LifecycleRun:
             self._record.findings.append(contract.failed_teardown("shutdown", error))
         seconds = time.perf_counter() - started
         self._probes.unseen.look(always=True)
-        metrics = self._judged_in(cycle)
-        baselines = self._baselines(cycle, baseline)
-        steps = self._settled(metrics, baselines)
-        self._metrics.note_first_use(cycle, baseline, steps[-1].reading)
-        self._first_end = steps[-1].reading if cycle == 1 else self._first_end
-        self._has_compared |= cycle > 1 and not self._failure
-        is_last = cycle == self._cycles or bool(self._failure)
-        self._record.stages.append(Lived("shutdown", cycle, seconds, before, steps[0].reading))
-        missing = self._missing(metrics, baselines, steps[-1].reading)
-        devices = {metric.device for metric, _ in missing if metric.resource == "tensors"}
-        engine = getattr(life, "engine", life)
-        actions = dict(ACTIONS)
-        if not is_last:
-            # What would give it back is tried after the last life only: until then it must show whether it adds up.
-            of_tensors = self._leftovers.explain(engine, cycle, devices)
-            steps += self._climb(metrics, baselines, (Rung.EMPTY_CACHE,))[1:]
-        else:
-            self._record.type_growth = () if self._types is None else self._types.growth("after shutdown")
-            of_tensors = self._conclude(engine, cycle, devices, steps, actions, metrics, baselines)
-        explained = {finding.device for finding in of_tensors}
-        for start in baselines:
-            judged = self._metrics_since(start, metrics)
-            judgement = judge(judged, start, steps, stage="shutdown", cycle=cycle, actions=actions)
-            judgement = with_pools(judgement, start, steps[-1].reading, lambda: self._leftovers.context(engine))
-            if is_last:
-                judgement = with_arrays(judgement, self._leftovers.context(engine))
-            found = [finding for finding in judgement.findings if not is_told(finding, explained)]
-            # Whether a tensor that nobody sees keeps an arena is known when the heap is thawed, after the last life.
-            hidden = is_last and any(finding.verdict == "frozen-garbage" for finding in of_tensors)
-            if hidden or (not is_last and any(finding.resource == "gc-frozen" for finding in found)):
-                found = [finding for finding in found if finding.resource != "arena"]
-            self._record.findings += found
-            if start is baseline:
-                self._record.note_returns(judgement, cycle, explained)
-            self._record.note_levels(judgement)
-        if is_last:
-            self._record.findings += of_tensors
-        changed = self._process.findings("shutdown", remedies=is_last)
-        groups = next((finding for finding in changed if finding.resource == "process-groups"), None)
-        if groups is not None:
-            # One remedy ends those of all lives.
-            self._record.findings = [
-                finding for finding in self._record.findings if finding.resource != "process-groups"
-            ]
-        if groups is not None and groups.changed:
-            changed[changed.index(groups)] = self._with_what_went_too(groups, metrics, baselines)
-        self._record.findings += changed
-
-    def _settled(self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]) -> list[Step[Snapshot]]:
         try:
-            return self._climb(metrics, baselines, (Rung.SETTLE, Rung.COLLECT))
+            steps = self._judgement.settle(cycle, baseline)
         except KeyboardInterrupt:
             # The report ends with what a shutdown left; whoever asks a second time does not wait for it.
             self._interrupt()
-            return self._climb(metrics, baselines, (Rung.SETTLE, Rung.COLLECT))
-
-    def _with_what_went_too(
-        self, groups: Finding, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]
-    ) -> Finding:
-        """What is back now that process groups are destroyed was theirs, and is a part of their finding.
-
-        Of what came back in part, the rest is reported.
-        """
-        now = self._snapshot("after shutdown")
-        of_groups = [metric for metric in metrics if metric.resource in _OF_GROUPS]
-        left: dict[tuple[str, str], Finding] = {}
-        for start in baselines:
-            judged = judge(
-                self._metrics_since(start, of_groups), start, [Step(Rung.RAW, now, 0.0)], stage="shutdown", cycle=1
-            )
-            left |= {(finding.resource, finding.device): finding for finding in judged.findings}
-        back, kept = [], []
-        for finding in self._record.findings:
-            rest = left.get((finding.resource, finding.device))
-            if finding.resource not in _OF_GROUPS:
-                kept.append(finding)
-            elif rest is None:
-                back.append(finding)
-            else:
-                kept.append(less(finding, rest))
-        self._record.findings = kept
-        return msgspec.structs.replace(groups, parts=one_for_each_level(grouped(back), self._record.level_of))
-
-    def _conclude(
-        self,
-        engine: object,
-        cycle: int,
-        devices: set[str],
-        steps: list[Step[Snapshot]],
-        actions: dict[Rung, str],
-        metrics: Sequence[Metric[Snapshot]],
-        baselines: Sequence[Snapshot],
-    ) -> list[Finding]:
-        """Climbs on after the last life, single holders before whole caches; adds to `steps` and `actions`."""
-        self._leftovers.read(Rung.RAW)
-        if self._missing(metrics, baselines, steps[-1].reading) and self._leftovers.thaw():
-            steps.append(Step(Rung.UNFREEZE, self._snapshot("after shutdown"), 0.0))
-        steps += self._climb(metrics, baselines, (Rung.EMPTY_CACHE,))[1:]
-        findings, cuts = self._leftovers.conclude(engine, cycle, devices)
-        if cuts:
-            actions[Rung.CLEAR_CACHES] = "; ".join(cuts)
-            steps.append(Step(Rung.CLEAR_CACHES, self._snapshot("after shutdown"), 0.0))
-        above = tuple(rung for rung in Rung if rung.order > max(steps[-1].rung.order, Rung.EMPTY_CACHE.order))
-        steps += self._climb(metrics, baselines, above)[1:]
-        return findings
-
-    def _baselines(self, cycle: int, baseline: Snapshot) -> list[Snapshot]:
-        """What the end of a life must return to: its own beginning, and after the last life that of all of them.
-
-        What each life leaves may be within the tolerance; what all of them leave must be too.
-        """
-        earlier = [self._first_baseline, self._warm_baseline] if cycle == self._cycles else []
-        return [baseline, *(start for start in earlier if start is not None and start is not baseline)]
+            steps = self._judgement.settle(cycle, baseline)
+        self._record.stages.append(Lived("shutdown", cycle, seconds, before, steps[0].reading))
+        self._judgement(getattr(life, "engine", life), cycle, baseline, steps, failed=bool(self._failure))
 
     def _shut_down(self, life: Life) -> None:
         try:
@@ -399,34 +281,21 @@ class LifecycleRun:
             # Legal at any time, and again: what the interrupt kept from being given back is given back now.
             life.shutdown()
 
-    def _metrics_since(self, start: Snapshot, metrics: Sequence[Metric[Snapshot]]) -> Sequence[Metric[Snapshot]]:
-        """Those that can be judged from a baseline on: from the first one, not what libraries move in a first life."""
-        if start is self._first_baseline:
-            return [metric for metric in metrics if not metric.first_use]
-        return metrics
-
-    def _missing(
-        self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot], now: Snapshot
-    ) -> list[tuple[Metric[Snapshot], int]]:
-        return [
-            (item.metric, item.above)
-            for start in baselines
-            for item in excesses(self._metrics_since(start, metrics), start, now)
-            if item.above is not None and not item.is_back
-        ]
-
     def _climb(
-        self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot], rungs: Sequence[Rung]
+        self, missing: Callable[[Snapshot], Sequence[Excess]], rungs: Sequence[Rung], climbed: Sequence[Step[Snapshot]]
     ) -> list[Step[Snapshot]]:
-        def waiting(now: Snapshot) -> list[int]:
-            return [above for metric, above in self._missing(metrics, baselines, now) if metric.settles]
+        """Up the ladder, with readings of the whole process, and a driver's patience where there is a card."""
+
+        def waiting(now: Snapshot) -> list[int | None]:
+            return [item.above for item in missing(now) if item.metric.settles]
 
         return climb(
-            lambda: self._snapshot("after shutdown"),
-            lambda now: not self._missing(metrics, baselines, now),
+            self._snapshot_at_end,
+            lambda now: not missing(now),
             still_waiting=lambda now: bool(waiting(now)),
             moved=lambda then, now: waiting(then) != waiting(now),
             rungs=rungs,
+            climbed=climbed,
             policy=DRIVER_PATIENCE if self._indices else SettlePolicy(),
             peek=lambda: (
                 self._driver_bytes(),
@@ -436,18 +305,6 @@ class LifecycleRun:
             ),
         )
 
-    def _judged_in(self, cycle: int) -> tuple[Metric[Snapshot], ...]:
-        metrics = self._metrics.all()
-        if self._judges_first_use(cycle):
-            return metrics
-        late = [metric for metric in metrics if metric.first_use]
-        if self._cycles == 1:
-            for metric in late:
-                self._record.not_measured[metric.resource] = NotMeasured(
-                    what=metric.resource, why="libraries move it in a first life: run at least two cycles to judge it"
-                )
-        return tuple(metric for metric in metrics if not metric.first_use)
-
     def _importing(self, owner: Owner) -> None:
         """What a module makes and changes when a life imports it belongs to the process, as in tests."""
         self._imported.begin(owner)
@@ -456,9 +313,6 @@ class LifecycleRun:
     def _import_done(self) -> None:
         self._leftovers.imported()
         self._process.adopt(self._imported.end())
-
-    def _judges_first_use(self, cycle: int) -> bool:
-        return cycle > 1
 
     def _announce(self, cycle: int, turn: int) -> None:
         stages = len(self._script)
@@ -495,16 +349,14 @@ class LifecycleRun:
         self._metrics.note_imports(snapshot)
         return self._probes.judged(snapshot)
 
+    def _snapshot_at_end(self) -> Snapshot:
+        return self._snapshot("after shutdown")
+
     def _not_compared(self) -> list[NotMeasured]:
         """What the first life left of what libraries move in it, where no second one could say what is theirs."""
-        if self._cycles == 1 or self._has_compared or self._first_baseline is None or self._first_end is None:
+        left = self._judgement.not_compared()
+        if left is None:
             return []
-        late = [metric for metric in self._metrics.all() if metric.first_use]
-        left = [
-            f"{named_amount(item.metric, item.above)} after the shutdown of cycle 1"
-            for item in excesses(late, self._first_baseline, self._first_end)
-            if item.above is not None and not item.is_back
-        ]
         if self._indices:
             lived = dict.fromkeys(lived.name for lived in self._record.stages if lived.name in self._emptying)
             left += [f"the driver's level on {self._device} in {name}" for name in lived]

@@ -14,6 +14,7 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak, still_changed
 from lowtide.leakcheck.findings.item_remedies import Action, actions_for, try_actions
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import listed
+from lowtide.leakcheck.judging.rules import rule_of
 from lowtide.leakcheck.settings import changed_settings
 from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_between
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
@@ -89,7 +90,7 @@ class ProcessState:
         self._groups_of_earlier = tuple(groups)
         found = []
         if groups:
-            leak = _leak("process-groups", dict.fromkeys(groups, 1), stage, "process groups")
+            leak = _leak("process-groups", dict.fromkeys(groups, 1), stage)
             actions = actions_for(leak, patience=0, may_unfreeze=False) if remedies else []
             found.append(try_actions(leak, actions, _groups_now, self._driver))
         changes = {change.name: change for change in changes_between(self._baseline.settings, now.settings)}
@@ -114,7 +115,7 @@ class ProcessState:
         return ABSENT not in (change.before, change.now) or not self._environment.is_librarys(change.name)
 
     def _changed(self, change: Change, stage: str, *, remedies: bool) -> Finding:
-        leak = _leak("globals", {change.setting: 1}, stage, "process-wide settings")
+        leak = _leak("globals", {change.setting: 1}, stage)
         finding = msgspec.structs.replace(
             leak.finding, message=f"{changed_settings.told(change)}, and not restored at {stage}"
         )
@@ -127,24 +128,25 @@ class ProcessState:
         return try_actions(leak, actions, lambda: _still(change), self._driver)
 
 
-def _leak(resource: Resource, names: Mapping[str, int], stage: str, unit: str) -> ItemLeak:
+def _leak(resource: Resource, names: Mapping[str, int], stage: str) -> ItemLeak:
+    rule = rule_of(resource)
+    assert rule.life is not None
+    cause = rule.life.cause
     holder = listed(resource, names)
     # Groups are numbered through the process's life; settings have names of their own.
     suspects = tuple(names) if resource == "globals" else ()
-    former = fingerprint(resource=resource, device="", stage=stage, suspects=(*suspects, "not-restored"))
+    former = fingerprint(resource=resource, device="", stage=stage, suspects=(*suspects, cause))
     mark = former
     if resource != "globals":
-        mark = fingerprint_of_items(
-            resource, names, resource=resource, device="", stage=stage, suspects=("not-restored",)
-        )
+        mark = fingerprint_of_items(resource, names, resource=resource, device="", stage=stage, suspects=(cause,))
     finding = Finding(
         resource=resource,
-        cause="not-restored",
+        cause=cause,
         bytes=0,
         count=len(names),
         device="",
         stage=stage,
-        message=f"{format_amount(len(names), unit)} did not come back at {stage}: {holder}",
+        message=f"{format_amount(len(names), rule.unit)} did not come back at {stage}: {holder}",
         fingerprint=mark,
         former_fingerprint=former if former != mark else "",
         holder=holder,

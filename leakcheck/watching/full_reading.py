@@ -13,7 +13,7 @@ from lowtide.leakcheck.baseline.records import Books, Subject
 from lowtide.leakcheck.baseline.storages import HeapReading, Key, thaw
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.findings.tensor_findings import Context, behind_frozen_holders
-from lowtide.leakcheck.judging.ladder import Rung, Step
+from lowtide.leakcheck.judging.ladder import Rung, Step, climb
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.judging.tolerances import Reading
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
@@ -24,6 +24,9 @@ from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.reports.schema import NotMeasured
+
+_RUNGS = (Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE)
+"""What a plain test may have to climb, once everything is collected; what needs more is a leak in any case."""
 
 
 class FullReadings:
@@ -147,15 +150,24 @@ class FullReadings:
             hidden = thaw(self._births.froze_in, seen)
             steps = [Step(Rung.RAW, first.with_hidden(hidden), 0.0)]
             steps.append(Step(Rung.UNFREEZE, self.read(subjects, ended, seen), 0.0))
-        steps = steps or [Step(Rung.RAW, first, 0.0)]
-        for rung in (Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE):
-            left = above(steps[-1].reading)
+
+        def is_settled(deep: Deep) -> bool:
             # At which rung it comes back is a diagnosis; whether it is a leak may be known before.
-            climbs = diagnoses or any(metric.rung.order > Rung.COLLECT.order for metric in left)
-            if left and climbs and give_back(rung):
-                # What is free in the process's heap, or pinned, no object holds.
-                last = steps[-1].reading if rung is Rung.CLEAR_HOST_CACHE else None
-                steps.append(Step(rung, self.read(subjects, ended, seen, last=last), 0.0))
+            left = above(deep)
+            return not left or not (diagnoses or any(metric.rung.order > Rung.COLLECT.order for metric in left))
+
+        def read_after(rung: Rung, before: Deep) -> Deep:
+            # What is free in the process's heap, or pinned, no object holds.
+            return self.read(subjects, ended, seen, last=before if rung is Rung.CLEAR_HOST_CACHE else None)
+
+        steps = climb(
+            lambda: first,
+            is_settled,
+            rungs=_RUNGS,
+            climbed=steps or [Step(Rung.RAW, first, 0.0)],
+            give_back=give_back,
+            read_after=read_after,
+        )
         return steps, frozen
 
     def _tries_blas_handles(self, deep: Deep) -> bool:

@@ -16,7 +16,7 @@ from lowtide.leakcheck.findings.causes import Cause, by_cause, with_causes
 from lowtide.leakcheck.findings.deferred_remedies import Unproven
 from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages, told_as_frozen
 from lowtide.leakcheck.judging.budget import Budget
-from lowtide.leakcheck.judging.judge import excesses
+from lowtide.leakcheck.judging.judge import missing
 from lowtide.leakcheck.judging.ladder import Rung, Step
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
@@ -256,9 +256,4 @@ class Judgement:
 def _above(metrics: Sequence[Metric[Reading]], deep: Deep) -> list[Metric[Reading]]:
     """The metrics of a reading that are not back."""
     nothing = Reading()
-    return [
-        item.metric
-        for reading in deep.readings
-        for item in excesses(metrics, nothing, reading)
-        if not item.is_back and item.above is not None
-    ]
+    return [item.metric for reading in deep.readings for item in missing(metrics, nothing, reading)]

@@ -19,7 +19,6 @@ MOST_MODULES, MOST_LINES, LONGEST_FUNCTION = 15, 400, 60
 # What is larger than the rules allow, at the size it has: it may shrink, and goes from here once it fits.
 LARGE_ROOMS = {"engine": 34}
 LARGE_MODULES: dict[str, int] = {
-    "leakcheck/lives/lifecycle.py": 511,
     "leakcheck/watching/watch.py": 519,
     "probes/heap/edges.py": 532,
     "probes/heap/graph.py": 520,

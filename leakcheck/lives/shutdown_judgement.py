@@ -1,0 +1,316 @@
+"""The judgement of an engine's shutdown: readings up the ladder, against the baselines of one life and of all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from lowtide.leakcheck.explaining.type_growth import TypeCounts
+from lowtide.leakcheck.findings.empty_pools import of_cached_pools, of_empty_pools
+from lowtide.leakcheck.findings.host_arrays import with_array_holder
+from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.findings.life_findings import Leftovers
+from lowtide.leakcheck.findings.tensor_findings import Context
+from lowtide.leakcheck.judging.judge import (
+    Excess,
+    Judgement,
+    grouped,
+    judge,
+    missing,
+    named_amount,
+    one_for_each_level,
+)
+from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, Step
+from lowtide.leakcheck.judging.metrics import Metric
+from lowtide.leakcheck.lives.life_metrics import LifeMetrics
+from lowtide.leakcheck.lives.life_record import LifeRecord, is_told
+from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.probes.snapshot import Snapshot
+from lowtide.reports.schema import Finding, NotMeasured
+
+_OF_PRIVATE_POOLS = "reserved "
+"""The beginning of the keys of private pools."""
+
+_OF_GROUPS = ("driver", "file-descriptors", "threads")
+"""What a process group holds besides itself."""
+
+Climb = Callable[
+    [Callable[[Snapshot], Sequence[Excess]], Sequence[Rung], Sequence[Step[Snapshot]]], list[Step[Snapshot]]
+]
+"""Climbs some rungs after some steps, as long as something is missing."""
+
+
+class ShutdownJudgement:
+    """Judges the shutdowns of one run's lives, with the judge and the ladder that judge tests.
+
+    Args:
+        cycles: how many lives there are.
+        record: takes the findings.
+        metrics: what is judged.
+        leftovers: follows the tensors.
+        process: follows process groups and settings.
+        climb: climbs the ladder.
+        read: takes a snapshot after a shutdown.
+    """
+
+    def __init__(
+        self,
+        cycles: int,
+        record: LifeRecord,
+        metrics: LifeMetrics,
+        leftovers: Leftovers,
+        process: ProcessState,
+        climb: Climb,
+        read: Callable[[], Snapshot],
+    ) -> None:
+        self._cycles = cycles
+        self._record = record
+        self._metrics = metrics
+        self._leftovers = leftovers
+        self._process = process
+        self._climb = climb
+        self._read = read
+        self._types: TypeCounts | None = None
+        self._first_baseline: Snapshot | None = None
+        self._warm_baseline: Snapshot | None = None
+        # What the first life left, and whether a whole one has followed that says how much of that was first use.
+        self._first_end: Snapshot | None = None
+        self._has_compared = False
+
+    def begin(self, cycle: int, baseline: Snapshot) -> None:
+        """A life begins, from this reading."""
+        self._types = TypeCounts(f"before cycle {cycle}")
+        if cycle == 1:
+            self._first_baseline = baseline
+        elif cycle == 2:
+            self._warm_baseline = baseline
+
+    def settle(self, cycle: int, baseline: Snapshot) -> list[Step[Snapshot]]:
+        """The readings right after a shutdown: at once, after waiting, after collecting."""
+        return self._climbed(self._judged_in(cycle), self._baselines(cycle, baseline), (Rung.SETTLE, Rung.COLLECT))
+
+    def __call__(
+        self, engine: object, cycle: int, baseline: Snapshot, steps: list[Step[Snapshot]], *, failed: bool
+    ) -> None:
+        """Climb on, and judge; the engine object is held meanwhile, as whoever called shutdown holds it.
+
+        Args:
+            engine: the one that was shut down.
+            cycle: which life this was.
+            baseline: the reading from before it.
+            steps: the climb so far, of `settle`.
+            failed: whether the run ends here.
+        """
+        metrics, baselines = self._judged_in(cycle), self._baselines(cycle, baseline)
+        self._metrics.note_first_use(cycle, baseline, steps[-1].reading)
+        self._first_end = steps[-1].reading if cycle == 1 else self._first_end
+        self._has_compared |= cycle > 1 and not failed
+        is_last = cycle == self._cycles or failed
+        left = self._missing(metrics, baselines, steps[-1].reading)
+        devices = {item.metric.device for item in left if item.metric.resource == "tensors"}
+        actions = dict(ACTIONS)
+        if is_last:
+            self._record.type_growth = () if self._types is None else self._types.growth("after shutdown")
+            of_tensors = self._conclude(engine, cycle, devices, steps, actions, metrics, baselines)
+        else:
+            # What would give it back is tried after the last life only: until then it must show whether it adds up.
+            of_tensors = self._leftovers.explain(engine, cycle, devices)
+            steps[:] = self._climbed(metrics, baselines, (Rung.EMPTY_CACHE,), steps)
+        explained = {finding.device for finding in of_tensors}
+        for start in baselines:
+            judgement = self._judged(engine, cycle, start, metrics, steps, actions, explained, is_last=is_last)
+            # Whether a tensor that nobody sees keeps an arena is known when the heap is thawed, after the last life.
+            hidden = is_last and any(finding.verdict == "frozen-garbage" for finding in of_tensors)
+            found = [finding for finding in judgement.findings if not is_told(finding, explained)]
+            if hidden or (not is_last and any(finding.resource == "gc-frozen" for finding in found)):
+                found = [finding for finding in found if finding.resource != "arena"]
+            self._record.findings += found
+            if start is baseline:
+                self._record.note_returns(judgement, cycle, explained)
+            self._record.note_levels(judgement)
+        if is_last:
+            self._record.findings += of_tensors
+        self._judge_process(metrics, baselines, is_last=is_last)
+
+    def not_compared(self) -> list[str] | None:
+        """What the first life left of what libraries move in it; None where a second one has told what is theirs."""
+        if self._cycles == 1 or self._has_compared or self._first_baseline is None or self._first_end is None:
+            return None
+        late = [metric for metric in self._metrics.all() if metric.first_use]
+        return [
+            f"{named_amount(item.metric, item.above)} after the shutdown of cycle 1"
+            for item in missing(late, self._first_baseline, self._first_end)
+            if item.above is not None
+        ]
+
+    def _judged(
+        self,
+        engine: object,
+        cycle: int,
+        start: Snapshot,
+        metrics: Sequence[Metric[Snapshot]],
+        steps: Sequence[Step[Snapshot]],
+        actions: dict[Rung, str],
+        explained: Collection[str],
+        *,
+        is_last: bool,
+    ) -> Judgement:
+        """What is left since one baseline, with its holders."""
+        judged = self._metrics_since(start, metrics)
+        judgement = judge(judged, start, steps, stage="shutdown", cycle=cycle, actions=actions)
+        judgement = with_pools(judgement, start, steps[-1].reading, lambda: self._leftovers.context(engine))
+        return with_arrays(judgement, self._leftovers.context(engine)) if is_last else judgement
+
+    def _conclude(
+        self,
+        engine: object,
+        cycle: int,
+        devices: set[str],
+        steps: list[Step[Snapshot]],
+        actions: dict[Rung, str],
+        metrics: Sequence[Metric[Snapshot]],
+        baselines: Sequence[Snapshot],
+    ) -> list[Finding]:
+        """Climbs on after the last life, single holders before whole caches; adds to `steps` and `actions`."""
+        self._leftovers.read(Rung.RAW)
+        if self._missing(metrics, baselines, steps[-1].reading) and self._leftovers.thaw():
+            steps.append(Step(Rung.UNFREEZE, self._read(), 0.0))
+        steps[:] = self._climbed(metrics, baselines, (Rung.EMPTY_CACHE,), steps)
+        findings, cuts = self._leftovers.conclude(engine, cycle, devices)
+        if cuts:
+            actions[Rung.CLEAR_CACHES] = "; ".join(cuts)
+            steps.append(Step(Rung.CLEAR_CACHES, self._read(), 0.0))
+        above = tuple(rung for rung in Rung if rung.order > max(steps[-1].rung.order, Rung.EMPTY_CACHE.order))
+        steps[:] = self._climbed(metrics, baselines, above, steps)
+        return findings
+
+    def _judge_process(
+        self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot], *, is_last: bool
+    ) -> None:
+        """Process groups and settings, and what went with the groups."""
+        changed = self._process.findings("shutdown", remedies=is_last)
+        groups = next((finding for finding in changed if finding.resource == "process-groups"), None)
+        if groups is not None:
+            # One remedy ends those of all lives.
+            self._record.findings = [
+                finding for finding in self._record.findings if finding.resource != "process-groups"
+            ]
+        if groups is not None and groups.changed:
+            changed[changed.index(groups)] = self._with_what_went_too(groups, metrics, baselines)
+        self._record.findings += changed
+
+    def _with_what_went_too(
+        self, groups: Finding, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]
+    ) -> Finding:
+        """What is back now that process groups are destroyed was theirs, and is a part of their finding.
+
+        Of what came back in part, the rest is reported.
+        """
+        steps = [Step(Rung.RAW, self._read(), 0.0)]
+        of_groups = [metric for metric in metrics if metric.resource in _OF_GROUPS]
+        left: dict[tuple[str, str], Finding] = {}
+        for start in baselines:
+            judged = judge(self._metrics_since(start, of_groups), start, steps, stage="shutdown", cycle=1)
+            left |= {(finding.resource, finding.device): finding for finding in judged.findings}
+        back, kept = [], []
+        for finding in self._record.findings:
+            rest = left.get((finding.resource, finding.device))
+            if finding.resource not in _OF_GROUPS:
+                kept.append(finding)
+            elif rest is None:
+                back.append(finding)
+            else:
+                kept.append(less(finding, rest))
+        self._record.findings = kept
+        return msgspec.structs.replace(groups, parts=one_for_each_level(grouped(back), self._record.level_of))
+
+    def _baselines(self, cycle: int, baseline: Snapshot) -> list[Snapshot]:
+        """What the end of a life must return to: its own beginning, and after the last life that of all of them.
+
+        What each life leaves may be within the tolerance; what all of them leave must be too.
+        """
+        earlier = [self._first_baseline, self._warm_baseline] if cycle == self._cycles else []
+        return [baseline, *(start for start in earlier if start is not None and start is not baseline)]
+
+    def _judged_in(self, cycle: int) -> tuple[Metric[Snapshot], ...]:
+        """What can be judged in this life: in the first, not what libraries move in it."""
+        metrics = self._metrics.all()
+        if cycle > 1:
+            return metrics
+        late = [metric for metric in metrics if metric.first_use]
+        if self._cycles == 1:
+            for metric in late:
+                self._record.not_measured[metric.resource] = NotMeasured(
+                    what=metric.resource, why="libraries move it in a first life: run at least two cycles to judge it"
+                )
+        return tuple(metric for metric in metrics if not metric.first_use)
+
+    def _metrics_since(self, start: Snapshot, metrics: Sequence[Metric[Snapshot]]) -> Sequence[Metric[Snapshot]]:
+        """Those that can be judged from a baseline on: from the first one, not what libraries move in a first life."""
+        if start is self._first_baseline:
+            return [metric for metric in metrics if not metric.first_use]
+        return metrics
+
+    def _missing(
+        self, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot], now: Snapshot
+    ) -> list[Excess]:
+        return [item for start in baselines for item in missing(self._metrics_since(start, metrics), start, now)]
+
+    def _climbed(
+        self,
+        metrics: Sequence[Metric[Snapshot]],
+        baselines: Sequence[Snapshot],
+        rungs: Sequence[Rung],
+        steps: Sequence[Step[Snapshot]] = (),
+    ) -> list[Step[Snapshot]]:
+        return self._climb(lambda now: self._missing(metrics, baselines, now), rungs, steps)
+
+
+def with_pools(judgement: Judgement, start: Snapshot, now: Snapshot, context: Callable[[], Context]) -> Judgement:
+    """With who holds the private pools of torch's allocator; those that its cache held are reported with the rest."""
+    told = list(zip(judgement.findings, judgement.metrics, judgement.keys, strict=True))
+    for pools in [each for each in told if each[2].startswith(_OF_PRIVATE_POOLS)]:
+        finding, metric, key = pools
+        others = [each for each in told if each is not pools and _is_cached_like(each[0], finding)]
+        if left := metric.new_items(start, now):
+            place = told.index(pools)
+            told[place : place + 1] = [
+                (each, metric, key) for each in of_empty_pools(finding, metric.key, left, context())
+            ]
+        elif finding.cause == "allocator-cache" and others:
+            told.remove(pools)
+            told[told.index(others[0])] = (of_cached_pools(finding, others[0][0]), *others[0][1:])
+        elif finding.cause == "allocator-cache":
+            told[told.index(pools)] = (of_cached_pools(finding, None), metric, key)
+    findings, metrics, keys = zip(*told, strict=True) if told else ((), (), ())
+    return dataclasses.replace(judgement, findings=findings, metrics=metrics, keys=keys)
+
+
+def with_arrays(judgement: Judgement, context: Context) -> Judgement:
+    """With who holds the arrays that the host memory is which nothing else explains."""
+    findings = []
+    for finding in judgement.findings:
+        if finding.resource == "host-memory" and finding.cause == "unknown":
+            told = with_array_holder(ItemLeak(finding, finding.resource, {}, 0), context).finding
+            # It stays the same leak as in the lives before, of which only the level is known.
+            mark, former = finding.fingerprint, finding.former_fingerprint
+            findings.append(msgspec.structs.replace(told, fingerprint=mark, former_fingerprint=former))
+        else:
+            findings.append(finding)
+    return dataclasses.replace(judgement, findings=tuple(findings))
+
+
+def less(finding: Finding, rest: Finding) -> Finding:
+    """A finding with what is left of it; as it was where that is no less."""
+    if (rest.bytes, rest.count) >= (finding.bytes, finding.count):
+        return finding
+    return msgspec.structs.replace(
+        finding, bytes=rest.bytes, count=rest.count, message=rest.message, holder=rest.holder
+    )
+
+
+def _is_cached_like(finding: Finding, other: Finding) -> bool:
+    """Whether torch's cache on one card is the cause of both."""
+    return finding.cause == "allocator-cache" and (finding.resource, finding.device) == (other.resource, other.device)

@@ -1,0 +1,110 @@
+"""The table of what is judged: the pages show the one in the code, and both judges take their figures from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.leakcheck.judging import metrics
+from lowtide.leakcheck.judging.ladder import Rung
+from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics
+from lowtide.leakcheck.judging.rules import RULES, Bound, bound_of_test, rule_of
+from lowtide.leakcheck.judging.tolerances import plain_metrics
+
+DOCS = Path(__file__).parents[2] / "docs"
+MIB = 1 << 20
+
+
+def writer() -> Any:
+    spec = importlib.util.spec_from_file_location("write_tables", DOCS / "write_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["judging.md", "pytest.md"])
+def test_a_page_shows_the_table_of_the_code(name: str) -> None:
+    page = (DOCS / name).read_text(encoding="utf-8")
+    assert writer().with_table(page) == page, f"docs/{name} is old: run python docs/write_tables.py"
+
+
+def test_a_page_without_its_marks_is_refused() -> None:
+    with pytest.raises(ValueError, match="put them where the table belongs"):
+        writer().with_table("# A page\n")
+
+
+def test_the_table_says_tolerance_rungs_and_life() -> None:
+    (row,) = [line for line in writer().table().splitlines() if "that nothing else here explains" in line]
+    tested, lived = (cell.strip() for cell in row.strip("|").split("|")[2:])
+    assert tested == "64 MiB, with a card 768 MiB; `clear_host_cache`"
+    assert lived == "32 MiB, with a card 64 MiB; `collect`; from the second life"
+
+
+def test_each_row_has_its_own_key_and_is_judged_somewhere() -> None:
+    assert len({rule.key for rule in RULES}) == len(RULES)
+    assert [rule.key for rule in RULES if rule.test is None and rule.life is None] == []
+
+
+def figures(metric: Metric[Any]) -> tuple[object, ...]:
+    return metric.rung, metric.settles, metric.first_use, metric.what, metric.cause
+
+
+def expected(bound: Bound) -> tuple[object, ...]:
+    return bound.rung, bound.settles, bound.first_use, bound.what, bound.cause
+
+
+def test_a_test_is_judged_by_every_row_of_its_column() -> None:
+    judged = {metric.key: metric for metric in plain_metrics(["cpu", "cuda:0"])}
+    for rule in RULES:
+        keys = {
+            "process": [rule.key],
+            "device": [f"{rule.key} cpu", f"{rule.key} cuda:0"],
+            "card": [f"{rule.key} cuda:0"],
+        }
+        for key in keys[rule.place]:
+            metric = judged.pop(key, None)
+            if rule.test is None:
+                assert metric is None
+                continue
+            assert metric is not None, key
+            assert figures(metric) == expected(rule.test)
+            assert metric.tolerance == rule.test.allowed(card=True)
+            assert (metric.resource, metric.unit, metric.verdict) == (rule.resource, rule.unit, rule.verdict)
+    assert judged == {}
+
+
+def test_a_life_is_judged_by_every_row_of_its_column() -> None:
+    judged = {metric.key: metric for metric in shutdown_metrics("cuda:0")}
+    for rule in RULES:
+        key = rule.key if rule.place == "process" else f"{rule.key} cuda:0"
+        # What is no part of a snapshot is compared by `ProcessState`.
+        if rule.life is None or rule.key in ("process-groups", "globals"):
+            assert key not in judged
+            continue
+        assert figures(judged[key]) == expected(rule.life)
+        assert judged[key].tolerance == rule.life.allowed(card=True)
+
+
+def test_a_tests_own_tolerance_counts_where_it_is_larger_and_only_for_bytes() -> None:
+    judged = {metric.key: metric for metric in plain_metrics(["cpu"], 100 * MIB)}
+    assert judged["tensors cpu"].tolerance == judged["host-memory"].tolerance == 100 * MIB
+    assert judged["threads"].tolerance == judged["gc-frozen"].tolerance == 0
+
+
+def test_a_row_that_is_not_judged_in_tests_has_no_bound_there() -> None:
+    with pytest.raises(KeyError, match="host-pools"):
+        bound_of_test("host-pools")
+
+
+def test_a_row_that_changes_changes_the_judgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = rule_of("threads")
+    bound = dataclasses.replace(rule.life or Bound(), tolerance=7, rung=Rung.EMPTY_CACHE)
+    monkeypatch.setattr(metrics, "RULES", (dataclasses.replace(rule, life=bound),))
+    (metric,) = shutdown_metrics("cpu")
+    assert (metric.tolerance, metric.rung) == (7, Rung.EMPTY_CACHE)
