@@ -26,8 +26,7 @@ from lowtide.leakcheck.explaining.container_entries import (
 )
 from lowtide.leakcheck.explaining.cut import Cut, Names, NamespaceSizes, Owner, Place, Refused, namespace_sizes
 from lowtide.leakcheck.explaining.expressions import call, entry_of, is_name, is_plain, is_this_threads, key_of
-from lowtide.probes.heap.holders import Link
-from lowtide.probes.heap.unseen_references import object_parts
+from lowtide.probes.heap.paths import Link
 from lowtide.probes.objects.foreign import (
     LRU_CACHE,
     attribute,
@@ -38,6 +37,7 @@ from lowtide.probes.objects.foreign import (
     namespace_of_class,
     type_name,
 )
+from lowtide.probes.references.unseen_references import object_parts
 
 __all__ = ["Cut", "Names", "NamespaceSizes", "Place", "Refused", "cut_of", "namespace_sizes"]
 

@@ -38,8 +38,9 @@ from lowtide.leakcheck.explaining.path_causes import (
 from lowtide.leakcheck.explaining.path_names import holder_name, shown_from_landmark
 from lowtide.leakcheck.explaining.way import CACHED, Way, cut_of_new_dict, cut_of_root, first_cut
 from lowtide.leakcheck.judging.budget import Budget
-from lowtide.probes.heap.graph import RootKind
-from lowtide.probes.heap.holders import Inspector, Link, Mark, Path, SharedWalk, Traces, trace
+from lowtide.probes.heap.holders import SharedWalk, Traces, trace
+from lowtide.probes.heap.paths import Inspector, Link, Mark, Path
+from lowtide.probes.heap.roots import RootKind
 from lowtide.probes.memory.tensors import plain_tensors, torch_member
 from lowtide.probes.objects.foreign import HOOK, is_a
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census

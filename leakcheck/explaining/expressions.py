@@ -25,10 +25,8 @@ from types import (
 )
 from typing import Any
 
-from lowtide.probes.heap.edges import UNNAMED
-from lowtide.probes.heap.graph import is_library
-from lowtide.probes.heap.holders import Link, Path
-from lowtide.probes.heap.unseen_references import reader_of
+from lowtide.probes.heap.paths import Link, Path
+from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.foreign import (
     LRU_CACHE,
     MISSING,
@@ -42,6 +40,8 @@ from lowtide.probes.objects.foreign import (
     namespace_of,
     type_name,
 )
+from lowtide.probes.references.edges import UNNAMED
+from lowtide.probes.references.unseen_references import reader_of
 
 _LONGEST_KEY = 200
 _NAME = re.compile(r"\.([^\W\d]\w*)")

@@ -15,9 +15,9 @@ from collections.abc import Callable, Container, Sequence
 from types import MemberDescriptorType
 from typing import Any
 
-from lowtide.probes.heap.holders import Mark
-from lowtide.probes.heap.unseen_references import is_view_of
+from lowtide.probes.heap.paths import Mark
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of, namespace_of, type_name
+from lowtide.probes.references.unseen_references import is_view_of
 
 # What a class calls the method that ends its instances' life, and how an instance says that this has happened.
 _ENDINGS = ("close", "shutdown", "stop", "terminate", "destroy")

@@ -18,8 +18,8 @@ from pathlib import Path as FilePath
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-from lowtide.probes.heap.graph import is_library
-from lowtide.probes.heap.holders import Link
+from lowtide.probes.heap.paths import Link
+from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.foreign import (
     attribute,
     dict_of_module,

@@ -11,7 +11,8 @@ import msgspec
 from lowtide.leakcheck.explaining.cuts import Names, cut_of
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.judging.items import first_of
-from lowtide.probes.heap.holders import Link, SharedWalk, census_of
+from lowtide.probes.heap.holders import SharedWalk, census_of
+from lowtide.probes.heap.paths import Link
 from lowtide.probes.memory.autograd import Saved, nodes_behind, saved_behind
 from lowtide.probes.memory.tensors import plain_tensors, survey_storages, torch_member
 from lowtide.reports.schema import Hop

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from lowtide.probes.heap.edges import Kind
-from lowtide.probes.heap.graph import RootKind
-from lowtide.probes.heap.holders import Path, Step
+from lowtide.probes.heap.paths import Path, Step
+from lowtide.probes.heap.roots import RootKind
+from lowtide.probes.references.entries import Kind
 from lowtide.reports.schema import Cause, Verdict
 
 _CAUSE_OF_KIND: dict[Kind, Cause] = {

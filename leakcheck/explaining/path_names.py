@@ -7,9 +7,9 @@ import gc
 import re
 from collections.abc import Sequence
 
-from lowtide.probes.heap.graph import is_library
-from lowtide.probes.heap.holders import Path, Step
 from lowtide.probes.heap.landmarks import module_expression
+from lowtide.probes.heap.paths import Path, Step
+from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.reports.schema import Hop
 

@@ -23,8 +23,9 @@ from lowtide.leakcheck.explaining.library_objects import (
     territories,
 )
 from lowtide.leakcheck.explaining.path_names import Shown
-from lowtide.probes.heap.graph import is_library
-from lowtide.probes.heap.holders import Link, Path, Traces
+from lowtide.probes.heap.holders import Traces
+from lowtide.probes.heap.paths import Link, Path
+from lowtide.probes.heap.roots import is_library
 
 CACHED = ("lru-cache-key", "lru-cache-value")
 

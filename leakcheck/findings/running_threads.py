@@ -21,7 +21,7 @@ from lowtide.leakcheck.findings.item_findings import Ending, ItemLeak
 from lowtide.leakcheck.findings.tensor_findings import Context, older_than
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.judging.stable_names import identity_of
-from lowtide.probes.heap.graph import is_library
+from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.described import name_of
 from lowtide.probes.objects.foreign import attribute, code_of, is_a, mro_of, namespace_of, type_name
 from lowtide.probes.objects.thread_names import thread_ident, thread_key

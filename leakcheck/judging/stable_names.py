@@ -19,7 +19,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from lowtide.probes.heap.graph import is_library
+from lowtide.probes.heap.roots import is_library
 from lowtide.probes.host.counters import describe_process_group
 from lowtide.probes.objects.foreign import MISSING, attribute, is_a, type_name
 from lowtide.probes.objects.thread_names import thread_key

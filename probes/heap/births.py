@@ -13,12 +13,12 @@ import numpy as np
 
 from lowtide.probes.heap.birth_marks import Aside, Boundary
 from lowtide.probes.heap.caches import LRU_CACHE
-from lowtide.probes.heap.unseen_references import is_script, tensors_of_script
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.collector import observed_collector, why_unusable
 from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import identities
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused, frozen_by_program
+from lowtide.probes.references.unseen_references import is_script, tensors_of_script
 
 _MOST_IDENTITIES = 200_000
 """Identities of objects of any kind that are remembered between a mark and the next."""

@@ -8,32 +8,29 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextvars import copy_context
-from dataclasses import dataclass, field
-from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any, Literal
+from collections.abc import Collection, Mapping, Sequence
+from types import CodeType, FrameType, ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lowtide.probes.heap.edges import GENERATORS, variables_of
-from lowtide.probes.heap.interpreter_holders import exit_functions, named_holders
-from lowtide.probes.heap.unseen_references import Reader, reader_of, untracked_holders
+from lowtide.probes.heap.roots import (
+    CHECKER,
+    FIRST,
+    LATER,
+    Root,
+    RootKind,
+    comes_later,
+    is_checkers,
+    is_library,
+    roots,
+    running_frames,
+)
 from lowtide.probes.memory.capsules import CAPSULE, ExportedMemory
 from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
-from lowtide.probes.objects.foreign import (
-    attribute,
-    dict_of_module,
-    flags_of,
-    is_a,
-    module_of_class,
-    mro_of,
-    namespace_of_class,
-    type_name,
-)
+from lowtide.probes.objects.foreign import dict_of_module, flags_of, is_a, module_of_class
 from lowtide.probes.objects.identities import (
     Places,
     are_tracked,
@@ -45,49 +42,17 @@ from lowtide.probes.objects.identities import (
     referents,
     types_of,
 )
-from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, frame_locals
-from lowtide.probes.objects.thread_names import thread_name
+from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census
+from lowtide.probes.references.edges import GENERATORS
+from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_holders
 
-RootKind = Literal["module", "frame", "thread", "class", "context", "object", "interpreter", "native"]
+# A graph's reader needs the kinds of its roots, too.
+__all__ = ["Graph", "Root", "RootKind", "is_library", "running_frames"]
 
 # More at once takes more memory for what is in flight, which then is fetched anew from the kernel each time.
 _CHUNK = 8_000
-# The search's queues: most objects, then library internals and thread locals, then running frames.
-FIRST, LATER, LAST = range(3)
-_HEAP_TYPE = 1 << 9
 _MAY_BE_TRACKED = 1 << 14
-
-# The frames of the checker hold what it looks at; they are never part of an answer.
-CHECKER = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
 _PROBES = "lowtide.probes."
-# A path through one of these modules comes last: what is theirs is seldom what must be cut.
-_LIBRARIES = frozenset({"_pytest", "execnet", "hypothesis", "numpy", "pluggy", "pytest", "torch", "triton", "xdist"})
-# A path through an instance of one of these modules' classes comes last.
-_REGISTRIES = frozenset(
-    {
-        "_frozen_importlib",
-        "_frozen_importlib_external",
-        "_pytest",
-        "execnet",
-        "hypothesis",
-        "logging",
-        "pluggy",
-        "xdist",
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Root:
-    """Where paths start: an object, and what it holds besides what the collector shows (`also`)."""
-
-    kind: RootKind
-    name: str
-    held: object
-    also: list[object]
-    turn: int
-    thread: str = ""
-    variables: list[tuple[str, object]] = field(default_factory=list)
 
 
 class Graph:
@@ -114,7 +79,7 @@ class Graph:
     """
 
     def __init__(self, needed: Sequence[object] = ()) -> None:
-        self.roots = list(_roots())
+        self.roots = list(roots())
         self.objects = [root.held for root in self.roots]
         self._table = places_of(identities(self.objects))
         _extend(self.objects, gc.get_objects(), self._table)
@@ -164,7 +129,7 @@ class Graph:
 
     def comes_later(self, node: int) -> bool:
         """Whether a node that is no root waits until nothing else is left to search."""
-        return _comes_later(self.types[int(self.kinds[node])])
+        return comes_later(self.types[int(self.kinds[node])])
 
     def holders_of(self, nodes: Collection[int]) -> Mapping[int, list[int]]:
         """By node, the nodes that refer to it, each once."""
@@ -373,7 +338,7 @@ class Graph:
 
     def _find_turns(self) -> npt.NDArray[np.uint8]:
         """In which of the search's queues each node waits."""
-        later = np.array([LATER if _comes_later(cls) else FIRST for cls in self.types.values()], np.uint8)
+        later = np.array([LATER if comes_later(cls) else FIRST for cls in self.types.values()], np.uint8)
         turns: npt.NDArray[np.uint8] = later.take(np.concatenate(self._kind_places))
         turns[: len(self.roots)] = [root.turn for root in self.roots]
         # A module's namespace too: every function of the module holds it, without passing the module.
@@ -385,79 +350,6 @@ class Graph:
         return turns
 
 
-def _roots() -> Iterator[Root]:
-    seen: set[int] = set()
-    for name, module in list(sys.modules.items()):
-        if module is not None and id(module) not in seen:
-            seen.add(id(module))
-            known_as = _own_name(module, str(name))
-            yield Root("module", known_as, module, [], turn=LATER if is_library(known_as) else FIRST)
-    running = dict(threading._active)  # type: ignore[attr-defined]
-    names = {ident: thread_name(thread) for ident, thread in running.items()}
-    for ident, thread in running.items():
-        if id(thread) not in seen:
-            seen.add(id(thread))
-            yield Root("thread", names[ident], thread, [], LATER if _runs_for_a_library(thread) else FIRST)
-    for variable, value in copy_context().items():
-        yield Root("context", variable.name, variable, [value], LATER)
-    for name, held in (*named_holders(), *exit_functions()):
-        if id(held) not in seen and (gc.is_tracked(held) or type(held) is dict or type(held) is tuple):
-            seen.add(id(held))
-            yield Root("interpreter", name, held, [], LAST)
-    for frame, ident in running_frames():
-        running_in = "" if ident == threading.get_ident() else names.get(ident, str(ident))
-        variables = variables_of(frame)
-        frame_locals(frame)  # undoes what reading them left behind
-        also = [*(value for _, value in variables), frame.f_globals]
-        if sys.version_info < (3, 11):
-            # There the collector shows most of it already, and each reference counts once.
-            shown = set(map(id, gc.get_referents(frame)))
-            also = [item for item in also if id(item) not in shown]
-        yield Root("frame", _frame_name(frame), frame, also, LAST, running_in, variables)
-    # A class written in C shows the collector nothing, and lives as long as the process.
-    waiting: list[type] = [object]
-    while waiting:
-        cls = waiting.pop()
-        if id(cls) not in seen:
-            seen.add(id(cls))
-            waiting.extend(type.__subclasses__(cls))
-            if not flags_of(cls) & _HEAP_TYPE:
-                yield Root("class", type_name(cls), cls, [namespace_of_class(cls), mro_of(cls)], LATER)
-
-
-def _own_name(module: object, name: str) -> str:
-    """The name that a module has itself, where it is found by that too; else the one that it is found by."""
-    own = dict.get(dict_of_module(module), "__name__") if is_a(module, ModuleType) else None
-    return own if type(own) is str and sys.modules.get(own) is module else name
-
-
-def _runs_for_a_library(thread: object) -> bool:
-    """Whether a thread runs a library's function, as a pool's does: what it was given has a name elsewhere."""
-    target = attribute(thread, "_target")
-    if type(target) is not FunctionType:
-        return False
-    module = dict.get(target.__globals__, "__name__")
-    return type(module) is str and is_library(module)
-
-
-def running_frames(*, of_checker: bool = False) -> Iterator[tuple[FrameType, int]]:
-    """The frames of all threads, the checker's or all others, each with its thread's identifier."""
-    waiting: list[tuple[FrameType | None, int]] = [(frame, ident) for ident, frame in sys._current_frames().items()]
-    while waiting:
-        # Nothing of this is left in a local variable at the end: one of the frames is this function's own.
-        frame, ident = waiting.pop()
-        if frame is not None:
-            waiting.append((frame.f_back, ident))
-            if _is_checkers(frame) is of_checker:
-                yield frame, ident
-
-
-def _is_checkers(frame: FrameType) -> bool:
-    """Whether the frame is the checker's, which holds what it looks at."""
-    name = dict.get(frame.f_globals, "__name__", "")
-    return type(name) is str and f"{name}.".startswith(CHECKER)
-
-
 def _checkers_files() -> set[object]:
     modules = [module for name, module in list(sys.modules.items()) if f"{name}.".startswith(CHECKER)]
     return {getattr(module, "__file__", None) for module in modules}
@@ -466,17 +358,6 @@ def _checkers_files() -> set[object]:
 def _code_file(generator: Any) -> str:
     code: CodeType = getattr(generator, f"{GENERATORS[id(type(generator))]}_code")
     return code.co_filename
-
-
-def is_library(module: str) -> bool:
-    """Whether a module is the interpreter's, torch's, the test runner's or the checker's own."""
-    top = module.partition(".")[0]
-    return top in sys.stdlib_module_names or top in _LIBRARIES or f"{module}.".startswith(CHECKER)
-
-
-def _comes_later(cls: type) -> bool:
-    name = type_name(cls)
-    return name.partition(".")[0] in _REGISTRIES or any(base is threading.local for base in mro_of(cls))
 
 
 def _with_more(sizes: Ints, ids: Ints, more: Mapping[int, list[object]]) -> tuple[Ints, Ints]:
@@ -492,7 +373,7 @@ def _with_more(sizes: Ints, ids: Ints, more: Mapping[int, list[object]]) -> tupl
 def _checkers_frames(ids: Ints) -> list[int]:
     """The places of the objects that are frames of the checker's."""
     places = np.flatnonzero(types_of(ids) == id(FrameType)).tolist()
-    return [place for place in places if _is_checkers(object_at(int(ids[place])))]
+    return [place for place in places if is_checkers(object_at(int(ids[place])))]
 
 
 def _extend(objects: list[object], more: list[object], known: Places) -> None:
@@ -513,8 +394,3 @@ def _sums(is_counted: npt.NDArray[np.bool_], sizes: Ints) -> Ints:
     before = np.zeros(len(is_counted) + 1, np.int32)
     np.cumsum(is_counted, out=before[1:])
     return np.diff(before[np.cumsum(sizes)], prepend=0).astype(np.int64)
-
-
-def _frame_name(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{code.co_name} in {code.co_filename.replace(chr(92), '/').rpartition('/')[2]}:{frame.f_lineno}"

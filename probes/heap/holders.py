@@ -12,108 +12,20 @@ one reference retains: what nothing else would hold if that reference were gone.
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import FrameType, FunctionType, ModuleType
-from typing import Any, Literal
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import FrameType, ModuleType
 
 import numpy as np
-import numpy.typing as npt
 
-from lowtide.probes.heap.cxx_holders import held_as
-from lowtide.probes.heap.edges import Edge, EdgeNamer, Kind, is_dict_of_cache
-from lowtide.probes.heap.graph import CHECKER, FIRST, LAST, LATER, Graph, Root, RootKind, running_frames
-from lowtide.probes.heap.interpreter_holders import InterpretersTables
+from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.landmarks import landmarks
-from lowtide.probes.heap.native_references import held_from_c, outermost, references_of
-from lowtide.probes.heap.unseen_references import reader_of
-from lowtide.probes.objects.address_table import Indices, Ints
-from lowtide.probes.objects.c_modules import without_state
-from lowtide.probes.objects.foreign import LRU_CACHE, described, is_a, is_callable, is_definition, type_name
+from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, Step
+from lowtide.probes.heap.retained import Cuts, Sweeper
+from lowtide.probes.heap.search import BLOCKED, ROOT, UNSEEN, Search
+from lowtide.probes.objects.foreign import is_a, is_definition, type_name
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
-
-Mark = Literal["innocent", "holding", "pending"]
-Inspector = Callable[[RootKind, Sequence[object]], "Sequence[Mark | None]"]
-"""Says of each object that a path leads to, from a root of that kind, whether it is meant to live (`innocent`), should
-be gone (`holding`), or is work that has not ended (`pending`); None if it cannot tell. It runs no foreign code."""
-
-_UNSEEN, _ROOT, _BLOCKED = -1, -2, -3
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One edge of a path and the object it leads to.
-
-    Attributes:
-        type_name: the object's type, module and qualified name (`dict`, `torch.Tensor`, `helper.Engine`).
-        edge: the edge, as code: `.model`, `['kv']`, `[3]`, `cell 'scale'`, `lru_cache key`.
-        kind: what sort of edge it is.
-        frozen: whether the object lies in the collector's permanent generation, hidden by `gc.freeze()`.
-        definition: whether the object is a module, class, function or cache: part of the program, made to stay.
-        mark: what the caller's inspector says of the object.
-        landmark: the name by which the program knows the object wherever it is met, as that of a fixture; empty
-            where it has none.
-    """
-
-    type_name: str
-    edge: str
-    kind: Kind
-    frozen: bool = False
-    definition: bool = False
-    mark: Mark | None = None
-    landmark: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """How a root of the process holds an object; strings only, so that it keeps nothing alive.
-
-    Attributes:
-        root_kind: what sort of root.
-        root_name: dotted name of the module or class, `function in file.py:line` of a frame, name of a thread, of a
-            context variable, or of an object that the caller gave as a root.
-        steps: the edges from the root to the object; none if it is itself a root.
-        references: references followed, those that one step folds together counted one by one.
-        thread: for a frame, the name of its thread if that is not the calling one, else empty.
-    """
-
-    root_kind: RootKind
-    root_name: str
-    steps: tuple[Step, ...]
-    references: int
-    thread: str = ""
-
-    @property
-    def root(self) -> str:
-        """The root in words: `module 'helper'`, `frame of f in test_x.py:12`, `thread 'worker'`."""
-        if self.root_kind == "frame":
-            return f"frame of {self.root_name}"
-        if self.root_kind == "context":
-            return f"context variable '{self.root_name}'"
-        return self.root_name if self.root_kind == "object" else f"{self.root_kind} '{self.root_name}'"
-
-    def __str__(self) -> str:
-        return " ".join([self.root, *(step.edge for step in self.steps)])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Link:
-    """One edge with the live objects that it starts from, so that it can be cut; drop it soon.
-
-    Attributes:
-        edge: its name, as code.
-        kind: what sort of edge it is.
-        owner: the object that has the attribute, the entry, the cell.
-        carrier: the object in which the reference lies: the owner, or a part of it, such as the dict of its attributes.
-        held: the identity of what it leads to.
-    """
-
-    edge: str
-    kind: Kind
-    owner: Any
-    carrier: Any
-    held: int
+from lowtide.probes.references.edges import EdgeNamer
+from lowtide.probes.references.entries import Edge
 
 
 def find_paths(
@@ -129,10 +41,6 @@ def find_paths(
     """
     with trace(targets, ignore=ignore, roots=roots) as found:
         return [found.path(place, inspect) for place in range(len(targets))]
-
-
-_Cuts = tuple[Sequence[int], Sequence[tuple[int, Sequence[int]]]]
-"""A path's nodes, and its cuts: the place in it that each starts from, and the places of edges that go with it."""
 
 
 class SharedWalk:
@@ -237,10 +145,10 @@ def trace(
         found = Traces(None)
         try:
             if targets:
-                found = Traces(_Search(own.graph(needed), targets, ignore, roots, not_roots))
+                found = Traces(Search(own.graph(needed), targets, ignore, roots, not_roots))
             if thorough and found.misses_any:
                 found.close()
-                found = Traces(_Search(own.graph(needed), targets, ignore, roots, not_roots, thorough=True))
+                found = Traces(Search(own.graph(needed), targets, ignore, roots, not_roots, thorough=True))
             yield found
         finally:
             # On Python 3.10, and at times later, this frame is one of the objects: it and the list would keep each
@@ -253,7 +161,7 @@ def trace(
 class Traces:
     """The paths of one walk; targets are named by their place in the sequence that was walked for."""
 
-    def __init__(self, heap: _Search | None) -> None:
+    def __init__(self, heap: Search | None) -> None:
         self._heap = heap
         self._parents = np.zeros(0, np.int32) if heap is None else heap.search()
         known = [] if heap is None else heap.roots
@@ -262,7 +170,7 @@ class Traces:
         )
         self._edges: dict[int, list[tuple[int, Edge]]] = {}
         self._firsts: dict[int, int] = {}
-        self._sweeper: _Sweeper | None = None
+        self._sweeper: Sweeper | None = None
 
     def close(self) -> None:
         """Drops every object."""
@@ -278,7 +186,7 @@ class Traces:
     def misses_any(self) -> bool:
         """Whether there is a target that no root leads to."""
         targets = () if self._heap is None else self._heap.targets
-        return any(target >= 0 and self._parents[target] == _UNSEEN for target in targets)
+        return any(target >= 0 and self._parents[target] == UNSEEN for target in targets)
 
     def is_frozen(self, place: int) -> bool:
         """Whether a target lies in the permanent generation, or nothing lists it."""
@@ -369,12 +277,12 @@ class Traces:
         if self._sweeper is None or self._firsts.get(place) != first:
             self._firsts[place] = first
             cuts = {target: self._cuts_of(target, step) for target, step in self._firsts.items() if self._nodes(target)}
-            self._sweeper = _Sweeper(self._heap, cuts)
+            self._sweeper = Sweeper(self._heap, cuts)
         targets = self._heap.targets
-        reached = (targets >= 0) & (self._parents[targets] != _UNSEEN)
+        reached = (targets >= 0) & (self._parents[targets] != UNSEEN)
         return [frozenset(np.flatnonzero(reached & unreached).tolist()) for unreached in self._sweeper.retained(place)]
 
-    def _cuts_of(self, place: int, first: int) -> _Cuts:
+    def _cuts_of(self, place: int, first: int) -> Cuts:
         assert self._heap is not None
         nodes = self._nodes(place)
         cuts = []
@@ -394,10 +302,10 @@ class Traces:
         if self._heap is None:
             return []
         target = int(self._heap.targets[place])
-        if target < 0 or self._parents[target] in (_UNSEEN, _BLOCKED):
+        if target < 0 or self._parents[target] in (UNSEEN, BLOCKED):
             return []
         nodes = [target]
-        while self._parents[nodes[-1]] != _ROOT:
+        while self._parents[nodes[-1]] != ROOT:
             nodes.append(int(self._parents[nodes[-1]]))
         nodes.reverse()
         return nodes
@@ -420,292 +328,3 @@ class Traces:
                 start += edge.references
             self._edges[place] = named
         return self._edges[place]
-
-
-class _Search:
-    """One question to a graph: by which way the roots lead to some targets.
-
-    Args:
-        graph: the heap.
-        targets: the suspects.
-        ignore: the identities of objects that no path may pass.
-        given: further roots, by name.
-        not_roots: the identities of objects that are no roots.
-        thorough: whether to go through everything that the graph has.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        targets: Sequence[object],
-        ignore: Collection[int],
-        given: Sequence[tuple[str, object]],
-        not_roots: Collection[int],
-        *,
-        thorough: bool = False,
-    ) -> None:
-        self.graph = graph
-        self._is_thorough = thorough
-        self.held_from_c: frozenset[int] = frozenset()
-        self.offsets, self.edges = graph.with_hidden_edges(targets) if thorough else (graph.offsets, graph.edges)
-        self.objects = graph.objects
-        self.targets = graph.find(targets)
-        # Its own list is an object like any other, which leads everywhere.
-        blocked = [graph.find_ids({id(self.objects), *ignore}), graph.checkers]
-        if not thorough and all(map(gc.is_tracked, targets)):
-            blocked.append(graph.passed_over)
-        self._blocked = np.concatenate(blocked)
-        nodes_given = graph.find([held for _, held in given]).tolist()
-        self._given: dict[int, Root] = {}
-        for (name, held), node in zip(given, nodes_given, strict=True):
-            if node >= 0:
-                self._given.setdefault(node, Root("object", name, held, [], FIRST))
-        self._native_roots: dict[int, Root] = {}
-        own = np.arange(len(graph.roots), dtype=np.int32)
-        no_roots = graph.find_ids(not_roots)
-        first = np.array(list(self._given), np.int32)
-        self._roots: Indices = np.concatenate([first, own[~np.isin(own, np.concatenate([first, no_roots]))]])
-        self._turns = graph.turns
-        if len(first) or len(no_roots):
-            self._turns = graph.turns.copy()
-            self._turns[no_roots] = [LATER if graph.comes_later(node) else FIRST for node in no_roots.tolist()]
-            self._turns[first] = FIRST
-
-    @property
-    def roots(self) -> list[Root]:
-        """Those that paths may start from."""
-        return [self.root_at(node) for node in (*self._roots.tolist(), *self._native_roots)]
-
-    def root_at(self, node: int) -> Root:
-        """The root that a node is."""
-        if node in self._native_roots:
-            return self._native_roots[node]
-        return self._given[node] if node in self._given else self.graph.roots[node]
-
-    def _root_nodes(self) -> Indices:
-        return np.concatenate([self._roots, np.array(list(self._native_roots), np.int32)])
-
-    def entries_of_cache(self, cache: int) -> list[int]:
-        """The places, in the list of edges, of all by which an `lru_cache` holds its entries."""
-        own = self.objects[cache]
-        if type(own) is not LRU_CACHE:
-            return []
-        kept = {id(vars(own)), id(vars(own).get("__wrapped__"))}
-        places = [
-            place
-            for place in range(int(self.offsets[cache]), int(self.offsets[cache + 1]))
-            if id(self.objects[self.edges[place]]) not in kept
-        ]
-        for node in {int(self.edges[place]) for place in places}:
-            # Its own dict, not one that is a result.
-            if type(self.objects[node]) is dict and is_dict_of_cache(own, self.objects[node]):
-                places += range(int(self.offsets[node]), int(self.offsets[node + 1]))
-        return places
-
-    def reference(self, holder: int, held: int) -> int:
-        """The place, in the list of edges, of one reference."""
-        start = int(self.offsets[holder])
-        return start + int(np.flatnonzero(self.edges[start : self.offsets[holder + 1]] == held)[0])
-
-    def reached_by(self, edges: Indices) -> npt.NDArray[np.bool_]:
-        """Which nodes the roots lead to by some edges, those that no path may pass included."""
-        seen = np.zeros(len(self.objects), np.bool_)
-        seen[self._blocked] = True
-        frontier = np.setdiff1d(self._root_nodes(), self._blocked)
-        seen[frontier] = True
-        self.flood(seen, edges, frontier)
-        return seen
-
-    def flood(self, seen: npt.NDArray[np.bool_], edges: Indices, frontier: Indices) -> None:
-        """Marks everything that the frontier reaches as seen."""
-        while len(frontier):
-            _, places = self._places(frontier)
-            reached = edges[places]
-            frontier = self._each_once(reached[~seen[reached]])
-            seen[frontier] = True
-
-    def _each_once(self, nodes: Indices) -> Indices:
-        """The same nodes without repetition, in their order; without a sort, whose cost grows faster than the heap."""
-        places = np.arange(len(nodes), dtype=np.int32)
-        # Written backwards, so that the first place of several stays.
-        scratch = self.graph.scratch
-        scratch[nodes[::-1]] = places[::-1]
-        once: Indices = nodes[scratch[nodes] == places]
-        return once
-
-    def search(self) -> Indices:
-        """The node before each node on a shortest path from a root, or why there is none.
-
-        Breadth first, a level at a time; what comes last waits until nothing else is left to search. Ends as soon as
-        every target is reached.
-        """
-        parents = np.full(len(self.objects), _UNSEEN, np.int32)
-        parents[self._roots] = _ROOT
-        parents[self._blocked] = _BLOCKED
-        # A library's namespace is reached from its module, however many functions hold it that others imported.
-        parents[self.graph.namespaces] = self.graph.modules
-        frontier = np.concatenate([self._roots, self.graph.namespaces])
-        waiting: list[Indices] = []
-        wanted = self.targets[self.targets >= 0]
-        for turn in (FIRST, LATER, LAST):
-            # What the program's own modules led to, before what libraries hold themselves.
-            frontier = np.concatenate([*waiting[1:], *waiting[:1], frontier])
-            waiting = []
-            while len(frontier) and (parents[wanted] == _UNSEEN).any():
-                later = self._turns[frontier] > turn
-                waiting.append(frontier[later])
-                frontier = self._next_level(parents, frontier[~later])
-        lost = np.unique(wanted[parents[wanted] == _UNSEEN])
-        if self._is_thorough and len(lost):
-            frontier = self._add_native_roots(parents, lost)
-            while len(frontier):
-                frontier = self._next_level(parents, frontier)
-        return parents
-
-    def _add_native_roots(self, parents: Indices, lost: Indices) -> Indices:
-        """Makes roots of what C or C++ holds and what leads to the lost nodes, as far out as Python's graph goes."""
-        unseen = parents == _UNSEEN
-        places = np.flatnonzero(unseen[self.edges])
-        held = self.edges[places]
-        order = np.argsort(held, kind="stable")
-        held = held[order]
-        holders = (np.searchsorted(self.offsets, places[order], side="right") - 1).astype(np.int32)
-        before = np.zeros(len(parents), np.bool_)
-        frontier = lost
-        while len(frontier):
-            before[frontier] = True
-            starts, ends = np.searchsorted(held, frontier, "left"), np.searchsorted(held, frontier, "right")
-            met = np.unique(np.concatenate([holders[start:end] for start, end in zip(starts, ends, strict=True)]))
-            met = met[unseen[met] & ~before[met]]
-            own = np.fromiter((_is_checkers_object(self.objects[node]) for node in met.tolist()), np.bool_, len(met))
-            frontier = met[~own]
-        nodes = sorted(np.flatnonzero(before).tolist(), key=lambda node: self._preference(node, lost))
-        # All that refer to one of them, those through which no path may lead included; not this heap's own list.
-        refer = [node for node in np.unique(holders[before[held]]).tolist() if self.objects[node] is not self.objects]
-        edges: dict[int, set[int]] = {}
-        inside = before[held] & before[holders]
-        for holder, node in zip(holders[inside].tolist(), held[inside].tolist(), strict=True):
-            edges.setdefault(holder, set()).add(node)
-        variables = references_of([frame for frame, _ in running_frames(of_checker=True)])
-        # What is frozen may be held by frozen garbage, which no walk sees.
-        nodes = [node for node in nodes if not self.graph.is_frozen(node)]
-        known = held_from_c(nodes, self.objects, refer, _all_held_by, variables, self.graph.referrers_since(nodes))
-        self.held_from_c = frozenset(known)
-        tables = InterpretersTables()
-        outer = outermost(known, edges)
-        names = {node: name for node in outer if (name := tables.of(self.objects[node]))}
-        called = [node for node in outer if node not in names and is_callable(self.objects[node])]
-        in_cxx = held_as({id(self.objects[node]) for node in called})
-        for node in outer:
-            item, text = self.objects[node], described(self.objects[node])
-            name = names.get(node, "")
-            if id(item) in in_cxx:
-                name = f"{in_cxx[id(item)]}, {text}"
-            kind: RootKind = "interpreter" if name else "native"
-            self._native_roots[node] = Root(kind, name or text, item, [], LAST)
-        frontier = np.array(list(self._native_roots), np.int32)
-        parents[frontier] = _ROOT
-        return frontier
-
-    def _preference(self, node: int, lost: Indices) -> tuple[bool, str]:
-        """Of what holds each other, the one that is reported: it is not lost itself, and has the first name."""
-        return bool((lost == node).any()), described(self.objects[node])
-
-    def _next_level(self, parents: Indices, frontier: Indices) -> Indices:
-        """Marks what the frontier's nodes lead to and returns what was not reached before."""
-        frontier = frontier[parents[frontier] != _BLOCKED]
-        counts, places = self._places(frontier)
-        reached = self.edges[places]
-        fresh = parents[reached] == _UNSEEN
-        reached = reached[fresh]
-        # Written backwards, so that of several holders at the same distance the first one stays: of the module that was
-        # imported first, of the attribute that was set first. (Not by the places in the heap: when a collection runs
-        # changes those, and of two paths of one length another one would be given, with another fingerprint.)
-        parents[reached[::-1]] = np.repeat(frontier, counts)[fresh][::-1]
-        return self._each_once(reached)
-
-    def _places(self, nodes: Indices) -> tuple[Ints, Ints]:
-        """How many edges each node has, and the places of all of them in the list of edges, node by node."""
-        starts = self.offsets[nodes]
-        counts = self.offsets[nodes + 1] - starts
-        ends = np.cumsum(counts)
-        total = int(ends[-1]) if len(ends) else 0
-        return counts, np.arange(total) + np.repeat(starts - (ends - counts), counts)
-
-
-class _Sweeper:
-    """What cutting references retains: which targets no root leads to without one.
-
-    As long as a reference is not taken, what is not reached is what it retains (the edge dominates it). What is reached
-    without any of the references that will be asked for is found out once, by one sweep over the heap; each question
-    sweeps over the rest only, which is little.
-
-    Args:
-        search: the search, whose roots are known.
-        cuts: by target, its path, and, from the root on, for each cut the place in the path of the node that the
-            reference to be cut starts from, and the places of edges that go with it.
-    """
-
-    def __init__(self, search: _Search, cuts: Mapping[int, _Cuts]) -> None:
-        self._search = search
-        self._cuts = cuts
-        self._offsets, self._original = search.offsets, search.edges
-        self._edges = self._original.copy()
-        self._places = {
-            target: [sorted({search.reference(path[at], path[at + 1]), *others}) for at, others in parts]
-            for target, (path, parts) in cuts.items()
-        }
-        every = {place for parts in self._places.values() for places in parts for place in places}
-        self._every = np.array(sorted(every), np.int64)
-        self._holders = self._holders_of(self._every)
-        # To itself: a reference that leads nowhere new.
-        self._edges[self._every] = self._holders
-        self._seen = search.reached_by(self._edges)
-
-    def retained(self, target: int) -> list[npt.NDArray[np.bool_]]:
-        """For each cut of a target's path, which targets no root leads to then; none, if the path's end is reached."""
-        path, parts = self._cuts[target]
-        if not parts:
-            return []
-        own = [np.array(places, np.int64) for places in self._places[target]]
-        others = np.isin(self._every, np.concatenate(own), invert=True)
-        places, holders = self._every[others], self._holders[others]
-        seen = self._seen.copy()
-        self._edges[places] = self._original[places]
-        frontier = self._freed(seen, places, holders)
-        targets = self._search.targets
-        found = []
-        for (at, _), cut in zip(parts, own, strict=True):
-            self._search.flood(seen, self._edges, frontier)
-            is_held = bool(seen[path[at + 1 :]].any())
-            found.append(np.zeros(len(targets), np.bool_) if is_held else (targets >= 0) & ~seen[targets])
-            # The next cut's reach is this one's and what it held back.
-            self._edges[cut] = self._original[cut]
-            frontier = self._freed(seen, cut, self._holders_of(cut))
-        self._edges[self._every] = self._holders
-        return found
-
-    def _freed(self, seen: npt.NDArray[np.bool_], places: Ints, holders: Ints) -> Indices:
-        """What some references lead to that start from what is reached, now that they count again."""
-        held: Indices = np.unique(self._original[places[seen[holders]]])
-        held = held[~seen[held]]
-        seen[held] = True
-        return held
-
-    def _holders_of(self, places: Ints) -> Ints:
-        return np.searchsorted(self._offsets, places, side="right") - 1
-
-
-def _all_held_by(item: object) -> list[object]:
-    """What an object refers to, as the collector is shown it and as it is not."""
-    reader = reader_of(type(item))
-    shown = gc.get_referents(without_state(item) if is_a(item, ModuleType) else item)
-    return shown if reader is None else [*shown, *reader(item)]
-
-
-def _is_checkers_object(item: object) -> bool:
-    """Whether an object is one of the checker's functions, or an instance of one of its classes."""
-    if type(item) is FunctionType:
-        name = dict.get(item.__globals__, "__name__")
-        return type(name) is str and name.startswith(CHECKER)
-    return type_name(type(item)).startswith(CHECKER)

@@ -8,9 +8,9 @@ from collections.abc import Collection, Iterable, Iterator
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
-from lowtide.probes.heap.unseen_references import Reader, reader_of, untracked_holders
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, mro_of
 from lowtide.probes.objects.listed import frame_locals
+from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_holders
 
 _CHUNK = 4096
 

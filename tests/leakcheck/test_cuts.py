@@ -23,7 +23,8 @@ import torch
 
 from lowtide.leakcheck.explaining.cuts import Cut, Names, NamespaceSizes, Refused, cut_of, namespace_sizes
 from lowtide.leakcheck.explaining.explain import Explanation, explain
-from lowtide.probes.heap.holders import Link, trace
+from lowtide.probes.heap.holders import trace
+from lowtide.probes.heap.paths import Link
 
 
 class Thing:

@@ -27,7 +27,7 @@ import torch
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain, expression_to
 from lowtide.leakcheck.explaining.inspectors import marks
-from lowtide.probes.heap import cxx_holders
+from lowtide.probes.references import cxx_holders
 
 pytestmark = pytest.mark.no_leakcheck(reason="what C alone holds here is never given back")
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from lowtide.probes.heap.edges import UNNAMED, EdgeNamer
-from lowtide.probes.heap.holders import Path, find_paths
+from lowtide.probes.heap.holders import find_paths
+from lowtide.probes.heap.paths import Path
+from lowtide.probes.references.edges import UNNAMED, EdgeNamer
 
 
 class Thing:

@@ -24,7 +24,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from lowtide.probes.heap.holders import Link, Path, Traces, find_paths, trace
+from lowtide.probes.heap.holders import Traces, find_paths, trace
+from lowtide.probes.heap.paths import Link, Path
 from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.objects.listed import frozen_by_program
 

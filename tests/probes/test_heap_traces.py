@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from lowtide.probes.heap.graph import RootKind
-from lowtide.probes.heap.holders import Mark, find_paths, trace
+from lowtide.probes.heap.holders import find_paths, trace
+from lowtide.probes.heap.paths import Mark
+from lowtide.probes.heap.roots import RootKind
 
 
 class Thing:

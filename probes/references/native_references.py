@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CellType, FrameType
 
-from lowtide.probes.heap.edges import variables_of
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.listed import frame_locals
+from lowtide.probes.references.edges import variables_of
 
 _IMMORTAL = 1 << 28
 """A reference count that is none: from Python 3.12 on some objects never die."""

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lowtide.probes.heap.cxx_holders import callbacks_of
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of
+from lowtide.probes.references.cxx_holders import callbacks_of
 
 CALLBACK = "its callback"
 """What leads from a future of torch's to what it calls when it is done."""
