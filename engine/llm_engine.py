@@ -6,19 +6,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from lowtide.engine.block_pool import KVCacheUsage
-from lowtide.engine.checkpoint import load_tokenizer
 from lowtide.engine.config import PRESETS, EngineConfig, ModelConfig, load_model_config, resolve_max_model_len
 from lowtide.engine.core import EngineCore
-from lowtide.engine.cuda_graphs import check_cuda_graphs
 from lowtide.engine.engine_state import EngineState, allowed_calls
 from lowtide.engine.errors import ConfigError, EngineStateError, RequestError
-from lowtide.engine.kv_cache import KVCacheManager, num_host_kv_blocks, num_kv_cache_blocks
+from lowtide.engine.kv.block_pool import KVCacheUsage
+from lowtide.engine.kv.kv_cache import KVCacheManager, num_host_kv_blocks, num_kv_cache_blocks
+from lowtide.engine.model_executor.checkpoint import load_tokenizer
+from lowtide.engine.model_executor.cuda_graphs import check_cuda_graphs
+from lowtide.engine.model_executor.weights import CheckpointWeights, RandomWeights, WeightSource
 from lowtide.engine.pages import check_device, open_backend
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.scheduler import Scheduler
 from lowtide.engine.teardown import Teardown, rolled_back
-from lowtide.engine.weights import CheckpointWeights, RandomWeights, WeightSource
 from lowtide.engine.worker import SLEEPING_TAGS, Worker
 from lowtide.probes.stages import stage
 

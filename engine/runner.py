@@ -10,20 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lowtide.engine.attention import build_attention_metadata
-from lowtide.engine.block_table import BlockTable
 from lowtide.engine.capabilities import supports_kw
 from lowtide.engine.config import Allocator, EngineConfig
-from lowtide.engine.cuda_graphs import DecodeGraphs
-from lowtide.engine.forward_context import StaticForwardContext
-from lowtide.engine.kv_cache import KVCache
-from lowtide.engine.model import LlamaForCausalLM
+from lowtide.engine.device_allocator.workspace import Workspace, WorkspaceViews
+from lowtide.engine.kv.kv_cache import KVCache
+from lowtide.engine.model_executor.attention import build_attention_metadata
+from lowtide.engine.model_executor.block_table import BlockTable
+from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
+from lowtide.engine.model_executor.forward_context import StaticForwardContext
+from lowtide.engine.model_executor.model import LlamaForCausalLM
+from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.process_group import ProcessGroup
 from lowtide.engine.request import Request
-from lowtide.engine.sampling import Sampler
 from lowtide.engine.scheduler import ScheduledRequest, SchedulerOutput
 from lowtide.engine.teardown import Teardown
-from lowtide.engine.workspace import Workspace, WorkspaceViews
 
 
 class ModelRunner:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.engine.errors import RequestError
-from lowtide.engine.kv_cache import KVCacheManager
+from lowtide.engine.kv.kv_cache import KVCacheManager
 from lowtide.engine.request import Request, RequestOutput, RequestStatus
 
 

@@ -7,25 +7,25 @@ from functools import partial
 
 import torch
 
-from lowtide.engine.arena import ALIGNMENT, padded
-from lowtide.engine.attention import workspace_bytes
-from lowtide.engine.block_table import BlockTable
 from lowtide.engine.config import EngineConfig, ModelConfig
+from lowtide.engine.device_allocator.arena import ALIGNMENT, padded
+from lowtide.engine.device_allocator.memory import EngineMemory
 from lowtide.engine.heap_freeze import HeapFreeze
-from lowtide.engine.kv_cache import KVCache, kv_cache_shape, num_host_kv_blocks
-from lowtide.engine.kv_transfer import KVConnector
-from lowtide.engine.kv_transport import KVTransport
-from lowtide.engine.memory import EngineMemory
-from lowtide.engine.model import LlamaForCausalLM
-from lowtide.engine.offloading_connector import OffloadingConnector
+from lowtide.engine.kv.kv_cache import KVCache, kv_cache_shape, num_host_kv_blocks
+from lowtide.engine.kv.kv_transfer import KVConnector
+from lowtide.engine.kv.kv_transport import KVTransport
+from lowtide.engine.kv.offloading_connector import OffloadingConnector
+from lowtide.engine.model_executor.attention import workspace_bytes
+from lowtide.engine.model_executor.block_table import BlockTable
+from lowtide.engine.model_executor.model import LlamaForCausalLM
+from lowtide.engine.model_executor.rope import RotaryEmbedding
+from lowtide.engine.model_executor.sampling import Sampler
+from lowtide.engine.model_executor.weights import WeightSource
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.process_group import ProcessGroup
-from lowtide.engine.rope import RotaryEmbedding
 from lowtide.engine.runner import ModelRunner
-from lowtide.engine.sampling import Sampler
 from lowtide.engine.scheduler import SchedulerOutput
 from lowtide.engine.teardown import Teardown
-from lowtide.engine.weights import WeightSource
 from lowtide.probes.stages import stage
 
 # What sleeps, in the order in which it is given up; `runtime` never does.

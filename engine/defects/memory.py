@@ -12,16 +12,16 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from lowtide.engine.arena import Arena
-from lowtide.engine.block_table import BlockTable
 from lowtide.engine.config import Allocator
 from lowtide.engine.defects.defect import replaced
+from lowtide.engine.device_allocator.arena import Arena
+from lowtide.engine.device_allocator.memory import EngineMemory
+from lowtide.engine.device_allocator.workspace import Spec, Workspace, WorkspaceViews
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.memory import EngineMemory
+from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.pages import Part
 from lowtide.engine.pages.vmm import VmmPages
 from lowtide.engine.worker import Worker
-from lowtide.engine.workspace import Spec, Workspace, WorkspaceViews
 
 LATE_BY = 2.0
 """Seconds by which `late-release` delays the driver."""

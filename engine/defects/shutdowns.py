@@ -12,13 +12,13 @@ import torch
 
 from lowtide.engine import capabilities, runner
 from lowtide.engine.core import EngineCore
-from lowtide.engine.cuda_graphs import DecodeGraphs
 from lowtide.engine.defects.defect import replaced
-from lowtide.engine.forward_context import StaticForwardContext
 from lowtide.engine.heap_freeze import HeapFreeze
-from lowtide.engine.kv_cache import KVCache
-from lowtide.engine.kv_transport import KVTransport
-from lowtide.engine.model import LlamaForCausalLM
+from lowtide.engine.kv.kv_cache import KVCache
+from lowtide.engine.kv.kv_transport import KVTransport
+from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
+from lowtide.engine.model_executor.forward_context import StaticForwardContext
+from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.process_group import ProcessGroup
 from lowtide.engine.runner import ModelRunner
 from lowtide.engine.teardown import Teardown

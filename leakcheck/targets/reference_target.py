@@ -16,20 +16,20 @@ from lowtide.engine import (
     EngineStateError,
     LLMEngine,
     SamplingParams,
-    checkpoint,
 )
 from lowtide.engine.config import load_model_config
+from lowtide.engine.device_allocator.host_memory import HostBuffer
+from lowtide.engine.device_allocator.transfer import TransferRing
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.host_memory import HostBuffer
-from lowtide.engine.offloading_connector import OffloadingConnector
+from lowtide.engine.kv.offloading_connector import OffloadingConnector
+from lowtide.engine.model_executor import checkpoint
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.pages.vmm import VmmPages
-from lowtide.engine.transfer import TransferRing
 from lowtide.leakcheck.targets.faults import Seam, ShardSeam
 from lowtide.leakcheck.targets.target import Capabilities
 
 if TYPE_CHECKING:
-    from lowtide.engine.block_pool import KVCacheUsage
+    from lowtide.engine.kv.block_pool import KVCacheUsage
 
 SMALL: Mapping[str, Any] = {"max_num_seqs": 4, "max_model_len": 128, "dtype": "float64"}
 """Settings of every engine that is fuzzed.  In float64, because then the order of additions, which depends on what else

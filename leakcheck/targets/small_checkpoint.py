@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from lowtide.engine.checkpoint import INDEX_FILE
 from lowtide.engine.config import PRESETS
-from lowtide.engine.weights import RandomWeights, parameter_shapes
+from lowtide.engine.model_executor.checkpoint import INDEX_FILE
+from lowtide.engine.model_executor.weights import RandomWeights, parameter_shapes
 
 
 class SmallCheckpoint:

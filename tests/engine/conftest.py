@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from lowtide.engine.block_table import BlockTable
-from lowtide.engine.checkpoint import INDEX_FILE
 from lowtide.engine.config import EngineConfig, load_model_config, resolve_max_model_len
-from lowtide.engine.kv_cache import KVCache, KVCacheManager, num_kv_cache_blocks
-from lowtide.engine.model import LlamaForCausalLM
+from lowtide.engine.kv.kv_cache import KVCache, KVCacheManager, num_kv_cache_blocks
+from lowtide.engine.model_executor.block_table import BlockTable
+from lowtide.engine.model_executor.checkpoint import INDEX_FILE
+from lowtide.engine.model_executor.model import LlamaForCausalLM
+from lowtide.engine.model_executor.rope import RotaryEmbedding
+from lowtide.engine.model_executor.sampling import Sampler
+from lowtide.engine.model_executor.weights import CheckpointWeights, RandomWeights, WeightSource
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
-from lowtide.engine.rope import RotaryEmbedding
 from lowtide.engine.runner import ModelRunner
-from lowtide.engine.sampling import Sampler
 from lowtide.engine.scheduler import Scheduler, SchedulerOutput
-from lowtide.engine.weights import CheckpointWeights, RandomWeights, WeightSource
 
 if TYPE_CHECKING:
     import transformers

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lowtide.engine.arena import ALIGNMENT, Arena, padded, tensor_over
+from lowtide.engine.device_allocator.arena import ALIGNMENT, Arena, padded, tensor_over
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
@@ -94,7 +94,7 @@ def test_an_empty_tensor_takes_nothing() -> None:
 
 
 def test_a_refused_mapping_leaves_the_arena_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.engine.arena.PART_BYTES", 4 * PAGE)
+    monkeypatch.setattr("lowtide.engine.device_allocator.arena.PART_BYTES", 4 * PAGE)
     arena = Arena("weights", 64 * PAGE, Recorder(refuse_at=4))
     arena.map_to(4 * PAGE)
     with pytest.raises(OutOfMemoryError, match="arena 'weights' cannot grow from 49152"):
@@ -223,7 +223,7 @@ def test_a_closed_arena_gives_no_memory() -> None:
 
 @pytest.mark.usefixtures("without_collector")
 def test_what_is_announced_are_the_mapped_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.engine.arena.PART_BYTES", 2 * PAGE)
+    monkeypatch.setattr("lowtide.engine.device_allocator.arena.PART_BYTES", 2 * PAGE)
     arena = Arena("kv_cache", 8 * PAGE, CpuPages())
     arena.map_to(3 * PAGE)
     (pool,) = announced_pools()
@@ -248,7 +248,7 @@ def test_parts_go_back_one_by_one_from_the_end(monkeypatch: pytest.MonkeyPatch) 
 
     pages = Recording()
     size = pages.granularity
-    monkeypatch.setattr("lowtide.engine.arena.PART_BYTES", size)
+    monkeypatch.setattr("lowtide.engine.device_allocator.arena.PART_BYTES", size)
     arena = Arena("weights", 4 * size, pages)
     arena.map_to(4 * size)
     arena.unmap_to(size)

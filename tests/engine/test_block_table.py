@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowtide.engine import EngineError
-from lowtide.engine.block_table import BlockTable
+from lowtide.engine.model_executor.block_table import BlockTable
 
 WIDTH = 131
 

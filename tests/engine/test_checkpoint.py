@@ -15,10 +15,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams, checkpoint
-from lowtide.engine.checkpoint import INDEX_FILE, SINGLE_FILE, load_tokenizer
 from lowtide.engine.config import read_model_config
 from lowtide.engine.errors import CheckpointError, ConfigError, EngineStateError
-from lowtide.engine.weights import CheckpointWeights
+from lowtide.engine.model_executor.checkpoint import INDEX_FILE, SINGLE_FILE, load_tokenizer
+from lowtide.engine.model_executor.weights import CheckpointWeights
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 

@@ -19,8 +19,8 @@ from lowtide.engine.config import (
     resolve_max_model_len,
 )
 from lowtide.engine.errors import CheckpointError, ConfigError
-from lowtide.engine.kv_cache import kv_cache_bytes_per_block, num_host_kv_blocks, num_kv_cache_blocks
-from lowtide.engine.weights import parameter_shapes
+from lowtide.engine.kv.kv_cache import kv_cache_bytes_per_block, num_host_kv_blocks, num_kv_cache_blocks
+from lowtide.engine.model_executor.weights import parameter_shapes
 
 LLAMA_32_1B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

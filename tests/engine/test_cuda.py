@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from lowtide.engine import DriverError, EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
-from lowtide.engine.arena import Arena
 from lowtide.engine.config import PRESETS
-from lowtide.engine.kv_cache import kv_cache_bytes_per_block
-from lowtide.engine.kv_transfer import BlockTransfer
+from lowtide.engine.device_allocator.arena import Arena
+from lowtide.engine.device_allocator.transfer import TransferRing
+from lowtide.engine.kv.kv_cache import kv_cache_bytes_per_block
+from lowtide.engine.kv.kv_transfer import BlockTransfer
 from lowtide.engine.pages import open_backend
-from lowtide.engine.transfer import TransferRing
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.stages import announced_pools
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lowtide.engine import EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
-from lowtide.engine.cuda_graphs import DecodeGraphs
+from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
 from lowtide.engine.worker import Worker
 from lowtide.probes.device.driver import find_driver
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from lowtide.engine import ConfigError, EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
-from lowtide.engine.attention import PagedDecodes
-from lowtide.engine.block_table import BlockTable
-from lowtide.engine.cuda_graphs import DecodeGraphs, batch_sizes
+from lowtide.engine.model_executor.attention import PagedDecodes
+from lowtide.engine.model_executor.block_table import BlockTable
+from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs, batch_sizes
 from lowtide.engine.runner import ModelRunner
 from lowtide.probes.memory.tensors import read_tensors
 from lowtide.probes.stages import announced_pools
@@ -223,7 +223,7 @@ def test_graphs_on_a_cpu_are_refused(call: str) -> None:
 
 
 def test_graphs_without_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.engine.cuda_graphs.find_spec", lambda name: None)
+    monkeypatch.setattr("lowtide.engine.model_executor.cuda_graphs.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs Triton.*pip install \"lowtide\[gpu\]\""):
         LLMEngine(EngineConfig(cuda_graphs=True, device="cuda")).check()
 

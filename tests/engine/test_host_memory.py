@@ -6,9 +6,9 @@ import gc
 
 import pytest
 
-from lowtide.engine import host_memory
+from lowtide.engine.device_allocator import host_memory
+from lowtide.engine.device_allocator.host_memory import HostBuffer
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.host_memory import HostBuffer
 from lowtide.engine.pages.cpu import CpuPages
 
 MIB = 1 << 20

@@ -28,16 +28,16 @@ from lowtide.engine import (
     OutOfMemoryError,
     RequestOutput,
     SamplingParams,
-    offloading_connector,
 )
-from lowtide.engine.block_pool import BlockPool, KVCacheBlock
 from lowtide.engine.config import PRESETS
 from lowtide.engine.core import EngineCore
 from lowtide.engine.defects import find_defect
-from lowtide.engine.host_blocks import HostBlockStore
-from lowtide.engine.kv_cache import KVCacheManager, kv_cache_bytes_per_block
-from lowtide.engine.kv_offload import OffloadingManager
-from lowtide.engine.kv_transfer import BlockTransfer, CompletedTransfer
+from lowtide.engine.kv import offloading_connector
+from lowtide.engine.kv.block_pool import BlockPool, KVCacheBlock
+from lowtide.engine.kv.host_blocks import HostBlockStore
+from lowtide.engine.kv.kv_cache import KVCacheManager, kv_cache_bytes_per_block
+from lowtide.engine.kv.kv_offload import OffloadingManager
+from lowtide.engine.kv.kv_transfer import BlockTransfer, CompletedTransfer
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.request import Request

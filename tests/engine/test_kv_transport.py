@@ -11,7 +11,7 @@ import pytest
 
 from lowtide.engine import ConfigError, DriverError, EngineConfig, LLMEngine, kv_transport
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.kv_transport import KVTransport
+from lowtide.engine.kv.kv_transport import KVTransport
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.stages import PoolReading, announced_pools

@@ -23,8 +23,8 @@ from lowtide.engine import (
     RequestError,
     SamplingParams,
 )
-from lowtide.engine.host_memory import HostBuffer
-from lowtide.engine.memory import EngineMemory
+from lowtide.engine.device_allocator.host_memory import HostBuffer
+from lowtide.engine.device_allocator.memory import EngineMemory
 from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.worker import Worker
@@ -78,7 +78,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> FaultyPages:
     pages = FaultyPages()
     monkeypatch.setattr("lowtide.engine.llm_engine.open_backend", lambda device: pages)
     # Several parts per arena, so that a failure can come half-way through one.
-    monkeypatch.setattr("lowtide.engine.arena.PART_BYTES", MIB)
+    monkeypatch.setattr("lowtide.engine.device_allocator.arena.PART_BYTES", MIB)
     return pages
 
 
@@ -453,7 +453,7 @@ def test_a_failed_save_leaves_the_engine_running(engine: LLMEngine, monkeypatch:
     expected = tokens(engine)
     before = footprint()
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.transfer._copy_on_host", no_host_memory)
+        patched.setattr("lowtide.engine.device_allocator.transfer._copy_on_host", no_host_memory)
         with pytest.raises(OutOfMemoryError, match="no host memory"):
             engine.sleep(1)
     assert engine.state is EngineState.RUNNING
@@ -467,7 +467,7 @@ def test_outputs_finished_by_a_sleep_that_then_failed_come_out_of_the_next_step(
     engine.create()
     ids = {engine.add_request(prompt, PARAMS) for prompt in PROMPTS}
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.transfer._copy_on_host", no_host_memory)
+        patched.setattr("lowtide.engine.device_allocator.transfer._copy_on_host", no_host_memory)
         with pytest.raises(OutOfMemoryError):
             engine.sleep(1, mode="wait")
     assert engine.has_unfinished_requests()
@@ -478,7 +478,7 @@ def test_outputs_finished_by_a_sleep_that_then_failed_come_out_of_the_next_step(
 def test_a_shutdown_leaves_no_output_to_be_told(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.create()
     engine.add_request(PROMPTS[0], PARAMS)
-    monkeypatch.setattr("lowtide.engine.transfer._copy_on_host", no_host_memory)
+    monkeypatch.setattr("lowtide.engine.device_allocator.transfer._copy_on_host", no_host_memory)
     with pytest.raises(OutOfMemoryError):
         engine.sleep(1, mode="wait")
     assert engine.has_unfinished_requests()
@@ -551,7 +551,7 @@ def test_a_step_that_fails_can_be_made_again(engine: LLMEngine, monkeypatch: pyt
         turn += 1
         if turn % 3 == 0:
             with monkeypatch.context() as patched:
-                patched.setattr("lowtide.engine.model.LlamaMLP.forward", _broken_forward)
+                patched.setattr("lowtide.engine.model_executor.model.LlamaMLP.forward", _broken_forward)
                 with pytest.raises(BrokenError):
                     engine.step()
         finished |= {output.request_id: output.token_ids for output in engine.step() if output.finished}
@@ -569,7 +569,7 @@ def test_a_failed_generate_leaves_no_request_and_no_tensor_in_the_traceback(
     engine.create()
     expected = tokens(engine)
     before = footprint()
-    monkeypatch.setattr("lowtide.engine.model.LlamaMLP.forward", _broken_forward)
+    monkeypatch.setattr("lowtide.engine.model_executor.model.LlamaMLP.forward", _broken_forward)
     with pytest.raises(BrokenError) as caught:
         engine.generate(PROMPTS, PARAMS)
     assert caught.value.__traceback__ is not None
@@ -645,7 +645,7 @@ def test_a_teardown_step_that_raises_skips_none_and_all_errors_come_out(
     engine = LLMEngine(EngineConfig(kv_cache_bytes=4 * MIB))
     engine.create()
     tokens(engine)
-    from lowtide.engine.transfer import TransferRing
+    from lowtide.engine.device_allocator.transfer import TransferRing
 
     real_close = TransferRing.close
 

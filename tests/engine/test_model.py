@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.engine.attention import MAX_GATHERED_TOKENS, split_decodes, workspace_bytes
 from lowtide.engine.config import PRESETS, ModelConfig, RopeConfig, read_model_config
-from lowtide.engine.model import LlamaForCausalLM
+from lowtide.engine.model_executor.attention import MAX_GATHERED_TOKENS, split_decodes, workspace_bytes
+from lowtide.engine.model_executor.model import LlamaForCausalLM
+from lowtide.engine.model_executor.rope import RotaryEmbedding, inverse_frequencies
+from lowtide.engine.model_executor.weights import parameter_shapes
 from lowtide.engine.request import SamplingParams
-from lowtide.engine.rope import RotaryEmbedding, inverse_frequencies
-from lowtide.engine.weights import parameter_shapes
 
 
 class Memory:

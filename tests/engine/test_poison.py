@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
-from lowtide.engine.memory import POISON
+from lowtide.engine.device_allocator.memory import POISON
 
 
 def asleep_and_awake(level: int, *, poison: bool) -> tuple[LLMEngine, list[tuple[int, ...]]]:

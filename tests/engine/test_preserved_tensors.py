@@ -9,7 +9,7 @@ import torch
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 from lowtide.engine.config import PRESETS
-from lowtide.engine.weights import parameter_shapes
+from lowtide.engine.model_executor.weights import parameter_shapes
 from lowtide.engine.worker import Worker
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowtide.engine import CheckpointError, EngineConfig, EngineState, EngineStateError, LLMEngine, SamplingParams
-from lowtide.engine.weights import RandomWeights
+from lowtide.engine.model_executor.weights import RandomWeights
 from lowtide.probes.stages import announced_pools
 
 PROMPTS = [[1, 2, 3], list(range(40)), [7] * 20]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.engine.block_table import BlockTable
+from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.request import Request, SamplingParams
 from lowtide.engine.runner import split_micro_batches
 from lowtide.engine.scheduler import ScheduledRequest

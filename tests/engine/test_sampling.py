@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from lowtide.engine.errors import RequestError
+from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.request import Request, SamplingParams
-from lowtide.engine.sampling import Sampler
 
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.engine.errors import RequestError
-from lowtide.engine.kv_cache import KVCacheManager
+from lowtide.engine.kv.kv_cache import KVCacheManager
 from lowtide.engine.request import Request, RequestOutput, RequestStatus, SamplingParams
 from lowtide.engine.scheduler import Scheduler, SchedulerOutput
 

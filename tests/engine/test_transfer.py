@@ -11,12 +11,12 @@ import time
 import pytest
 import torch
 
-from lowtide.engine import transfer
-from lowtide.engine.arena import Arena
+from lowtide.engine.device_allocator import transfer
+from lowtide.engine.device_allocator.arena import Arena
+from lowtide.engine.device_allocator.host_memory import HostBuffer
+from lowtide.engine.device_allocator.transfer import TransferRing
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.host_memory import HostBuffer
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.engine.transfer import TransferRing
 from lowtide.probes.stages import announced_pools
 
 if sys.version_info < (3, 11):
@@ -50,7 +50,7 @@ class PinningPages(CpuPages):
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     # What an exception that `pytest.raises` caught still holds would be announced in the next test.
     gc.collect()
-    monkeypatch.setattr("lowtide.engine.transfer.SLOT_BYTES", SLOT)
+    monkeypatch.setattr("lowtide.engine.device_allocator.transfer.SLOT_BYTES", SLOT)
 
 
 def filled(size: int, backend: CpuPages) -> tuple[Arena, torch.Tensor]:
@@ -111,7 +111,7 @@ def test_a_failed_copy_raises_as_it_is_and_leaves_no_thread(monkeypatch: pytest.
 
     before = threading.active_count()
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.transfer._copy_on_host", refuse)
+        patched.setattr("lowtide.engine.device_allocator.transfer._copy_on_host", refuse)
         with pytest.raises(OSError, match="bus error"):
             ring.save(arena, image)
     assert threading.active_count() == before
@@ -119,7 +119,7 @@ def test_a_failed_copy_raises_as_it_is_and_leaves_no_thread(monkeypatch: pytest.
     arena.unmap_to(0)
     calls.clear()
     with monkeypatch.context() as patched:
-        patched.setattr("lowtide.engine.transfer._copy_on_host", refuse)
+        patched.setattr("lowtide.engine.device_allocator.transfer._copy_on_host", refuse)
         with pytest.raises(OSError, match="bus error"):
             ring.restore(image, arena, 20 * SLOT)
     assert threading.active_count() == before

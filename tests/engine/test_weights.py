@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lowtide.engine.checkpoint import SINGLE_FILE
 from lowtide.engine.config import PRESETS, ModelConfig, read_model_config
-from lowtide.engine.weights import CheckpointWeights, RandomWeights, WeightSource, parameter_shapes
+from lowtide.engine.model_executor.checkpoint import SINGLE_FILE
+from lowtide.engine.model_executor.weights import CheckpointWeights, RandomWeights, WeightSource, parameter_shapes
 
 TINY = PRESETS["tiny"]
 

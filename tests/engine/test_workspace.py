@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.engine.arena import Arena
+from lowtide.engine.device_allocator.arena import Arena
+from lowtide.engine.device_allocator.workspace import Workspace, WorkspaceViews
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.engine.workspace import Workspace, WorkspaceViews
 
 MIB = 1 << 20
 

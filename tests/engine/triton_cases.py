@@ -16,9 +16,9 @@ import torch
 import triton
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams, triton_kernels
-from lowtide.engine.block_table import BlockTable
-from lowtide.engine.cuda_graphs import DecodeGraphs
-from lowtide.engine.triton_kernels import decode_attention, gather_rows, write_slots
+from lowtide.engine.model_executor.block_table import BlockTable
+from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
+from lowtide.engine.model_executor.triton_kernels import decode_attention, gather_rows, write_slots
 
 
 def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

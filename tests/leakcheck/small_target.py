@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from lowtide.engine.arena import Arena
+from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.targets.faults import Seam
 from lowtide.leakcheck.targets.target import Capabilities

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from lowtide.engine.arena import Arena
+from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.fuzzing.fault_sweep import sweep
 from lowtide.leakcheck.fuzzing.fuzz import fuzz

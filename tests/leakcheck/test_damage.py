@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowtide.engine import EngineConfig, LLMEngine
-from lowtide.engine import checkpoint as module
 from lowtide.engine.errors import CheckpointError
+from lowtide.engine.model_executor import checkpoint as module
 from lowtide.leakcheck.cli.fuzz_command import checkpoint_target
 from lowtide.leakcheck.fuzzing.fault_sweep import Swept, sweep
 from lowtide.leakcheck.targets.damaged_checkpoints import cut_short, misshape

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.engine.arena import Arena
+from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.judging import ladder
 from lowtide.leakcheck.judging.judge import excesses

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide.engine.arena import Arena
+from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.watching.check import LeakCheck
 from lowtide.leakcheck.watching.sleep_watch import SleepWatch

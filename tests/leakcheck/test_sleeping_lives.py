@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.engine.arena import Arena
+from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.judging import buffer_growth as growth
@@ -530,7 +530,7 @@ def test_on_a_cpu_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_engine_marks_its_growths(tmp_path: Path) -> None:
-    from lowtide.engine.workspace import Workspace
+    from lowtide.engine.device_allocator.workspace import Workspace
 
     heard: list[str] = []
 

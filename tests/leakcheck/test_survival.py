@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lowtide.engine.arena import Arena
+from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.baseline import preserved_state as module
 from lowtide.leakcheck.baseline.preserved_state import Survival

@@ -283,7 +283,7 @@ def write_checkpoint_anywhere(tmp_path_factory: pytest.TempPathFactory) -> Calla
 # imports take depends on what torch was built for, and Ctrl-C in the middle of those is not what is tested here.)
 TELLING = """
 import pathlib, sys
-from lowtide.engine.arena import Arena
+from lowtide.engine.device_allocator.arena import Arena
 from lowtide.leakcheck.cli.commands import main
 
 make, under_way = Arena.__init__, pathlib.Path(sys.argv.pop(1))

@@ -17,14 +17,14 @@ HOUSES = ("engine", "leakcheck", "probes", "pytest_plugin", "reports")
 MOST_MODULES, MOST_LINES, LONGEST_FUNCTION = 15, 400, 60
 
 # What is larger than the rules allow, at the size it has: it may shrink, and goes from here once it fits.
-LARGE_ROOMS = {"engine": 34}
+LARGE_ROOMS: dict[str, int] = {}
 LARGE_MODULES: dict[str, int] = {
     "leakcheck/watching/watch.py": 519,
 }
 LONG_FUNCTIONS: dict[str, int] = {
-    "engine/triton_kernels.py decode_attention": 63,
+    "engine/model_executor/triton_kernels.py decode_attention": 63,
     # What Triton compiles is one function.
-    "engine/triton_kernels.py _attend": 64,
+    "engine/model_executor/triton_kernels.py _attend": 64,
     "leakcheck/baseline/storages.py read_heap": 81,
 }
 
@@ -76,6 +76,7 @@ def test_each_room_says_what_it_is_for() -> None:
         ("leakcheck/judging/items.py", "import lowtide.leakcheck.watching.watch", "leakcheck: "),
         ("probes/objects/foreign.py", "import lowtide.probes.references.edges", "probes: "),
         ("probes/stages.py", "import lowtide.reports.sizes", "The plugin is on top"),
+        ("engine/kv/block_pool.py", "import lowtide.engine.scheduler", "engine: "),
         ("leakcheck/attic.py", "", "leakcheck: "),
     ],
 )
@@ -83,7 +84,7 @@ def test_an_import_that_leads_upward_is_refused(module: str, line: str, broken: 
     shutil.copytree(ROOT / "lowtide", tmp_path / "lowtide", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     done = contracts(tmp_path)
-    assert (done.returncode, "Contracts: 3 kept, 0 broken" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert (done.returncode, "Contracts: 4 kept, 0 broken" in done.stdout) == (0, True), done.stdout + done.stderr
     file = tmp_path / "lowtide" / module
     file.write_text(
         (file.read_text(encoding="utf-8") if file.exists() else '"""A room nobody knows."""\n') + f"\n{line}\n"

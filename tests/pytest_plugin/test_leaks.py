@@ -104,7 +104,7 @@ import pytest
 import torch
 from torch import nn
 import lowtide
-from lowtide.engine.arena import Arena
+from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 
 SIZE = 1024

@@ -7,7 +7,7 @@ from tests.pytest_plugin.conftest import RunInner
 INNER = """
     import pytest
     import torch
-    from lowtide.engine.arena import Arena
+    from lowtide.engine.device_allocator.arena import Arena
     from lowtide.engine.pages.cpu import CpuPages
 
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from lowtide.engine.arena import round_up
+from lowtide.engine.device_allocator.arena import round_up
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.teardown import Teardown

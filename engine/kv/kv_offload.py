@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from lowtide.engine.block_pool import BlockPool, KVCacheBlock
-from lowtide.engine.host_blocks import HostBlock, HostBlockStore
-from lowtide.engine.kv_transfer import BlockTransfer, CompletedTransfer, KVConnector
+from lowtide.engine.kv.block_pool import BlockPool, KVCacheBlock
+from lowtide.engine.kv.host_blocks import HostBlock, HostBlockStore
+from lowtide.engine.kv.kv_transfer import BlockTransfer, CompletedTransfer, KVConnector
 
 
 @dataclass(eq=False)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from lowtide.engine.arena import Arena
-from lowtide.engine.host_memory import HostBuffer
+from lowtide.engine.device_allocator.arena import Arena
+from lowtide.engine.device_allocator.host_memory import HostBuffer
+from lowtide.engine.device_allocator.transfer import TransferRing
+from lowtide.engine.device_allocator.workspace import Workspace
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.teardown import Teardown
-from lowtide.engine.transfer import TransferRing
-from lowtide.engine.workspace import Workspace
 
 # Not zero, which is what fresh pages mostly hold and what many tables may hold too; as an index it is out of range.
 POISON = 0xA5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 
-from lowtide.engine.arena import round_up
+from lowtide.engine.device_allocator.arena import round_up
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import PageBackend
 from lowtide.probes import stages

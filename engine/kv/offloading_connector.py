@@ -15,11 +15,11 @@ from typing import TypeAlias
 import psutil
 import torch
 
-from lowtide.engine.arena import round_up
+from lowtide.engine.device_allocator.arena import round_up
+from lowtide.engine.device_allocator.host_memory import HUGE_PAGE, HostBuffer
 from lowtide.engine.errors import KVTransferError, OutOfMemoryError
-from lowtide.engine.host_memory import HUGE_PAGE, HostBuffer
-from lowtide.engine.kv_cache import KVCache
-from lowtide.engine.kv_transfer import BlockTransfer, CompletedTransfer
+from lowtide.engine.kv.kv_cache import KVCache
+from lowtide.engine.kv.kv_transfer import BlockTransfer, CompletedTransfer
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.teardown import release_frames
 

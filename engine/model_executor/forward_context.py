@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowtide.engine.kv_cache import KVCache
-    from lowtide.engine.model import LlamaForCausalLM
+    from lowtide.engine.kv.kv_cache import KVCache
+    from lowtide.engine.model_executor.model import LlamaForCausalLM
 
 
 class StaticForwardContext:

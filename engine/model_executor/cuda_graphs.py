@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lowtide.engine.arena import ALIGNMENT, round_up
-from lowtide.engine.attention import PagedDecodes
-from lowtide.engine.block_table import BlockTable
 from lowtide.engine.config import Allocator
+from lowtide.engine.device_allocator.arena import ALIGNMENT, round_up
 from lowtide.engine.errors import ConfigError, OutOfMemoryError
+from lowtide.engine.model_executor.attention import PagedDecodes
+from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.teardown import Teardown, release_frames
 
 Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor, PagedDecodes], torch.Tensor]

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from lowtide.engine.arena import Arena, padded, tensor_over
+from lowtide.engine.device_allocator.arena import Arena, padded, tensor_over
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.probes.stages import stage
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding, linear, silu
 
-from lowtide.engine.attention import StepMetadata, Workspace, paged_attention
 from lowtide.engine.config import Allocator, ModelConfig
-from lowtide.engine.rope import RotaryEmbedding, rotate
+from lowtide.engine.model_executor.attention import StepMetadata, Workspace, paged_attention
+from lowtide.engine.model_executor.rope import RotaryEmbedding, rotate
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, allocate: Allocator) -> nn.Parameter:

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import torch
 
-from lowtide.engine.checkpoint import copy_tensors, locate_tensors
 from lowtide.engine.config import ModelConfig
+from lowtide.engine.model_executor.checkpoint import copy_tensors, locate_tensors
 
 
 class WeightSource(Protocol):

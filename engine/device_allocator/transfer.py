@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from lowtide.engine.arena import Arena, round_up
+from lowtide.engine.device_allocator.arena import Arena, round_up
+from lowtide.engine.device_allocator.host_memory import HostBuffer
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.host_memory import HostBuffer
 from lowtide.engine.pages import PageBackend
 
 # Measured on an H200 with 16 host cores: slots of 32 MiB are the smallest that reach the full rate of the bus, and

@@ -6,10 +6,10 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from lowtide.engine.block_pool import BlockPool, KVCacheBlock, KVCacheUsage
 from lowtide.engine.config import Allocator, EngineConfig, ModelConfig
 from lowtide.engine.errors import ConfigError
-from lowtide.engine.kv_offload import OffloadingManager
+from lowtide.engine.kv.block_pool import BlockPool, KVCacheBlock, KVCacheUsage
+from lowtide.engine.kv.kv_offload import OffloadingManager
 from lowtide.engine.request import Request
 
 

@@ -73,7 +73,7 @@ class BlockTable:
                 waiting: on a card with Triton, a kernel follows them wherever they lead.
         """
         if self._has_kernels:
-            from lowtide.engine.triton_kernels import gather_rows
+            from lowtide.engine.model_executor.triton_kernels import gather_rows
 
             return gather_rows(self.table_ptrs, self.table_strides, self.table_sizes, rows, self.device_table.shape[1])
         found = tuple(int(tensor.item()) for tensor in self.pointer_tensors().values())

@@ -9,8 +9,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowtide.engine.block_table import BlockTable
 from lowtide.engine.config import ModelConfig
+from lowtide.engine.model_executor.block_table import BlockTable
 
 MAX_GATHERED_TOKENS = 65_536
 """Padded tokens that one decode batch gathers at most, unless a single sequence is longer: bounds the workspace."""
@@ -235,7 +235,7 @@ def _attend_paged(
     metadata: PagedDecodes,
 ) -> torch.Tensor:
     """As `paged_attention`, by kernels that read the KV blocks where they lie."""
-    from lowtide.engine.triton_kernels import decode_attention, write_slots
+    from lowtide.engine.model_executor.triton_kernels import decode_attention, write_slots
 
     table = metadata.block_table
     write_slots(key, value, key_cache, value_cache, metadata.slot_mapping)

@@ -1,0 +1,1 @@
+"""The model: layers, attention, kernels, weights from a checkpoint, CUDA graphs, sampling."""
