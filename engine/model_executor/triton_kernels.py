@@ -122,16 +122,13 @@ def decode_attention(
     wide = torch.promote_types(query.dtype, torch.float32)
     partial = torch.empty((batch, num_heads, splits, padded), dtype=wide, device=query.device)
     maxima, sums = torch.empty((2, batch, num_heads, splits), dtype=wide, device=query.device)
+    tables = (table_ptrs, table_strides, table_sizes, rows, seq_lens)
     with torch.cuda.device_of(query):
         _attend[(batch, num_heads, splits)](
             query.contiguous(),
             key_cache,
             value_cache,
-            table_ptrs,
-            table_strides,
-            table_sizes,
-            rows,
-            seq_lens,
+            *tables,
             partial,
             maxima,
             sums,
@@ -217,8 +214,12 @@ def _attend(
         total = total * shrink + tl.sum(weights, axis=0)
         largest = new_largest
         first += KEYS
+    _store_part(partial, maxima, sums, at * SPLITS + split, PADDED, dims, sum_of_values, largest, total)
+
+
+@triton.jit
+def _store_part(partial, maxima, sums, part, PADDED: tl.constexpr, dims, sum_of_values, largest, total):
     # A part without keys leaves no weight behind, but numbers: uninitialised memory could be NaN.
-    part = at * SPLITS + split
     tl.store(partial + part * PADDED + dims, sum_of_values)
     tl.store(maxima + part, largest)
     tl.store(sums + part, total)

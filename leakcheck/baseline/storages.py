@@ -97,58 +97,81 @@ def read_heap(
         old = [item for item in everything if id(item) not in newborn]
         owned = {key for owner in (*claims.owners, *ended) for key in owner.storages}
         if births.froze:
-            # What was frozen before it was ever seen young: new is what lies where nothing lay before, and nothing that
-            # an earlier import or fixture has made, of which a clean test took no full reading.
-            known = {*seen, *owned}
-            hidden = [item for item, keys in zip(old, keys_of_each(old), strict=True) if not keys <= known]
-            frozen = {id(item): Newborn(item, births.froze_in or births.label) for item in hidden}
             # First: of a storage that a frozen and a young tensor view, the frozen one is the older.
-            newborn = {**frozen, **newborn}
+            newborn = {**_newborn_and_frozen(births, old, {*seen, *owned}), **newborn}
             old = [item for item in old if id(item) not in newborn]
         older = {_key(storage): storage for storage in survey_storages(old).storages}
         readings, unreadable = _new_storages(newborn.values(), older)
-        live = claims.owners
         claimed = _claimed(torch, claims, newborn) if readings else {}
         claimed = {**claimed, **_claimed_with_parts(readings, claimed)}
-        by_label = {owner.label: owner for owner in (*live, *ended)}
-        held = []
-        for key, (storage, stage, turn) in readings.items():
-            # By its label alone a tensor may have got, with its address, the name of one that died.
-            owner = by_label.get(stage)
-            if owner is not None and owner.has_settled and key not in owner.storages:
-                owner = None
-            owner = owner or claimed.get(key)
-            if owner is None or any(owner is gone for gone in ended):
-                text = stage if owner is None or stage not in by_label else owner.stage
-                held.append(Held(key, storage.bytes, _text(storage), text, owner, turn))
+        held = _held_anew(readings, claimed, {owner.label: owner for owner in (*claims.owners, *ended)}, ended)
         moved = {key for key in older if key[0] != "cpu" and key not in seen and key not in owned}
         if moved:
-            over = {
-                id(item): Newborn(item, births.label)
-                for item, keys in zip(old, keys_of_each(old), strict=True)
-                if keys & moved
-            }
-            claimed = {**claimed, **_claimed(torch, claims, over)}
+            claimed = {**claimed, **_claimed(torch, claims, _over(moved, old, births.label))}
             held += [
                 Held(key, older[key].bytes, f"{_text(older[key])}, made before", births.label, None)
                 for key in sorted(moved - claimed.keys())
             ]
-        for owner in live:
+        for owner in claims.owners:
             # Memory that is free may be anybody's next.
             owner.storages = {key: text for key, text in owner.storages.items() if key in older or key in readings}
-        for owner in ended:
-            for key, stage in owner.storages.items():
-                if key in older:
-                    held.append(Held(key, older[key].bytes, _text(older[key]), stage, owner))
+        held += [
+            Held(key, older[key].bytes, _text(older[key]), stage, owner)
+            for owner in ended
+            for key, stage in owner.storages.items()
+            if key in older
+        ]
         return HeapReading(
             held=_without_overlaps(held),
             claimed=claimed,
             alive=frozenset({*older, *readings}),
             unreadable={name: born.label for name, born in unreadable.items() if claims.owner_of(born.item) is None},
-            new_on_cpu=total(
-                merge((storage.address, storage.bytes) for key, (storage, *_) in readings.items() if key[0] == "cpu")
-            ),
+            new_on_cpu=_bytes_on_cpu(readings),
         )
+
+
+def _newborn_and_frozen(births: Births, old: Sequence[Any], known: Collection[Key]) -> dict[int, Newborn]:
+    """What was frozen before it was ever seen young, by identity.
+
+    New is what lies where nothing lay before, and nothing that an earlier import or fixture has made, of which a clean
+    test took no full reading.
+    """
+    known = frozenset(known)
+    hidden = [item for item, keys in zip(old, keys_of_each(old), strict=True) if not keys <= known]
+    return {id(item): Newborn(item, births.froze_in or births.label) for item in hidden}
+
+
+def _bytes_on_cpu(readings: Mapping[Key, tuple[StorageReading, str, int]]) -> int:
+    """Bytes of host memory under some storages, each byte once."""
+    of_host = ((storage.address, storage.bytes) for key, (storage, *_) in readings.items() if key[0] == "cpu")
+    return total(merge(of_host))
+
+
+def _over(storages: Collection[Key], items: Sequence[Any], label: str) -> dict[int, Newborn]:
+    """Those tensors that lie over some storages, by identity, as if they were born in a stage."""
+    wanted = frozenset(storages)
+    each = zip(items, keys_of_each(items), strict=True)
+    return {id(item): Newborn(item, label) for item, keys in each if keys & wanted}
+
+
+def _held_anew(
+    readings: Mapping[Key, tuple[StorageReading, str, int]],
+    claimed: Mapping[Key, Owner],
+    by_label: Mapping[str, Owner],
+    ended: Sequence[Owner],
+) -> list[Held]:
+    """The new storages that nobody who is alive may keep."""
+    held = []
+    for key, (storage, stage, turn) in readings.items():
+        # By its label alone a tensor may have got, with its address, the name of one that died.
+        owner = by_label.get(stage)
+        if owner is not None and owner.has_settled and key not in owner.storages:
+            owner = None
+        owner = owner or claimed.get(key)
+        if owner is None or any(owner is gone for gone in ended):
+            text = stage if owner is None or stage not in by_label else owner.stage
+            held.append(Held(key, storage.bytes, _text(storage), text, owner, turn))
+    return held
 
 
 def survey_births(births: Births) -> tuple[Census, Sequence[Newborn]]:

@@ -8,8 +8,6 @@ appears while a module is imported belongs to the process.
 from __future__ import annotations
 
 import gc
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
@@ -19,17 +17,17 @@ from lowtide.leakcheck.baseline.orphaned_files import Remains
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.records import Books
 from lowtide.leakcheck.baseline.shared_memory import MadeSegments
-from lowtide.leakcheck.baseline.storages import HeapReading, Key, is_tensor, live_keys, read_heap, storage_keys
+from lowtide.leakcheck.baseline.storages import HeapReading, Key, live_keys, read_heap
 from lowtide.leakcheck.explaining.cuts import NamespaceSizes, namespace_sizes
 from lowtide.leakcheck.findings.deferred_remedies import Unproven
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.ladder import Rung, collect, release, trim_heap
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
-from lowtide.leakcheck.libraries.cards_without_torch import PastTorch
-from lowtide.leakcheck.libraries.first_use import FirstUse, driver_is_open, excused_by_libraries, may_be_a_drivers
+from lowtide.leakcheck.libraries.first_use import FirstUse, driver_is_open, excused_by_libraries
 from lowtide.leakcheck.libraries.library_caches import empty_library_caches
-from lowtide.leakcheck.libraries.warm_up import WarmUp
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
+from lowtide.leakcheck.watching.attribution import Attribution
+from lowtide.leakcheck.watching.card_arrival import CardArrival
 from lowtide.leakcheck.watching.drafting import Drafting
 from lowtide.leakcheck.watching.full_reading import FullReadings
 from lowtide.leakcheck.watching.host_memory import HostMemory
@@ -54,10 +52,6 @@ from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.reports.schema import Finding, NotMeasured
 
 __all__ = ["Policy", "Thing", "Verdict", "Watch"]
-
-_FORGETTING = 1.0
-_FORGETTING_SHARE = 0.1
-"""Seconds, and of what a test takes the share, that finding the dead among what was born may cost."""
 
 
 class Watch:
@@ -87,24 +81,25 @@ class Watch:
         )
         self._first_use = FirstUse()
         self._handles = BlasHandles()
-        self._warm_up = WarmUp(self._handles, self._warming_up)
-        self._past_torch = PastTorch()
         self._stacks = AllocationStacks(
             card=self.policy.card and self.policy.stacks != "off", cpu=self.policy.stacks == "all"
         )
         self._unseen = UnseenMemory(self._tree, self._ask_driver if self.policy.card else None)
         # An engine's process may begin and end between two stages.
         self._events = ProcessEvents(self._unseen.look)
-        self._labels: list[str] = []
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
-        self._turns: dict[str, int] = {}
-        self._begun = self._forgetting = 0.0
-        self._is_in_a_test = self._card_came_in_this_test = False
         self._namespaces: NamespaceSizes | None = None
         self._module = ""
         self._makers = Makers()
         self._in_use = OwnersInUse(self._read, self._books, self._stacks, self.policy.growth)
+        self._attribution = Attribution(
+            self._counters, self._births, self._books, self._caches, self._cards, self._first_use, self._unseen
+        )
+        self._arrival = CardArrival(
+            self.policy, self._read, self._books, self._cards, self._first_use, self._handles, self._attribution
+        )
+        self._warm_up = self._arrival.warm_up
         self._suspects = Suspects(self._books, self._births, self._caches, self._cards)
         self._host = HostMemory(self._read, self._books, self.policy.tolerance)
         self._readings = FullReadings(
@@ -181,170 +176,56 @@ class Watch:
             # What earlier tests left in young garbage must not come back during this one.
             with self._births.forgetting():
                 gc.collect(1)
-        self._queue_warm_up()
+        self._arrival.queue()
         self._tolerance = self.policy.tolerance if tolerance is None else tolerance
         self._in_use.begin(self._tolerance)
         # Again before every test: torch may have come meanwhile, or a card's context.
         self._stacks.start()
-        self._births.mark(stage)
-        self._begun, self._forgetting = time.perf_counter(), 0.0
-        self._turns = {stage: 1}
+        self._attribution.begin(stage)
         self._caches.mark()
         self._readings.mark(subject)
         self._events.start()
         self._remains.mark()
         self._namespaces = namespace_sizes()
         now = self._counters.read_in_part(settings="no library's") if follows else self._read()
-        if self._joins_card(now):
+        if self._arrival.joins(now):
             now = self._read()
         self._unseen.begin(now)
         self._host.begin(subject, now, judged=judged)
         self._books.begin(stage, now)
         if any(not self._cards.knows(device) or self._cards.has_shrunk(device, now) for device in devices_of(now)):
             self._adopt(now, read_heap(self._births, Claims(()), (), ()))
-        self._is_in_a_test = True
-        self._card_came_in_this_test = False
+        self._arrival.begin_test()
 
     def forget_settings(self) -> None:
         """Whoever judges has put the process-wide settings back."""
         self._books.forget_settings()
 
-    def _queue_warm_up(self) -> None:
-        """Again and again: torch may have been imported meanwhile, or a card used by another thread."""
-        if self.policy.card and self.policy.warm_up != "off":
-            self._warm_up.queue()
-
-    def _joins_card(self, now: Counters) -> bool:
-        """Whether torch has just been warmed up on a card that the program uses without it, to be judged from here on.
-
-        The program has a context there already.
-        """
-        may_warm_up = self.policy.card and self.policy.warm_up != "off" and "torch" in sys.modules
-        if not may_warm_up or self._warm_up.is_done or not self._past_torch.cards(now):
-            return False
-        self._warm_up.now()
-        return True
-
-    def _warming_up(self, use: Callable[[], None]) -> None:
-        """What the first use of a card takes belongs to the process, whoever's test it is in."""
-        if not self._is_in_a_test:
-            use()
-            # A card that another thread has used before is known as it was then.
-            self._cards.forget()
-            return
-        owner = Owner("the card's warm-up", only_adds=True)
-        self.enter(owner)
-        try:
-            use()
-        finally:
-            self.leave()
-            now = self._read()
-            self._first_use.adopt()
-            self._card_came_in_this_test = True
-            # The driver has opened its own before it could be known that it would.
-            new = now.items["file-descriptors"].keys() - self._books.baseline.items["file-descriptors"].keys()
-            owner.items.setdefault("file-descriptors", set()).update(filter(may_be_a_drivers, new))
-            # Nothing of the program is on a card that was used by nobody before.
-            self._cards.adopt(now, [device for device in devices_of(now) if not self._cards.knows(device)], ())
-
     @property
     def stage_now(self) -> str:
         """The stage to which what appears is attributed."""
-        return self._births.label
+        return self._attribution.stage_now
 
     def stage(self, label: str, *, again: bool = False) -> None:
-        """Tensors that appear from here on, appeared in stage `label`.
-
-        Args:
-            label: the stage.
-            again: whether this is a new turn of it, not the return from a stage inside it.
-        """
-        self._unseen.look()
-        self._attribute_births(label, again=again)
-
-    def _attribute_births(self, label: str, *, again: bool = False) -> None:
-        if again:
-            self._turns[label] = self._turns.get(label, 0) + 1
-            if self._turns[label] > 1:
-                self._forget_dead()
-        self._births.begin(label, self._turns.setdefault(label, 1))
-
-    def _forget_dead(self) -> None:
-        """So that no new object passes for a dead one of an earlier turn; not for ever in a loop over a frozen heap,
-        where it takes half a second each time.
-        """
-        now = time.perf_counter()
-        if self._forgetting > _FORGETTING + _FORGETTING_SHARE * (now - self._begun):
-            return
-        self._births.forget_dead()
-        self._forgetting += time.perf_counter() - now
+        """As `Attribution.stage`: tensors that appear from here on appeared in stage `label`."""
+        self._attribution.stage(label, again=again)
 
     def phase(self, label: str, *, again: bool = False, settings_later: bool = False) -> None:
-        """As `stage`, and for all that is counted but the cards' levels.
-
-        Args:
-            label: the stage that begins.
-            again: see `stage`.
-            settings_later: whether the process-wide settings are left to the next reading, since nothing can change
-                them before; what has changed then is of the stage that ends here.
-        """
-        ending = self._births.label
-        last = self._books.last
-        now = self._counters.read_in_part(last, settings="none") if settings_later else self._counters.read(last)
-        self._unseen.look(always=True, now=now)
-        self._attribute_births(label, again=again)
-        self._caches.note(ending)
-        self._books.attribute(ending, now, settings_later=settings_later)
+        """As `Attribution.phase`: the same, and for all that is counted but the cards' levels."""
+        self._attribution.phase(label, again=again, settings_later=settings_later)
 
     def full_phase(self, label: str) -> Counters:
-        """As `phase`, and for the cards' levels too; returns what was read."""
-        ending = self._births.label
-        self.stage(label)
-        self._caches.note(ending)
-        now = self._read()
-        self._books.attribute(ending, now)
-        return now
+        """As `Attribution.full_phase`: the same, and for the cards' levels too."""
+        return self._attribution.full_phase(label)
 
     def enter(self, owner: Owner) -> None:
         """What appears from here to `leave` belongs to `owner`; nests."""
-        self._labels.append(self._births.label)
-        if owner.only_adds:
-            now = self._read()
-            self._unseen.look(now=now)
-            self._caches.note(self._births.label)
-            self._books.attribute(self._births.label, now)
-            # Modules are imported by the thousand, so that this must not look at all young objects each time.
-            self._births.begin_aside(owner.label)
-        else:
-            now = self.full_phase(owner.label)
-        self._caches.enter()
-        self._books.enter(owner, now)
+        self._attribution.enter(owner)
 
     def leave(self) -> None:
         """The setup of the owner entered last is over, whether it succeeded or not."""
-        before = self._labels.pop()
-        born = self._births.end_aside() if self._books.innermost.only_adds else None
-        if born is None:
-            self.stage(before)
-        now = self._read()
-        owner = self._books.leave(now)
-        self._books.attribute(owner.stage, now)
-        for device in devices_of(now):
-            # Listing takes some tenths of a second.
-            if owner.growth.get(f"driver {device}", 0) > 0 and self._cards.knows(device):
-                self._take_allocations(owner, device, now)
-        survivors = self._births.survivors(owner.label) if born is None else born
-        self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
-        self._caches.leave()
-        own = [born.item for born in survivors if is_tensor(born.item)]
-        owner.storages = dict.fromkeys(storage_keys(own), owner.stage) if own else {}
-        self._queue_warm_up()
-
-    def _take_allocations(self, owner: Owner, device: str, now: Counters) -> None:
-        """The driver's allocations that an owner's setup made are its own, unless a library was first used there."""
-        names = self._cards.adopt_allocations(now, device)
-        if names and not self._first_use.libraries():
-            owner.items[f"allocations {device}"] = set(names)
+        self._attribution.leave()
+        self._arrival.queue()
 
     def used(self, owners: Iterable[Owner], *, allowed: int | None = None) -> None:
         """The test uses these owners: what it leaves under them may be growth.
@@ -377,7 +258,7 @@ class Watch:
         try:
             return self._in_use.with_growth(self._judge(self._books.close(ended), let_go, hints, final=True))
         finally:
-            self._is_in_a_test = False
+            self._arrival.end_test()
             self._caches.forget()
             # The hints hold caches.
             self._readings.forget()
@@ -403,8 +284,7 @@ class Watch:
         # Before anything is collected: what is young now will be old then.
         self._caches.born(self._births.born() if self._caches.any_filled else ())
         untold = tuple(NotMeasured(what=key, why=why) for key, why in now.untold.items())
-        untold += self._warm_up.told() + self._unseen.not_measured
-        untold += self._past_torch.told(now) if self.policy.card else ()
+        untold += self._arrival.told(now) + self._unseen.not_measured
         if not self._suspects.find(now, ended, self._tolerance):
             return Verdict(not_measured=untold, findings=self._host.kept_in_all(now, ended, final=final))
         born = self._births.born()
@@ -441,7 +321,7 @@ class Watch:
             final=final,
             born=born,
             stage=stage,
-            turns=self._turns,
+            turns=self._attribution.turns,
             module=self._module,
             namespaces=self._namespaces,
             tolerance=self._tolerance,
@@ -457,7 +337,7 @@ class Watch:
         judged = self._judgement(case, self._in_use.note, report_limits)
         now = self._read()
         # What a card's first use takes is known where the card was warmed up.
-        before = now if self._card_came_in_this_test else self._books.baseline
+        before = now if self._arrival.came_in_this_test else self._books.baseline
         about = judged.about()
         own, excused = excused_by_libraries(judged.findings[0], before, now, self._first_use, any_graph_alive)
         findings = judged.told_by_cause(own)
