@@ -10,7 +10,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 RENAMED = {
@@ -175,6 +175,26 @@ DOCUMENTED = frozenset(
 """The old names that users have from the documentation, or from programs that `lowtide fuzz` printed: no warning."""
 
 
+RENAMED_MEMBERS: Mapping[str, Mapping[str, str]] = {
+    "lowtide.leakcheck.baseline.device_memory": {"Cards": "DeviceMemory"},
+    "lowtide.leakcheck.baseline.orphaned_files": {"Remains": "OrphanedFiles"},
+    "lowtide.leakcheck.baseline.preserved_state": {"Survival": "PreservedState"},
+    "lowtide.leakcheck.baseline.records": {"Books": "Ownership"},
+    "lowtide.leakcheck.baseline.shared_memory": {"MadeSegments": "OwnSegments"},
+    "lowtide.leakcheck.baseline.small_retention": {"KeptMemory": "SmallRetention"},
+    "lowtide.leakcheck.findings.deferred_remedies": {
+        "Unproven": "DeferredRemedies",
+        "prove_now": "try_deferred",
+        "put_off": "defer",
+    },
+    "lowtide.leakcheck.findings.life_findings": {"Leftovers": "LeftoverTensors"},
+    "lowtide.leakcheck.findings.tensor_findings": {"restaged": "with_stage", "told_as_frozen": "marked_as_frozen"},
+    "lowtide.leakcheck.libraries.cards_without_torch": {"PastTorch": "CardsWithoutTorch"},
+    "lowtide.leakcheck.watching.unmeasured_processes": {"UnseenMemory": "UnmeasuredProcesses"},
+}
+"""By module, the old names of classes and functions in it, with the new ones: for whoever has the old module's name."""
+
+
 class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a renamed module by its old name; asked last, so only for what nothing else finds."""
 
@@ -193,6 +213,8 @@ class OldNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """The renamed module itself, so that there is only one of it."""
         module = importlib.import_module(RENAMED[spec.name])
+        for old, new in RENAMED_MEMBERS.get(module.__name__, {}).items():
+            setattr(module, old, getattr(module, new))
         spec.loader_state = module.__spec__
         return module
 

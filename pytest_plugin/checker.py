@@ -13,7 +13,7 @@ import pytest
 
 from lowtide.leakcheck.baseline.owner_levels import ANYTHING
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.findings.deferred_remedies import Unproven
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.watching.watch import Verdict
 from lowtide.probes.stages import listening, stage
 from lowtide.pytest_plugin import terminal
@@ -358,7 +358,9 @@ class Checker:
             own = self._results.subject(item.nodeid, [*verdict.findings, *of_setup, *missing, *dangling])
             outcome, reason = judged_as(own.outcome, verdict.not_measured)
             own = msgspec.structs.replace(own, outcome=outcome, reason=reason)
-        later = sum((verdict.unproven_of_owners.get(owner.label, Unproven()) for owner in own_setup), verdict.unproven)
+        later = sum(
+            (verdict.unproven_of_owners.get(owner.label, DeferredRemedies()) for owner in own_setup), verdict.unproven
+        )
         self._deferred.add(own, later)
         own = msgspec.structs.replace(own, not_measured=verdict.not_measured)
         if self._records is not None:
@@ -375,7 +377,7 @@ class Checker:
                 subjects.append(Subject(id=name, outcome="skipped", reason=owner.excused))
             elif verdict.of_owners.get(owner.label):
                 subjects.append(self._results.subject(name, verdict.of_owners[owner.label]))
-                self._deferred.add(subjects[-1], verdict.unproven_of_owners.get(owner.label, Unproven()))
+                self._deferred.add(subjects[-1], verdict.unproven_of_owners.get(owner.label, DeferredRemedies()))
         return subjects
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.findings.deferred_remedies import Unproven
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.reports.schema import Finding, Subject
 
@@ -28,14 +28,14 @@ class DeferredProofs:
     """What is tried at the end of the session, when no test follows."""
 
     def __init__(self) -> None:
-        self._unproven: list[tuple[str, Unproven]] = []
+        self._unproven: list[tuple[str, DeferredRemedies]] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to try."""
         return not self._unproven
 
-    def add(self, subject: Subject, unproven: Unproven) -> None:
+    def add(self, subject: Subject, unproven: DeferredRemedies) -> None:
         """Remember what is to be tried: for what fails or warns, and for nothing that is known."""
         told = [part for item in subject.findings for part in (item, *item.parts)]
         later = unproven.only(frozenset(part.fingerprint for part in told if part.suppressed_by is None))

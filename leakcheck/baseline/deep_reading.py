@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.leakcheck.baseline.device_memory import IDLE_POOL, MEMORY_POOL, Cards
+from lowtide.leakcheck.baseline.device_memory import IDLE_POOL, MEMORY_POOL, DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.records import Books, Subject
+from lowtide.leakcheck.baseline.records import Ownership, Subject
 from lowtide.leakcheck.baseline.storages import HeapReading, Held, Key, read_heap, survey_births
 from lowtide.leakcheck.judging.tolerances import Reading
 from lowtide.leakcheck.libraries.library_items import Sorted
@@ -89,9 +89,9 @@ class DeepReader:
     """
 
     read: Callable[[], Counters]
-    books: Books
+    books: Ownership
     births: Births
-    cards: Cards
+    cards: DeviceMemory
     caches: FilledCaches
 
     def __call__(

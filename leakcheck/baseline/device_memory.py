@@ -45,7 +45,7 @@ class _Card:
     beyond_torch: int | None = None
 
 
-class Cards:
+class DeviceMemory:
     """Keeps what was there at the last full reading, per card, by address.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from lowtide.leakcheck.baseline.shared_memory import MadeSegments
+from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.probes.host.passing_for import passing_for
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
@@ -27,7 +27,7 @@ _BASE_OF_PYTEST = "pytest-of-"
 """The folder in which pytest keeps `tmp_path` of its last three runs, on purpose."""
 
 
-class Remains:
+class OrphanedFiles:
     """Looks at a process of the tree when this one is about to kill it: afterwards nobody knows what it had.
 
     From `start` to `stop` it stands in for `os.kill` and `os.killpg`, which `subprocess`, `multiprocessing` and
@@ -39,7 +39,7 @@ class Remains:
         is_alone: whether no other process of the same program runs beside this one and makes what nobody has open.
     """
 
-    def __init__(self, tree: ProcessTree, segments: MadeSegments, *, is_alone: bool = True) -> None:
+    def __init__(self, tree: ProcessTree, segments: OwnSegments, *, is_alone: bool = True) -> None:
         self._is_alone = is_alone
         self._tree = tree
         self._segments = segments

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _LISTED = 3
 
 
-class Survival:
+class PreservedState:
     """Remembers, before a sleep, what must be the same after the wake; holds no tensor.
 
     Args:

@@ -12,7 +12,7 @@ from typing import Optional
 import psutil
 
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.shared_memory import MadeSegments
+from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_between, told
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
@@ -24,7 +24,7 @@ Subject = Optional[Owner]  # noqa: UP045 - evaluated, and Python 3.10's `|` does
 """Who is judged: an owner that has ended, or (None) the test."""
 
 
-class Books:
+class Ownership:
     """Kept by the watch; knows counters only, and reads nothing itself but who maps a new entry of /dev/shm.
 
     Args:
@@ -35,7 +35,7 @@ class Books:
 
     def __init__(
         self,
-        segments: MadeSegments,
+        segments: OwnSegments,
         left: Callable[[Collection[str]], set[str]] = lambda names: set(),
         environment: EnvironmentSetters | None = None,
     ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from lowtide.probes.host.passing_for import passing_for
 
 
-class MadeSegments:
+class OwnSegments:
     """Notes the names that `multiprocessing.shared_memory` makes, from `start` to `stop`.
 
     It calls `_posixshmem.shm_open` for it, which is stood in for meanwhile.

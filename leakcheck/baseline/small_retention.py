@@ -27,7 +27,7 @@ class _Turn:
     counts: bool
 
 
-class KeptMemory:
+class SmallRetention:
     """The level of host memory that nothing explains, from test to test.
 
     What libraries take once is of many sizes and ends. So only tests that keep at least 8 MiB count, three of them at

@@ -54,14 +54,14 @@ class UnprovenLeak:
 
 
 @dataclass(frozen=True)
-class Unproven:
+class DeferredRemedies:
     """What one subject left."""
 
     tensors: tuple[UnprovenLeak, ...] = ()
     items: tuple[ItemLeak, ...] = ()
     new: frozenset[int] = frozenset()
 
-    def only(self, fingerprints: frozenset[str]) -> Unproven:
+    def only(self, fingerprints: frozenset[str]) -> DeferredRemedies:
         """The part that these findings are about.
 
         And blocks of a workspace's size, though they pass for known: they are something else if they go with a tensor.
@@ -72,13 +72,13 @@ class Unproven:
             for item in self.items
             if item.finding.fingerprint in fingerprints or (tensors and item.finding.cause == "library-workspace")
         ]
-        return Unproven(tensors, tuple(items), self.new)
+        return DeferredRemedies(tensors, tuple(items), self.new)
 
-    def __add__(self, other: Unproven) -> Unproven:
-        return Unproven((*self.tensors, *other.tensors), (*self.items, *other.items), self.new | other.new)
+    def __add__(self, other: DeferredRemedies) -> DeferredRemedies:
+        return DeferredRemedies((*self.tensors, *other.tensors), (*self.items, *other.items), self.new | other.new)
 
 
-def put_off(leaks: Sequence[TensorLeak], watches: Sequence[StorageWatch], items: Sequence[ItemLeak]) -> Unproven:
+def defer(leaks: Sequence[TensorLeak], watches: Sequence[StorageWatch], items: Sequence[ItemLeak]) -> DeferredRemedies:
     """What is to be remembered of some leaks.
 
     Args:
@@ -94,11 +94,15 @@ def put_off(leaks: Sequence[TensorLeak], watches: Sequence[StorageWatch], items:
     # Of two with one fingerprint, as a pool's pipes and another pipe, nobody could tell what is proven of which.
     counted = Counter(item.finding.fingerprint for item in items)
     told_apart = [item for item in items if counted[item.finding.fingerprint] == 1]
-    return Unproven(tensors, tuple(dataclasses.replace(item, explanation=None) for item in told_apart), new)
+    return DeferredRemedies(tensors, tuple(dataclasses.replace(item, explanation=None) for item in told_apart), new)
 
 
-def prove_now(
-    each: Sequence[Unproven], left: Left, driver: Callable[[], int], patience: float, budget: Budget | None = None
+def try_deferred(
+    each: Sequence[DeferredRemedies],
+    left: Left,
+    driver: Callable[[], int],
+    patience: float,
+    budget: Budget | None = None,
 ) -> list[dict[str, Finding]]:
     """The findings of some subjects, with what gave each back; changes the program as it likes.
 

@@ -18,8 +18,8 @@ from lowtide.leakcheck.findings.tensor_findings import (
     TensorLeak,
     behind_frozen_holders,
     explain_storages,
+    marked_as_frozen,
     tensor_leaks,
-    told_as_frozen,
 )
 from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.probes.allocation_stacks import AllocationStacks
@@ -41,7 +41,7 @@ class _Found:
     rows: list[tuple[Held, ...]] = field(default_factory=list)
 
 
-class Leftovers:
+class LeftoverTensors:
     """Follows tensors through several lives, by identity.
 
     Args:
@@ -183,7 +183,7 @@ class Leftovers:
         ]
         if not rows or not rows[0]:
             return []
-        explained = told_as_frozen(explain_storages({held.key for held in rows[-1]}, context), self._behind_frozen)
+        explained = marked_as_frozen(explain_storages({held.key for held in rows[-1]}, context), self._behind_frozen)
         leaks: list[TensorLeak] = []
         for device in sorted({held.key[0] for held in rows[0]}):
             of_device: Sequence[Sequence[Held]] = [[held for held in row if held.key[0] == device] for row in rows]

@@ -126,7 +126,7 @@ def behind_frozen_holders(keys: Collection[Key], context: Context) -> frozenset[
     return frozenset(key for key, explanation in told.items() if explanation.verdict == "frozen-holder")
 
 
-def told_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
+def marked_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
     """The same, found in the meantime unfrozen heap, for storages that were `behind_frozen_holders`."""
     by_key = {
         key: dataclasses.replace(found, verdict="frozen-holder")

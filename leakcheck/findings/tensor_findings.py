@@ -20,9 +20,9 @@ from lowtide.leakcheck.findings.storage_holders import (
     behind_frozen_holders,
     common_holder,
     explain_storages,
+    marked_as_frozen,
     names_known,
     older_than,
-    told_as_frozen,
 )
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
@@ -43,12 +43,12 @@ __all__ = [
     "behind_frozen_holders",
     "explain_storages",
     "frames",
+    "marked_as_frozen",
     "names_known",
     "older_than",
-    "restaged",
     "tensor_leaks",
-    "told_as_frozen",
     "with_free_beside",
+    "with_stage",
 ]
 
 _LEAST_FREE = 2 << 20
@@ -139,7 +139,7 @@ def tensor_leaks(
     return sorted(leaks, key=lambda leak: -leak.finding.bytes)
 
 
-def restaged(finding: Finding, stage: str) -> Finding:
+def with_stage(finding: Finding, stage: str) -> Finding:
     """The same finding, said to be there since `stage`; its former fingerprint is that which it had for that."""
     parts: tuple[str, ...] = (finding.cause, finding.verdict or "")
     message = finding.message.replace(f" did not come back at {finding.stage}", f" did not come back, since {stage}")

@@ -22,7 +22,7 @@ from typing import IO, Any
 import psutil
 
 from lowtide.leakcheck.baseline.shared_card import CardUse, card_use, grown_by_nobody_else
-from lowtide.leakcheck.baseline.shared_memory import MadeSegments
+from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.fuzzing.fault_sweep import Stage, stages
 from lowtide.leakcheck.fuzzing.target_source import Source, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
@@ -103,7 +103,7 @@ def stand_still(factory: TargetFactory, config: Mapping[str, Any], index: int) -
         config: of the engine.
         index: of the stage, in the order of `stages`.
     """
-    made = MadeSegments()
+    made = OwnSegments()
     made.start()
     target: Any = make_target(factory)
     stage = stages(target.capabilities, config)[index]
@@ -119,7 +119,7 @@ def stand_still(factory: TargetFactory, config: Mapping[str, Any], index: int) -
 class _Pause(Injection):
     """Stops where another injection would make something fail."""
 
-    def __init__(self, kind: Kind, at: int, made: MadeSegments, points: int) -> None:
+    def __init__(self, kind: Kind, at: int, made: OwnSegments, points: int) -> None:
         super().__init__(kind, at)
         self._made = made
         self._points = points

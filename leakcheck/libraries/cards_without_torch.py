@@ -17,7 +17,7 @@ _CARD = re.compile(r"\d+ -> /dev/(nvidia|dxg)")
 _ADVICE = "call torch.cuda.init() before the card is used, as in a session fixture, to have it judged"
 
 
-class PastTorch:
+class CardsWithoutTorch:
     """Tells whether the process has a context on a card that torch has not initialised."""
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.leakcheck.baseline.preserved_state import Survival
+from lowtide.leakcheck.baseline.preserved_state import PreservedState
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.leakcheck.targets.target import Capabilities, Unjudged
 
@@ -48,7 +48,7 @@ class Levels:
 
 
 def levels_at_work(
-    engine: Any, able: Capabilities, config: Mapping[str, Any], survival: Survival, probes: Probes
+    engine: Any, able: Capabilities, config: Mapping[str, Any], survival: PreservedState, probes: Probes
 ) -> Levels:
     """Go through all calls with one configuration, unjudged."""
     host: dict[str, int] = {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from lowtide.leakcheck.baseline.preserved_state import Survival
+from lowtide.leakcheck.baseline.preserved_state import PreservedState
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.calls import Call, failure_of
@@ -37,7 +37,7 @@ class LifeChecks:
         self._capabilities = lives.capabilities
         self._target: Any = make_target(lives.factory)
         self._device = self._capabilities.device
-        self._survival = Survival(self._device)
+        self._survival = PreservedState(self._device)
         self._pages_at_work: dict[str, int] = {}
         # Where earlier lives' memory is that did not come back.
         self._others: frozenset[int] = frozenset()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from lowtide.leakcheck.baseline.orphaned_files import Remains
-from lowtide.leakcheck.baseline.shared_memory import MadeSegments
+from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles
+from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
-from lowtide.leakcheck.watching.unmeasured_processes import UnseenMemory
+from lowtide.leakcheck.watching.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.host.makers import Makers
@@ -28,9 +28,9 @@ class LifeProbes:
 
     def __init__(self, driver: Callable[[], Driver], *, card: bool) -> None:
         self.tree = ProcessTree()
-        self._segments = MadeSegments()
-        self._remains = Remains(self.tree, self._segments)
-        self.unseen = UnseenMemory(self.tree, driver)
+        self._segments = OwnSegments()
+        self._remains = OrphanedFiles(self.tree, self._segments)
+        self.unseen = UnmeasuredProcesses(self.tree, driver)
         self._events = ProcessEvents(self.unseen.look)
         self.environment = EnvironmentSetters()
         self.makers = Makers()

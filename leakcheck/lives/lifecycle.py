@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from lowtide.leakcheck.baseline.import_watch import ImportWatch
 from lowtide.leakcheck.baseline.imported_modules import Imported
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.preserved_state import Survival
-from lowtide.leakcheck.findings.life_findings import Leftovers
+from lowtide.leakcheck.baseline.preserved_state import PreservedState
+from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
@@ -86,7 +86,7 @@ class LifecycleRun:
         self._indices = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
         self._record = LifeRecord(name, device, cycles)
         self._expected: Sequence[Sequence[int]] | None = None
-        self._leftovers = Leftovers(card=device != "cpu")
+        self._leftovers = LeftoverTensors(card=device != "cpu")
         self._probes = LifeProbes(lambda: self._driver, card=device != "cpu")
         self._process = ProcessState(self._driver_bytes, self._probes.counters.read, self._probes.environment)
         self._imports = ImportWatch(self._importing, self._import_done)
@@ -101,7 +101,7 @@ class LifecycleRun:
         self._judgement = ShutdownJudgement(
             cycles, self._record, self._metrics, self._leftovers, self._process, self._climb, self._snapshot_at_end
         )
-        self._survival = Survival(device)
+        self._survival = PreservedState(device)
         self._growth = GrowthWatch(device)
         self._cycle = 0
         self._failure = ""

@@ -11,7 +11,7 @@ from lowtide.leakcheck.explaining.type_growth import TypeCounts
 from lowtide.leakcheck.findings.empty_pools import of_cached_pools, of_empty_pools
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak
-from lowtide.leakcheck.findings.life_findings import Leftovers
+from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.findings.tensor_findings import Context
 from lowtide.leakcheck.judging.judge import (
     Excess,
@@ -60,7 +60,7 @@ class ShutdownJudgement:
         cycles: int,
         record: LifeRecord,
         metrics: LifeMetrics,
-        leftovers: Leftovers,
+        leftovers: LeftoverTensors,
         process: ProcessState,
         climb: Climb,
         read: Callable[[], Snapshot],

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
-from lowtide.leakcheck.baseline.device_memory import Cards
+from lowtide.leakcheck.baseline.device_memory import DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Books
+from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import is_tensor, storage_keys
 from lowtide.leakcheck.libraries.first_use import FirstUse
-from lowtide.leakcheck.watching.unmeasured_processes import UnseenMemory
+from lowtide.leakcheck.watching.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import CounterReader, Counters
@@ -41,11 +41,11 @@ class Attribution:
         self,
         counters: CounterReader,
         births: Births,
-        books: Books,
+        books: Ownership,
         caches: FilledCaches,
-        cards: Cards,
+        cards: DeviceMemory,
         first_use: FirstUse,
-        unseen: UnseenMemory,
+        unseen: UnmeasuredProcesses,
     ) -> None:
         self._counters = counters
         self._births = births

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
-from lowtide.leakcheck.baseline.device_memory import Cards
+from lowtide.leakcheck.baseline.device_memory import DeviceMemory
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Books
+from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
-from lowtide.leakcheck.libraries.cards_without_torch import PastTorch
+from lowtide.leakcheck.libraries.cards_without_torch import CardsWithoutTorch
 from lowtide.leakcheck.libraries.first_use import FirstUse, may_be_a_drivers
 from lowtide.leakcheck.libraries.warm_up import WarmUp
 from lowtide.leakcheck.watching.attribution import Attribution
@@ -40,8 +40,8 @@ class CardArrival:
         self,
         policy: Policy,
         read: Callable[[], Counters],
-        books: Books,
-        cards: Cards,
+        books: Ownership,
+        cards: DeviceMemory,
         first_use: FirstUse,
         handles: BlasHandles,
         attribution: Attribution,
@@ -52,7 +52,7 @@ class CardArrival:
         self._cards = cards
         self._first_use = first_use
         self._attribution = attribution
-        self._past_torch = PastTorch()
+        self._past_torch = CardsWithoutTorch()
         self._is_in_a_test = False
         self.warm_up = WarmUp(handles, self._warming_up)
         self.came_in_this_test = False

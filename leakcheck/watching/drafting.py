@@ -10,7 +10,7 @@ import msgspec
 from lowtide.leakcheck.baseline.deep_reading import Deep
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Books, Subject
+from lowtide.leakcheck.baseline.records import Ownership, Subject
 from lowtide.leakcheck.findings.empty_pools import with_pool_holders
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.item_findings import (
@@ -27,9 +27,9 @@ from lowtide.leakcheck.findings.tensor_findings import (
     Explained,
     TensorLeak,
     frames,
-    restaged,
     tensor_leaks,
     with_free_beside,
+    with_stage,
 )
 from lowtide.leakcheck.judging.items import FROZEN, listed
 from lowtide.leakcheck.judging.judge import judge
@@ -60,7 +60,7 @@ class Drafting:
     def __init__(
         self,
         read: Callable[[], Counters],
-        books: Books,
+        books: Ownership,
         caches: FilledCaches,
         stacks: AllocationStacks,
         environment: EnvironmentSetters,
@@ -108,7 +108,7 @@ class Drafting:
                     names = own[-1].reading.items.get(key, names)
                 filled = [self._caches.stage_of(name) for name in names]
                 since = next(filter(None, filled), "") or self._books.since(_level_of(key, finding.device), names)
-                dated = restaged(finding, subject.stage if subject is not None else since or stage)
+                dated = with_stage(finding, subject.stage if subject is not None else since or stage)
                 stack = self._stack_of(finding.device, key, names)
                 changed = (UNFROZEN,) if key == FROZEN and finding.remedy is not None else ()
                 more = "" if told_apart is None else told_apart.addition(key, names)

@@ -6,10 +6,10 @@ import gc
 from collections.abc import Callable, Collection, Sequence
 
 from lowtide.leakcheck.baseline.deep_reading import Deep, DeepReader
-from lowtide.leakcheck.baseline.device_memory import Cards, allocation_name
+from lowtide.leakcheck.baseline.device_memory import DeviceMemory, allocation_name
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.records import Books, Subject
+from lowtide.leakcheck.baseline.records import Ownership, Subject
 from lowtide.leakcheck.baseline.storages import HeapReading, Key, thaw
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.findings.tensor_findings import Context, behind_frozen_holders
@@ -49,9 +49,9 @@ class FullReadings:
     def __init__(
         self,
         read: Callable[[], Counters],
-        books: Books,
+        books: Ownership,
         births: Births,
-        cards: Cards,
+        cards: DeviceMemory,
         caches: FilledCaches,
         makers: Makers,
         handles: BlasHandles,

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Books
-from lowtide.leakcheck.baseline.small_retention import LEAST_KEPT, KeptMemory
+from lowtide.leakcheck.baseline.records import Ownership
+from lowtide.leakcheck.baseline.small_retention import LEAST_KEPT, SmallRetention
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.leakcheck.judging.tolerances import host_memory_tolerance
 from lowtide.probes.host.counters import Counters, anonymous_bytes
@@ -24,11 +24,11 @@ class HostMemory:
         tolerance: bytes that a test may leave.
     """
 
-    def __init__(self, read: Callable[[], Counters], books: Books, tolerance: int) -> None:
+    def __init__(self, read: Callable[[], Counters], books: Ownership, tolerance: int) -> None:
         self._read = read
         self._books = books
         self._tolerance = tolerance
-        self._kept = KeptMemory()
+        self._kept = SmallRetention()
         self._level_at_end: int | None = None
         self._subject = ""
         self._is_judged = True

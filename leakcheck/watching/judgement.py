@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of
 from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.records import Books, Subject
+from lowtide.leakcheck.baseline.records import Ownership, Subject
 from lowtide.leakcheck.baseline.storages import HeapReading, Key
 from lowtide.leakcheck.explaining.cuts import NamespaceSizes
 from lowtide.leakcheck.findings.causes import Cause, by_cause, with_causes
-from lowtide.leakcheck.findings.deferred_remedies import Unproven
-from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages, told_as_frozen
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages, marked_as_frozen
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.judge import missing
 from lowtide.leakcheck.judging.ladder import Rung, Step
@@ -92,7 +92,7 @@ class Judged:
     findings: tuple[tuple[Finding, ...], ...]
     causes: Mapping[int, Cause | None]
     things: Sequence[frozenset[Thing]]
-    unproven: Sequence[Unproven]
+    unproven: Sequence[DeferredRemedies]
     heap: HeapReading
     explained: int
     not_measured: tuple[NotMeasured, ...]
@@ -132,7 +132,7 @@ class Judgement:
         self,
         policy: Policy,
         read: Callable[[], Counters],
-        books: Books,
+        books: Ownership,
         readings: FullReadings,
         drafting: Drafting,
         trials: RemedyTrials,
@@ -211,7 +211,7 @@ class Judgement:
         steps: Sequence[Step[Deep]],
         frozen: frozenset[Key],
         context: Context,
-    ) -> tuple[list[list[Draft]], list[list[Cause | None]], list[Unproven], list[frozenset[Thing]]]:
+    ) -> tuple[list[list[Draft]], list[list[Cause | None]], list[DeferredRemedies], list[frozenset[Thing]]]:
         """What each subject has left, explained, with the remedies tried for which now is the time."""
         left = {held.key for held in steps[-1].reading.heap.held}
         causes: list[list[Cause | None]] = [[] for _ in case.subjects]
@@ -219,7 +219,7 @@ class Judgement:
         # Until here nothing but reading: whoever asks for a holder asks one walk.
         with sharing_walk() as walk:
             asking = dataclasses.replace(context, walk=walk)
-            explained = told_as_frozen(explain_storages(left if self._policy.explain else (), asking), frozen)
+            explained = marked_as_frozen(explain_storages(left if self._policy.explain else (), asking), frozen)
             drafts = [
                 self._drafting.findings(
                     subject,
@@ -244,12 +244,12 @@ class Judgement:
         things = [things_of(draft) for draft in drafts[0]]
         for owner, of_owner in zip(case.ended, drafts[1:], strict=True):
             of_owner[:] = [with_growth(draft, case.grown.get(owner.label, ())) for draft in of_owner]
-        unproven = [Unproven() for _ in case.subjects]
+        unproven = [DeferredRemedies() for _ in case.subjects]
         read = functools.partial(self._readings.read, case.subjects, case.ended, case.seen)
         if case.final and self._policy.remedies == "now":
             self._trials.try_now(drafts, context, read)
         elif puts_off:
-            unproven = self._trials.put_off(drafts, watches, context, read)
+            unproven = self._trials.defer(drafts, watches, context, read)
         return drafts, causes, unproven, things
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lowtide.leakcheck.baseline.deep_reading import unclaimed
 from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.records import Books
+from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import HeapReading
 from lowtide.leakcheck.findings.owner_growth import COUNTED, growth_of, limit_passed, note_growth, rest_of
 from lowtide.leakcheck.watching.verdict import Verdict
@@ -26,7 +26,9 @@ class OwnersInUse:
         limit: bytes by which an owner may grow before that is reported at once; None: when it ends.
     """
 
-    def __init__(self, read: Callable[[], Counters], books: Books, stacks: AllocationStacks, limit: int | None) -> None:
+    def __init__(
+        self, read: Callable[[], Counters], books: Ownership, stacks: AllocationStacks, limit: int | None
+    ) -> None:
         self._read = read
         self._books = books
         self._stacks = stacks

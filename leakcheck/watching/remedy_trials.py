@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Union
 
 from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of
-from lowtide.leakcheck.baseline.device_memory import IDLE_POOL, MEMORY_POOL, Cards
-from lowtide.leakcheck.baseline.records import Books
+from lowtide.leakcheck.baseline.device_memory import IDLE_POOL, MEMORY_POOL, DeviceMemory
+from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import live_keys
-from lowtide.leakcheck.findings.deferred_remedies import Unproven, prove_now, put_off
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, defer, try_deferred
 from lowtide.leakcheck.findings.item_findings import ItemLeak, confirmed_workspaces, is_harmless
 from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.remedies import StorageWatch, prove
@@ -44,7 +44,7 @@ class RemedyTrials:
     """
 
     def __init__(
-        self, policy: Policy, read: Callable[[], Counters], books: Books, cards: Cards, first_use: FirstUse
+        self, policy: Policy, read: Callable[[], Counters], books: Ownership, cards: DeviceMemory, first_use: FirstUse
     ) -> None:
         self._policy = policy
         self._read = read
@@ -53,21 +53,21 @@ class RemedyTrials:
         self._first_use = first_use
         self._workspaces_cleared = 0
 
-    def prove(self, each: Sequence[Unproven]) -> list[dict[str, Finding]]:
+    def prove(self, each: Sequence[DeferredRemedies]) -> list[dict[str, Finding]]:
         """The findings of some subjects, by their fingerprints before, with what gave each back.
 
         Nothing of the program may run afterwards.
         """
         budget = Budget(REMEDIES_SHARE * self._policy.budget)
-        return prove_now(each, self._left_now, self._driver_bytes, self._policy.settle, budget)
+        return try_deferred(each, self._left_now, self._driver_bytes, self._policy.settle, budget)
 
-    def put_off(
+    def defer(
         self,
         drafts: list[list[Draft]],
         watches: Mapping[int, StorageWatch],
         context: Context,
         read: Callable[[], Deep],
-    ) -> list[Unproven]:
+    ) -> list[DeferredRemedies]:
         """Tries what changes nothing that the next test could need; the rest is for the end."""
         unproven = []
         for found in drafts:
@@ -80,7 +80,7 @@ class RemedyTrials:
             tensors = [draft for draft in found if isinstance(draft, TensorLeak)]
             # By now the harmless ones are findings.
             items = [draft for draft in found if isinstance(draft, ItemLeak)]
-            unproven.append(put_off(tensors, [watches[id(draft.sizes)] for draft in tensors], items))
+            unproven.append(defer(tensors, [watches[id(draft.sizes)] for draft in tensors], items))
         return unproven
 
     def try_now(self, drafts: list[list[Draft]], context: Context, read: Callable[[], Deep]) -> None:
@@ -148,6 +148,6 @@ class RemedyTrials:
         return sum(amount or 0 for key, amount in amounts.items() if key.startswith("driver "))
 
 
-def owners_froze(books: Books) -> bool:
+def owners_froze(books: Ownership) -> bool:
     """Whether an owner that is alive has frozen the heap in its setup."""
     return any(owner.growth.get("gc-frozen", 0) > 0 for owner in books.live)

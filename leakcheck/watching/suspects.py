@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
-from lowtide.leakcheck.baseline.device_memory import MEMORY_POOL, Cards
+from lowtide.leakcheck.baseline.device_memory import MEMORY_POOL, DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Books
+from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import is_tensor
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, UNLISTED_TOLERANCE, host_memory_tolerance
 from lowtide.probes.heap.births import Births
@@ -30,7 +30,7 @@ class Suspects:
         cards: what is on the cards besides tensors.
     """
 
-    def __init__(self, books: Books, births: Births, caches: FilledCaches, cards: Cards) -> None:
+    def __init__(self, books: Ownership, births: Births, caches: FilledCaches, cards: DeviceMemory) -> None:
         self._books = books
         self._births = births
         self._caches = caches

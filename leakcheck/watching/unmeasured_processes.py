@@ -43,7 +43,7 @@ _ADVICE = {
 }
 
 
-class UnseenMemory:
+class UnmeasuredProcesses:
     """Remembers, from a beginning on, which descendants held memory that had to be seen.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lowtide.leakcheck.findings.deferred_remedies import Unproven
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.reports.schema import Finding, NotMeasured
 
 
@@ -69,6 +69,6 @@ class Verdict:
     of_owners: Mapping[str, tuple[Finding, ...]] = field(default_factory=dict)
     not_measured: tuple[NotMeasured, ...] = ()
     climbed: bool = False
-    unproven: Unproven = field(default_factory=Unproven)
-    unproven_of_owners: Mapping[str, Unproven] = field(default_factory=dict)
+    unproven: DeferredRemedies = field(default_factory=DeferredRemedies)
+    unproven_of_owners: Mapping[str, DeferredRemedies] = field(default_factory=dict)
     things: Mapping[str, frozenset[Thing]] = field(default_factory=dict)

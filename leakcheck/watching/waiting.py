@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Books
+from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, climb
 from lowtide.probes.host.counters import Counters
 
@@ -20,7 +20,7 @@ _WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory", "tem
 
 def wait_for_return(
     read: Callable[[], Counters],
-    books: Books,
+    books: Ownership,
     ended: Sequence[Owner],
     *,
     slack: Callable[[str], int],

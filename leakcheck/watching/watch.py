@@ -11,15 +11,15 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
-from lowtide.leakcheck.baseline.device_memory import Cards
+from lowtide.leakcheck.baseline.device_memory import DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
-from lowtide.leakcheck.baseline.orphaned_files import Remains
+from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles
 from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.records import Books
-from lowtide.leakcheck.baseline.shared_memory import MadeSegments
+from lowtide.leakcheck.baseline.records import Ownership
+from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.baseline.storages import HeapReading, Key, live_keys, read_heap
 from lowtide.leakcheck.explaining.cuts import NamespaceSizes, namespace_sizes
-from lowtide.leakcheck.findings.deferred_remedies import Unproven
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.ladder import Rung, collect, release, trim_heap
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
@@ -35,7 +35,7 @@ from lowtide.leakcheck.watching.judgement import Case, Judgement
 from lowtide.leakcheck.watching.owners_in_use import OwnersInUse
 from lowtide.leakcheck.watching.remedy_trials import RemedyTrials
 from lowtide.leakcheck.watching.suspects import Suspects
-from lowtide.leakcheck.watching.unmeasured_processes import UnseenMemory
+from lowtide.leakcheck.watching.unmeasured_processes import UnmeasuredProcesses
 from lowtide.leakcheck.watching.verdict import Policy, Thing, Verdict
 from lowtide.leakcheck.watching.waiting import wait_for_return
 from lowtide.probes.allocation_stacks import AllocationStacks
@@ -63,14 +63,14 @@ class Watch:
 
     def __init__(self, policy: Policy | None = None) -> None:
         self.policy = policy or Policy()
-        self._segments = MadeSegments()
+        self._segments = OwnSegments()
         self._environment = EnvironmentSetters()
         self._tree = ProcessTree()
-        self._remains = Remains(self._tree, self._segments, is_alone=self.policy.driver)
-        self._books = Books(self._segments, self._remains.shared_memory, self._environment)
+        self._remains = OrphanedFiles(self._tree, self._segments, is_alone=self.policy.driver)
+        self._books = Ownership(self._segments, self._remains.shared_memory, self._environment)
         self._births = Births()
         self._caches = FilledCaches()
-        self._cards = Cards(driver=self.policy.driver)
+        self._cards = DeviceMemory(driver=self.policy.driver)
         self._driver: Driver | None = None
         self._counters = CounterReader(
             self._ask_driver if self.policy.driver else None,
@@ -84,7 +84,7 @@ class Watch:
         self._stacks = AllocationStacks(
             card=self.policy.card and self.policy.stacks != "off", cpu=self.policy.stacks == "all"
         )
-        self._unseen = UnseenMemory(self._tree, self._ask_driver if self.policy.card else None)
+        self._unseen = UnmeasuredProcesses(self._tree, self._ask_driver if self.policy.card else None)
         # An engine's process may begin and end between two stages.
         self._events = ProcessEvents(self._unseen.look)
         self._tolerance = self.policy.tolerance
@@ -369,7 +369,7 @@ class Watch:
             things=about,
         )
 
-    def prove(self, each: Sequence[Unproven]) -> list[dict[str, Finding]]:
+    def prove(self, each: Sequence[DeferredRemedies]) -> list[dict[str, Finding]]:
         """The findings of some subjects, by their fingerprints before, with what gave each back.
 
         Nothing of the program may run afterwards.

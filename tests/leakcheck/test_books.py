@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.records import Books
-from lowtide.leakcheck.baseline.shared_memory import MadeSegments
+from lowtide.leakcheck.baseline.records import Ownership
+from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.probes.host.counters import Counters
 
 DTYPE = "torch.get_default_dtype()"
@@ -34,25 +34,25 @@ def counters(
 
 
 @pytest.fixture
-def segments() -> MadeSegments:
+def segments() -> OwnSegments:
     """Never started: it knows the names that a test gives it."""
-    return MadeSegments()
+    return OwnSegments()
 
 
 @pytest.fixture
-def books(segments: MadeSegments) -> Books:
-    books = Books(segments)
+def books(segments: OwnSegments) -> Ownership:
+    books = Ownership(segments)
     books.begin("setup", counters("main"))
     return books
 
 
 def new(
-    books: Books, now: Counters, subject: Owner | None = None, *ended: Owner, key: str = "process-groups"
+    books: Ownership, now: Counters, subject: Owner | None = None, *ended: Owner, key: str = "process-groups"
 ) -> set[str]:
     return set(books.new_items(key, now, subject, ended))
 
 
-def owned(books: Books, name: str, before: Counters, after: Counters) -> Owner:
+def owned(books: Ownership, name: str, before: Counters, after: Counters) -> Owner:
     """An owner that was set up between two readings."""
     owner = Owner(name)
     books.enter(owner, before)
@@ -60,34 +60,34 @@ def owned(books: Books, name: str, before: Counters, after: Counters) -> Owner:
     return owner
 
 
-def test_what_was_there_is_nobody_s(books: Books) -> None:
+def test_what_was_there_is_nobody_s(books: Ownership) -> None:
     assert new(books, counters("main")) == set()
 
 
-def test_what_is_new_is_the_test_s(books: Books) -> None:
+def test_what_is_new_is_the_test_s(books: Ownership) -> None:
     assert new(books, counters("main", "a")) == {"a"}
 
 
-def test_what_ended_is_no_matter(books: Books) -> None:
+def test_what_ended_is_no_matter(books: Ownership) -> None:
     assert new(books, counters()) == set()
 
 
-def test_what_is_exempt_is_left_out(books: Books) -> None:
+def test_what_is_exempt_is_left_out(books: Ownership) -> None:
     now = counters("main", descriptors=("0 -> /dev/null", "9 -> /tmp/file"))
     assert new(books, now, key="file-descriptors") == {"9 -> /tmp/file"}
 
 
-def test_a_new_test_begins_with_what_is_there(books: Books) -> None:
+def test_a_new_test_begins_with_what_is_there(books: Ownership) -> None:
     books.begin("setup", counters("main", "a"))
     assert new(books, counters("main", "a")) == set()
 
 
-def test_what_a_live_owner_took_is_not_the_test_s(books: Books) -> None:
+def test_what_a_live_owner_took_is_not_the_test_s(books: Ownership) -> None:
     owned(books, "fixture", counters("main"), counters("main", "a"))
     assert new(books, counters("main", "a", "b")) == {"b"}
 
 
-def test_an_owner_has_settled_when_its_setup_is_over(books: Books) -> None:
+def test_an_owner_has_settled_when_its_setup_is_over(books: Ownership) -> None:
     owner = Owner("fixture")
     books.enter(owner, counters("main"))
     assert not owner.has_settled
@@ -95,7 +95,7 @@ def test_an_owner_has_settled_when_its_setup_is_over(books: Books) -> None:
     assert owner.has_settled
 
 
-def test_what_an_ended_owner_took_is_the_owner_s_alone(books: Books) -> None:
+def test_what_an_ended_owner_took_is_the_owner_s_alone(books: Ownership) -> None:
     owner = owned(books, "fixture", counters("main"), counters("main", "a"))
     books.close([owner])
     now = counters("main", "a", "b")
@@ -103,13 +103,13 @@ def test_what_an_ended_owner_took_is_the_owner_s_alone(books: Books) -> None:
     assert new(books, now, None, owner) == {"b"}
 
 
-def test_an_owner_that_gave_all_back_has_nothing(books: Books) -> None:
+def test_an_owner_that_gave_all_back_has_nothing(books: Ownership) -> None:
     owner = owned(books, "fixture", counters("main"), counters("main", "a"))
     books.close([owner])
     assert new(books, counters("main"), owner, owner) == set()
 
 
-def test_an_owner_survives_the_test_in_which_it_was_set_up(books: Books) -> None:
+def test_an_owner_survives_the_test_in_which_it_was_set_up(books: Ownership) -> None:
     owner = owned(books, "fixture", counters("main"), counters("main", "a"))
     books.begin("setup", counters("main", "a"))
     assert new(books, counters("main", "a")) == set()
@@ -117,7 +117,7 @@ def test_an_owner_survives_the_test_in_which_it_was_set_up(books: Books) -> None
     assert new(books, counters("main", "a"), owner, owner) == {"a"}
 
 
-def test_of_nested_owners_each_has_its_own(books: Books) -> None:
+def test_of_nested_owners_each_has_its_own(books: Ownership) -> None:
     outer, inner = Owner("outer"), Owner("inner")
     books.enter(outer, counters("main"))
     books.enter(inner, counters("main", "a"))
@@ -129,7 +129,7 @@ def test_of_nested_owners_each_has_its_own(books: Books) -> None:
     assert new(books, now, None, outer, inner) == set()
 
 
-def test_closing_one_that_is_not_alive_does_nothing(books: Books) -> None:
+def test_closing_one_that_is_not_alive_does_nothing(books: Ownership) -> None:
     owner = owned(books, "fixture", counters("main"), counters("main"))
     assert books.close([Owner("stranger"), owner]) == [owner]
     assert books.close([owner]) == []
@@ -138,7 +138,7 @@ def test_closing_one_that_is_not_alive_does_nothing(books: Books) -> None:
 # Stages.
 
 
-def test_an_item_is_there_since_the_stage_in_which_it_was_first_seen(books: Books) -> None:
+def test_an_item_is_there_since_the_stage_in_which_it_was_first_seen(books: Ownership) -> None:
     books.attribute("setup", counters("main", "a"))
     books.attribute("call", counters("main", "a", "b"))
     books.attribute("teardown", counters("main", "a", "b", "c"))
@@ -146,7 +146,7 @@ def test_an_item_is_there_since_the_stage_in_which_it_was_first_seen(books: Book
     assert books.since("process-groups", ["unheard of"]) == ""
 
 
-def test_a_setting_is_changed_since_the_stage_in_which_it_was_seen(books: Books) -> None:
+def test_a_setting_is_changed_since_the_stage_in_which_it_was_seen(books: Ownership) -> None:
     books.begin("setup", counters(settings={DTYPE: "float32"}))
     books.attribute("setup", counters(settings={DTYPE: "float32"}))
     books.attribute("call", counters(settings={DTYPE: "float64"}))
@@ -154,24 +154,24 @@ def test_a_setting_is_changed_since_the_stage_in_which_it_was_seen(books: Books)
     assert books.since("globals", [f"{DTYPE} was float32, is float64"]) == "call"
 
 
-def test_a_setting_is_changed_whatever_its_text_was(books: Books) -> None:
+def test_a_setting_is_changed_whatever_its_text_was(books: Ownership) -> None:
     books.begin("setup", counters(settings={DTYPE: "float64"}))
     books.attribute("call", counters(settings={DTYPE: "float32"}))
     assert books.since("globals", [f"{DTYPE} was float64, is float32"]) == "call"
 
 
-def test_a_level_is_up_since_the_stage_in_which_it_grew_most(books: Books) -> None:
+def test_a_level_is_up_since_the_stage_in_which_it_grew_most(books: Ownership) -> None:
     for stage, host in [("setup", 10), ("call", 40), ("teardown", 50)]:
         books.attribute(stage, counters(host=host))
     assert books.since("host-memory", ()) == "call"
 
 
-def test_a_level_that_never_grew_is_up_since_no_stage(books: Books) -> None:
+def test_a_level_that_never_grew_is_up_since_no_stage(books: Ownership) -> None:
     books.attribute("call", counters(host=-5))
     assert books.since("host-memory", ()) == ""
 
 
-def test_another_test_s_stages_are_forgotten(books: Books) -> None:
+def test_another_test_s_stages_are_forgotten(books: Ownership) -> None:
     books.attribute("call", counters("main", "a"))
     books.begin("setup", counters("main"))
     assert books.since("process-groups", ["a"]) == ""
@@ -180,50 +180,50 @@ def test_another_test_s_stages_are_forgotten(books: Books) -> None:
 # Settings.
 
 
-def test_a_changed_setting_is_told_as_was_and_is(books: Books) -> None:
+def test_a_changed_setting_is_told_as_was_and_is(books: Ownership) -> None:
     books.begin("setup", counters(settings={DTYPE: "float32"}))
     assert new(books, counters(settings={DTYPE: "float64"}), key="globals") == {f"{DTYPE} was float32, is float64"}
     assert new(books, counters(settings={DTYPE: "float32"}), key="globals") == set()
 
 
-def test_each_changed_setting_counts_as_one(books: Books) -> None:
+def test_each_changed_setting_counts_as_one(books: Ownership) -> None:
     books.begin("setup", counters(settings={DTYPE: "float32", "gc.isenabled()": "True"}))
     now = counters(settings={DTYPE: "float64", "gc.isenabled()": "False"})
     assert list(books.new_items("globals", now, None, ()).values()) == [1, 1]
 
 
-def test_a_replaced_function_is_told_as_replaced(books: Books) -> None:
+def test_a_replaced_function_is_told_as_replaced(books: Ownership) -> None:
     books.begin("setup", counters(settings={"torch.cuda.empty_cache": "0x1"}))
     now = counters(settings={"torch.cuda.empty_cache": "0x2"})
     assert new(books, now, key="globals") == {"torch.cuda.empty_cache was replaced"}
 
 
-def test_a_setting_that_nobody_knew_before_is_not_changed(books: Books) -> None:
+def test_a_setting_that_nobody_knew_before_is_not_changed(books: Ownership) -> None:
     assert new(books, counters(settings={DTYPE: "float64"}), key="globals") == set()
 
 
-def test_a_setting_that_a_live_owner_changed_is_not_the_test_s(books: Books) -> None:
+def test_a_setting_that_a_live_owner_changed_is_not_the_test_s(books: Ownership) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
     owned(books, "fixture", before, after)
     assert new(books, after, key="globals") == set()
 
 
-def test_what_the_test_makes_of_a_live_owner_s_setting_is_the_test_s(books: Books) -> None:
+def test_what_the_test_makes_of_a_live_owner_s_setting_is_the_test_s(books: Ownership) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
     owned(books, "fixture", before, after)
     assert new(books, counters(settings={DTYPE: "float16"}), key="globals") == {f"{DTYPE} was float64, is float16"}
 
 
-def test_a_live_owner_s_setting_that_the_test_put_back_is_the_test_s(books: Books) -> None:
+def test_a_live_owner_s_setting_that_the_test_put_back_is_the_test_s(books: Ownership) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
     owned(books, "fixture", before, after)
     assert new(books, counters(settings={DTYPE: "float32"}), key="globals") == {f"{DTYPE} was float64, is float32"}
 
 
-def test_what_an_owner_changed_in_an_earlier_test_is_where_the_next_one_begins(books: Books) -> None:
+def test_what_an_owner_changed_in_an_earlier_test_is_where_the_next_one_begins(books: Ownership) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
     owned(books, "fixture", before, after)
@@ -232,7 +232,7 @@ def test_what_an_owner_changed_in_an_earlier_test_is_where_the_next_one_begins(b
     assert new(books, before, key="globals") == {f"{DTYPE} was float64, is float32"}
 
 
-def test_of_two_live_owners_that_changed_a_setting_the_later_one_s_is_expected(books: Books) -> None:
+def test_of_two_live_owners_that_changed_a_setting_the_later_one_s_is_expected(books: Ownership) -> None:
     first, second = counters(settings={DTYPE: "float64"}), counters(settings={DTYPE: "float16"})
     books.begin("setup", counters(settings={DTYPE: "float32"}))
     owned(books, "outer", books.baseline, first)
@@ -241,7 +241,7 @@ def test_of_two_live_owners_that_changed_a_setting_the_later_one_s_is_expected(b
     assert new(books, first, key="globals") == {f"{DTYPE} was float16, is float64"}
 
 
-def test_a_setting_that_an_earlier_test_changed_may_be_put_back(books: Books) -> None:
+def test_a_setting_that_an_earlier_test_changed_may_be_put_back(books: Ownership) -> None:
     first, second, third = (counters(settings={DTYPE: value}) for value in ("float32", "float64", "float16"))
     books.begin("setup", first)
     books.begin("setup", second)
@@ -253,8 +253,8 @@ def test_a_setting_that_an_earlier_test_changed_may_be_put_back(books: Books) ->
     assert new(books, second, key="globals") == {f"{DTYPE} was float32, is float64"}
 
 
-def test_what_was_there_from_the_first_test_on_is_missed_when_it_is_removed(segments: MadeSegments) -> None:
-    books, there = Books(segments), {"os.environ['HOME']": "'/root'", "sys.path entry '/lib'": "there"}
+def test_what_was_there_from_the_first_test_on_is_missed_when_it_is_removed(segments: OwnSegments) -> None:
+    books, there = Ownership(segments), {"os.environ['HOME']": "'/root'", "sys.path entry '/lib'": "there"}
     for _ in range(2):
         books.begin("setup", counters(settings=there))
         assert new(books, counters(settings={}), key="globals") == {
@@ -263,7 +263,7 @@ def test_what_was_there_from_the_first_test_on_is_missed_when_it_is_removed(segm
         }
 
 
-def test_a_setting_that_a_live_owner_put_back_is_a_change_when_it_is_changed_again(books: Books) -> None:
+def test_a_setting_that_a_live_owner_put_back_is_a_change_when_it_is_changed_again(books: Ownership) -> None:
     first, second, third = (counters(settings={DTYPE: value}) for value in ("float32", "float64", "float16"))
     for now in (first, second, third):
         books.begin("setup", now)
@@ -272,7 +272,7 @@ def test_a_setting_that_a_live_owner_put_back_is_a_change_when_it_is_changed_aga
     assert new(books, second, key="globals") == {f"{DTYPE} was float32, is float64"}
 
 
-def test_a_setting_that_an_ended_owner_left_changed_may_be_put_back(books: Books) -> None:
+def test_a_setting_that_an_ended_owner_left_changed_may_be_put_back(books: Ownership) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
     owner = owned(books, "fixture", before, after)
@@ -281,7 +281,7 @@ def test_a_setting_that_an_ended_owner_left_changed_may_be_put_back(books: Books
     assert new(books, before, key="globals") == set()
 
 
-def test_to_set_what_an_ended_owner_had_set_and_put_back_is_a_change(books: Books) -> None:
+def test_to_set_what_an_ended_owner_had_set_and_put_back_is_a_change(books: Ownership) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
     owner = owned(books, "fixture", before, after)
@@ -291,7 +291,7 @@ def test_to_set_what_an_ended_owner_had_set_and_put_back_is_a_change(books: Book
     assert new(books, after, key="globals") == {f"{DTYPE} was float32, is float64"}
 
 
-def test_a_setting_that_an_ended_owner_changed_and_left_is_the_owner_s(books: Books) -> None:
+def test_a_setting_that_an_ended_owner_changed_and_left_is_the_owner_s(books: Ownership) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
     owner = owned(books, "fixture", before, after)
@@ -301,7 +301,7 @@ def test_a_setting_that_an_ended_owner_changed_and_left_is_the_owner_s(books: Bo
 
 
 @pytest.mark.parametrize("since", ["this test", "an earlier test"])
-def test_a_setting_that_an_ended_owner_changed_and_left_is_not_the_test_s_too(books: Books, since: str) -> None:
+def test_a_setting_that_an_ended_owner_changed_and_left_is_not_the_test_s_too(books: Ownership, since: str) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
     owner = owned(books, "fixture", before, after)
@@ -313,7 +313,7 @@ def test_a_setting_that_an_ended_owner_changed_and_left_is_not_the_test_s_too(bo
     assert new(books, now, None, owner, key="globals") == set()
 
 
-def test_a_setting_that_an_ended_owner_put_back_is_nobody_s(books: Books) -> None:
+def test_a_setting_that_an_ended_owner_put_back_is_nobody_s(books: Ownership) -> None:
     before, after = counters(settings={DTYPE: "float32"}), counters(settings={DTYPE: "float64"})
     books.begin("setup", before)
     owner = owned(books, "fixture", before, after)
@@ -326,19 +326,19 @@ def test_a_setting_that_an_ended_owner_put_back_is_nobody_s(books: Books) -> Non
 # Levels.
 
 
-def shares(books: Books, host: int | None, *ended: Owner) -> list[int | None]:
+def shares(books: Ownership, host: int | None, *ended: Owner) -> list[int | None]:
     """The test's share, then each ended owner's."""
     found = books.shares("host-memory", counters(host=host), ended)
     return [found[id(subject)] for subject in (None, *ended)]
 
 
-def test_without_owners_all_growth_is_the_test_s(books: Books) -> None:
+def test_without_owners_all_growth_is_the_test_s(books: Ownership) -> None:
     assert shares(books, 7) == [7]
     assert shares(books, -7) == [-7]
 
 
 @pytest.mark.parametrize(("only_adds", "left"), [(True, []), (False, [DTYPE])])
-def test_to_put_back_what_an_import_set_is_no_change(books: Books, only_adds: bool, left: list[str]) -> None:
+def test_to_put_back_what_an_import_set_is_no_change(books: Ownership, only_adds: bool, left: list[str]) -> None:
     books.begin("setup", counters(settings={DTYPE: "float8"}))
     owner = Owner("import of heavy", only_adds=only_adds)
     books.enter(owner, counters(settings={DTYPE: "float32"}))
@@ -349,7 +349,7 @@ def test_to_put_back_what_an_import_set_is_no_change(books: Books, only_adds: bo
     assert [change.name for change in books.left(counters(settings={DTYPE: "float16"}), None, ())] == [DTYPE]
 
 
-def test_what_falls_while_a_module_is_imported_leaves_no_room_for_an_alarm(books: Books) -> None:
+def test_what_falls_while_a_module_is_imported_leaves_no_room_for_an_alarm(books: Ownership) -> None:
     books.begin("setup", counters(host=100))
     owner = Owner("import of heavy", only_adds=True)
     books.enter(owner, counters(host=150))
@@ -358,19 +358,19 @@ def test_what_falls_while_a_module_is_imported_leaves_no_room_for_an_alarm(books
     assert shares(books, 117) == [17]
 
 
-def test_what_a_live_owner_took_is_expected_to_stay(books: Books) -> None:
+def test_what_a_live_owner_took_is_expected_to_stay(books: Ownership) -> None:
     owned(books, "fixture", counters(host=0), counters(host=100))
     assert shares(books, 107) == [7]
 
 
-def test_an_ended_owner_that_gave_all_back_has_no_share(books: Books) -> None:
+def test_an_ended_owner_that_gave_all_back_has_no_share(books: Ownership) -> None:
     owner = owned(books, "fixture", counters(host=0), counters(host=100))
     books.begin("setup", counters(host=100))
     books.close([owner])
     assert shares(books, 0, owner) == [0, 0]
 
 
-def test_an_ended_owner_answers_for_what_it_took_and_the_test_for_the_rest(books: Books) -> None:
+def test_an_ended_owner_answers_for_what_it_took_and_the_test_for_the_rest(books: Ownership) -> None:
     owner = owned(books, "fixture", counters(host=0), counters(host=100))
     books.begin("setup", counters(host=100))
     books.close([owner])
@@ -378,7 +378,7 @@ def test_an_ended_owner_answers_for_what_it_took_and_the_test_for_the_rest(books
     assert shares(books, 130, owner) == [30, 100]
 
 
-def test_an_owner_opened_and_ended_in_the_same_test_answers_for_what_it_took(books: Books) -> None:
+def test_an_owner_opened_and_ended_in_the_same_test_answers_for_what_it_took(books: Ownership) -> None:
     owner = owned(books, "fixture", counters(host=0), counters(host=100))
     books.close([owner])
     assert shares(books, 0, owner) == [0, 0]
@@ -386,7 +386,7 @@ def test_an_owner_opened_and_ended_in_the_same_test_answers_for_what_it_took(boo
     assert shares(books, 107, owner) == [7, 100]
 
 
-def test_what_is_below_where_the_owner_began_excuses_no_one(books: Books) -> None:
+def test_what_is_below_where_the_owner_began_excuses_no_one(books: Ownership) -> None:
     # An earlier test gave 50 back of what was there: the owner is not to be judged against that.
     owner = owned(books, "fixture", counters(host=50), counters(host=150))
     books.begin("setup", counters(host=120))
@@ -395,7 +395,7 @@ def test_what_is_below_where_the_owner_began_excuses_no_one(books: Books) -> Non
     assert shares(books, 60, owner) == [0, 10]
 
 
-def test_nested_owners_that_end_together_share_by_what_each_took(books: Books) -> None:
+def test_nested_owners_that_end_together_share_by_what_each_took(books: Ownership) -> None:
     outer, inner = Owner("outer"), Owner("inner")
     books.enter(outer, counters(host=0))
     books.enter(inner, counters(host=10))
@@ -409,7 +409,7 @@ def test_nested_owners_that_end_together_share_by_what_each_took(books: Books) -
     assert shares(books, 110, outer, inner) == [10, 80, 20]
 
 
-def test_an_inner_owner_ends_and_the_outer_one_s_stays(books: Books) -> None:
+def test_an_inner_owner_ends_and_the_outer_one_s_stays(books: Ownership) -> None:
     outer = owned(books, "outer", counters(host=0), counters(host=100))
     inner = owned(books, "inner", counters(host=100), counters(host=150))
     books.begin("setup", counters(host=150))
@@ -421,7 +421,7 @@ def test_an_inner_owner_ends_and_the_outer_one_s_stays(books: Books) -> None:
     assert shares(books, 0, outer) == [0, 0]
 
 
-def test_the_outer_one_ends_and_the_inner_one_s_stays(books: Books) -> None:
+def test_the_outer_one_ends_and_the_inner_one_s_stays(books: Ownership) -> None:
     outer = owned(books, "outer", counters(host=0), counters(host=100))
     owned(books, "inner", counters(host=100), counters(host=150))
     books.begin("setup", counters(host=150))
@@ -430,7 +430,7 @@ def test_the_outer_one_ends_and_the_inner_one_s_stays(books: Books) -> None:
     assert shares(books, 80, outer) == [0, 30]
 
 
-def test_the_level_falls_to_where_the_outer_one_began_and_the_inner_one_s_stays_on_top(books: Books) -> None:
+def test_the_level_falls_to_where_the_outer_one_began_and_the_inner_one_s_stays_on_top(books: Ownership) -> None:
     # The test had 5 of its own before it asked for the fixtures.
     outer = owned(books, "outer", counters(host=5), counters(host=15))
     owned(books, "inner", counters(host=15), counters(host=35))
@@ -442,9 +442,9 @@ def test_the_level_falls_to_where_the_outer_one_began_and_the_inner_one_s_stays_
 @pytest.mark.parametrize("before", [{}, {"pinned": 0}])
 @pytest.mark.parametrize("now", [{}, {"pinned": 0}])
 def test_a_level_that_no_reading_has_is_nothing(
-    segments: MadeSegments, before: Mapping[str, int], now: Mapping[str, int]
+    segments: OwnSegments, before: Mapping[str, int], now: Mapping[str, int]
 ) -> None:
-    books = Books(segments)
+    books = Ownership(segments)
     books.begin("setup", Counters({}, before, {}))
     owner = owned(books, "fixture", Counters({}, before, {}), Counters({}, now, {}))
     assert books.shares("pinned", Counters({}, now, {}), ()) == {id(None): 0}
@@ -453,7 +453,7 @@ def test_a_level_that_no_reading_has_is_nothing(
     assert books.shares("pinned", Counters({}, {"pinned": 9}, {}), (owner,)) == {id(None): 9, id(owner): 0}
 
 
-def test_an_owner_under_which_the_level_fell_has_no_share(books: Books) -> None:
+def test_an_owner_under_which_the_level_fell_has_no_share(books: Ownership) -> None:
     owner = owned(books, "fixture", counters(host=0), counters(host=-100))
     books.close([owner])
     assert shares(books, -100, owner) == [-100, 0]
@@ -461,7 +461,7 @@ def test_an_owner_under_which_the_level_fell_has_no_share(books: Books) -> None:
 
 
 @pytest.mark.parametrize(("before", "now"), [(None, 5), (5, None), (None, None)])
-def test_a_level_that_cannot_be_told_has_no_shares(books: Books, before: int | None, now: int | None) -> None:
+def test_a_level_that_cannot_be_told_has_no_shares(books: Ownership, before: int | None, now: int | None) -> None:
     books.begin("setup", counters(host=before))
     assert shares(books, now) == [None]
 
@@ -469,7 +469,7 @@ def test_a_level_that_cannot_be_told_has_no_shares(books: Books, before: int | N
 # /dev/shm.
 
 
-def test_shared_memory_of_this_process_counts_with_its_bytes(books: Books) -> None:
+def test_shared_memory_of_this_process_counts_with_its_bytes(books: Ownership) -> None:
     memory = shared_memory.SharedMemory(create=True, size=8192)
     try:
         now = counters("main", memory=(memory.name.lstrip("/"),))
@@ -482,7 +482,7 @@ def test_shared_memory_of_this_process_counts_with_its_bytes(books: Books) -> No
 
 @pytest.mark.parametrize("made_here", [True, False])
 def test_shared_memory_that_nobody_maps_counts_only_if_this_process_made_it(
-    books: Books, segments: MadeSegments, made_here: bool
+    books: Ownership, segments: OwnSegments, made_here: bool
 ) -> None:
     memory = shared_memory.SharedMemory(create=True, size=4096)
     memory.close()
@@ -497,7 +497,7 @@ def test_shared_memory_that_nobody_maps_counts_only_if_this_process_made_it(
 
 
 @pytest.mark.parametrize("owner", ["its own", "another process"])
-def test_shared_memory_that_bears_the_number_of_this_process_counts(books: Books, owner: str) -> None:
+def test_shared_memory_that_bears_the_number_of_this_process_counts(books: Ownership, owner: str) -> None:
     # So torch's does: torch_<number>_<random>_<counter>.
     number = os.getpid() if owner == "its own" else os.getppid()
     name = f"lowtide-of-a-test_{number}_0"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from lowtide.leakcheck.baseline import device_memory as cards
-from lowtide.leakcheck.baseline.device_memory import UNLISTED, Cards
+from lowtide.leakcheck.baseline.device_memory import UNLISTED, DeviceMemory
 from lowtide.leakcheck.judging.tolerances import UNLISTED_TOLERANCE
 from lowtide.probes.device.torch_allocator import UnexplainedBlocks
 from lowtide.probes.host.counters import Counters
@@ -56,44 +56,46 @@ def card(monkeypatch: pytest.MonkeyPatch) -> FakeCard:
 
 
 @pytest.fixture
-def known(card: FakeCard) -> Cards:
+def known(card: FakeCard) -> DeviceMemory:
     """The card as it is at first."""
-    known = Cards(driver=True)
+    known = DeviceMemory(driver=True)
     known.adopt(card.now(), [CARD], ())
     return known
 
 
-def new(known: Cards, card: FakeCard) -> dict[str, dict[str, int]]:
+def new(known: DeviceMemory, card: FakeCard) -> dict[str, dict[str, int]]:
     return {key: items for key, items in known.new_items(card.now(), [CARD], ()).items() if any(items.values())}
 
 
-def test_an_allocation_is_new_by_its_address(card: FakeCard, known: Cards) -> None:
+def test_an_allocation_is_new_by_its_address(card: FakeCard, known: DeviceMemory) -> None:
     card.listed[0x1000] = 24 * MIB
     assert new(known, card) == {f"allocations {CARD}": {"allocation at 0x1000": 24 * MIB}}
 
 
-def test_memory_without_any_address_is_what_the_driver_counts_and_does_not_list(card: FakeCard, known: Cards) -> None:
+def test_memory_without_any_address_is_what_the_driver_counts_and_does_not_list(
+    card: FakeCard, known: DeviceMemory
+) -> None:
     card.created = 128 * MIB
     assert new(known, card) == {f"unlisted {CARD}": {UNLISTED: 128 * MIB}}
 
 
-def test_memory_that_is_mapped_without_access_is_listed_by_its_handle(card: FakeCard, known: Cards) -> None:
+def test_memory_that_is_mapped_without_access_is_listed_by_its_handle(card: FakeCard, known: DeviceMemory) -> None:
     card.mapped[0x2000] = 64 * MIB
     assert new(known, card) == {f"allocations {CARD}": {"mapping without access at 0x2000": 64 * MIB}}
 
 
-def test_what_code_takes_is_no_leak_and_nothing_is_searched_for_it(card: FakeCard, known: Cards) -> None:
+def test_what_code_takes_is_no_leak_and_nothing_is_searched_for_it(card: FakeCard, known: DeviceMemory) -> None:
     card.context += UNLISTED_TOLERANCE
     assert new(known, card) == {}
     assert card.searches == 0
 
 
-def test_what_a_memory_pool_keeps_is_counted_with_the_pool_alone(card: FakeCard, known: Cards) -> None:
+def test_what_a_memory_pool_keeps_is_counted_with_the_pool_alone(card: FakeCard, known: DeviceMemory) -> None:
     card.idle_pool = 256 * MIB
     assert new(known, card) == {}
 
 
-def test_what_was_adopted_is_known(card: FakeCard, known: Cards) -> None:
+def test_what_was_adopted_is_known(card: FakeCard, known: DeviceMemory) -> None:
     card.created, card.mapped[0x2000], card.listed[0x1000] = 128 * MIB, 64 * MIB, MIB
     known.adopt(card.now(), [CARD], ())
     assert new(known, card) == {}
@@ -101,7 +103,7 @@ def test_what_was_adopted_is_known(card: FakeCard, known: Cards) -> None:
     assert new(known, card) == {f"allocations {CARD}": {"mapping without access at 0x8000": 32 * MIB}}
 
 
-def test_a_card_that_shrank_is_to_be_read_again_so_that_growth_shows(card: FakeCard, known: Cards) -> None:
+def test_a_card_that_shrank_is_to_be_read_again_so_that_growth_shows(card: FakeCard, known: DeviceMemory) -> None:
     card.created = 128 * MIB
     known.adopt(card.now(), [CARD], ())
     assert not known.has_shrunk(CARD, card.now())
@@ -110,7 +112,7 @@ def test_a_card_that_shrank_is_to_be_read_again_so_that_growth_shows(card: FakeC
 
 
 def test_allocations_of_an_owner_are_adopted_by_name_and_blocks_stay_as_they_were(
-    card: FakeCard, known: Cards, monkeypatch: pytest.MonkeyPatch
+    card: FakeCard, known: DeviceMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     card.listed[0x1000] = MIB
     monkeypatch.setattr(cards, "unexplained_blocks", lambda index, claimed: UnexplainedBlocks({0x7000: 512}, {}, {}))
@@ -118,7 +120,7 @@ def test_allocations_of_an_owner_are_adopted_by_name_and_blocks_stay_as_they_wer
     assert new(known, card) == {f"native {CARD}": {"block at 0x7000": 512}}
 
 
-def test_allocations_that_a_library_keeps_can_be_forgotten(card: FakeCard, known: Cards) -> None:
+def test_allocations_that_a_library_keeps_can_be_forgotten(card: FakeCard, known: DeviceMemory) -> None:
     card.listed |= {0x1000: 64 * MIB, 0x9000: 64 * MIB}
     known.forget_allocations(CARD, ["allocation at 0x1000"])
     assert new(known, card) == {f"allocations {CARD}": {"allocation at 0x9000": 64 * MIB}}
@@ -126,14 +128,14 @@ def test_allocations_that_a_library_keeps_can_be_forgotten(card: FakeCard, known
 
 def test_without_a_figure_of_the_driver_s_its_list_is_all_there_is(card: FakeCard) -> None:
     blind = Counters({}, {f"driver {CARD}": None, f"reserved {CARD}": 0}, {})
-    known = Cards(driver=True)
+    known = DeviceMemory(driver=True)
     known.adopt(blind, [CARD], ())
     card.created, card.listed[0x1000] = 128 * MIB, MIB
     assert known.new_items(blind, [CARD], ())[f"allocations {CARD}"] == {"allocation at 0x1000": MIB}
     assert f"unlisted {CARD}" not in known.new_items(blind, [CARD], ())
 
 
-def test_a_card_that_was_forgotten_is_to_be_read_again(card: FakeCard, known: Cards) -> None:
+def test_a_card_that_was_forgotten_is_to_be_read_again(card: FakeCard, known: DeviceMemory) -> None:
     card.created = 128 * MIB
     known.forget()
     assert not known.knows(CARD)
@@ -141,7 +143,7 @@ def test_a_card_that_was_forgotten_is_to_be_read_again(card: FakeCard, known: Ca
     assert new(known, card) == {}
 
 
-def test_one_judgement_lists_a_card_once_as_long_as_its_figures_stay(card: FakeCard, known: Cards) -> None:
+def test_one_judgement_lists_a_card_once_as_long_as_its_figures_stay(card: FakeCard, known: DeviceMemory) -> None:
     card.listed[0x1000] = 64 * MIB
     lists = card.lists
     assert new(known, card) == new(known, card) == {f"allocations {CARD}": {"allocation at 0x1000": 64 * MIB}}
@@ -152,7 +154,7 @@ def test_one_judgement_lists_a_card_once_as_long_as_its_figures_stay(card: FakeC
     assert card.lists == lists + 2
 
 
-def test_what_went_in_a_judgement_is_not_told_of_an_old_list(card: FakeCard, known: Cards) -> None:
+def test_what_went_in_a_judgement_is_not_told_of_an_old_list(card: FakeCard, known: DeviceMemory) -> None:
     card.listed |= {0x1000: 64 * MIB, 0x5000: 512}
     assert len(new(known, card)[f"allocations {CARD}"]) == 2
     now = card.now()
@@ -162,7 +164,7 @@ def test_what_went_in_a_judgement_is_not_told_of_an_old_list(card: FakeCard, kno
     assert found[f"allocations {CARD}"] == {"allocation at 0x1000": 64 * MIB}
 
 
-def test_what_went_in_a_judgement_is_left_out_without_another_list(card: FakeCard, known: Cards) -> None:
+def test_what_went_in_a_judgement_is_left_out_without_another_list(card: FakeCard, known: DeviceMemory) -> None:
     card.listed |= {0x1000: 64 * MIB, 0x5000: 32 * MIB}
     lists = card.lists
     assert len(new(known, card)[f"allocations {CARD}"]) == 2
@@ -180,7 +182,7 @@ def test_what_went_in_a_judgement_is_left_out_without_another_list(card: FakeCar
     ("gone", "is_listed"), [(0, True), (2 * MIB, True), (64 * MIB, True), (2 * MIB, False), (96 * MIB, False)]
 )
 def test_what_came_in_a_judgement_is_seen_whatever_went_with_it(
-    card: FakeCard, known: Cards, gone: int, is_listed: bool
+    card: FakeCard, known: DeviceMemory, gone: int, is_listed: bool
 ) -> None:
     card.listed |= {0x1000: 64 * MIB, 0x5000: gone}
     card.context += 128 * MIB
@@ -193,7 +195,7 @@ def test_what_came_in_a_judgement_is_seen_whatever_went_with_it(
     assert "allocation at 0x9000" in new(known, card)[f"allocations {CARD}"]
 
 
-def test_what_came_in_a_judgement_is_seen_by_the_figures(card: FakeCard, known: Cards) -> None:
+def test_what_came_in_a_judgement_is_seen_by_the_figures(card: FakeCard, known: DeviceMemory) -> None:
     card.listed[0x1000] = 64 * MIB
     assert len(new(known, card)[f"allocations {CARD}"]) == 1
     card.listed[0x9000] = 2 * MIB

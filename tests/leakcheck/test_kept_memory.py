@@ -10,7 +10,7 @@ from multiprocessing import shared_memory
 
 import pytest
 
-from lowtide.leakcheck.baseline.small_retention import KeptMemory
+from lowtide.leakcheck.baseline.small_retention import SmallRetention
 from lowtide.leakcheck.watching.watch import Policy, Verdict, Watch
 from lowtide.probes.host.counters import own_bytes
 from lowtide.reports.schema import Finding
@@ -18,9 +18,9 @@ from lowtide.reports.schema import Finding
 MIB = 1 << 20
 
 
-def judged(*shares: int, kept: KeptMemory | None = None) -> list[Finding | None]:
+def judged(*shares: int, kept: SmallRetention | None = None) -> list[Finding | None]:
     """What is told after each of some tests that kept so many MiB."""
-    kept = kept or KeptMemory()
+    kept = kept or SmallRetention()
     found = []
     for turn, share in enumerate(shares):
         kept.add(f"test_{turn}", share * MIB)
@@ -40,7 +40,7 @@ def test_three_tests_that_keep_less_than_the_tolerance_are_too_much_together() -
 
 
 def test_the_sum_is_told_once() -> None:
-    kept = KeptMemory()
+    kept = SmallRetention()
     assert judged(40, 40, 40, kept=kept)[-1] is not None
     assert judged(40, kept=kept) == [None]
 
@@ -55,14 +55,14 @@ def test_no_sum_is_told(shares: tuple[int, ...]) -> None:
 
 
 def test_what_was_given_back_between_two_tests_was_not_kept() -> None:
-    kept = KeptMemory()
+    kept = SmallRetention()
     judged(40, 40, kept=kept)
     kept.fell(40 * MIB)
     assert judged(40, kept=kept) == [None]
 
 
 def test_what_tests_keep_that_are_not_judged_does_not_count() -> None:
-    kept = KeptMemory()
+    kept = SmallRetention()
     for turn in range(3):
         kept.add(f"test_{turn}", 40 * MIB, counts=False)
     assert judged(20, kept=kept) == [None]

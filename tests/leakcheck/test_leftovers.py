@@ -13,7 +13,7 @@ import torch
 
 from lowtide.leakcheck.baseline.owners import Claims
 from lowtide.leakcheck.baseline.storages import read_heap
-from lowtide.leakcheck.findings.life_findings import Leftovers
+from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
@@ -380,9 +380,9 @@ def test_a_thread_that_ends_late_gives_it_back_when_it_is_joined() -> None:
 
 
 @pytest.fixture
-def leftovers() -> Iterator[Leftovers]:
+def leftovers() -> Iterator[LeftoverTensors]:
     forget()
-    made = Leftovers(card=False)
+    made = LeftoverTensors(card=False)
     made.open()
     yield made
     made.close()
@@ -394,7 +394,7 @@ def leftovers() -> Iterator[Leftovers]:
 def test_what_was_there_before_is_nobodys() -> None:
     forget()
     GROWS.append(numbers(10))
-    leftovers = Leftovers(card=False)
+    leftovers = LeftoverTensors(card=False)
     leftovers.open()
     try:
         leftovers.stage("create", 1)
@@ -409,7 +409,7 @@ def test_what_was_there_before_is_nobodys() -> None:
     forget()
 
 
-def test_a_life_that_is_explained_is_not_changed(leftovers: Leftovers) -> None:
+def test_a_life_that_is_explained_is_not_changed(leftovers: LeftoverTensors) -> None:
     leftovers.stage("create", 1)
     GROWS.append(numbers(10))
     (found,) = leftovers.explain(object(), 1, {"cpu"})
@@ -417,7 +417,7 @@ def test_a_life_that_is_explained_is_not_changed(leftovers: Leftovers) -> None:
     assert len(GROWS) == 1
 
 
-def test_a_life_is_told_of_what_it_left_itself(leftovers: Leftovers) -> None:
+def test_a_life_is_told_of_what_it_left_itself(leftovers: LeftoverTensors) -> None:
     for life in (1, 2):
         leftovers.stage("create", life)
         GROWS.append(numbers(10 * life))
@@ -425,13 +425,13 @@ def test_a_life_is_told_of_what_it_left_itself(leftovers: Leftovers) -> None:
         assert (found.bytes, found.count) == (10 * life, 1)
 
 
-def test_where_nothing_is_missing_nothing_is_explained(leftovers: Leftovers) -> None:
+def test_where_nothing_is_missing_nothing_is_explained(leftovers: LeftoverTensors) -> None:
     leftovers.stage("create", 1)
     GROWS.append(numbers(10))
     assert leftovers.explain(object(), 1, set()) == []
 
 
-def test_what_takes_the_place_of_what_an_earlier_stage_let_go_is_of_its_own_stage(leftovers: Leftovers) -> None:
+def test_what_takes_the_place_of_what_an_earlier_stage_let_go_is_of_its_own_stage(leftovers: LeftoverTensors) -> None:
     leftovers.stage("wake", 1)
     gone = numbers(52)
     leftovers.stage("infer", 1)
@@ -447,13 +447,13 @@ def test_what_takes_the_place_of_what_an_earlier_stage_let_go_is_of_its_own_stag
     assert [finding.stage for finding in findings if finding.bytes == 53 * len(made)] == ["shutdown"]
 
 
-def test_without_a_freeze_there_is_nothing_to_thaw(leftovers: Leftovers) -> None:
+def test_without_a_freeze_there_is_nothing_to_thaw(leftovers: LeftoverTensors) -> None:
     leftovers.stage("create", 1)
     leftovers.read(Rung.RAW)
     assert not leftovers.thaw()
 
 
-def test_a_freeze_that_hides_garbage_is_undone_and_that_gives_it_back(leftovers: Leftovers) -> None:
+def test_a_freeze_that_hides_garbage_is_undone_and_that_gives_it_back(leftovers: LeftoverTensors) -> None:
     leftovers.stage("create", 1)
     knot: dict[str, Any] = {"tensor": numbers(40)}
     knot["itself"] = knot

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.libraries import cards_without_torch as past_torch
-from lowtide.leakcheck.libraries.cards_without_torch import PastTorch
+from lowtide.leakcheck.libraries.cards_without_torch import CardsWithoutTorch
 from lowtide.leakcheck.watching.watch import Policy, Watch
 from lowtide.probes.device import contexts
 from lowtide.probes.device.contexts import cards_with_contexts
@@ -77,7 +77,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_was_taken_without_torch_makes_no_test_clean(asked: list[int]) -> None:
-    told = PastTorch().told(reading("/dev/null", "/dev/nvidia-uvm"))
+    told = CardsWithoutTorch().told(reading("/dev/null", "/dev/nvidia-uvm"))
     outcome, reason = judged_as("clean", told)
     assert outcome == "unsupported"
     assert reason.startswith("not judged: memory on cuda:0 that was taken without torch; call torch.cuda.init()")
@@ -86,7 +86,7 @@ def test_what_was_taken_without_torch_makes_no_test_clean(asked: list[int]) -> N
 def test_nobody_is_asked_where_no_driver_is_open_or_torch_has_begun(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = PastTorch()
+    seen = CardsWithoutTorch()
     assert seen.told(reading("/dev/null", "pipe:[1]", "/home/dev/nvidia")) == ()
     monkeypatch.setattr(past_torch, "initialized_torch", lambda: object())
     assert seen.told(reading("/dev/nvidia0")) == ()
@@ -95,7 +95,7 @@ def test_nobody_is_asked_where_no_driver_is_open_or_torch_has_begun(
 
 def test_a_driver_that_was_asked_for_its_cards_only_is_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(past_torch, "cards_with_contexts", list)
-    assert PastTorch().told(reading("/dev/nvidiactl")) == ()
+    assert CardsWithoutTorch().told(reading("/dev/nvidiactl")) == ()
 
 
 @pytest.mark.parametrize(("card", "warm_up"), [(True, "first-use"), (True, "off"), (False, "off")])
@@ -104,7 +104,7 @@ def test_a_watch_says_it_and_has_torch_begin_before_the_next_test(
 ) -> None:
     pytest.importorskip("torch")
     cards: list[int] = []
-    monkeypatch.setattr(PastTorch, "cards", lambda self, now: cards)
+    monkeypatch.setattr(CardsWithoutTorch, "cards", lambda self, now: cards)
     watch = Watch(Policy(card=card, warm_up=warm_up, settle=0.01))
     warmed: list[int] = []
     monkeypatch.setattr(watch._warm_up, "now", lambda: warmed.append(1))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lowtide import LeakCheck
-from lowtide.leakcheck.baseline.orphaned_files import Remains
-from lowtide.leakcheck.baseline.shared_memory import MadeSegments
+from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles
+from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.lives.target_life import check_run
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.device.driver.none import NoDriver
@@ -183,7 +183,7 @@ def test_a_killed_core_that_leaves_nothing_is_clean() -> None:
 def test_os_kill_is_as_before_once_nobody_looks() -> None:
     originals = os.kill, os.killpg
     names = tempfile._get_candidate_names()
-    remains = Remains(ProcessTree(), MadeSegments())
+    remains = OrphanedFiles(ProcessTree(), OwnSegments())
     remains.start()
     remains.start()
     assert os.kill is not originals[0]

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck.baseline.shared_memory import MadeSegments
+from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 
 posixshmem = pytest.importorskip("_posixshmem")
 
 
 @pytest.fixture
-def segments() -> Iterator[MadeSegments]:
-    segments = MadeSegments()
+def segments() -> Iterator[OwnSegments]:
+    segments = OwnSegments()
     segments.start()
     yield segments
     segments.stop()
@@ -31,7 +31,7 @@ def made(name: str | None = None) -> str:
     return memory.name.lstrip("/")
 
 
-def test_what_is_made_is_noted_as_the_folder_lists_it(segments: MadeSegments) -> None:
+def test_what_is_made_is_noted_as_the_folder_lists_it(segments: OwnSegments) -> None:
     memory = shared_memory.SharedMemory(create=True, size=4096)
     try:
         (name,) = segments.names
@@ -41,13 +41,13 @@ def test_what_is_made_is_noted_as_the_folder_lists_it(segments: MadeSegments) ->
         memory.unlink()
 
 
-def test_what_is_made_under_a_given_name_is_noted(segments: MadeSegments) -> None:
+def test_what_is_made_under_a_given_name_is_noted(segments: OwnSegments) -> None:
     assert segments.names == {made("lowtide-of-a-test")}
 
 
 def test_what_is_only_opened_is_not() -> None:
     memory = shared_memory.SharedMemory(create=True, size=4096)
-    segments = MadeSegments()
+    segments = OwnSegments()
     segments.start()
     try:
         shared_memory.SharedMemory(memory.name).close()
@@ -58,7 +58,7 @@ def test_what_is_only_opened_is_not() -> None:
         memory.unlink()
 
 
-def test_what_another_process_makes_is_not(segments: MadeSegments) -> None:
+def test_what_another_process_makes_is_not(segments: OwnSegments) -> None:
     code = (
         "from multiprocessing.shared_memory import SharedMemory as S; m = S(create=True, size=1); m.close(); m.unlink()"
     )
@@ -66,7 +66,7 @@ def test_what_another_process_makes_is_not(segments: MadeSegments) -> None:
     assert segments.names == set()
 
 
-def test_one_that_exists_already_is_not_made_by_trying(segments: MadeSegments) -> None:
+def test_one_that_exists_already_is_not_made_by_trying(segments: OwnSegments) -> None:
     path = Path("/dev/shm/lowtide-of-a-test")
     path.touch()
     try:
@@ -78,7 +78,7 @@ def test_one_that_exists_already_is_not_made_by_trying(segments: MadeSegments) -
 
 
 def test_before_the_start_and_after_the_stop_nothing_is_noted() -> None:
-    segments = MadeSegments()
+    segments = OwnSegments()
     made()
     segments.start()
     segments.stop()
@@ -88,7 +88,7 @@ def test_before_the_start_and_after_the_stop_nothing_is_noted() -> None:
 
 def test_started_and_stopped_twice_it_leaves_python_as_it_was() -> None:
     before = posixshmem.shm_open
-    segments = MadeSegments()
+    segments = OwnSegments()
     for _ in range(2):
         segments.start()
     name = made()
@@ -98,8 +98,8 @@ def test_started_and_stopped_twice_it_leaves_python_as_it_was() -> None:
     assert segments.names == {name}
 
 
-def test_of_two_that_nest_each_notes(segments: MadeSegments) -> None:
-    inner = MadeSegments()
+def test_of_two_that_nest_each_notes(segments: OwnSegments) -> None:
+    inner = OwnSegments()
     inner.start()
     first = made()
     inner.stop()

@@ -19,7 +19,7 @@ import pytest
 from lowtide.leakcheck.baseline.storages import Held
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
-from lowtide.leakcheck.findings.tensor_findings import Context, Explained, restaged, tensor_leaks
+from lowtide.leakcheck.findings.tensor_findings import Context, Explained, tensor_leaks, with_stage
 from lowtide.leakcheck.judging import stable_names
 from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import Rung, Step
@@ -90,7 +90,7 @@ def found_by_the_judge(key: str, item: str | None) -> Finding:
 
 def of_item(key: str, item: str | None, module: str, site: str = "") -> Finding:
     stack = (Frame(file=f"{module}", line=3, function=site),) if site else ()
-    dated = msgspec.structs.replace(restaged(found_by_the_judge(key, item), "call"), allocated_at=stack)
+    dated = msgspec.structs.replace(with_stage(found_by_the_judge(key, item), "call"), allocated_at=stack)
     names = {} if item is None else {item: 1 << 20}
     return with_fingerprint(ItemLeak(dated, key, names, 0), module).finding
 

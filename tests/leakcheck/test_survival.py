@@ -10,7 +10,7 @@ import torch
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.baseline import preserved_state as module
-from lowtide.leakcheck.baseline.preserved_state import Survival
+from lowtide.leakcheck.baseline.preserved_state import PreservedState
 from lowtide.probes.memory.pointers import LabelledRange
 
 MIB = 1 << 20
@@ -23,8 +23,8 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def survival(tensors: dict[str, torch.Tensor]) -> Survival:
-    known = Survival("cpu")
+def survival(tensors: dict[str, torch.Tensor]) -> PreservedState:
+    known = PreservedState("cpu")
     known.before_sleep(tensors)
     return known
 
@@ -63,7 +63,7 @@ def test_where_one_part_ends_the_next_one_begins(monkeypatch: pytest.MonkeyPatch
         LabelledRange(start + 16, start + 32, "arena 'after'"),
         LabelledRange(start - 16, start, "arena 'before'"),
     ]
-    monkeypatch.setattr(Survival, "_arenas", lambda self: parts)
+    monkeypatch.setattr(PreservedState, "_arenas", lambda self: parts)
     known = survival({"table": tensor})
     tensor.fill_(1)
     (found,) = known.after_wake("wake", {"table": tensor}, {})
@@ -177,7 +177,7 @@ def test_only_the_arenas_of_the_engine_s_device_count(arena: Arena) -> None:
     arena.map_to(64 << 10)
     inside = arena.bytes_at(0, 1).data_ptr()
     tensors = {"table": torch.tensor([inside])}
-    elsewhere = Survival("cuda:0")
+    elsewhere = PreservedState("cuda:0")
     elsewhere.before_sleep(tensors)
     arena.unmap_to(0)
     assert elsewhere.after_wake("wake", tensors, {}) == []
@@ -202,12 +202,12 @@ def test_reading_is_warmed_up_by_reading(monkeypatch: pytest.MonkeyPatch) -> Non
     read: list[object] = []
     monkeypatch.setattr(module, "take_fingerprints", lambda asked: read.append(("contents", asked)))
     monkeypatch.setattr(module, "find_pointers", lambda asked, ranges: read.append(("pointers", asked, len(ranges))))
-    Survival("cpu").warm_up(tensors)
+    PreservedState("cpu").warm_up(tensors)
     assert read == [("contents", tensors), ("pointers", tensors, 1)]
 
 
 def test_an_engine_that_tells_nothing_is_not_judged() -> None:
-    known = Survival("cpu")
+    known = PreservedState("cpu")
     assert known.after_wake("wake", {"weight": torch.ones(1)}, {}) == []
     known.before_sleep({})
     assert known.after_wake("wake", {}, {}) == []
@@ -224,4 +224,4 @@ def test_fingerprints_tell_which_tensors_it_was() -> None:
 
 
 def test_warming_up_keeps_nothing() -> None:
-    Survival("cpu").warm_up({"words": torch.zeros(8, dtype=torch.int64)})
+    PreservedState("cpu").warm_up({"words": torch.zeros(8, dtype=torch.int64)})

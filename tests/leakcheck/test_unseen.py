@@ -22,7 +22,7 @@ from lowtide.leakcheck.fuzzing.fuzz import fuzz
 from lowtide.leakcheck.lives.target_life import check_run
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
 from lowtide.leakcheck.watching import unmeasured_processes as unseen
-from lowtide.leakcheck.watching.unmeasured_processes import UnseenMemory
+from lowtide.leakcheck.watching.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.process_tree import ProcessMemory, ProcessTree
@@ -186,7 +186,7 @@ class FakeTree:
 
 
 def found_in(monkeypatch: pytest.MonkeyPatch, *looks: FakeTree) -> tuple[NotMeasured, ...]:
-    seen = UnseenMemory(ProcessTree(), None)
+    seen = UnmeasuredProcesses(ProcessTree(), None)
     monkeypatch.setattr(unseen, "_is_helper", lambda pid: pid == 13)
     seen.begin()
     for tree in looks:
@@ -263,7 +263,7 @@ def test_vllms_variable_is_named_where_its_process_has_no_title(monkeypatch: pyt
 def test_a_process_that_is_a_finding_is_not_told_again() -> None:
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as left:
         tree = FakeTree(process(left.pid, 900 * MIB))
-        seen = UnseenMemory(ProcessTree(), None)
+        seen = UnmeasuredProcesses(ProcessTree(), None)
         vars(seen).update(_tree=tree, _memory=tree)
         seen.is_told([left.pid])
         seen.look(always=True)
@@ -274,7 +274,7 @@ def test_looks_cost_a_share_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch)
     seconds = 100.0
     monkeypatch.setattr(unseen.time, "perf_counter", lambda: seconds)
     tree = FakeTree(process(7, 900 * MIB))
-    seen = UnseenMemory(ProcessTree(), None)
+    seen = UnmeasuredProcesses(ProcessTree(), None)
     vars(seen).update(_tree=tree, _memory=tree, _spent=1.0)
     seen.look()
     assert seen.not_measured == ()
@@ -291,7 +291,7 @@ def test_a_look_during_a_look_is_none() -> None:
             return super().read(ask, floor=floor)
 
     tree = Asks(process(7, 900 * MIB))
-    seen = UnseenMemory(ProcessTree(), None)
+    seen = UnmeasuredProcesses(ProcessTree(), None)
     vars(seen).update(_tree=tree, _memory=tree)
     seen.look(always=True)
     assert len(seen.not_measured) == 1
@@ -344,7 +344,7 @@ def test_counters_that_were_just_read_say_whether_there_is_a_tree_and_what_is_he
         note = staticmethod(held.append)
 
     tree = Asked(process(7, 60 * MIB))
-    seen = UnseenMemory(ProcessTree(), None)
+    seen = UnmeasuredProcesses(ProcessTree(), None)
     vars(seen).update(_tree=tree, _memory=tree)
     seen.begin(Counters({"processes": {}}, {"host-memory": 5}, {}))
     seen.look(always=True, now=Counters({"processes": {}}, {"host-memory": 6}, {}))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import old_names
-from lowtide.old_names import DOCUMENTED, RENAMED
+from lowtide.old_names import DOCUMENTED, RENAMED, RENAMED_MEMBERS
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +38,25 @@ def test_a_documented_name_imports_in_silence(old: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert importlib.import_module(old) is importlib.import_module(RENAMED[old])
+
+
+OLD_MEMBERS = [
+    (old, member, current)
+    for old, new in sorted(RENAMED.items())
+    for member, current in RENAMED_MEMBERS.get(new, {}).items()
+]
+
+
+@pytest.mark.parametrize(("old", "member", "current"), OLD_MEMBERS)
+def test_an_old_module_has_its_members_by_their_old_names(old: str, member: str, current: str) -> None:
+    sys.modules.pop(old, None)
+    with pytest.warns(DeprecationWarning, match="is now"):
+        module = importlib.import_module(old)
+    assert getattr(module, member) is getattr(module, current)
+
+
+def test_each_renamed_member_is_reached_by_an_old_module() -> None:
+    assert {RENAMED[old] for old, *_ in OLD_MEMBERS} == set(RENAMED_MEMBERS)
 
 
 def test_the_warning_shows_the_line_that_imports() -> None:

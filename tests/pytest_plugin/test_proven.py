@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.leakcheck.findings import deferred_remedies as unproven
-from lowtide.leakcheck.findings.deferred_remedies import Unproven, UnprovenLeak, prove_now
+from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak, try_deferred
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.remedies import StorageWatch
 from lowtide.pytest_plugin.proven import Proven, proven_as_json, proven_from_json, with_proven
@@ -38,10 +38,10 @@ def workspace() -> ItemLeak:
 
 
 def test_a_block_of_a_workspaces_size_is_looked_at_again_beside_a_leak_and_else_not() -> None:
-    both = Unproven((leak("a"), leak("b")), (workspace(),))
+    both = DeferredRemedies((leak("a"), leak("b")), (workspace(),))
     assert [item.finding.fingerprint for item in both.only(frozenset({"a"})).tensors] == ["a"]
     assert len(both.only(frozenset({"a"})).items) == 1
-    assert both.only(frozenset()) == Unproven()
+    assert both.only(frozenset()) == DeferredRemedies()
 
 
 def proven_with(left: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Finding:
@@ -58,7 +58,7 @@ def proven_with(left: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> Findin
         tried=(DONE,),
     )
     monkeypatch.setattr(unproven, "prove", lambda leaks, context: [tried])
-    (found,) = prove_now([Unproven((leak("a"),), (workspace(),))], lambda key: left, lambda: 0, 0.1)
+    (found,) = try_deferred([DeferredRemedies((leak("a"),), (workspace(),))], lambda key: left, lambda: 0, 0.1)
     return found["workspace"]
 
 
