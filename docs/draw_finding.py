@@ -1,0 +1,96 @@
+"""Draws the text of a finding as a picture of a terminal.
+
+Usage: python docs/draw_finding.py docs/data/vllm-sleep.txt docs/vllm-leak.svg "a title"
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
+
+from lowtide.reports.hanging_text import HangingText
+
+WIDTH = 112
+"""Characters of a line: enough for the longest names, few enough to be read at the width of a page."""
+
+# rich's own format asks a server for its font, and cuts the last line's descenders off.
+CODE_FORMAT = """\
+<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{
+    font-family: ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace;
+    font-size: {char_height}px;
+    line-height: {line_height}px;
+    font-variant-east-asian: full-width;
+}}
+.{unique_id}-title {{ font-size: 17px; font-weight: bold; font-family: system-ui, sans-serif; }}
+{styles}
+</style>
+<defs>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
+
+THEME = TerminalTheme(
+    (27, 31, 36),
+    (222, 226, 230),
+    [
+        (27, 31, 36),
+        (248, 113, 113),
+        (134, 239, 172),
+        (253, 224, 71),
+        (147, 197, 253),
+        (216, 180, 254),
+        (103, 232, 249),
+        (222, 226, 230),
+    ],
+)
+
+_HEAD = re.compile(r"^[\w-]+/[\w-]+", re.MULTILINE)
+_SUSPECT = re.compile(r"^ *-> (\S+)", re.MULTILINE)
+_REMEDY = re.compile(r"^ *remedy: .*", re.MULTILINE)
+_FINGERPRINT = re.compile(r"^ *fingerprint .*", re.MULTILINE)
+
+
+def styled(text: str) -> Text:
+    """A finding's text in the terminal's colours."""
+    shown = Text(text.rstrip("\n"))
+    for pattern, group, style in (
+        (_HEAD, 0, "bold red"),
+        (_SUSPECT, 1, "underline yellow"),
+        (_REMEDY, 0, "bold green"),
+        (_FINGERPRINT, 0, "dim"),
+    ):
+        for match in pattern.finditer(text):
+            shown.stylize(style, *match.span(group))
+    return shown
+
+
+def draw(text: str, title: str) -> str:
+    """The picture, as SVG that asks for nothing outside itself."""
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(HangingText(styled(text)))
+    return console.export_svg(title=title, theme=THEME, code_format=CODE_FORMAT, unique_id="finding")
+
+
+def main() -> None:
+    source, target, title = sys.argv[1:]
+    Path(target).write_text(draw(Path(source).read_text(encoding="utf-8"), title), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
