@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # The exact version takes the CPU build where one is provided; the package itself only asks for a floor.
 TORCH  := torch==2.13.0
 
-.PHONY: demo test test-all lint format clean
+.PHONY: demo test test-all lint docs format clean
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml
@@ -49,6 +49,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# The pages that show the code's own tables are written by docs/write_*.py; tests compare them.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python docs/check_site.py build/site
+	@echo "the site is in build/site/index.html"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
