@@ -52,7 +52,7 @@ lint: $(STAMP)
 
 # The pages that show the code's own tables are written by docs/write_*.py; tests compare them.
 docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/python docs/check_site.py build/site
 	@echo "the site is in build/site/index.html"
 

@@ -131,7 +131,7 @@ def found(path: str) -> Any:
 
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_another_place(tmp_path: Path) -> None:
     site = tmp_path / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(script("check_site").outside(site)) == []

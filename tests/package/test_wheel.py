@@ -14,6 +14,19 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("engine", "probes", "reports", "leakcheck", "pytest_plugin")
 """The product folders of the layout; one that is not there yet has no link either."""
 
+READ_FROM_THE_SOURCE = (
+    ".github/ISSUE_TEMPLATE/missed-leak.yml",
+    ".github/workflows/ci.yml",
+    ".pre-commit-config.yaml",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/data/vllm-sleep.txt",
+    "docs/vllm-leak.svg",
+    "mkdocs.yml",
+)
+"""What its reader looks for, and what the tests and `make docs` read."""
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
@@ -53,6 +66,20 @@ def test_the_sdist_has_the_tests_and_what_runs_them(built: tuple[Path, Path]) ->
     with tarfile.open(built[0]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     assert {"Makefile", "LICENSE", "README.md", "pyproject.toml", "tests/package/test_wheel.py"} <= names
+
+
+def test_the_sdist_has_the_pages_the_examples_and_what_their_tests_read(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert set(READ_FROM_THE_SOURCE) <= names
+    folders = [ROOT / name for name in ("docs", "examples", "benchmarks", "tests", ".github")]
+    there = {str(path.relative_to(ROOT)) for folder in folders for path in folder.rglob("*") if is_source(path)}
+    assert len(there) > 200
+    assert there - names == set()
+
+
+def is_source(path: Path) -> bool:
+    return path.is_file() and not {"__pycache__", ".hypothesis", ".pytest_cache"} & set(path.parts)
 
 
 def test_each_folder_has_its_link_and_the_tree_has_no_empty_module() -> None:
