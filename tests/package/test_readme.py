@@ -14,6 +14,7 @@ from tests.package.test_docs import OPTION, page, script, sections
 
 ROOT = Path(__file__).parents[2]
 READ_FIRST = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
+PAGES = sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))
 FENCED = re.compile(r"^```\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`(lowtide [^`\n]+)`")
 COMMAND = re.compile(r"^lowtide (\w+)([^\n#]*)", re.MULTILINE)
@@ -50,6 +51,13 @@ def test_each_command_that_is_shown_exists_with_its_options(name: str) -> None:
         assert f"`lowtide {command}`" in told, command
         assert set(OPTION.findall(rest)) <= set(OPTION.findall(told[f"`lowtide {command}`"])), (command, rest)
     assert len(app.registered_commands) == len(told)
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md", *PAGES])
+def test_each_option_of_the_plugin_that_is_named_exists(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = {option for option in OPTION.findall(text) if option.startswith("--leakcheck")}
+    assert named <= {option for option, _ in script("write_reference").registered().options}
 
 
 def words(svg: str) -> list[str]:
