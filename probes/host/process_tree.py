@@ -10,7 +10,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,10 @@ class ProcessTree:
     """Knows this process's descendants, also those whose parent has ended.
 
     A descendant whose parent has ended is known by a mark in its environment, by having been seen in the tree before,
-    or, where it was forked and runs nothing of its own, by its process group.  Reading changes nothing; `start` sets
-    one environment variable.
+    or by its process group: a fork that runs no program of its own shows the environment from before the mark, and a
+    program may have been started with an empty one.  Who has another tree's mark, or is a fork of a neighbour in the
+    group (xdist's workers are in one), is not of this tree.  Reading changes nothing; `start` sets one environment
+    variable.
     """
 
     def __init__(self) -> None:
@@ -166,24 +168,49 @@ class ProcessTree:
             if process is None or process.state == "Z" or own is None or process.started < own.started:
                 continue
             was_seen = self._seen.get(process.pid) == process.started
-            if was_seen or self._is_marked(process.pid) or self._is_left_in_group(process, own):
+            marks = _marks_of(process.pid)
+            if was_seen or self._token in marks or self._is_left_in_group(process, own, marks, family):
                 found[process.pid] = process
         return [process for process in found.values() if process.parent not in found]
 
-    def _is_marked(self, pid: int) -> bool:
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:  # it ended, or is another user's
-            return False
-        prefix = f"{MARK}=".encode()
-        marks = [entry[len(prefix) :] for entry in environment.split(b"\0") if entry.startswith(prefix)]
-        return any(self._token.encode() in mark.split(b":") for mark in marks)
-
-    def _is_left_in_group(self, process: ProcessStat, own: ProcessStat) -> bool:
+    def _is_left_in_group(
+        self, process: ProcessStat, own: ProcessStat, marks: Collection[str], family: Collection[int]
+    ) -> bool:
         if process.group != own.group or process.started < self._opened:
             return False
         parent = stat(process.parent)
-        return process.parent == 1 or (parent is not None and parent.command in _REAPERS)
+        if process.parent != 1 and (parent is None or parent.command not in _REAPERS):
+            return False
+        layout, of_this = _layout(process.pid), _layout(os.getpid())
+        if not layout or layout == of_this:
+            return True
+        neighbours = (pid for pid in _group_members(own.group) if pid not in family and pid != process.pid)
+        return not marks and not any(_layout(pid) == layout for pid in neighbours)
+
+
+def _marks_of(pid: int) -> list[str]:
+    """The trees whose marks a process has; none of one that ended, or is another user's."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return []
+    prefix = f"{MARK}=".encode()
+    marks = [entry[len(prefix) :] for entry in environment.split(b"\0") if entry.startswith(prefix)]
+    return [token.decode(errors="replace") for mark in marks for token in mark.split(b":") if token]
+
+
+def _layout(pid: int) -> str:
+    """Where a process's memory begins and ends, which a fork has from its parent; empty where it may not be read."""
+    memory = _rollup(pid)
+    return "" if memory is None else memory.layout
+
+
+def _group_members(group: int) -> Iterator[int]:
+    """The living processes of a process group."""
+    for name in os.listdir("/proc"):
+        process = stat(int(name)) if name.isdigit() else None
+        if process is not None and process.group == group and process.state != "Z":
+            yield process.pid
 
 
 @dataclass(slots=True)

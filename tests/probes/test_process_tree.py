@@ -131,6 +131,72 @@ def test_an_orphan_that_was_only_forked_is_known_by_its_group(tree: ProcessTree)
         os.kill(left, signal.SIGKILL)
 
 
+LEAVES_AN_ORPHAN = """
+import os, subprocess, sys, time
+print("ready", flush=True)
+kind = sys.stdin.readline().strip()
+reading, writing = os.pipe()
+if not os.fork():
+    if kind == "fork":
+        left = os.fork()
+        if not left:
+            time.sleep(60)
+            os._exit(0)
+    else:
+        environment = {} if kind == "program without environment" else None
+        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environment).pid
+    os.write(writing, str(left).encode())
+    os._exit(0)
+os.wait()
+print(os.read(reading, 20).decode(), flush=True)
+sys.stdin.read()
+"""
+
+
+def orphan_of(process: subprocess.Popen[str], kind: str) -> int:
+    """Has a process leave an orphan in this group; its identifier."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(f"{kind}\n")
+    process.stdin.flush()
+    left = int(process.stdout.readline())
+    if psutil.Process(left).ppid() != 1:
+        os.kill(left, signal.SIGKILL)
+        pytest.skip("another process than number 1 takes orphans in here")
+    assert os.getpgid(left) == os.getpgrp()
+    return left
+
+
+@pytest.fixture
+def neighbour(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A process of this group outside the tree, as xdist's other workers are; with a mark or without."""
+    others = {name: value for name, value in os.environ.items() if name != MARK}
+    with child(LEAVES_AN_ORPHAN, env={**others, MARK: "another"} if request.param else others) as process:
+        yield process
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "kind"), [(True, "program"), (True, "fork"), (False, "fork")], indirect=["neighbour"]
+)
+def test_the_orphan_of_a_neighbour_in_the_group_is_not_of_the_tree(
+    neighbour: subprocess.Popen[str], tree: ProcessTree, kind: str
+) -> None:
+    left = orphan_of(neighbour, kind)
+    try:
+        assert left not in tree.orphans()
+    finally:
+        os.kill(left, signal.SIGKILL)
+
+
+def test_an_orphan_without_any_environment_is_known_by_its_group(tree: ProcessTree) -> None:
+    with child(LEAVES_AN_ORPHAN) as process:
+        left = orphan_of(process, "program without environment")
+        try:
+            assert tree.orphans() == [left]
+        finally:
+            os.kill(left, signal.SIGKILL)
+
+
 def test_the_mark_goes_with_the_tree_and_leaves_others_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(MARK, "outer")
     tree = ProcessTree()
