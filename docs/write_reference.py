@@ -94,21 +94,15 @@ def pytest_reference() -> str:
 
 def command_reference() -> str:
     """Each command with its arguments and options, as Markdown."""
-    return "\n\n".join(
-        _command(info.name or _callback(info).__name__, _callback(info)) for info in app.registered_commands
-    )
+    return "\n\n".join(_command(info.name, info.callback) for info in app.registered_commands)
 
 
-def _callback(info: Any) -> Any:
-    assert info.callback is not None
-    return info.callback
-
-
-def _command(name: str, callback: Any) -> str:
+def _command(given: str | None, callback: Any) -> str:
+    name = given or callback.__name__
     hints = typing.get_type_hints(callback, include_extras=True)
     arguments, options = [], []
     for parameter in inspect.signature(callback).parameters.values():
-        kind, info = typing.get_args(hints[parameter.name])[:2]
+        kind, info = typing.get_args(_annotated(hints[parameter.name]))[:2]
         if isinstance(info, ArgumentInfo):
             arguments.append((info.metavar or parameter.name.upper(), info.help or ""))
         else:
@@ -119,6 +113,11 @@ def _command(name: str, callback: Any) -> str:
         parts.append(_table(("argument", "what it is"), [(_code(shown), text) for shown, text in arguments]))
     parts.append(_table(("option", "default", "what it does"), options))
     return "\n\n".join(parts)
+
+
+def _annotated(hint: Any) -> Any:
+    # Python 3.10 puts an Optional around what has None as its default.
+    return hint if hasattr(hint, "__metadata__") else typing.get_args(hint)[0]
 
 
 def _option(parameter: inspect.Parameter, kind: Any, info: OptionInfo) -> tuple[str, str, str]:
