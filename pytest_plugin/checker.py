@@ -18,7 +18,7 @@ from lowtide.leakcheck.watching.watch import Verdict
 from lowtide.probes.stages import listening, stage
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.checked import CheckedLeaks
-from lowtide.pytest_plugin.failures import LeakFailure
+from lowtide.pytest_plugin.failures import LeakFailure, shown
 from lowtide.pytest_plugin.held_reports import run_by_another, run_test
 from lowtide.pytest_plugin.proven import DeferredProofs, Proven, proven_as_json, proven_from_json
 from lowtide.pytest_plugin.results import Results, attach, attached, is_bad
@@ -252,8 +252,14 @@ class Checker:
         if call.excinfo is not None:
             self._raised.append(call.excinfo.value)
         if call.when == "teardown" and _PENDING in item.stash:
-            attach(report, item.stash[_PENDING])
-            for subject in item.stash[_PENDING]:
+            subjects = item.stash[_PENDING]
+            attach(report, subjects)
+            if call.excinfo is not None and isinstance(call.excinfo.value, LeakFailure) and report.failed:
+                leaks = [subject for subject in subjects if is_bad(subject)]
+                verbosity = self._config.get_verbosity()
+                texts = [terminal.details(leak, verbosity) for leak in leaks]
+                report.longrepr = shown(item, terminal.headline(leaks[0]), texts)
+            for subject in subjects:
                 report.user_properties += [("leakcheck", terminal.line(subject, found)) for found in subject.findings]
             del item.stash[_PENDING]
         return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -35,10 +36,16 @@ def fail_report(item: pytest.Item, report: Any, headline: str, text: str) -> Non
     else:
         report.outcome = "failed"
         vars(report).pop("wasxfail", None)
+    report.longrepr = shown(item, headline, [text])
+
+
+def shown(item: pytest.Item, headline: str, texts: Sequence[str]) -> ReprExceptionInfo:
+    """What is shown of a failure, as pytest renders an exception: so the summary's line has the headline, also from a
+    worker, and each text can be replaced by what is known at the end of the session.
+    """
     path, line, _ = item.location
-    # As pytest renders an exception, so that the summary's line has the headline, also from a worker.
-    report.longrepr = ReprExceptionInfo(
-        reprtraceback=ReprTraceback([ReprEntryNative([text + "\n"])], None, style="native"),
+    return ReprExceptionInfo(
+        reprtraceback=ReprTraceback([ReprEntryNative([text + "\n"]) for text in texts], None, style="native"),
         reprcrash=ReprFileLocation(path, (line or 0) + 1, headline),
     )
 
