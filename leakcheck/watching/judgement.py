@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of
@@ -59,7 +59,7 @@ class Case:
     ended: Sequence[Owner]
     hints: Sequence[tuple[str, object]]
     final: bool
-    born: set[int] | None
+    born: Collection[int] | None
     stage: str
     turns: Mapping[str, int]
     module: str

@@ -16,17 +16,17 @@ from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.collector import observed_collector, why_unusable
 from lowtide.probes.objects.foreign import mro_of
-from lowtide.probes.objects.identities import identities
+from lowtide.probes.objects.identities import Identities, identities
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused, frozen_by_program
 from lowtide.probes.references.unseen_references import is_script, tensors_of_script
 
-_MOST_IDENTITIES = 200_000
-"""Identities of objects of any kind that are remembered between a mark and the next."""
+_MOST_IDENTITIES = 1_500_000
+"""Identities of objects of any kind that are remembered since a mark: creating a vLLM engine makes a million."""
 
 _FEW = 1000
 """Objects whose types are gone through one by one: numpy costs as much before it looks at the first."""
 
-_MOST_ALIKE = 4
+_MOST_ALIKE = 2
 """Times as many that are noted before those that are the same are made one."""
 
 
@@ -68,6 +68,7 @@ class Births:
         # Not as Python's integers: each would keep the memory around it, where a test's small objects have been.
         self._born: list[Ints] = []
         self._born_number = 0
+        self._are_too_many = False
         self._moved = 0
         self._full = False
         self._frozen = 0
@@ -283,33 +284,37 @@ class Births:
                     self._noted.setdefault(id(tensor), noted)
                     found[id(tensor)] = tensor
 
-    def born(self) -> set[int] | None:
+    def born(self) -> Identities | None:
         """The identities of all objects of any kind born since the mark; None if there were too many to remember.
 
         (Some of them may be dead.)
         """
         self._merge_born()
-        if self._born_number > _MOST_IDENTITIES or self.froze:
+        if self._are_too_many or self.froze:
             return None
-        moved = {identity for part in self._born for identity in part.tolist()}
-        return (moved | set(map(id, _young()))) - self._known
+        return Identities(np.concatenate([*self._born, identities(_young())]), but=self._known)
 
     def _note_born(self, young: list[object]) -> None:
+        if self._are_too_many:
+            return
+        self._born.append(identities(young))
+        self._born_number += len(young)
         if self._born_number > _MOST_IDENTITIES * _MOST_ALIKE:
             self._merge_born()
-        if self._born_number <= _MOST_IDENTITIES * _MOST_ALIKE:
-            self._born.append(identities(young))
-            self._born_number += len(young)
 
     def _merge_born(self) -> None:
         """Many of them are those of objects that took the places of earlier ones."""
         if len(self._born) > 1:
             self._born = [np.unique(np.concatenate(self._born))]
             self._born_number = len(self._born[0])
+        if self._born_number > _MOST_IDENTITIES:
+            self._forget_born()
+            self._are_too_many = True
 
     def _forget_born(self) -> None:
         self._born.clear()
         self._born_number = 0
+        self._are_too_many = False
 
     def _moved_objects(self) -> list[object]:
         if self.froze:

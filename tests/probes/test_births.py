@@ -387,6 +387,32 @@ def test_too_many_births_are_not_remembered(births: Births, monkeypatch: pytest.
     assert (births.born() is None) is (len(kept) > most)
 
 
+def test_who_was_there_is_known_after_half_a_million_births(births: Births) -> None:
+    older = [[]]
+    births.mark()
+    kept = [[] for _ in range(500_000)]
+    gc.collect()
+    identities = births.born()
+    assert identities is not None
+    assert id(older[0]) not in identities
+    assert all(id(item) in identities for item in kept[::10_000])
+
+
+def test_once_there_were_too_many_births_no_more_are_noted(births: Births, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_IDENTITIES", 100)
+    kept = [[] for _ in range(1000)]
+    gc.collect()
+    noted: list[int] = []
+    monkeypatch.setattr(module, "identities", lambda items: noted.append(len(items)))
+    kept += [[] for _ in range(1000)]
+    gc.collect()
+    assert noted == []
+    assert births.born() is None
+    births.mark()
+    monkeypatch.undo()
+    assert births.born() is not None
+
+
 @pytest.mark.usefixtures("births")
 def test_watching_keeps_none_of_the_memory_of_many_small_objects() -> None:
     trim_heap()

@@ -15,6 +15,7 @@ import pytest
 
 from lowtide.probes.objects import identities as module
 from lowtide.probes.objects.identities import (
+    Identities,
     are_tracked,
     elements,
     identities,
@@ -277,3 +278,19 @@ def test_nothing_of_it_stays_that_could_be_come_across() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 1 << 20
+
+
+def test_a_set_of_identities_has_each_once_and_none_of_those_left_out() -> None:
+    found = Identities(np.array([32, 16, 32, 64], np.int64), but={16, 48})
+    assert (len(found), list(found)) == (2, [32, 64])
+    assert [number in found for number in (16, 32, 48, 64, 80, 0, -1)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert "32" not in found
+    assert 32 not in Identities(np.zeros(0, np.int64))
