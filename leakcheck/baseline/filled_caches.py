@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -73,6 +73,8 @@ class FilledCaches:
         self._activity = CacheActivity()
         self._stages: dict[int, str] = {}
         self._filled: list[Any] = []
+        # Those in which the last cheap look found anything; None until there was one.
+        self._holding: list[Any] | None = None
         self._born: Collection[int] | None = ()
         self._told: dict[str, CachedItem] = {}
         self._owned: set[int] = set()
@@ -93,7 +95,7 @@ class FilledCaches:
 
     def note(self, stage: str) -> None:
         """Those that were filled for the first time since the last look, were so in `stage`."""
-        self._filled = self._activity.changed()
+        self._filled, self._holding = self._activity.changed(), None
         for cache in self._filled:
             self._stages.setdefault(id(cache), stage)
 
@@ -128,13 +130,15 @@ class FilledCaches:
 
     def forget(self) -> None:
         """Let go of the caches themselves."""
-        self._filled = []
+        self._filled, self._holding = [], None
         self._told = {}
         self._alone = {}
 
     def suspects(self, survivors: Iterable[Newborn]) -> bool:
         """Whether a filled cache holds anything that may be its alone; looks at nothing but the caches."""
-        return bool(self._filled) and any(self._new_in_each(survivors, module_namespaces()).values())
+        found = self._new_in_each(self._filled, survivors, module_namespaces()) if self._filled else []
+        self._holding = [cache for cache, items in found if items]
+        return bool(self._holding)
 
     def held(
         self, survivors: Iterable[Newborn], judged: Collection[Key], walk: SharedWalk | None = None
@@ -142,22 +146,23 @@ class FilledCaches:
         """New modules, and objects of bound methods, that live only because of the filled caches, as text with 1 each.
 
         What anybody else holds too (a logger, a singleton, a fixture's engine) lives anyway, and is no leak of a cache.
-        That is found out by one walk over the heap for all of them, once per test.
+        That is found out by one walk over the heap for all of them, once per test.  What gets nothing new any more only
+        loses: where `suspects` has looked, only those caches are gone through in which it found anything.
 
         Args:
             survivors: what was born since the mark and is alive.
             judged: the storages that are judged: what leads to one of those is reported by the finding about that.
             walk: the walk over the heap to ask, if it is shared with others.
         """
-        if not self._filled:
+        caches = self._filled if self._holding is None else self._holding
+        if not caches:
             return {}
         # Asked once: with torch's compiler loaded there are thousands of modules, and dozens of its caches fill.
         namespaces = module_namespaces()
-        in_each = self._new_in_each(survivors, namespaces)
-        self._find_alone([item for items in in_each.values() for item in items], walk)
+        in_each = self._new_in_each(caches, survivors, namespaces)
+        self._find_alone([item for _, items in in_each for item in items], walk)
         found: dict[str, int] = {}
-        for place, items in in_each.items():
-            cache = self._filled[place]
+        for cache, items in in_each:
             for item in _outermost([item for item in items if self._alone[id(item)]], judged, namespaces):
                 text = _told(item, cache)
                 found[text] = 1
@@ -174,16 +179,16 @@ class FilledCaches:
         """What these texts name; it may be asked for long after `forget`."""
         return {name: self._told[name] for name in names if name in self._told}
 
-    def _new_in_each(self, survivors: Iterable[Newborn], namespaces: Collection[int]) -> dict[int, list[Any]]:
-        """By a filled cache's place, the modules and owners of bound methods in it that were born since the mark."""
+    def _new_in_each(
+        self, caches: Sequence[Any], survivors: Iterable[Newborn], namespaces: Collection[int]
+    ) -> list[tuple[Any, list[Any]]]:
+        """Each of some caches, with the modules and owners of bound methods in it that were born since the mark."""
         newborn = {id(born.item) for born in survivors}
-        found = {}
-        places = {id(cache): place for place, cache in enumerate(self._filled)}
-        for cache, objects, _ in walk_caches(self._filled, namespaces, _MOST_REACHED, _MOST_IN_ALL):
-            place = places[id(cache)]
+        found = []
+        for cache, objects, _ in walk_caches(caches, namespaces, _MOST_REACHED, _MOST_IN_ALL):
             new = [item for item in _kept_among(objects) if self._is_new(item, newborn)]
             stays = exempt("lru-cache", [_told(item, cache) for item in new]) if new else set()
-            found[place] = [item for item in new if _told(item, cache) not in stays]
+            found.append((cache, [item for item in new if _told(item, cache) not in stays]))
         return found
 
     def _is_new(self, item: object, newborn: Collection[int]) -> bool:

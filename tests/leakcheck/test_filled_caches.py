@@ -18,6 +18,7 @@ from lowtide.leakcheck.baseline import filled_caches
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.storages import storage_keys
 from lowtide.probes.heap.births import Births
+from lowtide.probes.heap.caches import walk_caches
 from lowtide.probes.heap.holders import trace
 
 
@@ -101,6 +102,36 @@ def both(program: Any, item: object) -> None:
 def test_what_a_cache_alone_keeps_is_told(program: Any, name: str) -> None:
     run, expected = LEAKS[name]
     assert told_of(program, run) == expected
+
+
+def test_after_a_cheap_look_only_caches_that_hold_something_new_are_gone_through(
+    program: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walked: list[str] = []
+
+    def walk(caches: Any, *more: Any) -> Any:
+        walked.extend("supports" if cache is program.supports else "build" for cache in caches)
+        return walk_caches(caches, *more)
+
+    with Watched(program) as watched:
+        program.supports(torch.nn.ReLU())
+        program.build("a word")
+        watched.caches.note("call")
+        watched.caches.born(watched.births.born())
+        monkeypatch.setattr(filled_caches, "walk_caches", walk)
+        assert watched.caches.suspects(watched.births.survivors())
+        assert sorted(walked) == ["build", "supports"]
+        walked.clear()
+        for _ in range(2):
+            found = watched.caches.held(watched.births.survivors(), ())
+            assert [text.partition(" at ")[0] for text in found] == ["torch.nn.modules.activation.ReLU"]
+        assert walked == ["supports", "supports"]
+        program.supports.cache_clear()
+        assert watched.caches.held(watched.births.survivors(), ()) == {}
+        # Another stage: any of them may hold something new.
+        program.build(torch.nn.ReLU())
+        watched.caches.note("teardown")
+        assert len(watched.caches.held(watched.births.survivors(), ())) == 1
 
 
 def keep(program: Any, item: Any) -> Any:
