@@ -1,0 +1,51 @@
+"""What lowtide says stands in one table, `messages.txt`, in plain words."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.package import message_table
+from tests.package.message_table import TABLE, messages
+
+RIDDLES = ("is told", "are told", "whose is it", "gives back nothing of", "what it holds of", "not to be had")
+"""Phrases that a reader who has never seen the project stumbles over."""
+
+
+def test_the_table_has_every_message_of_the_code_and_no_other() -> None:
+    written = TABLE.read_text(encoding="utf-8")
+    assert message_table.table() == written, "messages have changed: read them in the table that " + (
+        "python -m tests.package.message_table writes"
+    )
+    assert written.count("\n") > 300
+
+
+def test_the_messages_are_plain() -> None:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if any(riddle in line for riddle in RIDDLES)] == []
+    # An empty slot: nothing between two marks.
+    assert [line for line in lines if " :" in line.partition(": ")[2] or ": ;" in line or ",," in line] == []
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("raise TargetError(f'{name} names no target')", "TargetError: {name} names no target"),
+        ("raise kinds.UsageError('give one ' 'of them')", "UsageError: give one of them"),
+        ("NotMeasured(what=key, why='no card is here')", "why: no card is here"),
+        ("advice = f'unmap arena {tag!r}'", "advice: unmap arena {tag}"),
+        ("raise OwnError('there is ' + what)", "OwnError: there is {…}"),
+        ("f(message='one line' if one else f'{count} lines in all')", "message: one line | {count} lines in all"),
+        ("warnings.warn('this name is old', DeprecationWarning)", "warning: this name is old"),
+    ],
+)
+def test_a_message_is_collected(code: str, line: str) -> None:
+    assert list(messages(ast.parse(code))) == [line]
+
+
+@pytest.mark.parametrize(
+    "code", ["raise error", "raise KeyError(name)", "f(reason='leak')", "text = 'of no interest here'"]
+)
+def test_what_nobody_reads_is_not(code: str) -> None:
+    assert list(messages(ast.parse(code))) == []
