@@ -2,39 +2,74 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from lowtide.reports.schema import Finding, Report, read
+from lowtide.reports.schema import Finding, Report, Subject, read
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SUITES = ("engine_fixture", "module_cache", "rl_loop", "transformers_pipeline", "vllm_life")
 
 
-def run(name: str, folder: Path, *arguments: str) -> tuple[str, Report]:
-    """One suite, in a copy; the last line, and the report."""
-    shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "pytest", "-q", "--leakcheck", f"--leakcheck-report={folder / 'report'}"]
-    if "lowtide" not in {entry.name for entry in metadata.entry_points(group="pytest11")}:
-        command += ["-p", "lowtide.pytest_plugin.plugin"]
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    done = subprocess.run(
-        [*command, *arguments], cwd=folder / name, env=environment, capture_output=True, text=True, check=False
-    )
-    assert (folder / "report").exists(), done.stdout + done.stderr
-    return done.stdout.strip().splitlines()[-1], read(folder / "report")
+@dataclass(frozen=True)
+class Run:
+    """One suite, clean and leaking files in one session, as the README says.
+
+    Attributes:
+        last: the last line that pytest printed.
+        report: what was judged.
+    """
+
+    last: str
+    report: Report
+
+    def subjects(self, *, leaking: bool) -> list[Subject]:
+        """What was judged in the leaking file, or in the clean one."""
+        return [subject for subject in self.report.subjects if ("leaking.py" in subject.id) is leaking]
+
+    def leaks(self) -> dict[str, Finding]:
+        """What the leaking file left, by holder."""
+        return {
+            finding.holder or "": finding for subject in self.subjects(leaking=True) for finding in subject.findings
+        }
 
 
-def findings(report: Report) -> dict[str, Finding]:
-    return {finding.holder or "": finding for subject in report.subjects for finding in subject.findings}
+@functools.cache
+def run(name: str) -> Run:
+    """A suite, in a copy of its folder; loading torch takes longer than all else, so it is run once."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        shutil.copytree(EXAMPLES / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        files = sorted(path.name for path in (folder / name).glob("*.py") if path.name.startswith(("test_", "leaking")))
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "--leakcheck",
+            f"--leakcheck-report={folder / 'report'}",
+        ]
+        if "lowtide" not in {entry.name for entry in metadata.entry_points(group="pytest11")}:
+            command += ["-p", "lowtide.pytest_plugin.plugin"]
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # The clean file first.
+        done = subprocess.run(
+            [*command, *files[::-1]], cwd=folder / name, env=environment, capture_output=True, text=True, check=False
+        )
+        assert (folder / "report").exists(), done.stdout + done.stderr
+        return Run(done.stdout.strip().splitlines()[-1], read(folder / "report"))
 
 
 def test_each_example_is_described() -> None:
@@ -45,20 +80,19 @@ def test_each_example_is_described() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SUITES if name != "vllm_life"])
-def test_the_clean_file_passes(name: str, tmp_path: Path) -> None:
-    last, report = run(name, tmp_path)
-    assert "passed" in last
-    assert {subject.outcome for subject in report.subjects} == {"clean"}
+def test_the_clean_file_is_clean(name: str) -> None:
+    judged = run(name).subjects(leaking=False)
+    assert judged
+    assert {subject.outcome for subject in judged} == {"clean"}
 
 
-def test_without_a_card_a_real_engine_is_skipped(tmp_path: Path) -> None:
+def test_without_a_card_a_real_engine_is_skipped() -> None:
     import torch
 
     if torch.cuda.is_available():
         pytest.skip("there is a card")
-    last, report = run("vllm_life", tmp_path, "-rs")
-    assert "1 skipped" in last
-    assert report.subjects == ()
+    assert "1 skipped" in run("vllm_life").last
+    assert run("vllm_life").report.subjects == ()
 
 
 @pytest.mark.parametrize(
@@ -75,19 +109,20 @@ def test_without_a_card_a_real_engine_is_skipped(tmp_path: Path) -> None:
         ("transformers_pipeline", {"leaking.OUTPUTS": "leaking.OUTPUTS.clear()"}),
     ],
 )
-def test_a_leak_is_named_with_what_releases_it(name: str, remedies: dict[str, str], tmp_path: Path) -> None:
-    _, report = run(name, tmp_path, "leaking.py")
-    found = findings(report)
+def test_a_leak_is_named_with_what_releases_it(name: str, remedies: dict[str, str]) -> None:
+    found = run(name).leaks()
     assert {holder: item.remedy.action for holder, item in found.items() if item.remedy is not None} == remedies
     assert all(item.remedy is not None and item.remedy.returns_bytes == item.bytes for item in found.values())
     assert all(item.path for item in found.values())
-    if name == "rl_loop":
-        assert [(item.trend, item.stage) for item in found.values()] == [("growth", "train")]
 
 
-def test_an_engine_that_no_fixture_closes_is_the_fixtures(tmp_path: Path) -> None:
-    _, report = run("engine_fixture", tmp_path, "leaking.py")
-    (subject,) = [subject for subject in report.subjects if subject.findings]
+def test_what_a_loop_keeps_grows_turn_by_turn() -> None:
+    (finding,) = run("rl_loop").leaks().values()
+    assert (finding.trend, finding.stage) == ("growth", "train")
+
+
+def test_an_engine_that_no_fixture_closes_is_the_fixtures() -> None:
+    (subject,) = [subject for subject in run("engine_fixture").subjects(leaking=True) if subject.findings]
     assert subject.id == "module fixture 'engine' (leaking.py)"
     (finding,) = subject.findings
     assert finding.holder == "thread 'engine'"
