@@ -31,8 +31,8 @@ LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
 WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(sort $(shell find tests -name "test_*.py")))
 # Whole lives, commands and other runners' suites, which take 40 % of the time of all tests: `make test-all` runs them,
 # every night.
-NIGHTLY := tests/package/test_cli.py tests/pytest_plugin/test_remedies.py tests/pytest_plugin/test_shapes.py \
-	tests/engine/test_golden_life.py \
+NIGHTLY := tests/package/test_cli.py tests/engine/test_golden_life.py tests/engine/test_block_table.py \
+	$(addprefix tests/pytest_plugin/test_, causes.py library_insides.py remedies.py settings.py shapes.py spent.py) \
 	$(addprefix tests/leakcheck/test_, check.py checked_life.py damage.py defects.py empty_pools_in_lives.py \
 	first_use_in_lives.py fuzz.py host_figure.py imports_in_lives.py leftovers.py lifecycle.py shared_sweep.py \
 	sleeping_lives.py target_life.py transformers_target.py witness.py)
