@@ -1,4 +1,4 @@
-"""Writes the pages of all commands and of all options of `pytest --leakcheck`, from what registers them.
+"""Writes what pages show of the code: what is judged, all commands, and all options of `pytest --leakcheck`.
 
 python docs/write_reference.py
 """
@@ -15,12 +15,16 @@ from typing import Any
 from typer.models import ArgumentInfo, OptionInfo
 
 from lowtide.leakcheck.cli.commands import app
+from lowtide.leakcheck.judging.rules import RULES, Bound, Rule
 from lowtide.pytest_plugin import plugin
+from lowtide.reports.sizes import format_bytes
 
 DOCS = Path(__file__).parent
 
 BEGIN = "<!-- reference: written by docs/write_reference.py -->"
 END = "<!-- reference: end -->"
+
+_PLACES = {"process": "", "device": "per device: ", "card": "per card: "}
 
 _TYPES: dict[Any, str] = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
@@ -146,7 +150,40 @@ def _code(text: str) -> str:
     return "`" + text.replace("|", "\\|") + "`"
 
 
-PAGES = {"cli.md": command_reference, "pytest-options.md": pytest_reference}
+def judged_table() -> str:
+    """What is judged, within which tolerance and at which rung, as Markdown."""
+    # What people look for first are devices; the sort keeps the order within each kind.
+    rows = [_judged(rule) for rule in sorted(RULES, key=lambda rule: rule.place == "process")]
+    return _table(("resource", "what is counted", "after a test", "after an engine's shutdown"), rows)
+
+
+def _judged(rule: Rule) -> tuple[str, ...]:
+    tested, lived = (_bound(rule, bound) for bound in (rule.test, rule.life))
+    return _code(rule.resource), f"{_PLACES[rule.place]}{rule.counts}", tested, lived
+
+
+def _bound(rule: Rule, bound: Bound | None) -> str:
+    if bound is None:
+        return "not judged"
+    text = _amount(rule, bound.tolerance)
+    if bound.with_card is not None:
+        text += f", with a card {_amount(rule, bound.with_card)}"
+    rungs = (["settle"] if bound.settles else []) + [bound.rung.value]
+    text += "; " + ", ".join(f"`{rung}`" for rung in rungs)
+    return text + ("; from the second life" if bound.first_use else "")
+
+
+def _amount(rule: Rule, amount: int) -> str:
+    text = format_bytes(amount) if rule.unit == "bytes" and amount else str(amount)
+    return text.replace(".0 ", " ")
+
+
+PAGES = {
+    "cli.md": command_reference,
+    "judging.md": judged_table,
+    "pytest-options.md": pytest_reference,
+    "pytest.md": judged_table,
+}
 
 
 def with_reference(page: str, reference: str) -> str:

@@ -19,6 +19,7 @@ app = typer.Typer(
     help="Does an inference engine's memory come back, and if not, who holds it?",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 

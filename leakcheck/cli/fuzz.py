@@ -27,7 +27,8 @@ def fuzz(
     examples: Annotated[int, typer.Option(help="Lives to try.")] = 100,
     steps: Annotated[int, typer.Option(help="Calls of one life at most.")] = 10,
     seed: Annotated[
-        int | None, typer.Option(help="The same finds the same; without one, what failed last is tried first.")
+        int | None,
+        typer.Option(help="The same seed tries the same lives; without one, the life that failed last comes first."),
     ] = None,
     defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
     faults: Annotated[

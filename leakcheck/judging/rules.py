@@ -1,7 +1,7 @@
 """The one table of what must come back: each resource's tolerance and rung, in a test and in an engine's life.
 
 Tests, `LeakCheck` and the fuzzer's lives are judged by the column of tests, `lowtide run` and `check` by that of lives.
-`plain_metrics` and `shutdown_metrics` add how each is read; `docs/write_tables.py` writes the table into the pages.
+`plain_metrics` and `shutdown_metrics` add how each is read; `docs/write_reference.py` writes the table into the pages.
 """
 
 from __future__ import annotations

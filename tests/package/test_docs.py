@@ -46,7 +46,7 @@ def sections(text: str) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-@pytest.mark.parametrize("name", ["cli.md", "pytest-options.md"])
+@pytest.mark.parametrize("name", ["cli.md", "judging.md", "pytest-options.md", "pytest.md"])
 def test_a_reference_page_is_that_of_the_code(name: str) -> None:
     writer = script("write_reference")
     text = page(name)
@@ -81,6 +81,13 @@ def test_every_command_and_option_of_the_help_is_on_the_page() -> None:
         options = set(OPTION.findall(help_text)) - {"--help"}
         assert options
         assert options <= set(OPTION.findall(told[f"`lowtide {name}`"])), name
+
+
+def test_help_prints_square_brackets_and_whole_sentences() -> None:
+    """Rich takes square brackets for markup, and typer may keep the line ends of a docstring."""
+    text = CliRunner().invoke(app, ["run", "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).stdout
+    assert "A random model of this size [default: tiny]." in text
+    assert "2 bad input or could not be measured, 130 interrupted." in text
 
 
 def test_every_option_setting_and_marker_that_pytest_lists_is_on_the_page() -> None:
