@@ -19,6 +19,9 @@ HOUSES = ("engine", "leakcheck", "probes", "pytest_plugin", "reports")
 _SAID = frozenset({"advice", "message", "reason", "why"})
 """Arguments and variables that hold a text for people."""
 
+_SAYING = {"refuse": "refused", "typer.echo": "printed", "warnings.warn": "warning"}
+"""Functions whose first argument is for people, and what to call it."""
+
 _FEWEST_WORDS = 3
 """Of a text that is not a name or a code."""
 
@@ -43,16 +46,17 @@ def messages(tree: ast.Module) -> Iterator[str]:
             for keyword in node.keywords:
                 if keyword.arg in _SAID:
                     yield from _line(keyword.arg, keyword.value)
-            if ast.unparse(node.func) == "warnings.warn":
-                yield from _line("warning", node.args[0])
+            called = ast.unparse(node.func)
+            if called in _SAYING and node.args:
+                yield from _line(_SAYING[called], node.args[0])
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in _SAID:
             yield from _line(node.targets[0].id, node.value)
 
 
 def _line(kind: str, value: ast.expr) -> Iterator[str]:
-    text = _text(value)
-    if len(text.split()) >= _FEWEST_WORDS:
-        yield f"{kind}: {text}"
+    words = _text(value).split()
+    if len(words) >= _FEWEST_WORDS:
+        yield f"{kind}: {' '.join(words)}"
 
 
 def _text(value: ast.expr) -> str:

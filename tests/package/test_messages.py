@@ -37,6 +37,8 @@ def test_the_messages_are_plain() -> None:
         ("advice = f'unmap arena {tag!r}'", "advice: unmap arena {tag}"),
         ("raise OwnError('there is ' + what)", "OwnError: there is {…}"),
         ("f(message='one line' if one else f'{count} lines in all')", "message: one line | {count} lines in all"),
+        ("refuse(f'--cycles {n} is not possible')", "refused: --cycles {n} is not possible"),
+        ("typer.echo('interrupted before the end', err=True)", "printed: interrupted before the end"),
         ("warnings.warn('this name is old', DeprecationWarning)", "warning: this name is old"),
     ],
 )
