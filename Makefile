@@ -32,7 +32,8 @@ WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(sort $(shell find 
 # Whole lives, commands and other runners' suites, which take 40 % of the time of all tests: `make test-all` runs them,
 # every night.
 NIGHTLY := tests/package/test_cli.py tests/engine/test_golden_life.py tests/engine/test_block_table.py \
-	$(addprefix tests/pytest_plugin/test_, causes.py library_insides.py remedies.py settings.py shapes.py spent.py) \
+	$(addprefix tests/pytest_plugin/test_, causes.py growth.py hidden_holders.py later_tests.py library_insides.py \
+	library_tables.py passes.py remedies.py run_by_another.py settings.py settings_left.py shapes.py spent.py) \
 	$(addprefix tests/leakcheck/test_, check.py checked_life.py damage.py defects.py empty_pools_in_lives.py \
 	first_use_in_lives.py fuzz.py host_figure.py imports_in_lives.py leftovers.py lifecycle.py shared_sweep.py \
 	sleeping_lives.py target_life.py transformers_target.py witness.py)
