@@ -243,7 +243,7 @@ def one_for_each_level(findings: Iterable[Finding], level_of: Mapping[str, Level
     """
     groups: dict[object, Finding] = {}
     for finding in findings:
-        level = level_of.get(finding.fingerprint, finding.fingerprint)
+        level: object = level_of.get(finding.fingerprint, finding.fingerprint)
         known = groups.get(level)
         if known is None or _weight(finding) > _weight(known):
             groups[level] = finding
@@ -252,9 +252,4 @@ def one_for_each_level(findings: Iterable[Finding], level_of: Mapping[str, Level
 
 def grouped(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Findings with the same fingerprint as one, the largest with a remedy, in order of first appearance."""
-    groups: dict[str, Finding] = {}
-    for finding in findings:
-        known = groups.get(finding.fingerprint)
-        if known is None or _weight(finding) > _weight(known):
-            groups[finding.fingerprint] = finding
-    return tuple(groups.values())
+    return one_for_each_level(findings, {})

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from lowtide.leakcheck.judging.judge import grouped, judge
+from lowtide.leakcheck.judging.judge import grouped, judge, missing, one_for_each_level
 from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, Step
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.reports.schema import Finding, Remedy
@@ -222,3 +222,25 @@ def test_of_equal_ones_the_first_stays_and_the_order_is_that_of_first_appearance
     assert kept is first
     marks = [found.fingerprint for found in grouped([finding(1, mark="b"), finding(2, mark="a"), finding(3, mark="b")])]
     assert marks == ["b", "a"]
+
+
+def test_findings_about_one_level_are_one_and_what_has_names_stays_apart() -> None:
+    later, named, first = finding(5, mark="late"), finding(2, mark="named"), finding(3, mark="first")
+    level: Any = "pinned"
+    assert one_for_each_level([first, named, later], {"first": level, "late": level}) == (later, named)
+    assert one_for_each_level([first, named, later], {"first": level}) == (first, named, later)
+
+
+def test_missing_is_what_is_above_its_baseline_and_can_be_read() -> None:
+    metrics = [metric("tensors"), metric("reserved"), metric("pinned"), metric("arena", tolerance=4)]
+    now = {"tensors": 5, "reserved": 3, "pinned": None, "arena": 4}
+    found = missing(metrics, {"tensors": 0, "reserved": 3, "pinned": 0, "arena": 0}, now)
+    assert [(item.metric.resource, item.above) for item in found] == [("tensors", 5)]
+
+
+def test_each_finding_has_its_metric_and_the_metrics_key() -> None:
+    metrics = [metric("tensors", key="a"), metric("reserved", key="b"), metric("arena", key="c")]
+    steps = [Step(rung, {"tensors": 1, "reserved": 0, "arena": 2}, 1.0) for rung in Rung]
+    judgement = judge(metrics, {"tensors": 0, "reserved": 0, "arena": 0}, steps, stage="shutdown", cycle=1)
+    assert judgement.keys == ("a", "c")
+    assert judgement.metrics == (metrics[0], metrics[2])

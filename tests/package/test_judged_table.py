@@ -14,7 +14,7 @@ from lowtide.leakcheck.judging import metrics
 from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics
 from lowtide.leakcheck.judging.rules import RULES, Bound, bound_of_test, rule_of
-from lowtide.leakcheck.judging.tolerances import plain_metrics
+from lowtide.leakcheck.judging.tolerances import Reading, host_memory_tolerance, plain_metrics
 
 DOCS = Path(__file__).parents[2] / "docs"
 MIB = 1 << 20
@@ -72,6 +72,36 @@ def test_a_test_is_judged_by_every_row_of_its_column() -> None:
             assert metric.tolerance == rule.test.allowed(card=True)
             assert (metric.resource, metric.unit, metric.verdict) == (rule.resource, rule.unit, rule.verdict)
     assert judged == {}
+
+
+def test_without_a_card_no_row_of_a_card_is_judged_and_tolerances_are_smaller() -> None:
+    judged = plain_metrics(["cpu"])
+    assert {metric.device for metric in judged} == {"", "cpu"}
+    assert {metric.device for metric in shutdown_metrics("cpu")} == {"", "cpu"}
+    (host,) = [metric for metric in judged if metric.key == "host-memory"]
+    assert host.tolerance == host_memory_tolerance(["cpu"]) == host_memory_tolerance([])
+    assert host.tolerance < host_memory_tolerance(["cpu", "cuda:0"])
+
+
+def test_a_life_on_a_card_counts_tensors_on_both_devices_and_the_rest_on_the_card() -> None:
+    devices: dict[str, set[str]] = {}
+    for metric in shutdown_metrics("cuda:0"):
+        devices.setdefault(metric.key.partition(" ")[0], set()).add(metric.device)
+    assert devices["tensors"] == {"cpu", "cuda:0"}
+    assert devices["arena"] == {"cuda:0"}
+    assert devices["host-memory"] == {"cpu"}
+    assert devices["threads"] == {""}
+
+
+def test_a_test_is_read_by_levels_and_by_names() -> None:
+    judged = {metric.key: metric for metric in plain_metrics(["cpu"])}
+    reading = Reading(items={"threads": {"a": 1, "b": 1}}, amounts={"host-memory": 7, "pinned": None})
+    assert judged["threads"].read(reading) == 2
+    assert judged["threads"].above(Reading(), reading) == 2
+    assert judged["threads"].new_items(Reading(), reading) == {"a": 1, "b": 1}
+    assert judged["host-memory"].read(reading) == 7
+    assert judged["pinned"].read(reading) is None
+    assert judged["gc-frozen"].read(reading) == 0
 
 
 def test_a_life_is_judged_by_every_row_of_its_column() -> None:
