@@ -183,7 +183,7 @@ class LLMEngine:
         return self._add(core, request_id, prompt, params or SamplingParams())
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has something to do, or something to tell."""
+        """Whether `step` has something to do, or something to report."""
         return bool(self._pending_outputs) or (self._core is not None and self._core.has_unfinished_requests())
 
     def step(self) -> list[RequestOutput]:

@@ -68,7 +68,7 @@ class AllocationStacks:
     - `torch.jit.trace` of a function that computes with Python numbers fails, as in any dispatch mode (torch 2.13):
       torch hands those numbers over as numbers, and they are tensors there.
     - An address whose memory was freed and then taken by something that is not dispatched (`torch.UntypedStorage`,
-      `torch.frombuffer`, inductor's code, another thread) still has the older stack: nobody is told of the freeing.
+      `torch.frombuffer`, inductor's code, another thread) still has the older stack: the freeing is not observed.
 
     Args:
         card: whether to switch the card's history on.
@@ -133,7 +133,7 @@ class AllocationStacks:
 
 
 def _segments() -> list[Segment]:
-    """What torch's allocators hold, with the stacks; empty where they cannot tell."""
+    """What torch's allocators hold, with the stacks; empty if they cannot report it."""
     torch = initialized_torch()
     if torch is None:
         return []

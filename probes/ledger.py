@@ -50,7 +50,7 @@ class Ledger:
 
     Attributes:
         device: `cuda:0`, `cpu`.
-        total: bytes that the source says this process holds; None if it does not tell.
+        total: bytes that the source says this process holds; None if it does not report it.
         source: who says so: `nvml`, `amdsmi`, `none`; for `cpu` the kernel's `rss`.
         lines: the parts that are known.
         unexplained: the rest; negative where lines overlap; None without a total.
@@ -70,7 +70,7 @@ def base_from(snapshot: Snapshot, device: str) -> int:
     `LedgerBase.libraries`.
 
     Raises:
-        LedgerError: the driver does not tell what this process holds on `device`.
+        LedgerError: the driver does not report what this process holds on `device`.
     """
     left = read_ledger(snapshot, device, LedgerBase(device, context=0)).unexplained
     if left is None:

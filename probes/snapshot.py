@@ -78,7 +78,7 @@ class Snapshot:
 
     @property
     def pinned_bytes(self) -> int | None:
-        """Bytes of page-locked host memory, torch's cache and announced pools; None where torch does not tell."""
+        """Bytes of page-locked host memory, torch's cache and announced pools; None where torch does not report it."""
         if self.pinned.torch_reserved is None:
             return None
         return self.pinned.torch_reserved + sum(pool.mapped for pool in self.pools if pool.kind == "pinned")
@@ -89,7 +89,7 @@ class Snapshot:
         return bytes_held(self.caches)
 
     def driver_bytes(self, device: str) -> int | None:
-        """Bytes that the driver says this process holds on `device`; None if it was not asked or does not tell."""
+        """Bytes that the driver says this process holds on `device`; None if it was not asked or does not report it."""
         return next((reading.process_bytes for reading in self.drivers if reading.device == device), None)
 
     def allocator(self, device: str) -> AllocatorReading | None:
@@ -97,12 +97,12 @@ class Snapshot:
         return next((reading for reading in self.allocators if reading.device == device), None)
 
     def allocated(self, device: str) -> int | None:
-        """Bytes that torch's allocator handed out on `device`: 0 without a context, None if it cannot tell."""
+        """Bytes that torch's allocator handed out on `device`: 0 without a context, None if it cannot be read."""
         reading = self.allocator(device)
         return 0 if reading is None else reading.allocated
 
     def reserved(self, device: str) -> int | None:
-        """Bytes that torch's allocator took from the driver: 0 without a context, None if it cannot tell."""
+        """Bytes that torch's allocator took from the driver: 0 without a context, None if it cannot be read."""
         reading = self.allocator(device)
         return 0 if reading is None else reading.reserved
 
@@ -120,7 +120,7 @@ def take_snapshot(label: str = "", *, driver: Driver, devices: Sequence[int] = (
         devices: torch's indices of the cards to ask about.
 
     Raises:
-        HostReadError: /proc does not tell.
+        HostReadError: /proc cannot be read.
         PoolSourceError: an announced source raised.
     """
     taken_at = time.time()

@@ -111,7 +111,7 @@ def _without_last(listeners: tuple[StageListener, ...], gone: StageListener) -> 
 
 
 class _OpenStage:
-    """A stage that somebody hears of: tells the listeners, marks the profiler's timeline, keeps the path."""
+    """A stage with listeners: calls the listeners, marks the profiler's timeline, keeps the path."""
 
     __slots__ = ("_close_range", "_name", "_outer", "_stage", "_told")
 
@@ -221,7 +221,7 @@ class PoolReading:
 
 @runtime_checkable
 class PoolSource(Protocol):
-    """An allocator that tells what it holds."""
+    """An allocator that reports what it holds."""
 
     def read_pools(self) -> Sequence[PoolReading]:
         """Tells what is held now; changes nothing and allocates nothing on a device."""

@@ -1,4 +1,4 @@
-"""What failed calls of `leakcheck.check()` found in a test, until the test's verdict tells it."""
+"""What failed calls of `leakcheck.check()` found in a test, until the test's verdict reports it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BACK = "leakcheck.check() found it; it was back at the end of the test"
 
 @dataclass(frozen=True, eq=False)
 class _Checked:
-    """A finding with what tells it from another one later; holds nothing of the program."""
+    """A finding with what distinguishes it from a later one; holds nothing of the program."""
 
     finding: Finding
     things: frozenset[Thing]
@@ -46,7 +46,7 @@ class CheckedLeaks:
             self._found.append(_Checked(finding, things, storages))
 
     def missing_from(self, verdict: Verdict) -> list[Finding]:
-        """What the verdict on the whole test does not tell, since it came back after the check."""
+        """What the verdict on the whole test does not report, since it was released after the check."""
         return [
             msgspec.structs.replace(known.finding, message=f"{known.finding.message}; {_BACK}")
             for known in self._found

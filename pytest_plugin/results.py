@@ -123,7 +123,7 @@ class Results:
         return applied.findings
 
     def _ran_everything(self) -> bool:
-        """Whether no test was left out of this run, as far as the command line tells."""
+        """Whether no test was left out of this run, as far as the command line shows."""
         option = self._config.option
         narrowed = any(getattr(option, name, None) for name in ("keyword", "markexpr", "lf", "deselect", "stepwise"))
         return not narrowed and not any("::" in text or text.endswith(".py") for text in self._config.args)

@@ -106,7 +106,7 @@ def empty_instance(held: Callable[[], object]) -> None:
     """Empty the test class's instance where nothing has it but the function that runs the test.
 
     As `flaky` does, which asks it for its class and keeps it until its test has run for the last time. Whoever else
-    has it, and so what the test put on `self`, is to be told. It may be asked again, once garbage has been collected
+    has it, and so what the test put on `self`, is to be judged. It may be asked again, once garbage has been collected
     that has it, too.
 
     Args:
@@ -255,7 +255,7 @@ def release_warnings() -> None:
 
 
 def hints(item: pytest.Item) -> Iterator[tuple[str, object]]:
-    """What pytest keeps of a test for the whole session by design, and what to tell who finds a leak there."""
+    """What pytest keeps of a test for the whole session by design, and what to say about a leak there."""
     callspec = getattr(item, "callspec", None)
     if callspec is not None:
         yield (

@@ -30,7 +30,7 @@ class SessionWatch:
 
     Attributes:
         watch: the watch itself.
-        imports: who tells it of imports.
+        imports: reports imports to it.
         sleeps: what engines leave behind that sleep.
         is_open: whether it reads anything yet.
         failure: the first error in a guarded block since this was emptied; empty if there was none.

@@ -62,7 +62,7 @@ def finding_lines(finding: Finding, *, whole: bool = True, rest: str = "") -> li
 
     Args:
         finding: the finding.
-        whole: whether to show every hop and every frame, and not the most telling ones.
+        whole: whether to show every hop and every frame, or only the most significant ones.
         rest: where those are that are left out, as `with -v`.
     """
     lines = [DetailLine(text) for text in _before_path(finding)]

@@ -26,7 +26,7 @@ DETAILED = 100
 """Subjects whose stages and ledgers are on the page; findings are on it always."""
 
 MOST_ROWS = 200
-"""Rows of one subject's stages: a soak test has thousands, and the last ones tell."""
+"""Rows of one subject's stages: a soak test has thousands, and the last ones matter."""
 
 LONGEST = 2000
 """Characters of one text; an `assert` of a large value in a reason can have millions."""

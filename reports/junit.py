@@ -19,7 +19,7 @@ _NO_CHAR = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 def render_junit(report: Report) -> str:
     """One test suite; a leak is a failure, what was skipped or is unsupported is skipped.
 
-    Names are never cut, however long: CI systems tell tests apart by them.
+    Names are never cut, however long: CI systems distinguish tests by them.
     """
     counts = count_outcomes(report)
     totals = {

@@ -14,7 +14,7 @@ def judged_as(outcome: Outcome, not_measured: Sequence[NotMeasured]) -> tuple[Ou
     """The outcome of a subject in which nothing went wrong, and its reason: never clean where an engine was not seen.
 
     Args:
-        outcome: as far as this process tells.
+        outcome: as far as this process knows it.
         not_measured: what was not judged.
     """
     others = [missing for missing in not_measured if missing.process is not None]

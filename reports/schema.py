@@ -223,7 +223,7 @@ class Return(_Record, frozen=True, kw_only=True):
 
 
 class CardMemory(_Record, frozen=True, kw_only=True):
-    """What a process holds on one card; None where it has a context there and the driver does not tell its size."""
+    """What a process holds on one card; None where it has a context there and the driver does not report its size."""
 
     device: str
     bytes: int | None

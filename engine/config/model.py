@@ -47,7 +47,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shape of a Llama-family decoder, as Hugging Face's config.json tells it.
+    """Shape of a Llama-family decoder, as Hugging Face's config.json gives it.
 
     `attention_bias` is the bias of the q, k and v projections, `attention_output_bias` that of the o projection.
 

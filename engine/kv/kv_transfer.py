@@ -51,7 +51,7 @@ class KVConnector(Protocol):
         """
 
     def take_completed(self) -> list[CompletedTransfer]:
-        """The transfers that have ended and were not told of before; waits for none."""
+        """The transfers that have ended and were not reported before; waits for none."""
 
     def close(self) -> None:
         """Cancel what has not been copied, and give everything up; calling it again does nothing.

@@ -23,7 +23,7 @@ from lowtide.engine.kv.kv_transfer import BlockTransfer, CompletedTransfer
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.teardown import release_frames
 
-# What the thread does; a transfer's end is told to the engine.
+# What the thread does; a transfer's end is reported to the engine.
 _Job: TypeAlias = "Callable[[], CompletedTransfer | None]"
 
 TIMEOUT_S = 60.0
@@ -90,7 +90,7 @@ class OffloadingConnector:
     """`KVConnector` to host memory of this process.
 
     One thread does all copies in order, so a slot is never written while it is read.  Each transfer waits for what the
-    device was asked to compute before it, and has ended on the device too when it is told to be complete: whoever
+    device was asked to compute before it, and has ended on the device too when it is reported complete: whoever
     takes it in needs no event to read or overwrite its blocks.
 
     The thread keeps nothing of the engine while it idles: an engine that is dropped without a shutdown ends it.
@@ -150,7 +150,7 @@ class OffloadingConnector:
             )
 
     def take_completed(self) -> list[CompletedTransfer]:
-        """The transfers that have ended and were not told of before; waits for none."""
+        """The transfers that have ended and were not reported before; waits for none."""
         completed = []
         while True:
             try:

@@ -86,7 +86,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class PagedDecodes:
-    """Sequences with one new token each, told by tensors on a card alone: nothing of it is a shape.
+    """Sequences with one new token each, described by tensors on a card alone: nothing of it is a shape.
 
     So a CUDA graph can be captured over it; what the tensors hold when the graph runs is what is computed.
 

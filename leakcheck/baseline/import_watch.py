@@ -18,7 +18,7 @@ _OWN = ("lowtide", "pynvml", "amdsmi")
 
 
 class ImportWatch(importlib.abc.MetaPathFinder):
-    """Stands first in `sys.meta_path` and tells when an outermost import executes a module, and when it is done.
+    """Stands first in `sys.meta_path` and reports when an outermost import executes a module, and when it is done.
 
     Only a real import is touched (not `importlib.util.find_spec`), and a module has its own loader again before its
     first line runs.
@@ -45,7 +45,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """What the other finders find, with a loader that tells."""
+        """What the other finders find, with a loader that reports."""
         if not self.active or self._importing is not None or threading.current_thread() is not threading.main_thread():
             return None
         if name.partition(".")[0] in _OWN:

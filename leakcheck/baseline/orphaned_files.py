@@ -35,7 +35,7 @@ class OrphanedFiles:
 
     Args:
         tree: whose processes.
-        segments: told the names in /dev/shm that a killed process had.
+        segments: receives the names in /dev/shm that a killed process had.
         is_alone: whether no other process of the same program runs beside this one and makes what nobody has open.
     """
 

@@ -37,7 +37,7 @@ class Owner:
 
     Args:
         name: as a finding calls it: `module fixture 'engine'`.
-        roots: what it holds now, by which to tell what grew under it later.
+        roots: what it holds now, by which to see what grew under it later.
         stage: in which stage what it sets up appeared, if not in its setup.
         only_adds: whether it comes in the middle of a test's own work, as an import does: what falls meanwhile (garbage
             that is collected, frozen objects that die) was not its own to give back.

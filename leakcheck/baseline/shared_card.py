@@ -14,7 +14,7 @@ class CardUse:
 
     Attributes:
         used: bytes in use, by all processes.
-        processes: bytes by process identifier, as far as the driver lists them; None where it does not tell.
+        processes: bytes by process identifier, as far as the driver lists them; None if it reports none.
     """
 
     used: int
@@ -29,7 +29,7 @@ def card_use(driver: Driver, index: int) -> CardUse:
         index: of the card, as torch numbers it.
 
     Raises:
-        DriverError: it does not tell; the message is its reason.
+        DriverError: the driver does not report it; the message is its reason.
     """
     reading = driver.read(index)
     if reading.card_used is None:

@@ -29,7 +29,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
-    """Run the command line; what it cannot make sense of is told in one line, with exit code 2."""
+    """Run the command line; bad input is reported in one line, with exit code 2."""
     if not sys.argv[1:]:
         app()
     try:

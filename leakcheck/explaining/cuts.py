@@ -373,7 +373,7 @@ def _context_variable(link: Link, of: Owner, names: Names) -> Cut | None:
     if link.kind != "context-variable" or link.edge != ".get()":
         return None
     if not names.are_free:
-        # Nobody can tell what it was before.
+        # What it was before is unknown.
         raise Refused
     changed = f"{of.words} is None in this context"
     return of.cut(f"{of.code}.set(None)", f"set {of.words} to None", changed, lambda: link.owner.set(None))

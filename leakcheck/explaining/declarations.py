@@ -1,6 +1,6 @@
 """What a program's own source says of a name: whether it is bound before anything runs, and whether to None.
 
-By this a name that a leak replaced is told from one that it added, and None put back where None was.
+This distinguishes a name that a leak replaced from one that it added: None is put back where None was.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _stores(definition: ast.ClassDef, name: str) -> bool:
 
 
 def _sets_by_name(definition: ast.ClassDef) -> bool:
-    """Whether a class gives its instances attributes whose names its source does not tell."""
+    """Whether a class gives its instances attributes whose names do not appear in its source."""
     for node in ast.walk(definition):
         if isinstance(node, ast.Attribute) and node.attr == "__dict__":
             return True
@@ -181,7 +181,7 @@ def _last(body: Sequence[ast.stmt], name: str) -> Binding:
         elif isinstance(node, (ast.MatchAs, ast.MatchStar)) and node.name == name:
             found = "other"
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id == name:
-            # A loop's variable, a `with … as`; what an assignment binds is told below, after its target.
+            # A loop's variable, a `with … as`; what an assignment binds follows below, after its target.
             found = "other"
         for target, value in _bindings(node):
             if isinstance(target, ast.Name) and target.id == name:
@@ -190,7 +190,7 @@ def _last(body: Sequence[ast.stmt], name: str) -> Binding:
 
 
 def _bindings(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None]]:
-    """What an assignment binds, name by name, where the source tells; the value is None where it does not."""
+    """What an assignment binds, name by name, as far as the source shows it; otherwise the value is None."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             yield from _pairs(target, node.value)
@@ -271,7 +271,7 @@ def _tree(module: ModuleType) -> ast.Module | None:
     file = attribute(module, "__file__")
     try:
         with warnings.catch_warnings():
-            # An invalid escape in the program's text was told when it was imported.
+            # An invalid escape in the program's text was reported when it was imported.
             warnings.simplefilter("ignore")
             return ast.parse(Path(file).read_text(encoding="utf-8")) if type(file) is str else None
     except (OSError, SyntaxError, ValueError):

@@ -61,7 +61,7 @@ class Explanation:
         verdict: `reachable`; `frozen-holder` if a holder on the path, other than the program's own code, is hidden
             by `gc.freeze()`; without a path, `native-held` for a tensor that torch says C++ holds, `frozen-garbage`
             for what is itself frozen, `unexplained` for anything else.
-        cause: the most telling edge of the path, else the kind of its first suspect edge.
+        cause: the most significant edge of the path, else the kind of its first suspect edge.
         holder: who holds it, on one line: `helper.CACHE['a'][0]`, `helper.supports_kw (lru_cache key)`; empty if
             nobody is known to.
         path: from the root to the suspect.

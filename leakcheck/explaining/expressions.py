@@ -171,7 +171,7 @@ def entry_of(code: str, entries: Any, held: int) -> str | None:
 def key_of(code: str, entries: Any, place: int, key: object) -> str | None:
     """A key of a dict as code: as a literal, by the name of a class or function, or by its place.
 
-    None for one by whose place alone it could be told, and that runs the program's code when it is hashed.
+    None for a key that only its place identifies and that runs the program's code when it is hashed.
     """
     literal = _literal(key)
     if literal is not None:
@@ -350,7 +350,7 @@ def _of_item(code: str, link: Link) -> str | None:
         if is_a(items, base):
             return _subscript(code, items, link.edge[1:-1]) if re.fullmatch(r"\[\d+\]", link.edge) else None
     for kind in (set, frozenset):
-        # Of several nobody can tell the order in another run.
+        # The order of several is unknown in another run.
         if is_a(items, kind) and kind.__len__(items) == 1:
             return f"next(iter({code}))" if is_plain(type(items), "__iter__") else f"{listed(code, items)}[0]"
     return None

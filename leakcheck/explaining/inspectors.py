@@ -54,7 +54,7 @@ def marks(
         living: whether an engine that has not ended is meant to live now, and with it the modules that it owns; at the
             end of a test, what the test started should be gone.
         hollow: whether the path begins at an engine that was shut down and that its caller still has: then its parts
-            that were told to end as well may be there, and should be empty.
+            that were asked to end as well may be there, and should be empty.
     """
     found: list[Mark | None] = []
     owned = False

@@ -1,4 +1,4 @@
-"""Tensors that Python's graph does not lead to: what torch itself tells of who holds them in C++."""
+"""Tensors that Python's graph does not lead to: what torch itself reports about their holders in C++."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def as_gradients(
                 owners[id(gradient)] = tensor
     holding = list(owners.values())
     return {
-        gradient: _gradient_of(tensor, gradient, told, was_there=id(tensor) in older)
-        for gradient, tensor, told in zip(owners, holding, explained(holding), strict=True)
+        gradient: _gradient_of(tensor, gradient, explanation, was_there=id(tensor) in older)
+        for gradient, tensor, explanation in zip(owners, holding, explained(holding), strict=True)
     }
 
 
@@ -86,16 +86,16 @@ def saved_for_backward(
                         found.setdefault(wanted[address], saved)
     holding = [saved.output for saved in found.values()]
     seen.clear()
-    told = explained(holding) if holding else []
+    explanations = explained(holding) if holding else []
     return {
         identity: _saved_by(saved, holder)
-        for (identity, saved), holder in zip(found.items(), told, strict=True)
+        for (identity, saved), holder in zip(found.items(), explanations, strict=True)
         if holder.path and identity in pathless
     }
 
 
 def held_by_nodes(
-    told: Mapping[int, Explanation],
+    explanations: Mapping[int, Explanation],
     pathless: Container[int],
     explained: Callable[[Sequence[Any]], Sequence[Explanation]],
     walk: SharedWalk | None = None,
@@ -105,19 +105,19 @@ def held_by_nodes(
     A `torch.autograd.Function`'s context is such a node, and what it keeps is held by who holds the graph.
 
     Args:
-        told: what is said of the tensors, by their identities.
+        explanations: those of the tensors, by their identities.
         pathless: the identities of tensors that no path leads to: they say nothing of who holds their graphs.
         explained: explains other objects.
         walk: the walk over the heap to ask, if it is shared with others.
     """
     torch: Any = sys.modules["torch"]
-    wanted = {explanation.root for explanation in told.values()} - {0}
+    wanted = {explanation.root for explanation in explanations.values()} - {0}
     found: dict[int, tuple[Any, tuple[tuple[str, str], ...]]] = {}
     with plain_tensors(torch):
         seen: set[Any] = set()
         for output in census_of(walk).instances_of(torch.Tensor) if wanted else ():
-            # What one of them keeps itself tells nothing of who holds it.
-            on_node = id(output) in told and told[id(output)].is_of_node
+            # What one of them keeps itself does not show who holds it.
+            on_node = id(output) in explanations and explanations[id(output)].is_of_node
             if on_node or id(output) in pathless or torch_member(output, "is_leaf"):
                 continue
             for node, hops in nodes_behind(output, seen):
@@ -130,45 +130,45 @@ def held_by_nodes(
     holders = dict(zip(ways, explained(holding) if holding else [], strict=True))
     return {
         identity: _behind_node(ways[explanation.root], holders[explanation.root], explanation)
-        for identity, explanation in told.items()
+        for identity, explanation in explanations.items()
         if explanation.root in holders
         and holders[explanation.root].path
         and holders[explanation.root].root not in holders
     }
 
 
-def _behind_node(hops: tuple[tuple[str, str], ...], told: Explanation, rest: Explanation) -> Explanation:
+def _behind_node(hops: tuple[tuple[str, str], ...], explanation: Explanation, rest: Explanation) -> Explanation:
     """What holds a graph's output, the way from there to a node, and from the node to what it keeps."""
     what = f"{hops[-1][0]} has {''.join(hop.edge for hop in rest.path[1:])}"
-    return _through_graph(told, (*(Hop(type=kind, edge=edge) for kind, edge in hops), *rest.path[1:]), what)
+    return _through_graph(explanation, (*(Hop(type=kind, edge=edge) for kind, edge in hops), *rest.path[1:]), what)
 
 
-def _saved_by(saved: Saved, told: Explanation) -> Explanation:
+def _saved_by(saved: Saved, explanation: Explanation) -> Explanation:
     hops = tuple(Hop(type=kind, edge=edge) for kind, edge in saved.hops)
-    return _through_graph(told, hops, f"{saved.node} saved {saved.name!r}")
+    return _through_graph(explanation, hops, f"{saved.node} saved {saved.name!r}")
 
 
-def _through_graph(told: Explanation, hops: tuple[Hop, ...], what: str) -> Explanation:
+def _through_graph(explanation: Explanation, hops: tuple[Hop, ...], what: str) -> Explanation:
     """What is behind the graph of something that is held.
 
     Args:
-        told: who holds that.
+        explanation: that of the tensor.
         hops: the way from it through the graph.
         what: which node has what.
     """
     # Where C++ holds the output's own holder, that holder is what must let go, and no name for the graph leads there.
-    in_c = bool(told.root)
+    in_c = bool(explanation.root)
     return Explanation(
         verdict="native-held",
-        cause=told.cause if in_c else "autograd",
-        holder=told.holder if in_c else f"{told.holder}.grad_fn, where {what}",
-        path=(*told.path, *hops),
-        suspects=told.suspects,
-        cut=told.cut,
-        thread=told.thread,
-        new=told.new,
-        advice=told.advice if in_c else "",
-        root=told.root,
+        cause=explanation.cause if in_c else "autograd",
+        holder=explanation.holder if in_c else f"{explanation.holder}.grad_fn, where {what}",
+        path=(*explanation.path, *hops),
+        suspects=explanation.suspects,
+        cut=explanation.cut,
+        thread=explanation.thread,
+        new=explanation.new,
+        advice=explanation.advice if in_c else "",
+        root=explanation.root,
     )
 
 
@@ -176,18 +176,21 @@ def _addresses(tensor: Any) -> list[tuple[str, int]]:
     return [(storage.device, storage.address) for storage in survey_storages([tensor]).storages]
 
 
-def _gradient_of(tensor: Any, gradient: int, told: Explanation, *, was_there: bool) -> Explanation:
+def _gradient_of(tensor: Any, gradient: int, holder: Explanation, *, was_there: bool) -> Explanation:
     hop = Hop(type="torch.Tensor", edge=".grad", suspect=True)
     link = Link(".grad", "instance-attribute", tensor, tensor, gradient)
     return Explanation(
-        verdict=told.verdict,
-        cause="instance-attribute" if was_there else told.cause,
-        holder=f"{told.holder}.grad",
-        path=(*(msgspec.structs.replace(step, suspect=step.suspect and not was_there) for step in told.path), hop),
-        suspects=(".grad",) if was_there else told.suspects,
-        cut=cut_of(link, told.holder, Names()) if was_there else told.cut,
-        thread=told.thread,
-        new=frozenset((gradient,)) if was_there else told.new,
+        verdict=holder.verdict,
+        cause="instance-attribute" if was_there else holder.cause,
+        holder=f"{holder.holder}.grad",
+        path=(
+            *(msgspec.structs.replace(step, suspect=step.suspect and not was_there) for step in holder.path),
+            hop,
+        ),
+        suspects=(".grad",) if was_there else holder.suspects,
+        cut=cut_of(link, holder.holder, Names()) if was_there else holder.cut,
+        thread=holder.thread,
+        new=frozenset((gradient,)) if was_there else holder.new,
     )
 
 
@@ -198,13 +201,13 @@ def together(explained: Mapping[Any, Explanation]) -> dict[Any, Explanation]:
     if len(holders) < 2:
         return dict(explained)
     nodes = [holder for holder in holders if holder.startswith("autograd")]
-    told = [holder for holder in (nodes or holders) if holder != "native code"]
-    shown = first_of(told, _SHOWN_HOLDERS)
+    named = [holder for holder in (nodes or holders) if holder != "native code"]
+    shown = first_of(named, _SHOWN_HOLDERS)
     knot = Explanation(
         verdict="native-held",
         cause="autograd" if nodes else "native",
         holder=f"a cycle through C++ ({shown})",
         path=(),
-        suspects=tuple(told),
+        suspects=tuple(named),
     )
     return {**explained, **dict.fromkeys(loose, knot)}

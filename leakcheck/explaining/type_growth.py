@@ -67,7 +67,7 @@ def _name(item: object) -> str:
 
 
 def _answers_itself(cls: type) -> bool:
-    """Whether a class's metaclass has code of its own for what every class tells of itself."""
+    """Whether a class's metaclass has code of its own for attributes that every class has."""
     own = [namespace_of(base) for base in mro_of(type(cls)) if base is not type and base is not object]
     return any(
         "__getattribute__" in names or "__name__" in names or type(names.get("__module__", "")) is not str

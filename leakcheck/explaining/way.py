@@ -151,7 +151,7 @@ def first_cut(way: Way, first: int, names: Names) -> Cut | None:
     for turn, link in enumerate(way.links[first:], first):
         inside = bool(turn >= way.begin and way.territory(turn).inside and link.kind not in CACHED)
         if inside and names.are_free and (offer := way.offer(turn)) is not None:
-            # Once nothing runs any more, the library may be told to let go.
+            # Once nothing runs any more, the library may be asked to release it.
             return offer
         if not way.can_cut(turn) or _is_part_of_librarys_object(way.links, turn):
             continue
@@ -189,7 +189,7 @@ def _is_part_of_librarys_object(links: Sequence[Link], turn: int) -> bool:
 def _home(path: Path, turn: int) -> tuple[ModuleType | None, ModuleType | None, str]:
     """The module whose code made what a step starts from, that of the root, and by which name it is known there.
 
-    It is that of the nearest object of a class of the program's own; containers and libraries' types tell nothing.
+    It is that of the nearest object of a class of the program's own; containers and libraries' types identify nothing.
     """
     names = (step.edge[1:] for step in reversed(path.steps[:turn]) if step.edge.startswith("."))
     name = next(names, "")

@@ -2,7 +2,7 @@
 
 A bounded `lru_cache` of an installed library may keep tables (anchors, position embeddings) that its own function
 computed from numbers, strings, dtypes and devices. The first of each cache are excused and listed; what the cache has
-more of after a later test is told. Excused is only what such caches alone hold, and no object of the program: no
+more of after a later test is reported. Excused is only what such caches alone hold, and no object of the program: no
 module, no argument that is a tensor, and no tensor with a gradient.
 """
 
@@ -47,7 +47,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class SortedValues:
-    """Storages that did not come back, with what libraries' caches are excused for told apart.
+    """Storages that did not come back, separated from what libraries' caches are excused for.
 
     Attributes:
         excused: those that are a cache's first.

@@ -1,4 +1,4 @@
-"""One cause, one finding: what a kept pool, process group or loss has left in several resources is told together.
+"""One cause, one finding: what a kept pool, process group or loss has left in several resources is reported together.
 
 Two leaks of one test have one cause where the same object that should be gone holds both: the path to each leads
 through it.  What no path leads to stays a finding of its own, so that a second leak is not hidden by the first.
@@ -107,7 +107,7 @@ def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, 
     for group in several:
         main = min((key for key, _ in group), key=BELONGING.index)
         if _is_one_thing(group, owners):
-            # Of several processes one has a pipe of its own: that is no reason to tell them apart.
+            # Of several processes one has a pipe of its own: that is no reason to report them separately.
             rest = [(main, name) for name in names[main] if (main, name) not in shared]
             cause = causes[group[0]] if len(rest) == 1 else Cause((main, "with what is theirs"))
             shared.update(dict.fromkeys([*group, *rest], cause))
@@ -136,7 +136,7 @@ def _changes_for(draft: Draft) -> set[Hashable]:
     """The caches that have to be emptied for a finding, and the entries of containers that have to be deleted."""
     if isinstance(draft, ItemLeak):
         cut = None if draft.explanation is None else draft.explanation.cut
-        # A pool may hold more than what it is kept with, so that it is not told as a part of that.
+        # A pool may hold more than what it is kept with, so that it is not reported as a part of that.
         pools = {("pools", _change(cut, draft.finding.device))} if cut is not None else set()
         return {*_caches_of(draft), *pools}
     if isinstance(draft, TensorLeak):
@@ -183,7 +183,7 @@ def _holder_of(draft: Draft, turn: int, context: Context) -> Cause | None:
 
 
 def _is_one_thing(group: Sequence[_Named], owners: Mapping[_Named, Any]) -> bool:
-    """Whether all of them are one thing and its parts, as a process and the pipe that tells of its end."""
+    """Whether all of them are one thing and its parts, as a process and the pipe that reports its end."""
     return len({id(owners[named]) if named in owners else named for named in group}) == 1
 
 
@@ -241,7 +241,7 @@ def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:
 def _held_by_settings(found: Sequence[Draft]) -> dict[str, int]:
     """A process-wide setting that is left and whose value holds tensors, with the place of the tensors' finding.
 
-    Of several settings the message tells what each was and how it is put back: these stay together.
+    The message on several settings states what each was and how it is put back: these stay together.
     """
     held: dict[str, int] = {}
     for left in found:

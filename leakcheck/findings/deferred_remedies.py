@@ -39,7 +39,7 @@ class UnprovenLeak:
         finding: as far as it is known without trying anything.
         sizes: bytes of the storages, by storage.
         new: the identities of what the leak added to the program: they are on the suspect part of its path.
-        watch: tells which of the storages are gone.
+        watch: reports which of the storages are freed.
     """
 
     finding: Finding
@@ -83,7 +83,7 @@ def defer(leaks: Sequence[TensorLeak], watches: Sequence[StorageWatch], items: S
 
     Args:
         leaks: of tensors.
-        watches: for each of these, what tells which of its storages are gone.
+        watches: for each of these, what reports which of its storages are freed.
         items: leaks of things with names.
     """
     tensors = tuple(
@@ -91,7 +91,7 @@ def defer(leaks: Sequence[TensorLeak], watches: Sequence[StorageWatch], items: S
         for leak, watch in zip(leaks, watches, strict=True)
     )
     new = _new_in(item.explanation for item in items if item.explanation is not None)
-    # Of two with one fingerprint, as a pool's pipes and another pipe, nobody could tell what is proven of which.
+    # Of two with one fingerprint, as a pool's pipes and another pipe, it would be unclear what is proven of which.
     counted = Counter(item.finding.fingerprint for item in items)
     told_apart = [item for item in items if counted[item.finding.fingerprint] == 1]
     return DeferredRemedies(tensors, tuple(dataclasses.replace(item, explanation=None) for item in told_apart), new)

@@ -88,7 +88,7 @@ def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context
     """The finding with the pools' ids and their holder, and not with the address of each segment; one for each holder.
 
     Args:
-        finding: as the metric tells it.
+        finding: as the metric reports it.
         key: the metric's key.
         names: bytes of the segments that are still reserved, by `pool (0, 1), segment at 0x…`.
         context: what is known around it.
@@ -111,7 +111,7 @@ def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
     """The finding about pools that `torch.cuda.empty_cache()` gave back: only torch held them, as it holds its cache.
 
     Args:
-        pools: as the metric tells it.
+        pools: as the metric reports it.
         others: what the same call gave back of the default pool, whose cause is the same; None for nothing.
     """
     assert pools.remedy is not None
@@ -124,7 +124,7 @@ def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
     return msgspec.structs.replace(
         told,
         bytes=size,
-        # That of the default pool's finding, also in a life in which nothing of that pool is told.
+        # That of the default pool's finding, also in a life in which nothing of that pool is reported.
         fingerprint=fingerprint(
             resource=told.resource, device=told.device, stage=told.stage, suspects=("", told.cause)
         ),

@@ -48,7 +48,7 @@ class _Held:
 def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     """For host memory: the arrays that are as large, and their holder.
 
-    When they were made nobody knows, since Python does not track them: what tells is their size, that of one alone, of
+    When they were made is unknown, since Python does not track them: the evidence is their size, that of one alone, of
     all in one container, or of the last in a list.  The message says no more than that they are there.
 
     Args:
@@ -83,7 +83,7 @@ def _advice(told: Explanation) -> str:
 
 
 def _arrays(wanted: int, context: Context) -> Sequence[_Held]:
-    """The arrays that together are about so many bytes; none if no sum tells."""
+    """The arrays that together are about so many bytes; none if no sum matches."""
     buffers = sorted(large_buffers(), key=lambda buffer: -buffer.bytes)[:_MOST]
     buffers = [buffer for buffer in buffers if buffer.bytes <= wanted * (1 + _NEAR)]
     held = _held(buffers, context)

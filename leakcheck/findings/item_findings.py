@@ -1,4 +1,4 @@
-"""Findings about things with names that are no tensors: who holds them where that can be told, and what ends them."""
+"""Findings about things with names that are no tensors: who holds them, if that is known, and what ends them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class ItemLeak:
         return dataclasses.replace(self, names={name: size for name, size in self.names.items() if name in left})
 
     def left(self, read: Callable[[str], Mapping[str, int] | None]) -> Mapping[str, int]:
-        """What is still there of it; all of it where nobody can tell.
+        """What is still there of it; all of it if that is unknown.
 
         Args:
             read: gives what there is now by a metric's key, None if that cannot be read.
@@ -128,7 +128,7 @@ def with_changes(leak: ItemLeak, changes: Sequence[Change], place_of: Callable[[
     """A finding about process-wide settings, with what each was and is, and what puts it back.
 
     Args:
-        leak: as far as the names of the settings tell.
+        leak: as far as the names of the settings show it.
         changes: what has changed.
         place_of: where a setting was set last, by its name; empty where that is not known.
     """

@@ -35,7 +35,7 @@ DESTROY_LIMIT = 10.0
 """Seconds to wait for a process group to be destroyed: a peer that is gone may never answer."""
 
 _LONGEST_CODE = 1000
-"""Characters of code that puts settings back, beyond which it is told in short."""
+"""Characters of code that puts settings back, beyond which it is shortened."""
 
 
 @dataclass(frozen=True)

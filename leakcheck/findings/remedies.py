@@ -165,7 +165,7 @@ class _Trial:
     """Makes the changes that may give some leaks back, and measures each.
 
     Args:
-        watch: tells which of the leaks' storages are gone.
+        watch: reports which of the leaks' storages are freed.
         attempts: what is known of the remedies of each leak.
         context: what is known around them.
         may_unfreeze: whether the freeze of the heap is the leak's own doing.
@@ -190,7 +190,7 @@ class _Trial:
 
         Args:
             attempt: the leak's.
-            told: who holds what is left, by storage; None: as the leak itself tells.
+            told: who holds what is left, by storage; None: the leak's own explanation.
         """
         budget = self._context.budget
         left = self.left(attempt)
@@ -264,7 +264,7 @@ def named(cuts: Sequence[Cut]) -> Wording:
     is_one_container = len(places) == len(cuts) and len({place.container for place in places}) == 1
     if len(cuts) > 1 and is_one_container and all(cut.is_code for cut in cuts):
         return _of_one_container(sorted(places, key=lambda place: -place.position))
-    # The last first, so that what is told of the others' places stays true.
+    # The last first, so that the others' places stay as reported.
     ordered = sorted(cuts, key=lambda cut: -cut.place.position if cut.place is not None else 0)
     if len(cuts) <= _MOST_TOLD and all(cut.is_code for cut in cuts):
         return Wording("; ".join(cut.action for cut in ordered))

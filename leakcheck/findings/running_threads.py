@@ -38,7 +38,7 @@ _CALLS: Mapping[str, str] = {
     "queue.Queue": "put(None)",
     "_queue.SimpleQueue": "put(None)",
 }
-"""By a class, the call by which one of its instances ends the threads that work for it, or tells them to."""
+"""By a class, the call by which one of its instances ends the threads that work for it, or asks them to end."""
 
 _EXECUTOR = "concurrent.futures.thread.ThreadPoolExecutor"
 _TIMER = "threading.Timer"
@@ -97,7 +97,7 @@ def works(names: Collection[str], context: Context) -> list[Work]:
             [holders.get(id(item)) for item in own],
             context.started(thread_ident(thread)),
         )
-        # What a fingerprint tells apart, and no more, or two findings of a test had the same.
+        # Exactly what a fingerprint distinguishes, or two findings of a test had the same one.
         groups.setdefault(identity_of("threads", [each.name]), []).append(each)
     return [_work(group) for group in groups.values()]
 
@@ -119,7 +119,7 @@ def told_with(leak: ItemLeak, work: Work) -> ItemLeak:
 
 @dataclass(frozen=True)
 class _Running:
-    """A thread, the objects that it works for, the most telling first, who holds each, and who started it."""
+    """A thread, the objects that it works for, the most significant first, who holds each, and who started it."""
 
     thread: threading.Thread
     owners: Sequence[Any]

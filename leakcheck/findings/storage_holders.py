@@ -166,14 +166,14 @@ def common_holder(explanations: Sequence[Explanation]) -> str:
         return holders[0]
     common = [hops[0] for hops in zip(*paths, strict=False) if all(hop == hops[0] for hop in hops)]
     way = "".join(edge for _, edge in common)
-    # Where the holder is told in other words than as code, those of one of them must do.
+    # Where the holder is described in words and not as code, one description stands for all.
     return way if all(told.holder.startswith(way) for told in explanations) else holders[0]
 
 
 def _natively_held(
     lost: Sequence[Any], rooted: Mapping[int, Explanation], older: Older, names: Names, context: Context
 ) -> dict[int, Explanation]:
-    """What torch itself tells of tensors that Python's graph does not lead to, by identity.
+    """What torch itself reports about tensors that Python's graph does not lead to, by identity.
 
     Args:
         lost: the tensors.

@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 _LEAST_FREE = 2 << 20
-"""Bytes that are told of as free beside a leak; small tensors share segments of this size with all others."""
+"""Bytes that are reported as free beside a leak; small tensors share segments of this size with all others."""
 
 _RUNNERS = ("/_pytest/", "/pluggy/", "/unittest/")
 
@@ -78,7 +78,7 @@ def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
     """The same, each with what more it keeps reserved: the free part of the segments of torch's allocator around it.
 
     Args:
-        leaks: of one subject; what is free in a segment is told of the first that is in it.
+        leaks: of one subject; what is free in a segment is reported with the first leak in it.
     """
     told = {id(leak): leak for leak in leaks}
     cards = {leak.finding.device for leak in leaks if leak.finding.device.startswith("cuda:")}
@@ -171,7 +171,7 @@ def _by_edge(rows: Sequence[_Row]) -> list[list[_Row]]:
         told = row.explanation
         if told is None or not told.path:
             suspects = () if told is None else told.suspects[:1]
-            # Nothing but where it was made tells apart what nobody is known to hold.
+            # Without a known holder, only the allocation site distinguishes two leaks.
             key: tuple[Any, ...] = (row.rung, suspects, allocating_function(row.stack))
         else:
             first = next((turn for turn, hop in enumerate(told.path) if hop.suspect), len(told.path))

@@ -84,7 +84,7 @@ def kill_in_each_stage(
         source: how a program gets at the target.
         able: the target's capabilities.
         config: of every engine.
-        driver: tells what a card counts.
+        driver: reports what a card counts.
         listener: hears of each stage before its process is started.
 
     Raises:

@@ -20,7 +20,7 @@ GROWTH = "grow_workspace"
 """The stage that an engine marks around the growth of a buffer."""
 
 LEAST = MIB
-"""Bytes that a growth must leave to be told: torch puts smaller blocks together into segments of 2 MiB."""
+"""Bytes that a growth must leave to be reported: torch puts smaller blocks together into segments of 2 MiB."""
 
 SLACK = 8 * MIB
 """The same where torch cannot list its blocks: it rounds large segments up by less than this."""

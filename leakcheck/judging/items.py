@@ -1,4 +1,4 @@
-"""Things with names, as a finding tells them."""
+"""Things with names, as a finding lists them."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def judge(
                 continue
         above: list[int] = []
         for item in excess:
-            # What could be told before, and cannot now, has not come back for that.
+            # What could be read before and cannot be read now does not count as released.
             above.append(above[-1] if item.above is None else item.above)
         findings.append(_finding(metric, baseline, steps, above, back, stage, actions))
         judged.append(metric)

@@ -1,4 +1,4 @@
-"""What is judged after an engine's shutdown: how a snapshot tells what each row of the table (`rules`) counts.
+"""What is judged after an engine's shutdown: how each row of the table (`rules`) is read from a snapshot.
 
 Readings are disjoint: what one metric has counted is left out of the next, coarser one.  A leaked tensor is one finding
 and not four (its storage, the arena that it keeps mapped, the driver's bytes behind that, the process's memory).
@@ -86,7 +86,7 @@ def metric_of(
     items: Callable[[R], Mapping[str, int]] | None,
     tolerance: int,
 ) -> Metric[R]:
-    """The metric of one row of the table, with how a reading tells it.
+    """The metric of one row of the table, with how it is read.
 
     Args:
         rule: the row.
@@ -114,7 +114,7 @@ def metric_of(
 
 
 def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
-    """What must be back after an engine's shutdown, as far as snapshots tell it; `rules` has the table.
+    """What must be back after an engine's shutdown, as far as snapshots contain it; `rules` has the table.
 
     `process-groups` and `globals` are no part of a snapshot: `lowtide.leakcheck.lives.process_state` compares them.
 
@@ -148,7 +148,7 @@ def _of_snapshots(rule: Rule, bound: Bound, device: str, *, card: bool) -> Metri
 
 @dataclass(frozen=True)
 class _Reading:
-    """How a snapshot tells what a row counts: as one figure, and by name where it has names."""
+    """How a row is read from a snapshot: as one figure, and by name if it has names."""
 
     read: Callable[[Snapshot], int | None]
     items: Callable[[Snapshot], Mapping[str, int]] | None = None
@@ -307,4 +307,4 @@ _FROM_SNAPSHOT: Mapping[str, Callable[[str], _Reading]] = {
     "shared-memory": lambda _: _by_name(own_shared_memory),
     "temporary-files": lambda _: _counted("temporary-files", lambda snapshot: snapshot.host.temporary_files),
 }
-"""How a snapshot tells what each row of the table counts on a device, by the row's key."""
+"""How each row of the table is read from a snapshot on a device, by the row's key."""

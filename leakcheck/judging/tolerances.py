@@ -1,4 +1,4 @@
-"""What a plain test must give back: its reading, and how that tells what each row of the table (`rules`) counts."""
+"""What a plain test must release: its reading, and how each row of the table (`rules`) is read from it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Reading:
 
     Attributes:
         items: per metric's key, what is its own and still there, by name, with bytes or 1 each.
-        amounts: per metric's key a level of the whole process; None where it cannot be told.
+        amounts: per metric's key a level of the whole process; None if it cannot be read.
     """
 
     items: Mapping[str, Mapping[str, int]] = field(default_factory=dict)

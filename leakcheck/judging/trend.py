@@ -23,7 +23,7 @@ def trend_of(born_in: Iterable[int], turns: int) -> Trend | None:
 
     Returns:
         `residue`: the first turn left it, and no later one did; `growth`: every turn did; `bounded`: some turns did, or
-        what earlier ones left was replaced; None if there were too few turns to tell.
+        what earlier ones left was replaced; None after too few turns.
     """
     left = set(born_in)
     if turns < 2 or not left:

@@ -42,7 +42,7 @@ class Trial:
 
 
 class BlasHandles:
-    """Knows what a handle takes on each card, and tells by trial how many idle ones there are."""
+    """Knows what a handle takes on each card, and finds by trial how many idle ones there are."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[int, ...]] = {}

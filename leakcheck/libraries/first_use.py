@@ -79,7 +79,7 @@ def excused_by_libraries(
 
     Returns:
         The findings, with the library as their holder where it is known to keep memory (these are suppressed by the
-        shipped list); and what may be a library's or a leak, which cannot be told apart.
+        shipped list); and what may be a library's or a leak, which cannot be distinguished.
     """
     may_be = [finding for finding in findings if _may_be_a_library(finding)]
     # Loaded they are with a torch that was built for cards, used only where a card is.

@@ -2,7 +2,7 @@
 
 A thread, child process, socket or pipe counts as a library's where the library's code made it and the library's own
 module state holds it, and as native code's where no Python code made it, as does a small file in /dev/shm. The first of
-a library are excused and listed; if there are more of them later while those live, they are all told.
+a library are excused and listed; if there are more of them later while those live, they are all reported.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class Sorted:
-    """The new items of a judgement, with a library's own told apart.
+    """The new items of a judgement, with a library's own separated.
 
     Attributes:
         excused: per resource, those that are a library's first.

@@ -39,7 +39,7 @@ def native_files(names: Collection[str], tensors: Sequence[Range]) -> set[str]:
     }
     if not found:
         return set()
-    # Python does not tell where a map of its own lies, but how long it is.
+    # Python reports the length of a map of its own, but not its address.
     lengths = {_pages(_length(item)) for item in Census(all_objects()).instances_of(mmap.mmap)}
     return {name for name, ranges in found.items() if lengths.isdisjoint(_pages(length) for _, length in ranges)}
 

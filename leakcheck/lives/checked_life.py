@@ -369,7 +369,7 @@ class CheckedLife(LifeChecks):
         if self.model.phase == "running":
             of_libraries = max(of_libraries, self._lives.driver_at_work)
         allowed = then + of_libraries + DRIVER_TOLERANCE + self._driver_of_imports() - self._imports_at_first
-        # What it does not tell any more is not back for that.
+        # What it no longer reports does not count as released.
         left = wait_until_within(lambda: self._outside(first), allowed, DRIVER_PATIENCE, first)
         if left > allowed:
             said = (

@@ -112,7 +112,7 @@ class LifeChecks:
         return anonymous_bytes() - pooled - self._lives.imported.growth("host-memory")
 
     def _outside(self, unknown: int = 0) -> int:
-        """Bytes that the driver counts for this process beyond arenas and torch's segments; where it does not tell,
+        """Bytes that the driver counts for this process beyond arenas and torch's segments; where it reports nothing,
         what is given as unknown."""
         told = self._lives.counters.read().amounts.get(f"driver {self._device}")
         return unknown if told is None else told

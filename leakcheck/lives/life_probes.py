@@ -19,7 +19,7 @@ from lowtide.probes.snapshot import Snapshot
 
 
 class LifeProbes:
-    """The probes that notice while lives run what no snapshot could tell afterwards.
+    """The probes that notice while lives run what no snapshot could show afterwards.
 
     Args:
         driver: gives whom to ask for the card's figures.

@@ -239,7 +239,7 @@ class LifecycleRun:
         return tokens, time.perf_counter() - started
 
     def _idle(self, life: Life, stage: str) -> list[Finding]:
-        """Who holds KV blocks now that no request runs, where the engine tells."""
+        """Who holds KV blocks now that no request runs, if the engine reports it."""
         held = asked(life, "kv_blocks_held")
         after = None
         step = getattr(life, "step", None)
@@ -341,7 +341,7 @@ class LifecycleRun:
             )
 
     def _driver_bytes(self) -> int:
-        """What the driver counts for this process; 0 where it is not asked or does not tell."""
+        """What the driver counts for this process; 0 where it is not asked or reports nothing."""
         return sum(self._driver.read(index).process_bytes or 0 for index in self._indices)
 
     def _snapshot(self, label: str) -> Snapshot:

@@ -54,7 +54,7 @@ class ProcessState:
     def mark(self) -> None:
         """A life begins."""
         self._baseline = self._read()
-        # The functions themselves: what replaced one tells nothing of it, and it is what must be put back.
+        # The functions themselves: what replaced one does not identify it, and it is what must be put back.
         self._functions = {name: _function(name) for name in self._baseline.settings if _is_function(name)}
 
     def adopt(self, owner: Owner) -> None:

@@ -135,7 +135,7 @@ class ShutdownJudgement:
         self._judge_process(metrics, baselines, is_last=is_last)
 
     def not_compared(self) -> list[str] | None:
-        """What the first life left of what libraries move in it; None where a second one has told what is theirs."""
+        """What the first life left of what libraries move in it; None once a second one has shown what is theirs."""
         if self._cycles == 1 or self._has_compared or self._first_baseline is None or self._first_end is None:
             return None
         late = [metric for metric in self._metrics.all() if metric.first_use]

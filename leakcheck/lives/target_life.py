@@ -107,11 +107,11 @@ class TargetLife:
         self._target.shutdown()
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
-        """What must survive a sleep, by name, where the target tells."""
+        """What must survive a sleep, by name, if the target reports it."""
         return self._told("preserved")  # type: ignore[no-any-return]
 
     def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
-        """Address and bytes of what captured graphs read, by name, where the target tells."""
+        """Address and bytes of what captured graphs read, by name, if the target reports it."""
         return self._told("graph_buffers")  # type: ignore[no-any-return]
 
     def kv_blocks_held(self) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""What changed of the process-wide settings: which, from what to what, and told as a sentence without secrets."""
+"""What changed of the process-wide settings: which, from what to what, and a sentence about it without secrets."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def advice(changes: Sequence[Change]) -> str:
         told.append(undo(change) or f"{change.setting}: {words}")
     lines = list(dict.fromkeys(told))
     if sum(change.name.startswith("disabled of ") for change in changes) >= _MOST_DISABLED:
-        # As `logging.config` does where it is not told otherwise.
+        # As `logging.config` does by default.
         lines.insert(0, "give logging.config disable_existing_loggers=False")
     return "; ".join(lines[:_MOST_LINES]) + (f"; and {len(lines) - _MOST_LINES} more" if lines[_MOST_LINES:] else "")
 

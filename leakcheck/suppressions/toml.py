@@ -1,4 +1,4 @@
-"""The TOML of suppressions: entries as they are written, and the line of each value, which parsers do not tell."""
+"""The TOML of suppressions: entries as they are written, and the line of each value, which parsers do not report."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def written_entries(text: str, file: str, table: tuple[str, ...]) -> list[Writte
 
 
 def _statements(text: str) -> Iterator[_Statement]:
-    """What a valid document consists of, which the parser does not tell the lines of."""
+    """What a valid document consists of, with lines, which the parser does not report."""
     table: tuple[str, ...] = ()
     for line, source in _logical_lines(text):
         name: list[str] = []

@@ -257,7 +257,7 @@ def _opening(seam: ShardSeam, injection: Injection, folder: Path) -> Iterator[No
 
 
 def _allocates(function: Any) -> bool:
-    """Whether an operator returns memory that is not one of its arguments', as its schema tells."""
+    """Whether an operator returns memory that is not one of its arguments', according to its schema."""
     schema = function._schema
     return any(value.alias_info is None and "Tensor" in str(value.type) for value in schema.returns)
 

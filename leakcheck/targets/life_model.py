@@ -16,7 +16,7 @@ EXCLUSIVE = ("infer", "reload")
 
 @dataclass
 class LifeModel:
-    """The state of one target, told by the calls that succeeded.
+    """The state of one target, derived from the calls that succeeded.
 
     Attributes:
         capabilities: of the target.

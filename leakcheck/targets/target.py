@@ -148,7 +148,7 @@ class Reloading(Protocol):
 
 @runtime_checkable
 class Preserving(Protocol):
-    """A target that tells what must survive a sleep."""
+    """A target that reports what must survive a sleep."""
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
         """The tensors, by name."""

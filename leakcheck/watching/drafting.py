@@ -145,7 +145,7 @@ def things_of(draft: Draft) -> frozenset[Thing]:
 
 
 def watches_of(drafts: Sequence[Sequence[Draft]], walk: SharedWalk) -> dict[int, StorageWatch]:
-    """For each leak of tensors, by the identity of its sizes, what tells which of its storages are gone."""
+    """For each leak of tensors, by the identity of its sizes, what reports which of its storages are freed."""
     leaks = [draft for drafted in drafts for draft in drafted if isinstance(draft, TensorLeak)]
     sizes = [leak.sizes for leak in leaks]
     return dict(zip(map(id, sizes), StorageWatch.of_each(sizes, walk), strict=True))
@@ -166,5 +166,5 @@ def with_growth(draft: Draft, grown: Sequence[Finding]) -> Draft:
 
 
 def _level_of(key: str, device: str) -> str:
-    """The key of the level that tells since when something on a card is there."""
+    """The key of the level that shows since when something on a card is there."""
     return f"driver {device}" if key == f"allocations {device}" or key == f"unlisted {device}" else key

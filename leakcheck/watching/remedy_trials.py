@@ -26,7 +26,7 @@ Draft = Union[Finding, TensorLeak, ItemLeak]  # noqa: UP007 - evaluated
 """A finding, or one for which remedies are still to be tried."""
 
 _MOST_CLEARINGS = 5
-"""How often a process's BLAS workspaces are cleared to tell them from other blocks: the next test takes them again."""
+"""How often a process's BLAS workspaces are cleared to find them: the next test allocates them again."""
 
 _OF_BLOCKS = ("native ", "workspaces ", "in-flight ")
 """The beginnings of the keys of blocks of torch's allocator in which no tensor lies."""

@@ -20,7 +20,7 @@ SHARE = 0.1
 """The part of the tree's private memory from which on a process is one that had to be seen."""
 
 FLOOR = 32 << 20
-"""Bytes of its own below which a process is a helper: as much may move in this process without being told."""
+"""Bytes of its own below which a process is a helper: as much may move in this process without being reported."""
 
 _BUDGET_S = 0.02
 _BUDGET_SHARE = 0.1
@@ -71,7 +71,7 @@ class UnmeasuredProcesses:
         self._memory.note(_held(now))
 
     def is_told(self, pids: Iterable[int]) -> None:
-        """These processes are findings: what they and theirs hold is not told again."""
+        """These processes are findings: what they and their children hold is not reported again."""
         self._told.update(pids)
 
     def look(self, *, always: bool = False, now: Counters | None = None) -> None:

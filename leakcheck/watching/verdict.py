@@ -58,8 +58,8 @@ class Verdict:
     Attributes:
         findings: the test's own.
         of_owners: those of each owner that ended, by its label.
-        not_measured: what a driver does not tell, and what may be a leak or what a library keeps from its first use,
-            which cannot be told apart.
+        not_measured: what a driver does not report, and what may be a leak or what a library keeps from its first use,
+            which cannot be distinguished.
         climbed: whether the cheap pass was not enough.
         unproven: what is to be given to `prove` at the end, for the test and for each owner.
         things: what each of the test's findings is about, by the finding's fingerprint.

@@ -353,7 +353,7 @@ class Watch:
         )
         if any(finding.changed for found in findings for finding in found):
             self._seen &= live_keys()
-        # Of before the climb, which takes memory itself; and what is a finding is not told again as part of a sum.
+        # Of before the climb, which takes memory itself; and a finding is not reported again as part of a sum.
         share = None if findings[0] or share is None else share - judged.explained
         trim_heap()
         kept = self._host.kept(share, self._read(), final=case.final)

@@ -26,8 +26,8 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
             takes tenths of a second (measured on an H200).
 
     Kernels that a library loads on first use take device memory too, but the driver keeps that for itself: it is in no
-    allocation. So this tells memory that somebody asked for from memory that the driver needs, which NVML's figure
-    cannot. On Linux the driver reserves the host's addresses for what it hands out on a card (one address space for
+    allocation. So this separates memory that somebody asked for from memory that the driver needs, which NVML's figure
+    does not. On Linux the driver reserves the host's addresses for what it hands out on a card (one address space for
     both), as private mappings without access; each 2 MiB step in those is asked about (`cuMemGetAddressRange`), in a
     loop of the interpreter's own, as half a million of them may be empty. Of several small allocations in one step
     only those that begin where the previous one ends are seen, and managed memory is not: it is the host's until a
@@ -65,7 +65,7 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
     found: dict[int, int] = {}
     start, length = ctypes.c_uint64(), ctypes.c_size_t()
     answers = ctypes.addressof(start), ctypes.addressof(length)
-    # A chip that shares its memory with the host has nothing that can be shared: there it tells nothing.
+    # A chip that shares its memory with the host has nothing that can be shared: there it says nothing.
     shares = not torch.cuda.get_device_properties(device_index).is_integrated
     with torch.cuda.device(device_index):
         for low, high in _reserved() if among is None else [(address, address + size) for address, size in among]:

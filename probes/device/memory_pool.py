@@ -18,7 +18,7 @@ def idle_pool_bytes(device_index: int) -> int | None:
     counts it as this process's, and no list of allocations has it. Asking takes some microseconds and makes no pool.
     """
     torch = initialized_torch()
-    # With this backend the pool is torch's own, and its counters tell.
+    # With this backend the pool is torch's own, and its counters are right.
     if torch is None or torch.version.hip is not None or torch.cuda.get_allocator_backend() == "cudaMallocAsync":
         return None
     try:

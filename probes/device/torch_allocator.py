@@ -55,7 +55,7 @@ class PoolSegments:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorReading:
-    """torch's allocator on one device; None where the allocator cannot tell.
+    """torch's allocator on one device; None where the allocator cannot report it.
 
     Attributes:
         device: `cuda:0` (HIP devices too, as torch names them).
@@ -84,7 +84,7 @@ class AllocatorReading:
 
 @dataclass(frozen=True, slots=True)
 class PinnedReading:
-    """torch's cache of page-locked host memory; None where torch is too old to tell.
+    """torch's cache of page-locked host memory; None where torch is too old to report it.
 
     Attributes:
         torch_allocated: bytes handed out to tensors.
@@ -99,8 +99,8 @@ def read_allocators(claimed: Collection[int] | None = None) -> tuple[AllocatorRe
     """Reads torch's allocator on every device that has a context; empty before CUDA is initialised.
 
     Args:
-        claimed: the addresses of all live storages, by which a library's workspace is told from a tensor; default: they
-            are looked up.
+        claimed: the addresses of all live storages, which separate tensors from a library's workspaces; looked up by
+            default.
     """
     torch = initialized_torch()
     if torch is None:

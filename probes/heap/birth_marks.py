@@ -1,4 +1,4 @@
-"""Objects made at a moment, that tell by their place among the young ones which of these are older."""
+"""Marker objects: their place among the young objects shows which of these are older."""
 
 from __future__ import annotations
 

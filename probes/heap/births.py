@@ -122,7 +122,7 @@ class Births:
     def begin(self, label: str, turn: int = 1) -> None:
         """What is born from here on has this label.
 
-        A new object comes to the end of the youngest generation. So one that is made here tells by its place which of
+        A new object comes to the end of the youngest generation. So the place of one that is made here shows which of
         the others are older, until the next collection, before which all of them are noted: nothing has to be looked
         at now.
         """
@@ -140,7 +140,7 @@ class Births:
     def begin_aside(self, label: str) -> None:
         """What is born from here to `end_aside` has a label of its own; nothing is looked at for it; nests.
 
-        As in `begin`, an object that is made here tells which of the others are older.
+        As in `begin`, the place of an object that is made here shows which of the others are older.
 
         Args:
             label: what they are called.
@@ -257,7 +257,7 @@ class Births:
                     if id(item) in wanted:
                         found.setdefault(id(item), item)
             self._reveal(found)
-            # The oldest first: of a memory that several of them view, the first tells since when it is there.
+            # The oldest first: of a memory that several of them view, the first shows since when it is there.
             ordered = [(key, found.pop(key)) for key in self._noted if key in found] + list(found.items())
             born = [Newborn(item, *self._noted.get(key, (self.label, self.turn))) for key, item in ordered]
             return [each for each in born if label is None or each.label == label]

@@ -98,7 +98,7 @@ def bytes_held(caches: Iterable[CacheReading]) -> int:
 
 
 class CacheActivity:
-    """Which caches got new entries since a mark; holds the caches weakly, and finds new ones only when told of them."""
+    """Which caches got new entries since a mark; holds the caches weakly, and finds new ones only when given them."""
 
     def __init__(self) -> None:
         self._places: dict[int, int] = {}

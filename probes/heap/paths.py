@@ -12,7 +12,7 @@ from lowtide.probes.references.entries import Kind
 Mark = Literal["innocent", "holding", "pending"]
 Inspector = Callable[[RootKind, Sequence[object]], "Sequence[Mark | None]"]
 """Says of each object that a path leads to, from a root of that kind, whether it is meant to live (`innocent`), should
-be gone (`holding`), or is work that has not ended (`pending`); None if it cannot tell. It runs no foreign code."""
+be gone (`holding`), or is work that has not ended (`pending`); None if that is unknown. It runs no foreign code."""
 
 
 @dataclass(frozen=True, slots=True)

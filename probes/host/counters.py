@@ -36,7 +36,7 @@ class Counters:
 
     Attributes:
         items: per resource, what is there by name, with bytes or 1 each.
-        amounts: per resource (and device, as `reserved cuda:0`), bytes or a count; None where it cannot be told.
+        amounts: per resource (and device, as `reserved cuda:0`), bytes or a count; None if it cannot be read.
         settings: process-wide settings by name, as text; what replaced an object has another text.
         native_threads: all threads of the process, Python's included.
         untold: why a driver's amount is None, by its key.
@@ -148,7 +148,7 @@ class CounterReader:
                 facts = os.fstat(number)
             except OSError:  # this listing's own, or another thread's
                 continue
-            # All anonymous ones (epoll, eventfd) are one file to the kernel: only their name tells them apart.
+            # All anonymous ones (epoll, eventfd) are one file to the kernel: only their name distinguishes them.
             kind = "" if stat.S_IFMT(facts.st_mode) else _target(number)
             files[number] = (facts.st_dev, facts.st_ino, kind)
         if files != self._files:

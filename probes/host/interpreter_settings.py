@@ -289,7 +289,7 @@ def _handler(handler: object) -> str:
 class Filters:
     """The warnings filters, but for those that came with the module that defines their category.
 
-    An installed library adds them as it is imported (sympy does), and whoever reads them cannot tell who imported it:
+    An installed library adds them as it is imported (sympy does), and a reader cannot see who imported it:
     another thread, or the checker in the middle of a reading.
     """
 
@@ -361,7 +361,7 @@ class Umask:
         self._status = status or functools.partial(contents, "/proc/self/status")
 
     def raw(self) -> object:
-        """The mask; -1 where /proc does not tell it."""
+        """The mask; -1 where /proc does not show it."""
         try:
             text = self._status()
             start = text.index(b"Umask:") + 6

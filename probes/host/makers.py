@@ -35,7 +35,7 @@ class Maker:
     Attributes:
         modules: the library's modules whose functions were running, the innermost first; empty if the program's own
             code made it, and not a library that it called.
-        identity: what tells a descriptor from another one that gets its number later.
+        identity: distinguishes a descriptor from another one that gets its number later.
         place: the program's line that made it, or that called the library: `function, file.py:12`; empty if none did.
     """
 

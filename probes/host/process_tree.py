@@ -44,7 +44,7 @@ _BLOCK = 160
 
 _MOST_FORKS = 256
 _NEAR = 2 / _TICKS
-"""Seconds by which the beginning of a process, which the kernel tells in hundredths, may lie outside of its fork."""
+"""Seconds by which the beginning of a process, which the kernel reports in hundredths, may lie outside of its fork."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ _mincore.restype = ctypes.c_int
 
 
 class HostReadError(RuntimeError):
-    """The host does not tell what every Linux tells; the message says what is missing."""
+    """The host does not report what every Linux reports; the message says what is missing."""
 
 
 class UnmappedRangeError(ValueError):
@@ -125,7 +125,7 @@ def read_host() -> HostReading:
     """Reads this process's facts.
 
     Raises:
-        HostReadError: /proc does not tell (this is not Linux, or /proc is not mounted).
+        HostReadError: /proc cannot be read (this is not Linux, or /proc is not mounted).
     """
     notes: list[str] = []
     process = psutil.Process()

@@ -53,8 +53,8 @@ class Source(Protocol):
 class SettingReader:
     """Reads settings again and again; while none has changed the answer is the same object.
 
-    Reading changes nothing, initialises nothing and runs nothing of the program's: its objects are told apart by their
-    identities.  No object of the program is held.
+    Reading changes nothing, initialises nothing and runs no code of the program: its objects are compared by
+    identity. No object of the program is held.
 
     Args:
         warnings_filters: whether to read those.

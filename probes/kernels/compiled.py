@@ -119,7 +119,7 @@ def _search(  # type: ignore[no-untyped-def]
     """Counts the words of some sections that lie in the ranges, and lists the aligned ones as far as there is `room`.
 
     `data` has `words` 64-bit numbers and begins `skipped` bytes into its tensor, which is number `tensor`; `table`
-    holds the starts, then the stops of the `ranges`, which a search in so many `levels` tells apart. A row of `found`
+    holds the starts, then the stops of the `ranges`, which a search in so many `levels` distinguishes. A row of `found`
     is the tensor's number, the byte offset, and the value; `cursor` counts the rows, written or not.
     """
     lanes = tl.arange(0, LANES)

@@ -39,8 +39,8 @@ _WORTH_THREADS = 32 << 20
 def fingerprints(tensors: Sequence[torch.Tensor], device: torch.device) -> list[int]:
     """128 bits over the bytes of each of some readable tensors in host memory: XXH3 of them, in logical order.
 
-    Other contents have other bits but with a chance of about 2^-128, as far as XXH3 is known to tell (Collet, xxHash
-    0.8); no defence against contents that somebody built to collide.
+    Different contents have the same bits with a probability of about 2^-128, as far as XXH3 is known (Collet, xxHash
+    0.8); contents that somebody built to collide are not detected.
     Large ones are shared out to as many threads as torch uses (`torch.set_num_threads`), which end with the call; those
     that must be copied first are read one after the other.
     """
@@ -115,7 +115,7 @@ class _Search:
         aligned = unaligned = 0
         listed: list[tuple[int, int]] = []
         for start, piece in _pieces(words, first, stop):
-            # One number tells of both ends: what lies below the hull wraps round to the largest numbers.
+            # One number covers both ends: what lies below the hull wraps round to the largest numbers.
             distance = np.subtract(piece, self._low, out=above[: len(piece)])
             if distance.min() >= self._span:
                 continue

@@ -18,7 +18,7 @@ Aspect = Literal["missing", "shape", "dtype", "device", "address", "bytes"]
 
 
 class ContentsError(ValueError):
-    """A tensor whose contents cannot be told; the message names it and says what to give instead."""
+    """A tensor whose contents cannot be read; the message names it and says what to give instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Change:
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """128 bits that tell the bytes of a tensor's elements, in logical order, from any others.
+    """128 bits that distinguish the bytes of a tensor's elements, in logical order, from any others.
 
     The same bytes on the same kind of device have the same fingerprint whatever their dtype, shape and strides. On a
     card (`kernels.definition` says why) a change within one aligned 32-bit word is always seen, and any other is missed

@@ -11,7 +11,7 @@ tensor, with what it shows itself:
 - by chance one expects
   `MARGIN * (noise + 1) * bytes of the ranges / 16 / 2^64 + unaligned * (even + 1) / (noise - even + 1)`
   aligned words: what uniform noise would give, and 64 times that, for data in which the bytes that make an address
-  small are zero eight times as often, twice; and what the unaligned words in the ranges tell of data that is denser
+  small are zero eight times as often, twice; and what the unaligned words in the ranges show about data that is denser
   just there;
 - the aligned words are reported as pointers if so many have a chance (Poisson) under one in a million. Else they are
   counted as `by_chance`, with their places: doubtful, and never dropped.

@@ -19,7 +19,7 @@ class StackFrame(NamedTuple):
     Attributes:
         file: path of the source file, as the code object has it.
         line: line that was being run.
-        function: its name; with the names around it (`Class.f`, `outer.<locals>.f`) where the recorder could tell.
+        function: its name; with the names around it (`Class.f`, `outer.<locals>.f`) if the recorder knew them.
     """
 
     file: str

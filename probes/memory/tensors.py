@@ -173,7 +173,7 @@ def keys_of_each(items: Iterable[Any]) -> list[frozenset[tuple[str, int]]]:
 
 
 def hold_memory(items: Iterable[Any]) -> list[bool]:
-    """Whether each of some tensors and storage objects holds memory, or may: by a graph, or since nobody can tell.
+    """Whether each of some tensors and storage objects holds memory, or may: by a graph, or because it is unknown.
 
     A tensor that needs no gradient, and has no memory of its own (an empty or meta one, the stand-ins of compilers),
     holds nothing else that is not found by itself.
@@ -275,7 +275,7 @@ class _Found:
             return False
         try:
             return any(self._has_memory(part) for part in _parts(self._torch, item))
-        except RuntimeError:  # no storage that Python can reach: nobody can tell
+        except RuntimeError:  # no storage that Python can reach: unknown
             return True
 
     def _has_memory(self, tensor: Any) -> bool:

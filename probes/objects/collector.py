@@ -1,7 +1,7 @@
-"""Which collector this interpreter has: told by what it does, since releases of one version differ in it.
+"""Which collector this interpreter has: decided by what it does, since releases of one version differ in it.
 
 An incremental collector came with CPython 3.14.0 and went with 3.14.5; 3.15 has the generations of 3.13 again.  A build
-without the interpreter lock has its own, which tells nothing by its generations.
+without the interpreter lock has its own, whose generations show nothing.
 """
 
 from __future__ import annotations

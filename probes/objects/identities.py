@@ -157,7 +157,7 @@ def are_tracked(ids: Ints) -> npt.NDArray[np.bool_]:
 
 
 class Tracked:
-    """Says which objects the collector tracks, and knows of each type that it met how to tell: for one walk.
+    """Says which objects the collector tracks, and remembers for each type how to decide it: for one walk.
 
     (`are_tracked` looks at the types of what it is asked about anew each time.)
     """
@@ -184,7 +184,7 @@ class Tracked:
         return _are_tracked(ids, self._manners.take(places))
 
 
-# How to tell whether an instance of a type is tracked: it never is, by its link, or by the collector's answer.
+# How to decide whether an instance of a type is tracked: it never is, by its link, or by the collector's answer.
 _NEVER, _BY_LINK, _BY_ASKING = range(3)
 
 

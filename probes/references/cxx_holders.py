@@ -87,7 +87,7 @@ def held_as(addresses: Collection[int]) -> dict[int, str]:
 
 
 def callbacks_of(future: Any) -> list[object]:
-    """The functions that a future of torch's calls when it is done, which only C++ knows; empty if nobody can tell."""
+    """The functions that a torch future calls when it is done, known only to C++; empty if they cannot be read."""
     with _opened() as memory:
         return [] if memory is None else list(memory.callbacks_of(future))
 

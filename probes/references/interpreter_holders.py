@@ -57,7 +57,7 @@ def named_holders() -> Iterator[tuple[str, object]]:
 def exit_functions() -> list[tuple[str, object]]:
     """What `atexit` has registered, with the arguments of each; empty where the interpreter's memory cannot be read.
 
-    No function tells them, so they are looked for in the interpreter's state, by their number and their types: there is
+    No function lists them, so they are looked for in the interpreter's state, by their number and their types: there is
     an array of so many pointers to a function, a tuple and, maybe, a dict. (As CPython 3.10 to 3.13 have it.) It is
     read by way of the kernel, which refuses an address that is not mapped.
     """

@@ -13,7 +13,7 @@ class DriverError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class DriverReading:
-    """One card as its driver sees it; None where the driver does not tell.
+    """One card as its driver sees it; None where the driver reports nothing.
 
     Attributes:
         device: `cuda:0`, as torch numbers it.
@@ -45,7 +45,7 @@ class Driver(Protocol):
     def processes(self, device_index: int) -> Mapping[int, int | None]:
         """Bytes on one card by process identifier, of all processes that the driver lists; never raises.
 
-        None where it lists one without its memory. Empty where it lists none, or does not tell.
+        None where it lists one without its memory. Empty where it lists none or reports nothing.
         """
 
     def close(self) -> None:

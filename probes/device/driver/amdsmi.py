@@ -71,7 +71,7 @@ class AmdsmiDriver:
         return DriverReading(device, self.name, held, used, size, note)
 
     def processes(self, device_index: int) -> Mapping[int, int | None]:
-        """Bytes on one card by process identifier; empty where amdsmi does not tell."""
+        """Bytes on one card by process identifier; empty where amdsmi reports none."""
         if not self._open:
             return {}
         try:
@@ -115,7 +115,7 @@ class AmdsmiDriver:
         if visible is None or not 0 <= int(visible) < len(handles):
             raise DriverError(f"there is no visible card of index {device_index}")
         for handle in handles:
-            # amdsmi counts in another order than HIP; from ROCm 6.4 it tells HIP's number.
+            # amdsmi counts in another order than HIP; from ROCm 6.4 it reports HIP's number.
             if self._hip_number(handle) == visible:
                 return handle
         return handles[int(visible)]

@@ -71,7 +71,7 @@ class NvmlDriver:
         return DriverReading(device, self.name, held, int(memory.used), int(memory.total), note)
 
     def processes(self, device_index: int) -> Mapping[int, int | None]:
-        """Bytes on one card by process identifier; empty where NVML does not tell."""
+        """Bytes on one card by process identifier; empty where NVML reports none."""
         if not self._open:
             return {}
         try:
