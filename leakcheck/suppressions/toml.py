@@ -20,6 +20,9 @@ OWN_TABLE = ("suppressions",)
 PYPROJECT_TABLE = ("tool", "lowtide", "suppressions")
 """Where they are in a `pyproject.toml`."""
 
+GATE_TABLE = "gate"
+"""The table in the same file that configures `lowtide gate`."""
+
 # What can hide the end of a line from a reader of TOML, and the end of a line itself.
 _TOKEN = re.compile(
     r'"""(?:\\.|[^\\])*?""""{0,2}' + r"|'''.*?''''{0,2}" + r'|"(?:\\.|[^"\\])*"' + r"|'[^']*'|#[^\n]*|[\[\]{}\n]",
@@ -155,9 +158,9 @@ def written_entries(text: str, file: str, table: tuple[str, ...]) -> list[Writte
     document = parse_document(text, file)
     statements = list(_statements(text))
     if len(table) == 1:
-        # The file is for nothing else, so another name is a slip, which would suppress nothing in silence.
+        # The file is for nothing else but the gate, so another name is a slip, which would suppress nothing in silence.
         for statement in statements:
-            if statement.name[0] != table[0]:
+            if statement.name[0] not in (table[0], GATE_TABLE):
                 problem = f"unknown key {statement.name[0]!r}; allowed: {header(table)}"
                 raise SuppressionError(f"{file}:{statement.line}: {problem}")
     values = value_at(document, table)

@@ -273,12 +273,30 @@ def test_a_process_that_is_a_finding_is_not_told_again() -> None:
 def test_looks_cost_a_share_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = 100.0
     monkeypatch.setattr(unseen.time, "perf_counter", lambda: seconds)
+    monkeypatch.setattr(unseen, "child_processes", list)
     tree = FakeTree(process(7, 900 * MIB))
     seen = UnmeasuredProcesses(ProcessTree(), None)
     vars(seen).update(_tree=tree, _memory=tree, _spent=1.0)
     seen.look()
     assert seen.not_measured == ()
     seen.look(always=True)
+    assert len(seen.not_measured) == 1
+
+
+def test_a_new_child_is_looked_at_whatever_looks_have_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = [7]
+    monkeypatch.setattr(unseen.time, "perf_counter", lambda: 100.0)
+    monkeypatch.setattr(unseen, "child_processes", lambda: children)
+    monkeypatch.setattr(unseen, "_is_helper", lambda pid: False)
+    seen = UnmeasuredProcesses(ProcessTree(), None)
+    vars(seen).update(_tree=FakeTree(), _memory=FakeTree(), _spent=1.0)
+    seen.look()
+    vars(seen).update(_memory=FakeTree(process(7, 900 * MIB)))
+    seen.look()
+    assert seen.not_measured == ()
+    vars(seen).update(_memory=FakeTree(process(8, 900 * MIB)))
+    children.append(8)
+    seen.look()
     assert len(seen.not_measured) == 1
 
 
