@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lowtide.reports import schema
 from lowtide.reports.html import render_html
 from lowtide.reports.junit import render_junit
 from lowtide.reports.markdown import render_markdown
+from lowtide.reports.openmetrics import render_openmetrics
+from lowtide.reports.sarif import render_sarif
 
-_RENDERERS = {"index.html": render_html, "junit.xml": render_junit, "summary.md": render_markdown}
+
+def _sarif(report: schema.Report) -> str:
+    return render_sarif(report, Path.cwd())
+
+
+_RENDERERS: Mapping[str, Callable[[schema.Report], str]] = {
+    "index.html": render_html,
+    "junit.xml": render_junit,
+    "summary.md": render_markdown,
+    "leakcheck.sarif": _sarif,
+    "metrics.txt": render_openmetrics,
+}
 
 
 def write_folder(report: schema.Report, folder: Path) -> Path:
-    """Write `leakcheck.json`, `index.html`, `junit.xml` and `summary.md`, each as a whole or not at all.
+    """Write `leakcheck.json` and all that is made from it, each file as a whole or not at all.
+
+    These are `index.html`, `junit.xml`, `summary.md`, `leakcheck.sarif` and `metrics.txt`.
 
     Returns:
         The path of `leakcheck.json`.

@@ -14,8 +14,10 @@ from lowtide.reports.folder import write_folder
 from lowtide.reports.html import render_html
 from lowtide.reports.junit import render_junit
 from lowtide.reports.markdown import render_markdown
+from lowtide.reports.openmetrics import render_openmetrics
+from lowtide.reports.sarif import render_sarif
 
-FILES = ["index.html", "junit.xml", "leakcheck.json", "summary.md"]
+FILES = ["index.html", "junit.xml", "leakcheck.json", "leakcheck.sarif", "metrics.txt", "summary.md"]
 
 
 def report(name: str = "🌊") -> schema.Report:
@@ -41,6 +43,8 @@ def test_the_folder_has_every_rendering_and_nothing_else(tmp_path: Path) -> None
         ("index.html", render_html(report())),
         ("junit.xml", render_junit(report())),
         ("summary.md", render_markdown(report())),
+        ("leakcheck.sarif", render_sarif(report())),
+        ("metrics.txt", render_openmetrics(report())),
     ):
         assert (path.parent / name).read_bytes() == text.encode()
 
@@ -65,7 +69,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         write_folder(report(), tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", ["index.html", "junit.xml", "summary.md"])
+@pytest.mark.parametrize("name", ["index.html", "junit.xml", "leakcheck.sarif", "metrics.txt", "summary.md"])
 def test_a_file_that_cannot_be_written_is_named_and_leaves_no_part(name: str, tmp_path: Path) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(schema.ReportError) as raised:
