@@ -15,8 +15,16 @@ from lowtide.probes.references.edges import variables_of
 _IMMORTAL = 1 << 28
 """A reference count that is none: from Python 3.12 on some objects never die."""
 
-_OWN = 3
-"""References to an object while it is asked about: the heap's list, a variable, and an argument."""
+
+def _asked(item: object) -> int:
+    return sys.getrefcount(item)
+
+
+_ONLY = [object()]
+
+_OWN = _asked(_ONLY[0])
+"""References to an object while it is asked about: the heap's list, a variable and an argument; on Python 3.10 the
+caller's stack as well."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,7 @@ def held_from_c(
     return [
         node
         for node in nodes
-        if _count(objects[node]) > known[id(objects[node])] and not _is_checkers(objects[node], variables)
+        if _count(objects, node) > known[id(objects[node])] and not _is_checkers(objects[node], variables)
     ]
 
 
@@ -134,10 +142,11 @@ def _references(
     return found
 
 
-def _count(item: object) -> int:
+def _count(objects: Sequence[object], node: int) -> int:
     """References to an object, without those that it takes to ask."""
-    count = sys.getrefcount(item)
-    return 0 if count >= _IMMORTAL or is_a(item, type) else count - _OWN
+    # No variable here holds it: that would be one more reference.
+    count = _asked(objects[node])
+    return 0 if count >= _IMMORTAL or is_a(objects[node], type) else count - _OWN
 
 
 def _content(cell: CellType) -> int:
