@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from lowtide.engine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lowtide.engine.pages.vmm import VmmDriver
 
 
 class Lease(Protocol):
@@ -120,10 +123,19 @@ def open_backend(device: str) -> PageBackend:
         return CpuPages()
     from lowtide.engine.pages.vmm import VmmPages
 
+    return VmmPages(open_driver(wanted.index), wanted.index)
+
+
+def open_driver(index: int) -> VmmDriver:
+    """The memory calls of a card's driver, CUDA's or ROCm's.
+
+    Raises:
+        ConfigError: its bindings are missing.
+    """
     if torch.version.hip is not None:
         from lowtide.engine.pages.hip import HipDriver, load_hip
 
-        return VmmPages(HipDriver(load_hip(), wanted.index), wanted.index)
+        return HipDriver(load_hip(), index)
     from lowtide.engine.pages.cuda import CudaDriver
 
-    return VmmPages(CudaDriver(wanted.index), wanted.index)
+    return CudaDriver(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lowtide.leakcheck.baseline.import_watch import ImportWatch
 from lowtide.leakcheck.baseline.imported_modules import Imported
@@ -60,6 +60,7 @@ class LifecycleRun:
         script: the stages of one life, from `create` to `shutdown`; without sleeps for an engine that does not sleep.
         preserving: the sleeps in it from which the contents of `preserved()` come back with the wake; None for all.
         emptying: the sleeps in it in which the driver must count no more for the process than before create.
+        tolerances: what may stay at a shutdown in place of the table's tolerances, by the metric's key.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class LifecycleRun:
         script: Sequence[str] = SCRIPT,
         preserving: Collection[str] | None = None,
         emptying: Collection[str] = ("sleep(2)",),
+        tolerances: Mapping[str, int] | None = None,
     ) -> None:
         self._make = make
         self._device = device
@@ -92,7 +94,7 @@ class LifecycleRun:
         self._imports = ImportWatch(self._importing, self._import_done)
         self._imported = Imported(self._probes.counters.read)
         self._metrics = LifeMetrics(
-            lambda: shutdown_metrics(device),
+            lambda: shutdown_metrics(device, tolerances),
             self._probes.makers,
             self._imported,
             self._leftovers.imported_bytes,
@@ -106,6 +108,11 @@ class LifecycleRun:
         self._cycle = 0
         self._failure = ""
         self.interrupted = False
+
+    @property
+    def excesses(self) -> tuple[tuple[Excess, ...], ...]:
+        """How far each metric was above its life's own baseline after each shutdown so far."""
+        return tuple(self._judgement.excesses)
 
     def run(self) -> Subject:
         """Live all lives; an error or Ctrl-C ends the run early, with the engine shut down and what there is kept."""

@@ -16,6 +16,7 @@ from lowtide.leakcheck.findings.tensor_findings import Context
 from lowtide.leakcheck.judging.judge import (
     Excess,
     Judgement,
+    excesses,
     grouped,
     judge,
     missing,
@@ -78,6 +79,8 @@ class ShutdownJudgement:
         # What the first life left, and whether a whole one has followed that says how much of that was first use.
         self._first_end: Snapshot | None = None
         self._has_compared = False
+        self.excesses: list[tuple[Excess, ...]] = []
+        """How far each metric was above its life's own baseline, after each shutdown so far."""
 
     def begin(self, cycle: int, baseline: Snapshot) -> None:
         """A life begins, from this reading."""
@@ -105,6 +108,7 @@ class ShutdownJudgement:
         """
         metrics, baselines = self._judged_in(cycle), self._baselines(cycle, baseline)
         self._metrics.note_first_use(cycle, baseline, steps[-1].reading)
+        self.excesses.append(excesses(metrics, baseline, steps[-1].reading))
         self._first_end = steps[-1].reading if cycle == 1 else self._first_end
         self._has_compared |= cycle > 1 and not failed
         is_last = cycle == self._cycles or failed

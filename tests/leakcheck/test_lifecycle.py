@@ -616,6 +616,25 @@ def test_what_each_life_keeps_within_the_tolerance_adds_up() -> None:
     assert 55 * MIB < finding.bytes < 70 * MIB
 
 
+def test_a_smaller_tolerance_of_a_run_finds_what_the_table_allows() -> None:
+    run = LifecycleRun(
+        "small",
+        KeepsALittleHostMemory,
+        device="cpu",
+        driver=NoDriver("a test"),
+        cycles=2,
+        script=SHORT,
+        tolerances={"host-memory": 8 * MIB},
+    )
+    (finding,) = run.run().findings
+    assert finding.resource == "host-memory"
+    first, second = ({item.metric.key: item for item in life} for life in run.excesses)
+    assert "host-memory" not in first
+    assert second["host-memory"].above == finding.bytes
+    assert second["host-memory"].metric.tolerance == 8 * MIB
+    assert first["tensors cpu"].above == second["tensors cpu"].above == 0
+
+
 class GivesBackInItsLastLife(KeepsALittleHostMemory):
     lives = 0
 
@@ -671,7 +690,7 @@ def test_what_is_there_to_stay_is_not_judged_and_another_process_is() -> None:
 
 def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown: Metric[Any] = Metric("pinned", "cpu", lambda snapshot: None)
-    monkeypatch.setattr(lifecycle, "shutdown_metrics", lambda device: (*shutdown_metrics(device), unknown))
+    monkeypatch.setattr(lifecycle, "shutdown_metrics", lambda device, own: (*shutdown_metrics(device), unknown))
     subject, findings = found(SmallLife, cycles=2)
     assert findings == ()
     assert [item.what for item in subject.not_measured] == ["pinned on cpu"]
