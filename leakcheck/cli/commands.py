@@ -11,6 +11,7 @@ import lowtide
 from lowtide.leakcheck.cli.check import check
 from lowtide.leakcheck.cli.defects import defects
 from lowtide.leakcheck.cli.fuzz import fuzz
+from lowtide.leakcheck.cli.gate import gate
 from lowtide.leakcheck.cli.run import run
 from lowtide.leakcheck.cli.suppress import suppress
 
@@ -63,3 +64,4 @@ app.command()(check)
 app.command()(suppress)
 app.command()(defects)
 app.command()(fuzz)
+app.command()(gate)

@@ -1,0 +1,213 @@
+"""`lowtide gate`: the nightly gate."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
+from lowtide.leakcheck.cli.progress import find_console
+from lowtide.leakcheck.cli.reporting import check_writable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from lowtide.leakcheck.gate import Cell, Gate
+    from lowtide.leakcheck.gate.cells import CellResult
+    from lowtide.reports.schema import Machine, Report, Subject
+
+_KNOWN_DAYS = 90
+
+
+def gate(
+    config: Annotated[
+        Path | None, typer.Option(help="The configuration [default: lowtide.toml, or pyproject.toml].")
+    ] = None,
+    report: Annotated[Path, typer.Option(help="Folder for the report and each cell's own report and log.")] = Path(
+        "build/gate"
+    ),
+    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Run each N-th cell, from the I-th.")] = None,
+    only: Annotated[str | None, typer.Option(metavar="PATTERN", help="Run the cells whose names match.")] = None,
+    new_since: Annotated[
+        Path | None, typer.Option(help="An earlier report folder: only what it does not contain fails.")
+    ] = None,
+    update: Annotated[
+        bool, typer.Option("--update", help="Add new findings to the baseline, and remove those that are gone.")
+    ] = False,
+    reason: Annotated[str, typer.Option(help="With --update: why the new findings may stay for now.")] = "",
+    owner: Annotated[str, typer.Option(help="With --update: who answers for them.")] = "",
+    days: Annotated[int, typer.Option(help="With --update: for how many days they are known.")] = _KNOWN_DAYS,
+    list_cells: Annotated[
+        bool, typer.Option("--list", help="Print the cells and their commands; run nothing.")
+    ] = False,
+) -> None:
+    """Run a matrix of subjects, devices and settings, each cell in its own processes, and judge all of it as one.
+
+    Exit codes: 0 clean, 1 a leak was found, 2 bad input or something could not be measured, 130 interrupted.
+    """
+    if days < 1:
+        refuse(f"--days {days} is not possible: use 1 or more")
+    if (reason or owner) and not update:
+        refuse("--reason and --owner belong to --update: add it, or leave them out")
+    try:
+        code = _gate(config, report, shard, only, new_since, update, reason, owner, days, list_cells)
+    except KeyboardInterrupt:
+        typer.echo("lowtide: interrupted; the report has what was finished", err=True)
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+def _gate(
+    config: Path | None,
+    folder: Path,
+    shard: str | None,
+    only: str | None,
+    new_since: Path | None,
+    update: bool,
+    reason: str,
+    owner: str,
+    days: int,
+    list_cells: bool,
+) -> int:
+    from lowtide.leakcheck.gate import (
+        Gate,
+        GateError,
+        KnownFindings,
+        KnownFindingsError,
+        Shard,
+        cells_of,
+        load_settings,
+    )
+    from lowtide.leakcheck.gate.cards import count_cards
+    from lowtide.leakcheck.gate.gate import earlier_findings
+    from lowtide.leakcheck.suppressions.entries import Suppressions
+    from lowtide.reports.schema import ReportError, exit_code
+
+    try:
+        settings, file = load_settings(config, Path.cwd())
+        known = KnownFindings.load(file.parent / settings.baseline)
+        earlier = earlier_findings(new_since) if new_since is not None else Suppressions()
+        cards = count_cards()
+        cells = _chosen(cells_of(settings, cards), only, Shard.parse(shard) if shard is not None else None)
+    except (GateError, KnownFindingsError, ReportError) as error:
+        refuse(str(error))
+    if list_cells:
+        _list(cells)
+        return 0
+    check_writable(folder)
+    console = find_console()
+    run = Gate(
+        cells,
+        folder,
+        _machine(),
+        cards=cards,
+        cpu_workers=settings.cpu_workers,
+        known=known,
+        earlier=earlier,
+        listener=_Lines(console, len(cells)).show,
+    )
+    try:
+        written = run.run()
+        if update:
+            written = _update(console, run, reason, owner, days)
+    except (ReportError, KnownFindingsError) as error:
+        refuse(str(error))
+    _show(console, run, written)
+    return exit_code(written)
+
+
+def _chosen(cells: list[Cell], only: str | None, shard: object) -> list[Cell]:
+    """The cells that this job runs."""
+    from lowtide.leakcheck.gate import GateError, Shard
+
+    chosen = [cell for cell in cells if only is None or fnmatch(cell.name, only)]
+    if not chosen:
+        names = ", ".join(cell.name for cell in cells)
+        raise GateError(f"--only {only} matches no cell; there are {names}")
+    return shard.part(chosen) if isinstance(shard, Shard) else chosen
+
+
+def _list(cells: list[Cell]) -> None:
+    import shlex
+
+    for cell in cells:
+        missing = f"  ({cell.missing})" if cell.missing else ""
+        typer.echo(f"{cell.name}: {shlex.join(cell.command)}{missing}")
+
+
+def _machine() -> Machine:
+    from lowtide.leakcheck.baseline.readings import this_machine
+    from lowtide.probes.device.driver import find_driver
+
+    driver = find_driver()
+    try:
+        return this_machine(driver)
+    finally:
+        driver.close()
+
+
+@dataclass
+class _Lines:
+    """Prints a line per cell, as each one ends."""
+
+    console: Console
+    cells: int
+    ended: int = 0
+
+    def show(self, cell: Cell, result: CellResult) -> None:
+        from rich.text import Text
+
+        self.ended += 1
+        word, style = _outcome(result.subjects)
+        line = f"{self.ended}/{self.cells} {cell.name}: {word}, {result.seconds:.1f} s"
+        self.console.print(Text(line, style=style))
+
+
+def _outcome(subjects: Iterable[Subject]) -> tuple[str, str]:
+    """A cell's outcome in a word, and the style in which it is shown."""
+    outcomes = {subject.outcome for subject in subjects}
+    if "leak" in outcomes:
+        return "leak", "red"
+    if outcomes & {"error", "unsupported"}:
+        return "not judged", "yellow"
+    return "clean", "green"
+
+
+def _show(console: Console, run: Gate, report: Report) -> None:
+    """What failed and why, what is known, and what the baseline no longer needs."""
+    from rich.text import Text
+
+    from lowtide.reports.hanging_text import HangingText
+    from lowtide.reports.markdown import verdict
+    from lowtide.reports.terminal import finding_text
+
+    today = datetime.date.today()
+    for subject in report.subjects:
+        findings = [finding for finding in subject.findings if finding.suppressed_by is None]
+        if findings or subject.reason:
+            reason = f": {subject.reason}" if subject.reason else ""
+            console.print(HangingText(Text(f"{subject.id}{reason}", style="bold")))
+        for finding in findings:
+            console.print(HangingText(finding_text(finding)))
+    for entry in run.known.expired(today):
+        console.print(f"{run.known.file.name}: {entry.fingerprint} expired on {entry.expires} (owner {entry.owner})")
+    for entry in run.known.gone(report.subjects, run.judged()):
+        console.print(f"{run.known.file.name}: {entry.fingerprint} is gone ({entry.message}): remove it with --update")
+    console.print(f"report: {run.folder / 'index.html'}", highlight=False)
+    console.print(verdict(report), style="bold")
+
+
+def _update(console: Console, run: Gate, reason: str, owner: str, days: int) -> Report:
+    """Bring the baseline up to date, show the difference, and write the report anew."""
+    expires = datetime.date.today() + datetime.timedelta(days=days)
+    known, change = run.known.updated(run.report().subjects, run.judged(), reason=reason, owner=owner, expires=expires)
+    known.save()
+    for line in change.lines() or ["no change"]:
+        console.print(f"{known.file.name}: {line}", style="green" if line.startswith("+") else None, highlight=False)
+    return run.judge_by(known)

@@ -1,0 +1,196 @@
+"""One cell: its processes, its log, and what its report and its end say."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from lowtide.leakcheck.gate.matrix import Cell
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.reports import schema
+from lowtide.reports.schema import Finding, Machine, Report, Subject
+from lowtide.reports.sizes import format_bytes
+
+LOG = "log.txt"
+"""The output of a cell's command, in its folder."""
+
+_GUARDIAN_S = 60.0
+"""How long a guardian may take beyond its cell's time limit, in seconds: it ends processes and waits for them."""
+
+_POLL_S = 0.2
+_SHOWN = 200
+_STACK = re.compile(
+    r'Current thread .*most recent call first\):\n  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)'
+)
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """How one cell ended.
+
+    Attributes:
+        name: the cell's.
+        subjects: what was judged in it, and what went wrong with it; ids begin with its name.
+        seconds: how long it took.
+        machine: where it ran, if its report says so.
+    """
+
+    name: str
+    subjects: tuple[Subject, ...]
+    seconds: float
+    machine: Machine | None = None
+
+
+def not_run(cell: Cell, outcome: schema.Outcome, reason: str) -> CellResult:
+    """The result of a cell that did not run."""
+    return CellResult(cell.name, (Subject(id=cell.name, outcome=outcome, reason=reason),), 0.0)
+
+
+def run_cell(cell: Cell, folder: Path, card: int | None, stopped: Callable[[], bool]) -> CellResult:
+    """Run a cell below its guardian, wait for it, and read what it found.
+
+    Args:
+        cell: what to run.
+        folder: for its report and its log; what an earlier run left in it is deleted.
+        card: the card that it gets; None on the CPU.
+        stopped: whether the gate stops; asked while the cell runs.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    env = {**os.environ, **cell.env}
+    if card is not None:
+        # Both, since which of them counts depends on torch's build; a list that is there already is indexed.
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+            visible = [each for each in os.environ.get(name, "").split(",") if each]
+            env[name] = visible[card] if card < len(visible) else str(card)
+    ended = _run_guarded(cell, folder, env, stopped)
+    return _result(cell, folder, ended)
+
+
+def _run_guarded(cell: Cell, folder: Path, env: Mapping[str, str], stopped: Callable[[], bool]) -> dict[str, Any]:
+    """What the guardian says of the end; empty if it said nothing."""
+    result = folder / "end.json"
+    reading, writing = os.pipe()
+    guardian = [sys.executable, "-m", "lowtide.leakcheck.gate.guardian", str(result), str(cell.timeout), str(reading)]
+    try:
+        with (folder / LOG).open("wb") as log:
+            process = subprocess.Popen(
+                [*guardian, "--", *cell.command, cell.report_option, str(folder)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(reading,),
+                # A Ctrl-C is the gate's, which then closes the pipe.
+                start_new_session=True,
+            )
+        until = time.monotonic() + cell.timeout + _GUARDIAN_S
+        while process.poll() is None and time.monotonic() < until and not stopped():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_S)
+    finally:
+        os.close(reading)
+        # By this the guardian ends the cell, if it still runs; it is given the time for that.
+        os.close(writing)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GUARDIAN_S)
+    process.kill()
+    process.wait()
+    try:
+        ended: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return ended
+
+
+def _result(cell: Cell, folder: Path, ended: Mapping[str, Any]) -> CellResult:
+    report = problem = None
+    if (folder / "leakcheck.json").exists():
+        try:
+            report = schema.read(folder)
+        except schema.ReportError as error:
+            problem = str(error)
+    subjects = [
+        msgspec.structs.replace(subject, id=f"{cell.name}/{subject.id}")
+        for subject in (report.subjects if report is not None else ())
+    ]
+    subjects += _left_behind(cell, subjects, ended.get("left", ()))
+    wrong = problem or _what_went_wrong(cell, folder, report, ended)
+    if wrong:
+        subjects.append(Subject(id=cell.name, outcome="error", reason=wrong))
+    machine = report.machine if report is not None else None
+    return CellResult(cell.name, tuple(subjects), float(ended.get("seconds", 0.0)), machine)
+
+
+def _what_went_wrong(cell: Cell, folder: Path, report: Report | None, ended: Mapping[str, Any]) -> str:
+    """Why a cell's report is not all that counts; "" if it is."""
+    if not ended:
+        return f"ended with the gate, or its guardian was killed; {_last_line(folder)}"
+    if ended["timed_out"]:
+        return f"ended after {cell.timeout:g} s, its time limit, {_where_it_was(folder)}"
+    code = ended["code"]
+    how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    if report is None:
+        return f"{how} and wrote no report; {_last_line(folder)}"
+    if not report.subjects:
+        return f"{how} and judged nothing; {_last_line(folder)}"
+    if code and code != schema.exit_code(report):
+        return f"{how}, which its report does not explain; {_last_line(folder)}"
+    return ""
+
+
+def _where_it_was(folder: Path) -> str:
+    """The innermost Python frame of the main thread, which `faulthandler` writes into the log of an aborted command."""
+    with suppress(OSError):
+        log = (folder / LOG).read_text(encoding="utf-8", errors="replace")
+        match = _STACK.search(log)
+        if match:
+            return f"in {match['function']} ({match['file']}:{match['line']}); log: cells/{folder.name}/{LOG}"
+    return _last_line(folder)
+
+
+def _last_line(folder: Path) -> str:
+    """Where the log is, and the last line in it that says something."""
+    where = f"log: cells/{folder.name}/{LOG}"
+    with suppress(OSError):
+        lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+        last = next((line.strip() for line in reversed(lines) if any(map(str.isalnum, line))), "")
+        if last:
+            return f"last line: {last[:_SHOWN]}; {where}"
+    return where
+
+
+def _left_behind(cell: Cell, subjects: list[Subject], left: Any) -> list[Subject]:
+    """A subject about the processes that outlived the command, unless a finding of its own report is about them."""
+    if not left or any(finding.resource == "processes" for subject in subjects for finding in subject.findings):
+        return []
+    names = sorted(str(process["name"]) for process in left)
+    shown = ", ".join(
+        f"{process['pid']} ({process['name']}, {format_bytes(int(process['bytes']))} of host memory)"
+        for process in left
+    )
+    count = f"{len(left)} process{'es' if len(left) > 1 else ''}"
+    finding = Finding(
+        resource="processes",
+        cause="unknown",
+        bytes=0,
+        count=len(left),
+        device="",
+        stage="end",
+        message=f"{count} outlived the command and had to be killed: {shown}",
+        fingerprint=fingerprint(resource="processes", device="", stage="end", suspects=("outlived", *names)),
+        advice="end and join them in the engine's shutdown",
+    )
+    return [Subject(id=f"{cell.name}/end", outcome="leak", findings=(finding,))]

@@ -1,0 +1,241 @@
+"""The gate runs cells in processes of their own; whatever they do, the report says it and no process stays."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lowtide.leakcheck.gate import Cell, Gate, KnownFindings
+from lowtide.leakcheck.gate import cards as card_locks
+from lowtide.leakcheck.gate.gate import earlier_findings
+from lowtide.leakcheck.gate.known_findings import KnownFinding
+from lowtide.leakcheck.gate.settings import GateError
+from lowtide.reports.schema import Machine, Report, Subject, exit_code, read
+
+ROOT = Path(__file__).parents[2]
+
+MACHINE = Machine(platform="here", python="3", torch="", cpus=2, memory=1, devices=(), driver="none")
+
+WRITES = """
+import sys, time, subprocess
+from pathlib import Path
+from lowtide.reports import schema
+
+def report(outcome="clean", marks=(), name="life"):
+    findings = tuple(
+        schema.Finding(resource="tensors", cause="module-global", bytes=8, count=1, device="cpu", stage="call",
+                       message="a tensor", fingerprint=mark * 16)
+        for mark in marks
+    )
+    machine = schema.Machine(platform="cell", python="3", torch="9", cpus=2, memory=1, devices=(), driver="none")
+    subjects = (schema.Subject(id=name, outcome="leak" if marks else outcome, findings=findings),) if name else ()
+    schema.write(
+        schema.Report(schema="lowtide-report/1", version="0", created="now", command="x", machine=machine,
+                      subjects=subjects),
+        Path(sys.argv[-1]),
+    )
+    sys.exit({"clean": 0, "leak": 1, "error": 2}["leak" if marks else outcome])
+"""
+
+
+def cell(name: str, body: str, timeout: float = 60.0, device: str = "cpu", missing: str = "") -> Cell:
+    command = (sys.executable, "-c", WRITES + textwrap.dedent(body))
+    env = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return Cell(name, device, command, "--report", timeout, env, missing)
+
+
+def ran(folder: Path, *cells: Cell, **options: object) -> Report:
+    return Gate(cells, folder, MACHINE, **options).run()  # type: ignore[arg-type]
+
+
+def by_id(report: Report) -> Mapping[str, Subject]:
+    return {subject.id: subject for subject in report.subjects}
+
+
+def is_running(word: str) -> bool:
+    return any(word in " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+
+
+def test_the_cells_reports_are_one_report(tmp_path: Path) -> None:
+    report = ran(tmp_path, cell("one", "report()"), cell("two", "report(marks='ab')"), cpu_workers=2)
+    assert {name: subject.outcome for name, subject in by_id(report).items()} == {
+        "one/life": "clean",
+        "two/life": "leak",
+    }
+    assert exit_code(report) == 1
+    assert report.machine.platform == "cell"
+    assert read(tmp_path) == report
+    for name in ("index.html", "junit.xml", "summary.md", "cells/two/leakcheck.json", "cells/two/log.txt"):
+        assert (tmp_path / name).exists(), name
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (
+            "print('no such model'); sys.exit(2)",
+            "ended with exit code 2 and wrote no report; last line: no such model; ",
+        ),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by signal 11 and wrote no report; "),
+        ("report(name='')", "ended with exit code 0 and judged nothing; "),
+        ("Path(sys.argv[-1], 'leakcheck.json').write_text('{')", "is not a lowtide-report/1 report"),
+    ],
+    ids=["refused", "crashed", "empty", "damaged"],
+)
+def test_a_cell_that_judged_nothing_is_an_error_with_its_log(tmp_path: Path, body: str, reason: str) -> None:
+    report = ran(tmp_path, cell("bad", body))
+    (subject,) = report.subjects
+    assert (subject.id, subject.outcome) == ("bad", "error")
+    assert reason in subject.reason
+    assert exit_code(report) == 2
+
+
+def test_an_exit_code_that_the_report_does_not_explain_is_no_pass(tmp_path: Path) -> None:
+    body = "try:\n    report()\nexcept SystemExit:\n    print('SUPPRESSION expired')\n    sys.exit(1)"
+    found = by_id(ran(tmp_path, cell("odd", body)))
+    assert found["odd/life"].outcome == "clean"
+    assert found["odd"].reason.startswith("ended with exit code 1, which its report does not explain; last line: SUPP")
+
+
+def test_a_cell_that_hangs_is_ended_with_all_its_processes_and_says_where_it_was(tmp_path: Path) -> None:
+    body = """
+    def load():
+        # In a session of its own, without the environment: neither group nor mark leads to it.
+        subprocess.Popen(["env", "-i", "setsid", "sleep", "4711.5"])
+        time.sleep(600)
+    load()
+    """
+    report = ran(tmp_path, cell("slow", body, timeout=1.5))
+    (subject,) = report.subjects
+    assert subject.reason.startswith("ended after 1.5 s, its time limit, in load (<string>:")
+    assert not is_running("4711.5")
+
+
+def test_what_outlives_a_cell_is_a_finding_and_is_ended(tmp_path: Path) -> None:
+    body = 'subprocess.Popen(["env", "-i", "setsid", "sleep", "4711.6"]); report()'
+    found = by_id(ran(tmp_path, cell("leaves", body)))
+    assert found["leaves/life"].outcome == "clean"
+    (finding,) = found["leaves/end"].findings
+    assert (finding.resource, finding.count) == ("processes", 1)
+    assert "1 process outlived the command and had to be killed: " in finding.message
+    assert "(sleep, " in finding.message
+    assert not is_running("4711.6")
+
+
+def test_a_helper_that_ends_soon_after_its_cell_is_none(tmp_path: Path) -> None:
+    report = ran(tmp_path, cell("tidy", 'subprocess.Popen(["setsid", "sleep", "0.5"]); report()'))
+    assert [subject.id for subject in report.subjects] == ["tidy/life"]
+
+
+def test_what_cannot_run_here_is_said_and_never_clean(tmp_path: Path) -> None:
+    report = ran(
+        tmp_path, cell("card", "report()", device="cuda", missing="cuda is not here: this machine has 0 cards")
+    )
+    (subject,) = report.subjects
+    assert (subject.outcome, subject.reason) == ("unsupported", "cuda is not here: this machine has 0 cards")
+    assert exit_code(report) == 2
+
+
+def test_the_report_of_an_earlier_run_is_not_left_where_a_cell_writes_none(tmp_path: Path) -> None:
+    assert exit_code(ran(tmp_path, cell("one", "report()"))) == 0
+    assert exit_code(ran(tmp_path, cell("one", "sys.exit(0)"))) == 2
+
+
+def test_known_findings_pass_and_those_of_an_earlier_report_are_not_new(tmp_path: Path) -> None:
+    leaks = cell("one", "report(marks='a')")
+    first = ran(tmp_path / "first", leaks)
+    assert exit_code(first) == 1
+    entry = KnownFinding(fingerprint="a" * 16, reason="issue 7", owner="ann", expires=datetime.date(2100, 1, 1))
+    known = ran(tmp_path / "known", leaks, known=KnownFindings(Path("b.json"), (entry,)))
+    assert exit_code(known) == 0
+    since = earlier_findings(tmp_path / "first")
+    same = ran(tmp_path / "same", leaks, earlier=since)
+    assert (exit_code(same), same.subjects[0].findings[0].suppressed_by) == (
+        0,
+        f"not new: also in {tmp_path / 'first'}",
+    )
+    more = ran(tmp_path / "more", cell("one", "report(marks='ab')"), earlier=since)
+    assert exit_code(more) == 1
+
+
+KILLED = """
+import sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+from tests.leakcheck.test_gate import MACHINE, cell
+from lowtide.leakcheck.gate import Gate
+slow = 'subprocess.Popen(["env", "-i", "setsid", "sleep", "4711.7"]); print("at work", flush=True); time.sleep(600)'
+Gate([cell("one", "report()"), cell("two", slow), cell("three", "report()")], Path({folder!r}), MACHINE).run()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_gate_that_is_killed_leaves_a_readable_report_and_no_process(tmp_path: Path, number: int) -> None:
+    program = KILLED.format(root=str(ROOT), folder=str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as gate:
+        log = tmp_path / "cells" / "two" / "log.txt"
+        wait_until(lambda: log.exists() and "at work" in log.read_text())
+        assert is_running("4711.7")
+        gate.send_signal(number)
+        gate.wait(30)
+    wait_until(lambda: not is_running("4711.7"))
+    found = by_id(read(tmp_path))
+    assert found["one/life"].outcome == "clean"
+    unfinished = [subject for name, subject in found.items() if name.startswith(("two", "three"))]
+    assert {subject.outcome for subject in unfinished} == {"error"}
+    assert exit_code(read(tmp_path)) == 2
+
+
+def wait_until(is_so: object, patience: float = 30.0) -> None:
+    assert callable(is_so)
+    until = time.monotonic() + patience
+    while not is_so():
+        assert time.monotonic() < until, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_one_gate_at_a_time_has_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_locks.tempfile, "gettempdir", lambda: str(tmp_path))
+    stop = threading.Event()
+    with card_locks.exclusive(0, stop.is_set):
+        with card_locks.exclusive(1, stop.is_set):
+            pass
+        stop.set()
+        with (
+            pytest.raises(GateError, match="stopped while another gate had card 0"),
+            card_locks.exclusive(0, stop.is_set),
+        ):
+            pass
+    with card_locks.exclusive(0, stop.is_set):
+        pass
+
+
+def test_cells_on_cards_get_a_card_each_and_no_two_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_locks.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    body = """
+    import os
+    print(os.environ["CUDA_VISIBLE_DEVICES"], time.time()); time.sleep(0.3); print(time.time()); report()
+    """
+    cells = [cell("a", body, device="cuda"), cell("b", body, device="cuda"), cell("c", body, device="cuda:1")]
+    assert exit_code(ran(tmp_path / "report", *cells, cards=2)) == 0
+    spans = {}
+    for name in "abc":
+        card, began, ended = (tmp_path / "report/cells" / name / "log.txt").read_text().split()[:3]
+        spans[name] = (card, float(began), float(ended))
+    assert spans["c"][0] == "1"
+    assert {spans["a"][0], spans["b"][0]} <= {"0", "1"}
+    for one, other in ("ab", "ac", "bc"):
+        if spans[one][0] == spans[other][0]:
+            assert spans[one][2] <= spans[other][1] or spans[other][2] <= spans[one][1]
