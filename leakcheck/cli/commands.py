@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 import lowtide
+from lowtide.leakcheck.cli.bisect_step import STOPS_BISECT, bisect_step
 from lowtide.leakcheck.cli.check import check
 from lowtide.leakcheck.cli.defects import defects
 from lowtide.leakcheck.cli.fuzz import fuzz
@@ -40,7 +41,7 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "lowtide"
         typer.echo(f"lowtide: {said.rstrip('.')}: see `{command} --help`", err=True)
-        code = 2
+        code = STOPS_BISECT if command.endswith(" bisect-step") else 2
     sys.exit(code)
 
 
@@ -65,3 +66,4 @@ app.command()(suppress)
 app.command()(defects)
 app.command()(fuzz)
 app.command()(gate)
+app.command()(bisect_step)

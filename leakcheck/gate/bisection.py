@@ -1,0 +1,167 @@
+"""One step of `git bisect run`: whether the checked-out commit has the leak with a certain fingerprint.
+
+A leak that shows in some lives only is looked for in several. A life that could not be measured is neither good nor
+bad, so that a commit that does not build never passes for the culprit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lowtide.leakcheck.gate import guardian
+from lowtide.reports import schema
+from lowtide.reports.schema import Report
+
+REPORT_VARIABLE = "LOWTIDE_REPORT"
+"""The environment variable that gives the command its report folder."""
+
+PLACEHOLDER = "{report}"
+"""What is replaced by the report folder in the command's arguments."""
+
+EXIT_CODES = {"absent": 0, "present": 1, "unknown": 125}
+"""As `git bisect run` reads them: good, bad, to be skipped."""
+
+Answer = Literal["absent", "present", "unknown"]
+
+_GUARDIAN_S = 60.0
+
+
+@dataclass(frozen=True)
+class Life:
+    """What one run of the command showed.
+
+    Attributes:
+        answer: whether the leak was there; `unknown` if nothing says so.
+        why: what was found, or why it could not be measured.
+    """
+
+    answer: Answer
+    why: str
+
+
+@dataclass(frozen=True)
+class BisectStep:
+    """What is asked of each commit.
+
+    Attributes:
+        command: what builds and judges the commit, and writes a report.
+        fingerprint: that of the leak.
+        lives: how often the command is run at most.
+        needed: in how many of them the leak must show.
+        timeout: seconds after which a run's processes are ended.
+    """
+
+    command: Sequence[str]
+    fingerprint: str
+    lives: int = 1
+    needed: int = 1
+    timeout: float = 3600.0
+
+    def run(self, listener: Callable[[Life], None]) -> Answer:
+        """Run the command until it is certain whether the leak shows in as many lives as are needed.
+
+        Args:
+            listener: called after each life.
+        """
+        present = absent = 0
+        for _ in range(self.lives):
+            life = self._live()
+            listener(life)
+            present += life.answer == "present"
+            absent += life.answer == "absent"
+            if present >= self.needed:
+                return "present"
+            # Not even if it showed in all that are left, and in those that could not be measured.
+            if absent > self.lives - self.needed:
+                return "absent"
+        return "unknown"
+
+    def _live(self) -> Life:
+        with tempfile.TemporaryDirectory(prefix="lowtide-bisect-") as name:
+            folder = Path(name) / "report"
+            folder.mkdir()
+            # Outside of the report folder, which some commands empty.
+            ended = _run_guarded(
+                [argument.replace(PLACEHOLDER, str(folder)) for argument in self.command],
+                folder,
+                Path(name) / "end.json",
+                self.timeout,
+            )
+            return _judge(folder, ended, self)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How the command ended; `code` is None where it could not be started or its guardian was killed."""
+
+    code: int | None = None
+    timed_out: bool = False
+
+
+def _run_guarded(command: list[str], folder: Path, result: Path, timeout: float) -> _End:
+    """Run a command below a guardian, so that nothing of it is left to disturb the next life."""
+    reading, writing = os.pipe()
+    # By its path: the working folder may hold a `lowtide` of its own, as old as the commit.
+    watched = [sys.executable, guardian.__file__, str(result), str(timeout), str(reading), "--", *command]
+    env = {**os.environ, REPORT_VARIABLE: str(folder)}
+    try:
+        process = subprocess.Popen(watched, env=env, pass_fds=(reading,), start_new_session=True)
+        os.close(reading)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout + _GUARDIAN_S)
+    finally:
+        # A guardian that still runs ends the command when this closes.
+        os.close(writing)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(_GUARDIAN_S)
+    process.kill()
+    process.wait()
+    try:
+        ended = json.loads(result.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return _End()
+    return _End(ended["code"], ended["timed_out"])
+
+
+def _judge(folder: Path, ended: _End, step: BisectStep) -> Life:
+    if ended.timed_out:
+        return Life("unknown", f"the command was ended after {step.timeout:g} s, its time limit")
+    if ended.code is None:
+        return Life("unknown", f"{step.command[0]} could not be started, or was killed")
+    if not (folder / "leakcheck.json").exists():
+        return Life("unknown", f"the command ended with exit code {ended.code} and wrote no report")
+    try:
+        report = schema.read(folder)
+    except schema.ReportError as error:
+        return Life("unknown", str(error))
+    found = _found(report, step.fingerprint)
+    if found:
+        return Life("present", found)
+    failed = [subject for subject in report.subjects if subject.outcome in ("error", "unsupported")]
+    if failed:
+        return Life("unknown", f"{failed[0].id} was not judged: {failed[0].reason}")
+    if not any(subject.outcome in ("clean", "leak") for subject in report.subjects):
+        return Life("unknown", "the report judges nothing")
+    if ended.code not in (0, schema.exit_code(report)):
+        return Life("unknown", f"the command ended with exit code {ended.code}, which its report does not explain")
+    return Life("absent", f"{step.fingerprint} is not in the report")
+
+
+def _found(report: Report, fingerprint: str) -> str:
+    """The message of the leak, known or not; "" if it is not there."""
+    for subject in report.subjects:
+        for finding in subject.findings:
+            for each in (finding, *finding.parts):
+                # An older lowtide gave it the former one.
+                if fingerprint in (each.fingerprint, each.former_fingerprint):
+                    return f"{subject.id}: {each.message}"
+    return ""

@@ -1,0 +1,165 @@
+"""One step of a bisection: good and bad only where that was measured."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from lowtide.leakcheck.cli.commands import app
+from lowtide.leakcheck.gate.bisection import BisectStep, Life
+from lowtide.reports import schema
+from tests.reports.small_reports import finding, report, subject
+
+MARK = "0123456789abcdef"
+OTHER = "fedcba9876543210"
+
+
+@pytest.fixture
+def reports(tmp_path: Path) -> Path:
+    """A folder with reports that a command copies into its report folder."""
+    part = finding(fingerprint=MARK, message="the part")
+    written = {
+        "leak": report(subject(finding())),
+        "known": report(subject(finding(suppressed_by="known"))),
+        "part": report(subject(finding(fingerprint=OTHER, parts=(part,)))),
+        "former": report(subject(finding(fingerprint=OTHER, former_fingerprint=MARK))),
+        "other": report(subject(finding(fingerprint=OTHER))),
+        "clean": report(subject()),
+        "failed": report(subject(), subject(name="life", outcome="error", reason="out of memory")),
+        "skipped": report(subject(outcome="skipped", reason="no card")),
+    }
+    for name, each in written.items():
+        (tmp_path / f"{name}.json").write_bytes(schema.encode(each))
+    (tmp_path / "broken.json").write_text("{")
+    return tmp_path
+
+
+def shell(text: str) -> tuple[str, ...]:
+    return ("/bin/sh", "-c", text)
+
+
+def copying(folder: Path, name: str, code: int = 0) -> tuple[str, ...]:
+    return shell(f'cp {shlex.quote(str(folder / name))}.json "$LOWTIDE_REPORT/leakcheck.json"; exit {code}')
+
+
+def run(step: BisectStep) -> tuple[str, list[Life]]:
+    lives: list[Life] = []
+    return step.run(lives.append), lives
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "answer", "why"),
+    [
+        ("leak", 1, "present", "tests/test_a.py::test_b: 48.0 MiB of tensors did not come back"),
+        ("known", 0, "present", "tests/test_a.py::test_b: 48.0 MiB"),
+        ("part", 1, "present", "tests/test_a.py::test_b: the part"),
+        ("former", 1, "present", "tests/test_a.py::test_b: 48.0 MiB"),
+        ("other", 1, "absent", f"{MARK} is not in the report"),
+        ("clean", 0, "absent", f"{MARK} is not in the report"),
+        ("clean", 3, "unknown", "ended with exit code 3, which its report does not explain"),
+        ("failed", 2, "unknown", "life was not judged: out of memory"),
+        ("skipped", 0, "unknown", "the report judges nothing"),
+        ("broken", 0, "unknown", "is not a lowtide-report/1 report"),
+        ("missing", 7, "unknown", "ended with exit code 7 and wrote no report"),
+    ],
+)
+def test_the_report_is_the_answer_and_the_exit_code_must_fit_to_it(
+    name: str, code: int, answer: str, why: str, reports: Path
+) -> None:
+    told, (life,) = run(BisectStep(copying(reports, name, code), MARK))
+    assert (told, life.answer) == (answer, answer)
+    assert why in life.why
+
+
+def test_the_folder_is_also_in_the_commands_arguments_and_new_for_each_life(reports: Path) -> None:
+    seen = reports / "seen"
+    text = f'test -z "$(ls -A {{report}})" && test {{report}} = "$LOWTIDE_REPORT" && echo {{report}} >> {seen}'
+    command = shell(f"{text} && cp {reports}/clean.json {{report}}/leakcheck.json")
+    assert run(BisectStep(command, MARK, lives=2, needed=1))[0] == "absent"
+    folders = seen.read_text().split()
+    assert len(set(folders)) == 2
+    assert [folder for folder in folders if Path(folder).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("lives", "needed", "shows", "answer", "runs"),
+    [
+        (3, 1, ["clean", "leak"], "present", 2),
+        (3, 2, ["leak", "clean", "leak"], "present", 3),
+        (3, 2, ["clean", "clean"], "absent", 2),
+        (3, 2, ["leak", "missing", "clean"], "unknown", 3),
+        (2, 1, ["missing", "clean"], "unknown", 2),
+    ],
+)
+def test_a_leak_must_show_in_some_of_the_lives(
+    lives: int, needed: int, shows: list[str], answer: str, runs: int, reports: Path
+) -> None:
+    for turn, name in enumerate(shows):
+        (reports / f"turn{turn}").write_text(str(reports / f"{name}.json"))
+    count = reports / "count"
+    command = shell(
+        f"n=$(cat {count} 2>/dev/null || echo 0); echo $((n + 1)) > {count}; "
+        f'cp "$(cat {reports}/turn$n)" "$LOWTIDE_REPORT/leakcheck.json" 2>/dev/null; true'
+    )
+    told, seen = run(BisectStep(command, MARK, lives=lives, needed=needed))
+    assert (told, len(seen)) == (answer, runs)
+
+
+def test_a_run_that_takes_too_long_is_ended_with_its_children(reports: Path) -> None:
+    pid = reports / "pid"
+    started = time.monotonic()
+    told, (life,) = run(BisectStep(shell(f"sleep 600 & echo $! > {pid}; wait"), MARK, timeout=0.3))
+    assert (told, life.why) == ("unknown", "the command was ended after 0.3 s, its time limit")
+    assert time.monotonic() - started < 20
+    assert not lives(int(pid.read_text()))
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_command_that_is_not_there_is_not_measured() -> None:
+    told, (life,) = run(BisectStep(("/nowhere/at-all",), MARK))
+    assert (told, life.why) == ("unknown", "/nowhere/at-all could not be started, or was killed")
+
+
+def test_the_command_exits_as_git_wants_it(reports: Path) -> None:
+    codes = {}
+    for name in ("clean", "leak", "missing"):
+        done = CliRunner().invoke(app, ["bisect-step", "--fingerprint", MARK, "--", *copying(reports, name)])
+        codes[name] = done.exit_code
+        assert "in this commit" in done.stderr
+    assert codes == {"clean": 0, "leak": 1, "missing": 125}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--fingerprint", "nothing", "--", "true"], "--fingerprint nothing is none: take the sixteen hex digits"),
+        (["--fingerprint", MARK, "--needed", "2", "--", "true"], "--needed 2 of --lives 1 is not possible: use 1 to 1"),
+        (["--fingerprint", MARK, "--timeout", "0", "--", "true"], "--timeout 0 is not possible: use seconds above 0"),
+        (["--fingerprint", MARK], "Missing argument"),
+        (["--unknown", "--", "true"], "No such option: --unknown"),
+    ],
+)
+def test_bad_input_stops_the_bisection_and_is_no_bad_commit(arguments: list[str], said: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lowtide", "bisect-step", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=dict(os.environ),
+    )
+    assert (done.returncode, said in done.stderr) == (128, True), done.stderr
