@@ -125,7 +125,9 @@ def _annotated(hint: Any) -> Any:
 
 
 def _option(parameter: inspect.Parameter, kind: Any, info: OptionInfo) -> tuple[str, str, str]:
-    names = info.param_decls or (f"--{parameter.name.replace('_', '-')}",)
+    # In an annotation the first name is where a default would be.
+    given = [name for name in (info.default, *(info.param_decls or ())) if isinstance(name, str) and name[:1] == "-"]
+    names = given or [f"--{parameter.name.replace('_', '-')}"]
     kinds = [each for each in typing.get_args(kind) or (kind,) if each is not type(None)]
     value = info.metavar or _value(kinds[0])
     default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
