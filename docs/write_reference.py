@@ -102,7 +102,7 @@ def command_reference() -> str:
 
 
 def _command(given: str | None, callback: Any) -> str:
-    name = given or callback.__name__
+    name = given or callback.__name__.replace("_", "-")
     hints = typing.get_type_hints(callback, include_extras=True)
     arguments, options = [], []
     for parameter in inspect.signature(callback).parameters.values():

@@ -74,7 +74,9 @@ def test_a_new_command_and_a_new_option_show_on_the_page(monkeypatch: pytest.Mon
 
 def test_every_command_and_option_of_the_help_is_on_the_page() -> None:
     told = sections(page("cli.md"))
-    commands = [info.name or getattr(info.callback, "__name__", "") for info in app.registered_commands]
+    commands = [
+        info.name or getattr(info.callback, "__name__", "").replace("_", "-") for info in app.registered_commands
+    ]
     assert list(told) == [f"`lowtide {name}`" for name in commands]
     for name in commands:
         help_text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).stdout
