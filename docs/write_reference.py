@@ -111,7 +111,9 @@ def _command(given: str | None, callback: Any) -> str:
             arguments.append((info.metavar or parameter.name.upper(), info.help or ""))
         else:
             options.append(_option(parameter, kind, info))
-    usage = " ".join(["lowtide", name, *(argument for argument, _ in arguments), "[OPTIONS]"])
+    last = [argument for argument, _ in arguments if argument.startswith("-- ")]
+    first = [argument for argument, _ in arguments if argument not in last]
+    usage = " ".join(["lowtide", name, *first, "[OPTIONS]", *last])
     parts = [f"## `lowtide {name}`", f"```\n{usage}\n```", inspect.getdoc(callback) or ""]
     if arguments:
         parts.append(_table(("argument", "what it is"), [(_code(shown), text) for shown, text in arguments]))
@@ -131,7 +133,9 @@ def _option(parameter: inspect.Parameter, kind: Any, info: OptionInfo) -> tuple[
     kinds = [each for each in typing.get_args(kind) or (kind,) if each is not type(None)]
     value = info.metavar or _value(kinds[0])
     default = parameter.default.value if isinstance(parameter.default, Enum) else parameter.default
-    shown = "" if default is None or default is False else _code(str(default))
+    shown = "" if default is None or default is False or default == "" else _code(str(default))
+    if default is parameter.empty:
+        shown = "required"
     return _code(f"{', '.join(names)} {value}".rstrip()), shown, info.help or ""
 
 
