@@ -25,6 +25,9 @@ def check(
     suppressions: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Known leaks that may stay; an entry that none needs fails.")
     ] = None,
+    tenant: Annotated[
+        bool, typer.Option("--tenant", help="While it sleeps, a second process takes what it freed on the card.")
+    ] = False,
 ) -> None:
     """Drive your engine through one fixed life (create, infer, every sleep, wake, shutdown) again and again, and judge.
 
@@ -36,14 +39,14 @@ def check(
     if report is not None:
         check_writable(report)
     try:
-        code = _check(target, cycles, report, known)
+        code = _check(target, cycles, report, known, tenant)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
     raise typer.Exit(code)
 
 
-def _check(target: str, cycles: int, report: Path | None, suppressions: Suppressions) -> int:
+def _check(target: str, cycles: int, report: Path | None, suppressions: Suppressions, tenant: bool) -> int:
     from lowtide.leakcheck.lives.target_life import check_run
     from lowtide.leakcheck.targets.target import TargetError, load_factory
 
@@ -51,7 +54,8 @@ def _check(target: str, cycles: int, report: Path | None, suppressions: Suppress
         factory = load_factory(target)
 
         def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
-            return check_run(f"check[{target}]", factory, driver=driver, cycles=cycles, listener=show)
+            name = f"check[{target}]"
+            return check_run(name, factory, driver=driver, cycles=cycles, listener=show, tenant=tenant)
 
         return live(make_run, report, suppressions)
     except TargetError as error:

@@ -47,6 +47,9 @@ def run(
     suppressions: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Known leaks that may stay; an entry that none needs fails.")
     ] = None,
+    tenant: Annotated[
+        bool, typer.Option("--tenant", help="While it sleeps, a second process takes what it freed on the card.")
+    ] = False,
 ) -> None:
     """Drive the reference engine through its life, account for every byte, and judge.
 
@@ -65,7 +68,7 @@ def run(
 
     try:
         name = str(model) if model else (preset or Preset.TINY).value
-        code = _run(device, name, cycles, seed, defect, twin, report, known)
+        code = _run(device, name, cycles, seed, defect, twin, report, known, tenant)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
@@ -81,12 +84,14 @@ def _run(
     twin: bool,
     report: Path | None,
     suppressions: Suppressions,
+    tenant: bool,
 ) -> int:
     # Only now: importing torch takes seconds, and refusing bad input should not.
     from lowtide.engine import EngineError
     from lowtide.engine.defects import find_defect
     from lowtide.leakcheck.lives.lifecycle import LifecycleRun
     from lowtide.leakcheck.targets.reference import ReferenceLife
+    from lowtide.leakcheck.tenant.tenant import tenant_of
 
     try:
         active = find_defect(defect) if defect is not None else None
@@ -102,6 +107,7 @@ def _run(
             driver=driver,
             cycles=cycles,
             listener=show,
+            tenant=tenant_of(config.device) if tenant else None,
         )
 
     with ExitStack() as stack:

@@ -117,12 +117,13 @@ def _cell(settings: GateSettings, subject: SubjectSettings, device: str, setting
 
 def _command(subject: SubjectSettings, device: str) -> list[str]:
     """The module and arguments that run a subject."""
+    tenant = ["--tenant"] if subject.tenant and device != "cpu" else []
     seed = [] if subject.seed is None else ["--seed", str(subject.seed)]
     if subject.engine is not None:
         model = ["--preset" if subject.engine in _PRESETS else "--model", subject.engine]
-        return ["lowtide", "run", "--device", device, *model, "--cycles", str(subject.cycles), *seed]
+        return ["lowtide", "run", "--device", device, *model, "--cycles", str(subject.cycles), *seed, *tenant]
     if subject.target is not None:
-        return ["lowtide", "check", subject.target, "--cycles", str(subject.cycles)]
+        return ["lowtide", "check", subject.target, "--cycles", str(subject.cycles), *tenant]
     if subject.pytest is not None:
         # The card is chosen by the environment, so that pytest's own device option stays the suite's.
         return ["pytest", *shlex.split(subject.pytest), "--leakcheck"]

@@ -50,6 +50,7 @@ class SubjectSettings(_Table, frozen=True, kw_only=True):
         cycles: whole lives of `engine` and `target`.
         examples: lives of `fuzz`.
         seed: seed of `engine` and `fuzz`.
+        tenant: whether a second process takes what each sleep of `engine` and `target` has freed on a card.
         args: further arguments of the command.
         env: environment variables of its cells.
     """
@@ -66,6 +67,7 @@ class SubjectSettings(_Table, frozen=True, kw_only=True):
     cycles: int = 2
     examples: int = 100
     seed: int | None = None
+    tenant: bool = True
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
 

@@ -35,6 +35,7 @@ from lowtide.leakcheck.lives.script import (
 )
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
 from lowtide.leakcheck.targets.target import TargetError
+from lowtide.leakcheck.tenant import Tenant
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.snapshot import Snapshot, take_snapshot
@@ -61,6 +62,7 @@ class LifecycleRun:
         preserving: the sleeps in it from which the contents of `preserved()` come back with the wake; None for all.
         emptying: the sleeps in it in which the driver must count no more for the process than before create.
         tolerances: what may stay at a shutdown in place of the table's tolerances, by the metric's key.
+        tenant: takes what each sleep has freed, in a second process; None if nobody does.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class LifecycleRun:
         preserving: Collection[str] | None = None,
         emptying: Collection[str] = ("sleep(2)",),
         tolerances: Mapping[str, int] | None = None,
+        tenant: Tenant | None = None,
     ) -> None:
         self._make = make
         self._device = device
@@ -85,6 +88,7 @@ class LifecycleRun:
         self._script = tuple(script)
         self._preserving = self._script if preserving is None else preserving
         self._emptying = emptying
+        self._tenant = tenant
         self._indices = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
         self._record = LifeRecord(name, device, cycles)
         self._expected: Sequence[Sequence[int]] | None = None
@@ -137,7 +141,9 @@ class LifecycleRun:
             self._imports.remove()
             self._leftovers.close()
             self._probes.stop()
-        more = (*self._not_compared(), *self._metrics.once_so_far, *largest_of_each(self._probes.unseen.not_measured))
+        untaken = () if self._tenant is None else self._tenant.not_measured.values()
+        unseen = largest_of_each(self._probes.unseen.not_measured)
+        more = (*self._not_compared(), *self._metrics.once_so_far, *unseen, *untaken)
         return self._record.subject(self._failure, more, self._metrics.used_before)
 
     def _open_device(self) -> None:
@@ -208,6 +214,8 @@ class LifecycleRun:
                 pools = (*before.pools, *after.pools)
                 self._record.findings += self._leftovers.explain_asleep(engine, cycle, self._device, pools)
                 self._record.findings += contract.after_sleep(name, self._device, baseline, after)
+                if self._tenant is not None:
+                    self._record.findings += self._tenant.after_sleep(name, _freed(before, after, self._device))
                 if name in self._emptying and cycle > 1:
                     self._record.findings += contract.after_deep_sleep(name, self._device, baseline, at_work, after)
             elif name == "wake":
@@ -368,3 +376,9 @@ class LifecycleRun:
             lived = dict.fromkeys(lived.name for lived in self._record.stages if lived.name in self._emptying)
             left += [f"the driver's level on {self._device} in {name}" for name in lived]
         return [NotMeasured(what=what, why=_NO_SECOND_LIFE) for what in left]
+
+
+def _freed(before: Snapshot, after: Snapshot, device: str) -> int | None:
+    """Bytes that the driver counts less for this process; None if it does not say."""
+    held, holds = before.driver_bytes(device), after.driver_bytes(device)
+    return None if held is None or holds is None else held - holds

@@ -9,6 +9,7 @@ from lowtide.leakcheck.judging.contract import holders
 from lowtide.leakcheck.lives.checked_life import simplest
 from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
 from lowtide.leakcheck.targets.target import Capabilities, TargetFactory, make_target
+from lowtide.leakcheck.tenant.tenant import tenant_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,7 @@ def check_run(
     driver: Driver,
     cycles: int,
     listener: Callable[[Event], None] = lambda event: None,
+    tenant: bool = False,
 ) -> LifecycleRun:
     """The run of `cycles` fixed lives of a factory's targets.
 
@@ -42,6 +44,7 @@ def check_run(
         driver: whom to ask for a card's figures.
         cycles: how many lives.
         listener: hears of each stage before it starts.
+        tenant: whether a second process takes what each sleep has freed on a card.
 
     Raises:
         TargetError: what it makes cannot be driven.
@@ -57,6 +60,7 @@ def check_run(
         script=script_of(able),
         preserving={f"sleep({level})" for level in able.preserving_levels},
         emptying={f"sleep({level})" for level in able.emptying_levels},
+        tenant=tenant_of(able.device) if tenant else None,
     )
 
 

@@ -66,6 +66,13 @@ def test_each_kind_has_its_command(tmp_path: Path, subject: str, command: str) -
     assert cell.report_option == ("--leakcheck-report" if "pytest" in command else "--report")
 
 
+def test_on_a_card_a_second_process_takes_what_sleeps_free_unless_told_otherwise(tmp_path: Path) -> None:
+    text = '[gate]\ndevices = ["cuda"]\n[[gate.subject]]\nengine = "tiny"\n[[gate.subject]]\ntarget = "a:b"\n'
+    assert [cell.command[-1] for cell in cells_of(written(tmp_path, text), 1)] == ["--tenant", "--tenant"]
+    cells = cells_of(written(tmp_path, text + "tenant = false\n"), 1)
+    assert [cell.command[-1] for cell in cells] == ["--tenant", "2"]
+
+
 @pytest.mark.parametrize(("cards", "device"), [(0, "cpu"), (2, "cuda")])
 def test_auto_takes_a_card_if_there_is_one(tmp_path: Path, cards: int, device: str) -> None:
     (cell,) = cells_of(written(tmp_path, SMALL), cards)
