@@ -59,6 +59,13 @@ def render_markdown(report: Report) -> str:
     missing = list(_missing(report))
     if missing:
         parts += ["### Not measured", "\n".join(missing[:MOST]), *_rest(len(missing), "line(s)")]
+    notes = [
+        f"- {_code(subject.id)}: {_text(subject.reason)}"
+        for subject in report.subjects
+        if subject.outcome == "clean" and subject.reason
+    ]
+    if notes:
+        parts += ["### Notes", "\n".join(notes[:MOST]), *_rest(len(notes), "line(s)")]
     machine = report.machine
     devices = ", ".join(machine.devices) or "no card"
     parts.append(f"lowtide {_text(report.version)} · torch {_text(machine.torch)} · {_text(devices)}")

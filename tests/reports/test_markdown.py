@@ -88,6 +88,14 @@ def test_a_clean_verdict_admits_what_was_not_judged() -> None:
     assert verdict(report(clean)) == "CLEAN: 1 subject(s), everything that was judged came back"
 
 
+def test_what_is_to_say_of_a_clean_subject_is_a_note() -> None:
+    noted = schema.Subject(id="a|b", outcome="clean", reason="found: 8 MiB | <b>")
+    text = render_markdown(report(noted, schema.Subject(id="quiet", outcome="clean")))
+    assert text.split("### Notes")[1].split("\n\n")[1] == ("- <code>a&#124;b</code>: found: 8 MiB &#124; &lt;b&gt;")
+    many = [schema.Subject(id=str(turn), outcome="clean", reason="said") for turn in range(101)]
+    assert "… and 1 more line(s); all are in `leakcheck.json`" in render_markdown(report(*many))
+
+
 def test_outcomes_are_counted() -> None:
     outcomes: list[schema.Outcome] = ["clean", "clean", "leak", "error", "skipped", "unsupported"]
     text = render_markdown(report(*(schema.Subject(id="a", outcome=outcome) for outcome in outcomes)))

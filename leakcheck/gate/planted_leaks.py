@@ -1,0 +1,319 @@
+"""Leaks of a known size, planted in lives of the reference engine: what a gate must be able to see."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import mmap
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from lowtide.engine import EngineConfig
+from lowtide.engine.config import load_model_config
+from lowtide.engine.device_allocator.arena import Arena
+from lowtide.engine.pages import check_device, open_backend, open_driver
+from lowtide.leakcheck.lives.lifecycle import SCRIPT, LifecycleRun
+from lowtide.leakcheck.targets.reference import ReferenceLife
+from lowtide.probes.device.driver import find_driver
+from lowtide.reports.schema import Finding, Resource, Subject
+
+MIB = 1 << 20
+
+LARGEST = 64 * MIB
+"""The first leak that is planted, in bytes; each further one is half as large."""
+
+SMALLEST = MIB
+"""The last leak that is planted, in bytes, unless an earlier one was not found."""
+
+_LIVES = 2
+"""Lives with a leak in each: the first is judged without what libraries move."""
+
+_SHORT_SCRIPT = ("create", "shutdown")
+
+_PAGE = 4096
+
+_KEPT: list[object] = []
+"""Holds planted leaks."""
+
+
+class PlantedLeak(ABC):
+    """Leaks a number of bytes in one place.
+
+    Args:
+        device: "cpu" or "cuda:N", where the leak is.
+
+    Attributes:
+        name: of the place.
+        key: of the metric's row that counts it, with the device behind it if `on_device`.
+        resource: of the finding that must report it.
+        on_device: whether the metric belongs to the device, and not to the host.
+        needs_card: whether there is such a place on cards only.
+        part: of a leak that its finding must have; less than all where the metric is a level that moves by itself.
+    """
+
+    name: ClassVar[str]
+    key: ClassVar[str]
+    resource: ClassVar[Resource]
+    on_device: ClassVar[bool] = True
+    needs_card: ClassVar[bool] = False
+    part: ClassVar[float] = 1.0
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    @classmethod
+    def metric_on(cls, device: str) -> str:
+        """The key of the metric that counts it."""
+        return f"{cls.key} {device}" if cls.on_device else cls.key
+
+    @abstractmethod
+    def plant(self, size: int) -> None:
+        """Leak `size` bytes more."""
+
+    def remove(self) -> None:
+        """Give back all that was leaked, whatever a remedy has given back already."""
+        _KEPT.clear()
+        gc.collect()
+
+    def is_reported(self, finding: Finding, size: int) -> bool:
+        """Whether a finding reports a leak of `size` bytes in this place."""
+        return finding.resource == self.resource and finding.bytes >= self.part * size
+
+
+class PoolLeak(PlantedLeak):
+    """A tensor in torch's own memory that a module-level list holds."""
+
+    name = "torch's pool"
+    key = "tensors"
+    resource = "tensors"
+
+    def plant(self, size: int) -> None:
+        """Leak `size` bytes more."""
+        _KEPT.append(_tensor(size, self.device))
+
+
+class ArenaLeak(PlantedLeak):
+    """An arena that is mapped and has no tensor."""
+
+    name = "an arena"
+    key = "arena"
+    resource = "arena"
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self._arenas: list[Arena] = []
+
+    def plant(self, size: int) -> None:
+        """Leak `size` bytes more, in whole pages of the device."""
+        arena = Arena("planted", size, open_backend(self.device))
+        arena.map_to(size)
+        self._arenas.append(arena)
+
+    def remove(self) -> None:
+        """Give back all that was leaked."""
+        while self._arenas:
+            self._arenas.pop().close()
+
+
+class FrozenLeak(PlantedLeak):
+    """A tensor in a cycle that nothing reaches and that `gc.freeze()` hides from the collector (vllm#38503)."""
+
+    name = "behind a frozen holder"
+    key = "tensors"
+    resource = "tensors"
+
+    def plant(self, size: int) -> None:
+        """Leak `size` bytes more."""
+        _Cycle(_tensor(size, self.device))
+        gc.freeze()
+
+    def remove(self) -> None:
+        """Thaw the heap and collect."""
+        gc.unfreeze()
+        super().remove()
+
+    def is_reported(self, finding: Finding, size: int) -> bool:
+        """Whether a finding also blames the frozen heap."""
+        return super().is_reported(finding, size) and finding.verdict in ("frozen-garbage", "frozen-holder")
+
+
+class _Cycle:
+    """Keeps itself and a tensor alive until it is collected."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.itself = self
+
+
+class CacheLeak(PlantedLeak):
+    """A model that is the key of an `lru_cache` (vllm#38503)."""
+
+    name = "in an lru_cache"
+    key = "tensors"
+    resource = "tensors"
+
+    def plant(self, size: int) -> None:
+        """Leak `size` bytes more."""
+        _is_supported(_Model(_tensor(size, self.device)))
+
+    def remove(self) -> None:
+        """Clear the cache."""
+        _is_supported.cache_clear()
+        super().remove()
+
+    def is_reported(self, finding: Finding, size: int) -> bool:
+        """Whether a finding also blames a cache."""
+        return super().is_reported(finding, size) and finding.cause == "lru-cache"
+
+
+class _Model:
+    """Holds weights."""
+
+    def __init__(self, weights: torch.Tensor) -> None:
+        self.weights = weights
+
+
+@functools.cache
+def _is_supported(model: _Model) -> bool:
+    return model.weights.is_contiguous()
+
+
+class HostLeak(PlantedLeak):
+    """Host memory outside torch, as native code maps it."""
+
+    name = "host memory"
+    key = "host-memory"
+    resource = "host-memory"
+    on_device = False
+    part = 0.5
+
+    def plant(self, size: int) -> None:
+        """Leak `size` bytes more, each page written to."""
+        pages = mmap.mmap(-1, size)
+        for offset in range(0, size, _PAGE):
+            pages[offset] = 1
+        _KEPT.append(pages)
+
+
+class DriverLeak(PlantedLeak):
+    """Physical memory of a card that neither torch nor an arena knows, as native code creates it."""
+
+    name = "the driver alone"
+    key = "driver"
+    resource = "driver"
+    needs_card = True
+    part = 0.5
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self._driver = open_driver(check_device(device).index)
+        self._handles: list[int] = []
+
+    def plant(self, size: int) -> None:
+        """Leak `size` bytes more, in whole pages of the card."""
+        granularity = self._driver.granularity()
+        self._handles.append(self._driver.create(-(-size // granularity) * granularity))
+
+    def remove(self) -> None:
+        """Give back all that was leaked."""
+        while self._handles:
+            self._driver.release(self._handles.pop())
+
+
+PLANTED: Sequence[type[PlantedLeak]] = (PoolLeak, ArenaLeak, FrozenLeak, CacheLeak, HostLeak, DriverLeak)
+"""Every place, in the order of the report."""
+
+
+def sizes() -> tuple[int, ...]:
+    """Bytes of the leaks that are planted, from the largest to the smallest."""
+    return tuple(LARGEST >> turn for turn in range((LARGEST // SMALLEST).bit_length()))
+
+
+def smallest_found(leak: PlantedLeak, tolerances: Mapping[str, int]) -> int | None:
+    """Plant smaller and smaller leaks until one is not found; bytes of the last that was, None if none was.
+
+    Args:
+        leak: what is planted in every life.
+        tolerances: what may stay at a shutdown, by the metric's key.
+    """
+    found = None
+    for size in sizes():
+        try:
+            subject = _judged_with(leak, size, tolerances)
+        finally:
+            leak.remove()
+        if not any(leak.is_reported(finding, size) for finding in subject.findings):
+            break
+        found = size
+    return found
+
+
+def _judged_with(leak: PlantedLeak, size: int, tolerances: Mapping[str, int]) -> Subject:
+    run = _run(leak.name, leak.device, _LIVES, _SHORT_SCRIPT, lambda: leak.plant(size), tolerances)
+    return run.run()
+
+
+def _run(
+    name: str,
+    device: str,
+    lives: int,
+    script: Sequence[str],
+    after_create: Callable[[], None],
+    tolerances: Mapping[str, int],
+) -> LifecycleRun:
+    config = EngineConfig(model="tiny", device=device, seed=0)
+    vocab_size = load_model_config(config).vocab_size
+
+    class Life(ReferenceLife):
+        def create(self) -> None:
+            super().create()
+            after_create()
+
+    return LifecycleRun(
+        name,
+        lambda: Life(config, vocab_size),
+        device=device,
+        driver=find_driver(),
+        cycles=lives,
+        script=script,
+        tolerances=tolerances,
+    )
+
+
+def _tensor(size: int, device: str) -> torch.Tensor:
+    return torch.ones(size, dtype=torch.uint8, device=device)
+
+
+def write_smallest(name: str, device: str, tolerances: Mapping[str, int], file: str) -> None:
+    """In a process of its own: write the bytes of the smallest leak that is found in a place, as JSON."""
+    planted = next(kind for kind in PLANTED if kind.name == name)
+    _write(file, smallest_found(planted(device), tolerances))
+
+
+def write_null_lives(device: str, lives: int, file: str) -> None:
+    """In a process of its own: write what whole lives show with nothing planted, as JSON.
+
+    `problem` says what did not come back; `lives` gives, for each life and by the metric's key, how far the metric was
+    above its baseline (None where that cannot be read); `tolerances` gives the bytes of the table by the same keys.
+    """
+    run = _run("nothing planted", device, lives, SCRIPT, lambda: None, {})
+    subject = run.run()
+    findings = "; ".join(finding.message for finding in subject.findings)
+    last = [item for item in run.excesses[-1] if item.metric.unit == "bytes"] if run.excesses else []
+    _write(
+        file,
+        {
+            "problem": "" if subject.outcome == "clean" else subject.reason or findings,
+            "lives": [{item.metric.key: item.above for item in life} for life in run.excesses],
+            "tolerances": {item.metric.key: item.metric.tolerance for item in last},
+        },
+    )
+
+
+def _write(file: str, value: object) -> None:
+    Path(file).write_text(json.dumps(value), encoding="utf-8")

@@ -1,0 +1,266 @@
+"""A calibration says how small a leak is found; one that is blind, or that alarms without a leak, does not pass."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide.leakcheck.gate import calibration, planted_leaks
+from lowtide.leakcheck.gate.calibration import (
+    LEAST_TOLERANCE,
+    MIB,
+    NULL_LIVES,
+    Calibration,
+    CalibrationError,
+    Noise,
+    NullLives,
+    Sight,
+    calibrate,
+    live_null_lives,
+    read_tolerances,
+)
+from lowtide.leakcheck.gate.planted_leaks import PLANTED, DriverLeak, HostLeak, PlantedLeak, smallest_found
+from lowtide.reports import schema
+
+TABLE = {"host-memory": 32 * MIB, "tensors cpu": 0, "arena cpu": 0}
+
+
+@pytest.mark.parametrize(
+    ("lives", "largest", "tolerance"),
+    [
+        pytest.param((0, 0, 0), 0, LEAST_TOLERANCE, id="quiet: the least"),
+        pytest.param((2 * MIB, 0, 0), 2 * MIB, 8 * MIB, id="a margin above the noise"),
+        pytest.param((0, -3 * MIB, 0), 3 * MIB, 12 * MIB, id="what falls is noise, too"),
+        pytest.param((20 * MIB, 0, 0), 20 * MIB, 32 * MIB, id="never above the table"),
+        pytest.param((16 * MIB, 16 * MIB, 16 * MIB), 0, LEAST_TOLERANCE, id="a steady leak is no noise"),
+    ],
+)
+def test_a_tolerance_comes_from_how_far_lives_are_from_the_usual_life(
+    lives: tuple[int, ...], largest: int, tolerance: int
+) -> None:
+    noise = Noise("host-memory", lives, 32 * MIB)
+    assert (noise.largest, noise.tolerance) == (largest, tolerance)
+
+
+def test_what_must_come_back_exactly_gets_no_tolerance() -> None:
+    assert Noise("tensors cpu", (MIB, 0), 0).tolerance == 0
+    calibrated = Calibration("cpu", NullLives(({}, {"tensors cpu": MIB, "host-memory": 0}), TABLE).noise, ())
+    assert calibrated.tolerances == {"host-memory": LEAST_TOLERANCE}
+
+
+def test_the_first_life_and_what_cannot_be_read_are_no_noise() -> None:
+    lives: list[dict[str, int | None]] = [
+        {"host-memory": 99, "tensors cpu": 1, "arena cpu": 0},
+        {"host-memory": 5, "tensors cpu": None, "arena cpu": 0},
+        {"host-memory": 7, "tensors cpu": 0},
+    ]
+    noise = NullLives(tuple(lives), TABLE).noise
+    assert {key: each.lives for key, each in noise.items()} == {"host-memory": (5, 7)}
+    assert NullLives(tuple(lives[:1]), TABLE).noise == {}
+
+
+QUIET = Noise("host-memory", (0, 2 * MIB), 32 * MIB)
+FACTS = "(host-memory: noise 2.0 MiB, tolerance 8.0 MiB)"
+
+
+@pytest.mark.parametrize(
+    ("sight", "outcome", "reason"),
+    [
+        (
+            Sight("host memory", QUIET, 16 * MIB, MIB),
+            "clean",
+            f"the smallest planted leak that was found: 16.0 MiB {FACTS}",
+        ),
+        (
+            Sight("host memory", QUIET, MIB, MIB),
+            "clean",
+            f"the smallest planted leak that was found: 1.0 MiB, the smallest that is planted {FACTS}",
+        ),
+        (
+            Sight("host memory", QUIET, 32 * MIB, MIB),
+            "unsupported",
+            f"the smallest planted leak that was found: 32.0 MiB; a gate must find 16.0 MiB {FACTS}",
+        ),
+        (Sight("host memory", QUIET, None, MIB), "unsupported", f"no planted leak was found {FACTS}"),
+        (Sight("host memory", None, MIB, MIB), "unsupported", "this machine does not report the metric"),
+        (Sight("host memory", QUIET, None, MIB, "it ended"), "error", "it ended"),
+    ],
+)
+def test_a_place_is_measured_only_where_16_mib_are_found(sight: Sight, outcome: str, reason: str) -> None:
+    subject = sight.subject
+    assert (subject.id, subject.outcome, subject.reason) == ("host memory", outcome, reason)
+
+
+Answer = Callable[[str, tuple[Any, ...]], Any]
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, ...]]]:
+    """Processes that answer at once: null lives, and the smallest leak by the place."""
+
+    def answer(found: dict[str, Any], problem: str = "") -> list[tuple[str, ...]]:
+        started = []
+
+        def run(function: str, *arguments: Any) -> Any:
+            started.append((function, *arguments))
+            if function == "write_null_lives":
+                life = {"host-memory": 2 * MIB, "tensors cpu": 0, "arena cpu": 0}
+                lives = [{}, life, *[dict.fromkeys(life, 0)] * (arguments[1] - 2)]
+                return {"lives": lives, "tolerances": TABLE, "problem": problem}
+            smallest = found.get(arguments[0], MIB)
+            if isinstance(smallest, Exception):
+                raise smallest
+            return smallest
+
+        monkeypatch.setattr(calibration, "_in_own_process", run)
+        return started
+
+    return answer
+
+
+def test_each_place_of_the_device_is_measured_with_the_calibrated_tolerances(processes: Any) -> None:
+    started = processes({"host memory": 8 * MIB})
+    calibrated = calibrate("cpu")
+    tolerances = {"host-memory": 8 * MIB}
+    assert started[0] == ("write_null_lives", "cpu", NULL_LIVES)
+    places = [kind.name for kind in PLANTED if kind is not DriverLeak]
+    assert started[1:] == [("write_smallest", name, "cpu", tolerances) for name in places]
+    assert [sight.smallest for sight in calibrated.sights] == [*[MIB] * 4, 8 * MIB]
+    assert [subject.outcome for subject in calibrated.subjects] == ["clean"] * 6
+
+
+def test_a_finding_without_a_leak_ends_the_calibration(processes: Any) -> None:
+    started = processes({}, problem="64.0 MiB of host-memory did not come back")
+    (subject,) = calibrate("cpu").subjects
+    assert (subject.id, subject.outcome) == ("nothing planted", "error")
+    assert "64.0 MiB of host-memory" in subject.reason
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("smallest", "outcome"),
+    [
+        (16 * MIB, "clean"),
+        (32 * MIB, "unsupported"),
+        (None, "unsupported"),
+        (CalibrationError("it ended"), "error: it ended"),
+    ],
+)
+def test_a_gate_that_is_blind_in_one_place_exits_2(
+    processes: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], smallest: Any, outcome: str
+) -> None:
+    code = 0 if outcome == "clean" else 2
+    processes({"in an lru_cache": smallest})
+    assert calibration.main(["--report", str(tmp_path), "--device", "cpu"]) == code
+    report = schema.read(tmp_path)
+    assert schema.exit_code(report) == code
+    others = [subject for subject in report.subjects if subject.id != "in an lru_cache"]
+    assert [subject.outcome for subject in others] == ["clean"] * 5
+    assert f"in an lru_cache: {outcome}" in capsys.readouterr().out
+    assert read_tolerances(tmp_path) == {"host-memory": 8 * MIB}
+    table = json.loads((tmp_path / calibration.TABLE).read_text())
+    (row,) = [place for place in table["places"] if place["place"] == "host memory"]
+    assert row == {
+        "place": "host memory",
+        "metric": "host-memory",
+        "noise": 2 * MIB,
+        "tolerance": 8 * MIB,
+        "smallest_found": MIB,
+    }
+
+
+def test_a_device_that_is_not_here_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert calibration.main(["--report", str(tmp_path), "--device", "tpu"]) == 2
+    assert capsys.readouterr().err == ("lowtide: device 'tpu' is not one that torch knows: use 'cpu' or 'cuda:N'\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"tolerances": 5}', '{"tolerances": {"driver": "8 MiB"}}'])
+def test_tolerances_that_cannot_be_read_are_refused(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / calibration.TABLE).write_text(text)
+    with pytest.raises(CalibrationError, match=r"calibration\.json (cannot be read|has no calibrated tolerances)"):
+        read_tolerances(tmp_path)
+
+
+def ending(program: str) -> Callable[..., subprocess.Popen[bytes]]:
+    return lambda text, **options: subprocess.Popen([sys.executable, "-S", "-c", program], **options)
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("raise SystemExit(3)", "write_null_lives ended with exit code 3 and wrote no result"),
+        ("import os; os.kill(os.getpid(), 9)", "write_null_lives ended with exit code -9 and wrote no result"),
+        ("import time; time.sleep(60)", "write_null_lives took more than 0.2 s and was ended"),
+    ],
+)
+def test_a_process_without_a_result_is_an_error(monkeypatch: pytest.MonkeyPatch, program: str, said: str) -> None:
+    monkeypatch.setattr(calibration, "start_program", ending(program))
+    monkeypatch.setattr(calibration, "_PROGRAM_LIMIT_S", 0.2 if "sleep" in program else 60.0)
+    started = time.monotonic()
+    with pytest.raises(CalibrationError) as caught:
+        live_null_lives("cpu", 2)
+    assert time.monotonic() - started < 5
+    assert str(caught.value) == said
+
+
+def test_leaks_are_halved_down_to_the_smallest() -> None:
+    assert planted_leaks.sizes() == tuple(each * MIB for each in (64, 32, 16, 8, 4, 2, 1))
+
+
+class Counting(PlantedLeak):
+    """Plants nothing; counts what is planted and removed."""
+
+    name = "nowhere"
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.events: list[object] = []
+
+    def plant(self, size: int) -> None:
+        self.events.append(size)
+
+    def remove(self) -> None:
+        self.events.append("removed")
+
+
+def test_planting_ends_with_the_first_leak_that_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judged(leak: PlantedLeak, size: int, tolerances: object) -> schema.Subject:
+        leak.plant(size)
+        finding = schema.Finding(
+            resource="tensors",
+            cause="unknown",
+            bytes=size,
+            count=1,
+            device="cpu",
+            stage="shutdown",
+            message="",
+            fingerprint="",
+        )
+        return schema.Subject(id="x", outcome="leak", findings=(finding,) if size > 8 * MIB else ())
+
+    monkeypatch.setattr(planted_leaks, "_judged_with", judged)
+    monkeypatch.setattr(Counting, "resource", "tensors", raising=False)
+    leak = Counting()
+    assert smallest_found(leak, {}) == 16 * MIB
+    assert leak.events == [64 * MIB, "removed", 32 * MIB, "removed", 16 * MIB, "removed", 8 * MIB, "removed"]
+    monkeypatch.setattr(Counting, "resource", "arena", raising=False)
+    assert smallest_found(Counting(), {}) is None
+
+
+def test_a_planted_leak_is_found_by_the_judge_of_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planted_leaks, "sizes", lambda: (16 * MIB,))
+    assert smallest_found(HostLeak("cpu"), {"host-memory": 8 * MIB}) == 16 * MIB
+
+
+def test_a_planted_leak_within_the_tolerance_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planted_leaks, "sizes", lambda: (16 * MIB,))
+    assert smallest_found(HostLeak("cpu"), {}) is None
