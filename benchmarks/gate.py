@@ -43,15 +43,15 @@ def above(judged: Sequence[Metric[Level]], before: Level, after: Level) -> list[
 
 
 def findings(run: NullLives, cycles: int, tolerances: Level, leak: Level) -> set[str]:
-    """What a cell reports: each life against its own beginning, and all warm lives against the beginning of them."""
-    judged = metrics(tolerances)
+    """What a cell reports: each life by the calibrated tolerances, and what all warm lives add up to by the table's."""
+    judged, together = metrics(tolerances), metrics({key: run.table[key] for key in tolerances})
     level = warm = dict.fromkeys(tolerances, 0)
     found: set[str] = set()
     for life in run.lives[1:cycles]:
         after = {key: level[key] + (life.get(key) or 0) + leak.get(key, 0) for key in tolerances}
         found.update(above(judged, level, after))
         level = after
-    return found | set(above(judged, warm, level))
+    return found | set(above(together, warm, level))
 
 
 def gate(source: random.Random, runs: Sequence[NullLives], leak: Level) -> set[str]:
@@ -86,6 +86,7 @@ def simulate(runs: Sequence[NullLives], seed: int) -> dict[str, Any]:
                 "table": of_runs[0].table,
             }
             for key, of_runs in noise.items()
+            if of_runs[0].table
         },
     }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from lowtide.leakcheck.judging.exemptions import exempt
@@ -113,23 +113,20 @@ def metric_of(
     )
 
 
-def shutdown_metrics(device: str, tolerances: Mapping[str, int] | None = None) -> tuple[Metric[Snapshot], ...]:
+def shutdown_metrics(device: str) -> tuple[Metric[Snapshot], ...]:
     """What must be back after an engine's shutdown, as far as snapshots contain it; `rules` has the table.
 
     `process-groups` and `globals` are no part of a snapshot: `lowtide.leakcheck.lives.process_state` compares them.
 
     Args:
         device: where the engine ran.
-        tolerances: in place of the table's, by the metric's key.
     """
-    metrics = (
+    return tuple(
         _of_snapshots(rule, rule.life, where, card=device != "cpu")
         for rule in RULES
         if rule.life is not None and rule.key in _FROM_SNAPSHOT
         for where in _places(rule, device)
     )
-    own = tolerances or {}
-    return tuple(replace(metric, tolerance=own.get(metric.key, metric.tolerance)) for metric in metrics)
 
 
 def _places(rule: Rule, device: str) -> Sequence[str]:

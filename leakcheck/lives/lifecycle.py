@@ -61,7 +61,8 @@ class LifecycleRun:
         script: the stages of one life, from `create` to `shutdown`; without sleeps for an engine that does not sleep.
         preserving: the sleeps in it from which the contents of `preserved()` come back with the wake; None for all.
         emptying: the sleeps in it in which the driver must count no more for the process than before create.
-        tolerances: what may stay at a shutdown in place of the table's tolerances, by the metric's key.
+        tolerances: what one life may leave at its shutdown, by the metric's key, in place of the table's tolerance;
+            what several lives leave together is judged by the table.
         tenant: takes what each sleep has freed, in a second process; None if nobody does.
     """
 
@@ -98,14 +99,21 @@ class LifecycleRun:
         self._imports = ImportWatch(self._importing, self._import_done)
         self._imported = Imported(self._probes.counters.read)
         self._metrics = LifeMetrics(
-            lambda: shutdown_metrics(device, tolerances),
+            lambda: shutdown_metrics(device),
             self._probes.makers,
             self._imported,
             self._leftovers.imported_bytes,
             device,
         )
         self._judgement = ShutdownJudgement(
-            cycles, self._record, self._metrics, self._leftovers, self._process, self._climb, self._snapshot_at_end
+            cycles,
+            self._record,
+            self._metrics,
+            self._leftovers,
+            self._process,
+            self._climb,
+            self._snapshot_at_end,
+            tolerances,
         )
         self._survival = PreservedState(device)
         self._growth = GrowthWatch(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -54,6 +54,7 @@ class ShutdownJudgement:
         process: follows process groups and settings.
         climb: climbs the ladder.
         read: takes a snapshot after a shutdown.
+        tolerances: what one life may leave, by the metric's key, in place of the table's tolerance.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class ShutdownJudgement:
         process: ProcessState,
         climb: Climb,
         read: Callable[[], Snapshot],
+        tolerances: Mapping[str, int] | None = None,
     ) -> None:
         self._cycles = cycles
         self._record = record
@@ -73,6 +75,8 @@ class ShutdownJudgement:
         self._process = process
         self._climb = climb
         self._read = read
+        self._tolerances = tolerances or {}
+        self._own_baseline: Snapshot | None = None
         self._types: TypeCounts | None = None
         self._first_baseline: Snapshot | None = None
         self._warm_baseline: Snapshot | None = None
@@ -85,6 +89,7 @@ class ShutdownJudgement:
     def begin(self, cycle: int, baseline: Snapshot) -> None:
         """A life begins, from this reading."""
         self._types = TypeCounts(f"before cycle {cycle}")
+        self._own_baseline = baseline
         if cycle == 1:
             self._first_baseline = baseline
         elif cycle == 2:
@@ -253,6 +258,12 @@ class ShutdownJudgement:
 
     def _metrics_since(self, start: Snapshot, metrics: Sequence[Metric[Snapshot]]) -> Sequence[Metric[Snapshot]]:
         """Those that can be judged from a baseline on: from the first one, not what libraries move in a first life."""
+        if start is self._own_baseline:
+            # Not where several lives add up: their noise does, too.
+            own = self._tolerances
+            metrics = [
+                dataclasses.replace(metric, tolerance=own.get(metric.key, metric.tolerance)) for metric in metrics
+            ]
         if start is self._first_baseline:
             return [metric for metric in metrics if not metric.first_use]
         return metrics

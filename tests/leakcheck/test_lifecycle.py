@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -616,23 +616,44 @@ def test_what_each_life_keeps_within_the_tolerance_adds_up() -> None:
     assert 55 * MIB < finding.bytes < 70 * MIB
 
 
-def test_a_smaller_tolerance_of_a_run_finds_what_the_table_allows() -> None:
-    run = LifecycleRun(
+def strict(make: Callable[[], Any], cycles: int, tolerances: Mapping[str, int]) -> LifecycleRun:
+    return LifecycleRun(
         "small",
-        KeepsALittleHostMemory,
+        make,
         device="cpu",
         driver=NoDriver("a test"),
-        cycles=2,
+        cycles=cycles,
         script=SHORT,
-        tolerances={"host-memory": 8 * MIB},
+        tolerances=tolerances,
     )
+
+
+def test_a_smaller_tolerance_of_a_run_finds_what_the_table_allows() -> None:
+    run = strict(KeepsALittleHostMemory, 2, {"host-memory": 8 * MIB})
     (finding,) = run.run().findings
     assert finding.resource == "host-memory"
     first, second = ({item.metric.key: item for item in life} for life in run.excesses)
     assert "host-memory" not in first
     assert second["host-memory"].above == finding.bytes
-    assert second["host-memory"].metric.tolerance == 8 * MIB
+    assert second["host-memory"].metric.tolerance == 32 * MIB
     assert first["tensors cpu"].above == second["tensors cpu"].above == 0
+
+
+class KeepsTwoMibOfHostMemory(SmallLife):
+    def create(self) -> None:
+        super().create()
+        KEPT.append(touched(2 * MIB))
+
+
+def test_a_tolerance_of_a_run_is_for_one_life_and_what_lives_add_up_to_is_judged_by_the_table() -> None:
+    # 20 MiB in each life, 40 in the two after the first: more than the table's 32.
+    assert strict(KeepsALittleHostMemory, 2, {"host-memory": 60 * MIB}).run().findings == ()
+    KEPT.clear()
+    (finding,) = strict(KeepsALittleHostMemory, 3, {"host-memory": 60 * MIB}).run().findings
+    assert 32 * MIB < finding.bytes < 48 * MIB
+    KEPT.clear()
+    # 2 MiB in each life, 10 in the five after the first: less than the table's, and more than one life may leave.
+    assert strict(KeepsTwoMibOfHostMemory, 6, {"host-memory": 4 * MIB}).run().findings == ()
 
 
 class GivesBackInItsLastLife(KeepsALittleHostMemory):
@@ -690,7 +711,7 @@ def test_what_is_there_to_stay_is_not_judged_and_another_process_is() -> None:
 
 def test_what_cannot_be_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     unknown: Metric[Any] = Metric("pinned", "cpu", lambda snapshot: None)
-    monkeypatch.setattr(lifecycle, "shutdown_metrics", lambda device, own: (*shutdown_metrics(device), unknown))
+    monkeypatch.setattr(lifecycle, "shutdown_metrics", lambda device: (*shutdown_metrics(device), unknown))
     subject, findings = found(SmallLife, cycles=2)
     assert findings == ()
     assert [item.what for item in subject.not_measured] == ["pinned on cpu"]

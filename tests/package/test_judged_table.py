@@ -116,14 +116,6 @@ def test_a_life_is_judged_by_every_row_of_its_column() -> None:
         assert judged[key].tolerance == rule.life.allowed(card=True)
 
 
-def test_a_lifes_own_tolerances_count_in_place_of_the_tables() -> None:
-    own = {metric.key: metric for metric in shutdown_metrics("cpu", {"host-memory": 5, "tensors cpu": 1})}
-    assert (own["host-memory"].tolerance, own["tensors cpu"].tolerance) == (5, 1)
-    table = {metric.key: metric for metric in shutdown_metrics("cpu")}
-    assert own["arena cpu"].tolerance == table["arena cpu"].tolerance == 0
-    assert own.keys() == table.keys()
-
-
 def test_a_tests_own_tolerance_counts_where_it_is_larger_and_only_for_bytes() -> None:
     judged = {metric.key: metric for metric in plain_metrics(["cpu"], 100 * MIB)}
     assert judged["tensors cpu"].tolerance == judged["host-memory"].tolerance == 100 * MIB
