@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -43,6 +44,10 @@ def gate(
     reason: Annotated[str, typer.Option(help="With --update: why the new findings may stay for now.")] = "",
     owner: Annotated[str, typer.Option(help="With --update: who answers for them.")] = "",
     days: Annotated[int, typer.Option(help="With --update: for how many days they are known.")] = _KNOWN_DAYS,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="The Ray cluster that runs the cells: auto, ray://HOST:10001, local."),
+    ] = None,
     list_cells: Annotated[
         bool, typer.Option("--list", help="Print the cells and their commands; run nothing.")
     ] = False,
@@ -56,7 +61,7 @@ def gate(
     if (reason or owner) and not update:
         refuse("--reason and --owner belong to --update: add it, or leave them out")
     try:
-        code = _gate(config, report, shard, only, new_since, update, reason, owner, days, list_cells)
+        code = _gate(config, report, shard, only, new_since, update, reason, owner, days, ray, list_cells)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted; the report has what was finished", err=True)
         code = INTERRUPTED
@@ -73,6 +78,7 @@ def _gate(
     reason: str,
     owner: str,
     days: int,
+    ray: str | None,
     list_cells: bool,
 ) -> int:
     from lowtide.leakcheck.gate import (
@@ -86,40 +92,37 @@ def _gate(
     )
     from lowtide.leakcheck.gate.cards import count_cards
     from lowtide.leakcheck.gate.gate import earlier_findings
+    from lowtide.leakcheck.gate.ray_cells import RayCluster
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.reports.schema import ReportError, exit_code
 
-    try:
-        settings, file = load_settings(config, Path.cwd())
-        known = KnownFindings.load(file.parent / settings.baseline)
-        earlier = earlier_findings(new_since) if new_since is not None else Suppressions()
-        cards = count_cards()
-        cells = _chosen(cells_of(settings, cards), only, Shard.parse(shard) if shard is not None else None)
-    except (GateError, KnownFindingsError, ReportError) as error:
-        refuse(str(error))
-    if list_cells:
-        _list(cells)
-        return 0
-    check_writable(folder)
-    console = find_console()
-    run = Gate(
-        cells,
-        folder,
-        _machine(),
-        cards=cards,
-        cpu_workers=settings.cpu_workers,
-        known=known,
-        earlier=earlier,
-        listener=_Lines(console, len(cells)).show,
-    )
-    try:
-        written = run.run()
-        if update:
-            written = _update(console, run, reason, owner, days)
-    except (ReportError, KnownFindingsError) as error:
-        refuse(str(error))
-    _show(console, run, written)
-    return exit_code(written)
+    with ExitStack() as stack:
+        try:
+            settings, file = load_settings(config, Path.cwd())
+            known = KnownFindings.load(file.parent / settings.baseline)
+            earlier = earlier_findings(new_since) if new_since is not None else Suppressions()
+            part = Shard.parse(shard) if shard is not None else None
+            cluster = stack.enter_context(RayCluster(ray, Path.cwd())) if ray is not None else None
+            cards = count_cards() if cluster is None else cluster.cards
+            cells = _chosen(cells_of(settings, cards), only, part)
+        except (GateError, KnownFindingsError, ReportError) as error:
+            refuse(str(error))
+        if list_cells:
+            _list(cells)
+            return 0
+        check_writable(folder)
+        console = find_console()
+        run = Gate(cells, folder, _machine())
+        run.cards, run.cpu_workers, run.cluster = cards, settings.cpu_workers, cluster
+        run.known, run.earlier, run.listener = known, earlier, _Lines(console, len(cells)).show
+        try:
+            written = run.run()
+            if update:
+                written = _update(console, run, reason, owner, days)
+        except (ReportError, KnownFindingsError) as error:
+            refuse(str(error))
+        _show(console, run, written)
+        return exit_code(written)
 
 
 def _chosen(cells: list[Cell], only: str | None, shard: object) -> list[Cell]:

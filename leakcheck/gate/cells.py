@@ -75,12 +75,22 @@ def run_cell(cell: Cell, folder: Path, card: int | None, stopped: Callable[[], b
         for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
             visible = [each for each in os.environ.get(name, "").split(",") if each]
             env[name] = visible[card] if card < len(visible) else str(card)
-    ended = _run_guarded(cell, folder, env, stopped)
-    return _result(cell, folder, ended)
+    ended = run_guarded(cell, folder, env, stopped)
+    return result_of(cell, folder, ended)
 
 
-def _run_guarded(cell: Cell, folder: Path, env: Mapping[str, str], stopped: Callable[[], bool]) -> dict[str, Any]:
-    """What the guardian says of the end; empty if it said nothing."""
+def run_guarded(
+    cell: Cell, folder: Path, env: Mapping[str, str], stopped: Callable[[], bool], cwd: str | None = None
+) -> dict[str, Any]:
+    """Run a cell's command; what the guardian says of the end, empty if it said nothing.
+
+    Args:
+        cell: what to run.
+        folder: an empty one, for its report and its log.
+        env: its whole environment.
+        stopped: whether the gate stops; asked while the cell runs.
+        cwd: its working folder; None for this process's.
+    """
     result = folder / "end.json"
     reading, writing = os.pipe()
     guardian = [sys.executable, "-m", "lowtide.leakcheck.gate.guardian", str(result), str(cell.timeout), str(reading)]
@@ -89,6 +99,7 @@ def _run_guarded(cell: Cell, folder: Path, env: Mapping[str, str], stopped: Call
             process = subprocess.Popen(
                 [*guardian, "--", *cell.command, cell.report_option, str(folder)],
                 env=env,
+                cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -115,7 +126,8 @@ def _run_guarded(cell: Cell, folder: Path, env: Mapping[str, str], stopped: Call
     return ended
 
 
-def _result(cell: Cell, folder: Path, ended: Mapping[str, Any]) -> CellResult:
+def result_of(cell: Cell, folder: Path, ended: Mapping[str, Any]) -> CellResult:
+    """What a cell's folder and its guardian say."""
     report = problem = None
     if (folder / "leakcheck.json").exists():
         try:

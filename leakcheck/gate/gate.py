@@ -16,10 +16,14 @@ from lowtide.leakcheck.gate.cards import exclusive
 from lowtide.leakcheck.gate.cells import CellResult, not_run, run_cell
 from lowtide.leakcheck.gate.known_findings import KnownFindings
 from lowtide.leakcheck.gate.matrix import Cell
+from lowtide.leakcheck.gate.ray_cells import RayCluster
 from lowtide.leakcheck.gate.settings import GateError
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
 from lowtide.reports.folder import write_folder
 from lowtide.reports.schema import Machine, Report, ReportError, Subject, read
+
+_MOST_AT_ONCE = 64
+"""Cells that wait for a cluster at the same time."""
 
 Listener = Callable[[Cell, CellResult], None]
 
@@ -49,6 +53,7 @@ class Gate:
         cpu_workers: cells on the CPU at the same time.
         known: the committed baseline.
         earlier: entries for findings that are not new.
+        cluster: runs the cells elsewhere; None runs them here.
         listener: called after each cell.
         results: what the cells that ran have given, by name.
     """
@@ -60,6 +65,7 @@ class Gate:
     cpu_workers: int = 1
     known: KnownFindings = field(default_factory=lambda: KnownFindings(Path("lowtide-baseline.json")))
     earlier: Suppressions = field(default_factory=Suppressions)
+    cluster: RayCluster | None = None
     listener: Listener = lambda cell, result: None
     results: dict[str, CellResult] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -81,6 +87,8 @@ class Gate:
             waiting.remove(cell)
             self._add(cell, not_run(cell, "unsupported", cell.missing))
         lanes: list[int | None] = [*range(self.cards), *[None] * self.cpu_workers]
+        if self.cluster is not None:
+            lanes = [None] * min(len(waiting), _MOST_AT_ONCE)
         threads = [threading.Thread(target=self._work, args=(lane, waiting), daemon=True) for lane in lanes]
         for thread in threads:
             thread.start()
@@ -101,7 +109,7 @@ class Gate:
         """Run cells in one lane, that of a card or one of the CPU's, until none is left for it."""
         while not self._stopped.is_set():
             with self._lock:
-                cell = next((each for each in waiting if _fits(each, card)), None)
+                cell = next((each for each in waiting if self.cluster is not None or _fits(each, card)), None)
                 if cell is not None:
                     waiting.remove(cell)
             if cell is None:
@@ -111,6 +119,8 @@ class Gate:
     def _run(self, cell: Cell, card: int | None) -> CellResult:
         folder = self.folder / "cells" / cell.name
         try:
+            if self.cluster is not None:
+                return self.cluster.run(cell, folder, self._stopped.is_set)
             if card is None:
                 return run_cell(cell, folder, None, self._stopped.is_set)
             with exclusive(card, self._stopped.is_set):

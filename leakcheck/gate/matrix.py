@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowtide.leakcheck.gate.settings import GateError, GateSettings, SubjectSettings
 
@@ -21,7 +21,7 @@ class Cell:
     Attributes:
         name: `SUBJECT-DEVICE` or `SUBJECT-DEVICE-SETTING`; also the name of its folder.
         device: `cpu`, `cuda` (whichever card is free) or `cuda:N`.
-        command: what runs, without its report folder.
+        command: what runs, this Python first, without its report folder.
         report_option: the option that takes the report folder.
         timeout: seconds after which its processes are ended.
         env: environment variables on top of the gate's own.
@@ -82,6 +82,8 @@ def cells_of(settings: GateSettings, cards: int) -> list[Cell]:
         for device in dict.fromkeys(_device(name, cards) for name in subject.devices or settings.devices):
             under = tuple(settings.settings) if subject.settings is None else subject.settings
             cells += [_cell(settings, subject, device, setting, cards) for setting in under or ("",)]
+    if settings.calibrate:
+        cells += [_calibration(settings, device, cards) for device in dict.fromkeys(cell.device for cell in cells)]
     names = [cell.name for cell in cells]
     for name in names:
         if names.count(name) > 1:
@@ -113,6 +115,13 @@ def _cell(settings: GateSettings, subject: SubjectSettings, device: str, setting
         env=env,
         missing=missing,
     )
+
+
+def _calibration(settings: GateSettings, device: str, cards: int) -> Cell:
+    """The cell that measures the smallest leak which a device shows."""
+    like = _cell(settings, SubjectSettings(engine="tiny", name="calibration"), device, "", cards)
+    module = "lowtide.leakcheck.gate.calibration"
+    return replace(like, command=(sys.executable, "-m", module, "--device", "cpu" if device == "cpu" else "cuda"))
 
 
 def _command(subject: SubjectSettings, device: str) -> list[str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck.gate import GateError, GateSettings, Shard, cells_of, load_settings
+from lowtide.leakcheck import gate
+from lowtide.leakcheck.gate import Cell, GateError, GateSettings, Shard, load_settings
 
 SMALL = '[gate]\n[[gate.subject]]\nengine = "tiny"\n'
 
@@ -16,6 +17,11 @@ def written(folder: Path, text: str, name: str = "lowtide.toml") -> GateSettings
     path = folder / name
     path.write_text(text)
     return load_settings(path, folder)[0]
+
+
+def cells_of(settings: GateSettings, cards: int) -> list[Cell]:
+    """The subjects' cells, without those that calibrate."""
+    return [cell for cell in gate.cells_of(settings, cards) if not cell.name.startswith("calibration-")]
 
 
 def test_the_matrix_is_subjects_times_devices_times_settings(tmp_path: Path) -> None:
@@ -77,6 +83,16 @@ def test_on_a_card_a_second_process_takes_what_sleeps_free_unless_told_otherwise
 def test_auto_takes_a_card_if_there_is_one(tmp_path: Path, cards: int, device: str) -> None:
     (cell,) = cells_of(written(tmp_path, SMALL), cards)
     assert (cell.device, cell.missing) == (device, "")
+
+
+def test_each_device_is_calibrated_once_unless_switched_off(tmp_path: Path) -> None:
+    text = (
+        '[gate]\ndevices = ["cpu", "cuda"]\n[gate.settings.a]\n[gate.settings.b]\n[[gate.subject]]\nengine = "tiny"\n'
+    )
+    cells = gate.cells_of(written(tmp_path, text), 1)
+    assert [cell.name for cell in cells[4:]] == ["calibration-cpu", "calibration-cuda"]
+    assert cells[-1].command[1:] == ("-m", "lowtide.leakcheck.gate.calibration", "--device", "cuda")
+    assert len(gate.cells_of(written(tmp_path, text.replace("[gate]", "[gate]\ncalibrate = false", 1)), 1)) == 4
 
 
 def test_a_card_that_is_not_here_is_no_cell_that_passes(tmp_path: Path) -> None:
