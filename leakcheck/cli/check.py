@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
-from lowtide.leakcheck.cli.judged_lives import live, load_suppressions
+from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances
 from lowtide.leakcheck.cli.reporting import check_writable
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ def check(
     tenant: Annotated[
         bool, typer.Option("--tenant", help="While it sleeps, a second process takes what it freed on the card.")
     ] = False,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Report folder of a calibration: its tolerances for what one life may leave."),
+    ] = None,
 ) -> None:
     """Drive your engine through one fixed life (create, infer, every sleep, wake, shutdown) again and again, and judge.
 
@@ -39,14 +44,21 @@ def check(
     if report is not None:
         check_writable(report)
     try:
-        code = _check(target, cycles, report, known, tenant)
+        code = _check(target, cycles, report, known, tenant, calibration)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
     raise typer.Exit(code)
 
 
-def _check(target: str, cycles: int, report: Path | None, suppressions: Suppressions, tenant: bool) -> int:
+def _check(
+    target: str,
+    cycles: int,
+    report: Path | None,
+    suppressions: Suppressions,
+    tenant: bool,
+    calibration: Path | None,
+) -> int:
     from lowtide.leakcheck.lives.target_life import check_run
     from lowtide.leakcheck.targets.target import TargetError, load_factory
 
@@ -55,7 +67,15 @@ def _check(target: str, cycles: int, report: Path | None, suppressions: Suppress
 
         def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
             name = f"check[{target}]"
-            return check_run(name, factory, driver=driver, cycles=cycles, listener=show, tenant=tenant)
+            return check_run(
+                name,
+                factory,
+                driver=driver,
+                cycles=cycles,
+                listener=show,
+                tenant=tenant,
+                tolerances_on=partial(load_tolerances, calibration),
+            )
 
         return live(make_run, report, suppressions)
     except TargetError as error:

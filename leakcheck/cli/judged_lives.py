@@ -29,6 +29,16 @@ def load_suppressions(path: Path | None) -> Suppressions:
     return Suppressions((*own, *shipped().entries))
 
 
+def load_tolerances(calibration: Path | None, device: str) -> dict[str, int]:
+    """What one life on a device may leave, by a calibration's report folder; nothing but the table's without one."""
+    from lowtide.leakcheck.gate.calibration import CalibrationError, read_tolerances
+
+    try:
+        return {} if calibration is None else read_tolerances(calibration, device)
+    except CalibrationError as error:
+        refuse(f"--calibration {error}")
+
+
 def live(
     make_run: Callable[[Driver, Callable[[Event], None]], LifecycleRun], report: Path | None, suppressions: Suppressions
 ) -> int:

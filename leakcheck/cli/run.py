@@ -12,7 +12,7 @@ import typer
 
 from lowtide.leakcheck.cli.devices import Device, device_name
 from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
-from lowtide.leakcheck.cli.judged_lives import live, load_suppressions
+from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances
 from lowtide.leakcheck.cli.reporting import check_writable
 
 if TYPE_CHECKING:
@@ -50,6 +50,10 @@ def run(
     tenant: Annotated[
         bool, typer.Option("--tenant", help="While it sleeps, a second process takes what it freed on the card.")
     ] = False,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Report folder of a calibration: its tolerances for what one life may leave."),
+    ] = None,
 ) -> None:
     """Drive the reference engine through its life, account for every byte, and judge.
 
@@ -68,7 +72,7 @@ def run(
 
     try:
         name = str(model) if model else (preset or Preset.TINY).value
-        code = _run(device, name, cycles, seed, defect, twin, report, known, tenant)
+        code = _run(device, name, cycles, seed, defect, twin, report, known, tenant, calibration)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
@@ -85,6 +89,7 @@ def _run(
     report: Path | None,
     suppressions: Suppressions,
     tenant: bool,
+    calibration: Path | None,
 ) -> int:
     # Only now: importing torch takes seconds, and refusing bad input should not.
     from lowtide.engine import EngineError
@@ -98,6 +103,7 @@ def _run(
         config, vocab_size = _configure(device, model, seed, active)
     except EngineError as error:
         refuse(str(error))
+    tolerances = load_tolerances(calibration, config.device)
 
     def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
         return LifecycleRun(
@@ -108,6 +114,7 @@ def _run(
             cycles=cycles,
             listener=show,
             tenant=tenant_of(config.device) if tenant else None,
+            tolerances=tolerances,
         )
 
     with ExitStack() as stack:

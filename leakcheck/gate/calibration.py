@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import lowtide
 from lowtide.leakcheck.fuzzing.target_source import start_program
 from lowtide.reports import schema
@@ -234,22 +236,29 @@ def live_null_lives(device: str, lives: int) -> NullLives:
     return NullLives(tuple(written["lives"]), written["tolerances"], written["problem"])
 
 
-def read_tolerances(folder: Path) -> dict[str, int]:
-    """The calibrated tolerances in a calibration's report folder.
+class _Table(msgspec.Struct):
+    """Of `calibration.json` what a life is judged by."""
+
+    device: str
+    tolerances: dict[str, int]
+
+
+def read_tolerances(folder: Path, device: str) -> dict[str, int]:
+    """The calibrated tolerances of a device, in a calibration's report folder.
 
     Raises:
-        CalibrationError: there are none, or they cannot be read.
+        CalibrationError: there are none, they cannot be read, or they are of another device.
     """
     path = folder / TABLE
     try:
-        tolerances = json.loads(path.read_text(encoding="utf-8"))["tolerances"]
+        table = msgspec.json.decode(path.read_bytes(), type=_Table)
     except OSError as error:
         raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise CalibrationError(f"{path} has no calibrated tolerances: calibrate again") from error
-    if not isinstance(tolerances, dict) or not all(isinstance(value, int) for value in tolerances.values()):
-        raise CalibrationError(f"{path} has no calibrated tolerances: calibrate again")
-    return tolerances
+    except msgspec.DecodeError as error:
+        raise CalibrationError(f"{path} has no calibrated tolerances: {error}") from error
+    if table.device != device:
+        raise CalibrationError(f"{path} is of {table.device}, and the engine is on {device}: calibrate there")
+    return table.tolerances
 
 
 def _in_own_process(function: str, *arguments: object) -> Any:

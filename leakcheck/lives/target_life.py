@@ -35,6 +35,7 @@ def check_run(
     cycles: int,
     listener: Callable[[Event], None] = lambda event: None,
     tenant: bool = False,
+    tolerances_on: Callable[[str], Mapping[str, int]] = lambda device: {},
 ) -> LifecycleRun:
     """The run of `cycles` fixed lives of a factory's targets.
 
@@ -45,6 +46,7 @@ def check_run(
         cycles: how many lives.
         listener: hears of each stage before it starts.
         tenant: whether a second process takes what each sleep has freed on a card.
+        tolerances_on: gives what one life on a device may leave in place of the table's tolerances.
 
     Raises:
         TargetError: what it makes cannot be driven.
@@ -61,6 +63,7 @@ def check_run(
         preserving={f"sleep({level})" for level in able.preserving_levels},
         emptying={f"sleep({level})" for level in able.emptying_levels},
         tenant=tenant_of(able.device) if tenant else None,
+        tolerances=tolerances_on(able.device),
     )
 
 

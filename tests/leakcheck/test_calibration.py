@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from typer.testing import CliRunner
 
+from lowtide.leakcheck.cli.commands import app
 from lowtide.leakcheck.gate import calibration, planted_leaks
 from lowtide.leakcheck.gate.calibration import (
     LEAST_TOLERANCE,
@@ -164,7 +166,7 @@ def test_a_gate_that_is_blind_in_one_place_exits_2(
     others = [subject for subject in report.subjects if subject.id != "in an lru_cache"]
     assert [subject.outcome for subject in others] == ["clean"] * 5
     assert f"in an lru_cache: {outcome}" in capsys.readouterr().out
-    assert read_tolerances(tmp_path) == {"host-memory": 8 * MIB}
+    assert read_tolerances(tmp_path, "cpu") == {"host-memory": 8 * MIB}
     table = json.loads((tmp_path / calibration.TABLE).read_text())
     (row,) = [place for place in table["places"] if place["place"] == "host memory"]
     assert row == {
@@ -182,12 +184,61 @@ def test_a_device_that_is_not_here_is_refused_in_one_line(tmp_path: Path, capsys
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"tolerances": 5}', '{"tolerances": {"driver": "8 MiB"}}'])
-def test_tolerances_that_cannot_be_read_are_refused(tmp_path: Path, text: str | None) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        ("{", "has no calibrated tolerances: "),
+        ('{"device": "cpu"}', "has no calibrated tolerances: Object missing required field `tolerances`"),
+        ('{"device": "cpu", "tolerances": {"driver": "8 MiB"}}', "has no calibrated tolerances: Expected `int`"),
+        ('{"device": "cuda:0", "tolerances": {}}', "is of cuda:0, and the engine is on cpu: calibrate there"),
+    ],
+)
+def test_tolerances_that_cannot_be_read_are_refused(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / calibration.TABLE
     if text is not None:
-        (tmp_path / calibration.TABLE).write_text(text)
-    with pytest.raises(CalibrationError, match=r"calibration\.json (cannot be read|has no calibrated tolerances)"):
-        read_tolerances(tmp_path)
+        path.write_text(text)
+    with pytest.raises(CalibrationError) as caught:
+        read_tolerances(tmp_path, "cpu")
+    assert str(caught.value).startswith(f"{path} {said}")
+
+
+class Run:
+    """A run of lives that is not run; keeps the tolerances that it is given."""
+
+    given: ClassVar[list[dict[str, int]]] = []
+    interrupted = False
+
+    def __init__(self, name: str, *args: object, tolerances: dict[str, int], **options: object) -> None:
+        self.given.append(tolerances)
+
+    def run(self) -> schema.Subject:
+        return schema.Subject(id="run", outcome="clean")
+
+
+COMMANDS = [("run", "--device", "cpu"), ("check", "tests.leakcheck.small_target:SmallTarget")]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["run", "check"])
+def test_lives_are_judged_by_the_calibration_that_is_given(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / calibration.TABLE).write_text('{"device": "cpu", "tolerances": {"host-memory": 5}, "places": []}')
+    monkeypatch.setattr("lowtide.leakcheck.lives.lifecycle.LifecycleRun", Run)
+    monkeypatch.setattr("lowtide.leakcheck.lives.target_life.LifecycleRun", Run)
+    monkeypatch.setattr(Run, "given", [])
+    for arguments in (("--calibration", str(tmp_path)), ()):
+        result = CliRunner().invoke(app, [*command, *arguments])
+        assert result.exit_code == 0, result.output
+    assert Run.given == [{"host-memory": 5}, {}]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=["run", "check"])
+def test_a_calibration_that_is_not_there_is_refused(command: tuple[str, ...], tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, [*command, "--calibration", str(tmp_path / "none")])
+    assert result.exit_code == 2
+    said = f"lowtide: --calibration {tmp_path}/none/calibration.json cannot be read: No such file or directory\n"
+    assert result.stderr.endswith(said)
 
 
 def ending(program: str) -> Callable[..., subprocess.Popen[bytes]]:

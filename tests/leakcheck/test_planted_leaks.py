@@ -82,4 +82,4 @@ def test_a_calibration_of_this_machine_sees_16_mib_everywhere(
     assert [subject.id for subject in report.subjects] == ["nothing planted", *(kind.name for kind in ON_CPU)]
     assert f"{NULL_LIVES} lives without a finding" in capsys.readouterr().out
     assert (tmp_path / "summary.md").read_text().count("the smallest planted leak that was found") == len(ON_CPU)
-    assert 0 < calibration.read_tolerances(tmp_path)["host-memory"] < 16 * MIB
+    assert 0 < calibration.read_tolerances(tmp_path, "cpu")["host-memory"] < 16 * MIB

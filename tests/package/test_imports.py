@@ -19,9 +19,9 @@ ARROWS = {
     "engine": {"probes"},
 }
 LAZY = {("leakcheck", "engine")}
-REACHING = ("reference.py", "reference_target.py", "small_checkpoint.py")
+REACHING = ("reference.py", "reference_target.py", "small_checkpoint.py", "planted_leaks.py")
 """The command line reaches the engine, from inside its functions, or through these of `leakcheck`: what drives the
-engine as its users do."""
+engine as its users do, or plants leaks in it."""
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
