@@ -44,11 +44,16 @@ def write_folder(report: schema.Report, folder: Path) -> Path:
         text = ascii(error.object[max(error.start - 40, 0) : error.end])
         raise schema.ReportError(f"{folder}: the report cannot be written: {text} is not Unicode text") from error
     for name, render in _RENDERERS.items():
-        _write_whole(folder / name, render(report))
+        write_whole(folder / name, render(report))
     return path
 
 
-def _write_whole(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Write a file as a whole or not at all.
+
+    Raises:
+        ReportError: it cannot be written.
+    """
     partial = path.with_name(f"{path.name}.partial")
     try:
         try:

@@ -13,6 +13,7 @@ from lowtide.leakcheck.cli.check import check
 from lowtide.leakcheck.cli.defects import defects
 from lowtide.leakcheck.cli.fuzz import fuzz
 from lowtide.leakcheck.cli.gate import gate
+from lowtide.leakcheck.cli.history import history
 from lowtide.leakcheck.cli.run import run
 from lowtide.leakcheck.cli.suppress import suppress
 
@@ -67,3 +68,4 @@ app.command()(defects)
 app.command()(fuzz)
 app.command()(gate)
 app.command()(bisect_step)
+app.command()(history)

@@ -1,0 +1,1 @@
+"""Alembic's environment: one module in `versions/` per change of the tables."""

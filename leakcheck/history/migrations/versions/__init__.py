@@ -1,0 +1,1 @@
+"""The changes of the tables, which Alembic orders by their revisions."""

@@ -1,0 +1,181 @@
+"""Reads the history as trends: one series on one kind of hardware, with a value for each run that judged it."""
+
+from __future__ import annotations
+
+import datetime
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+import sqlalchemy as sa
+from sqlalchemy.engine import Connection, Engine
+
+from lowtide.leakcheck.history.database import reading
+from lowtide.leakcheck.history.level_changes import LevelChange, level_changes
+from lowtide.leakcheck.history.store import SeriesKey
+from lowtide.leakcheck.history.tables import RESIDUES, RUNS, SERIES, SUBJECTS, VERDICTS
+from lowtide.reports.sizes import format_amount, format_bytes
+
+_SMALLEST_FINDING = 1 << 10
+_SMALLEST_READING = 4 << 20
+"""Bytes by which a level must change: a finding has passed its tolerance, a reading has the noise of a whole life."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: when, of which commit, where and with what."""
+
+    id: int
+    created: datetime.datetime
+    commit: str
+    hardware: str
+    driver: str
+    torch: str
+    lowtide: str
+
+    @property
+    def title(self) -> str:
+        """`run 12 (2026-01-31 02:17, commit 0123456789)`."""
+        commit = f", commit {self.commit[:10]}" if self.commit else ""
+        return f"run {self.id} ({self.created:%Y-%m-%d %H:%M}{commit})"
+
+
+@dataclass(frozen=True)
+class Trend:
+    """One series over the runs on one kind of hardware.
+
+    Attributes:
+        subject: what was judged.
+        series: what is followed of it.
+        hardware: the cards, or `CPU`.
+        runs: those that judged the subject, oldest first.
+        values: one for each run; bytes, or a count where the series has no bytes.
+        counted: whether the values are counts.
+        changes: the runs at which the level changed.
+    """
+
+    subject: str
+    series: SeriesKey
+    hardware: str
+    runs: Sequence[Run]
+    values: Sequence[int]
+    counted: bool
+    changes: Sequence[LevelChange]
+
+    @property
+    def what(self) -> str:
+        """`tensors/lru-cache since shutdown, 0123456789abcdef`, or `driver after shutdown` of a reading."""
+        series = self.series
+        on = f" on {series.device}" if series.device else ""
+        if series.kind == "reading":
+            return f"{series.resource}{on} after {series.stage}"
+        return f"{series.resource}/{series.cause}{on} since {series.stage}, {series.fingerprint}"
+
+    def amount(self, value: float) -> str:
+        """A value as people read it."""
+        return format_amount(round(value), self.series.resource) if self.counted else format_bytes(round(value))
+
+    def sentences(self) -> list[str]:
+        """The changes of its level, oldest first."""
+        return [
+            f"{self.subject}: {self.what}: {self.amount(change.before)} until "
+            f"{self.runs[change.place - 1].title}, {self.amount(change.after)} since {self.runs[change.place].title}"
+            for change in self.changes
+        ]
+
+
+def read_trends(engine: Engine, subjects: str = "*", last: int = 400) -> list[Trend]:
+    """The trends of the last runs; those whose level changed come first, the newest change before the others.
+
+    Args:
+        engine: the history's database.
+        subjects: a pattern of the subjects' names, as of files.
+        last: how many runs are read of each kind of hardware.
+
+    Raises:
+        HistoryError: the history cannot be read.
+    """
+    with reading(engine) as connection:
+        runs = _runs(connection, last)
+        names = {
+            place: name
+            for place, name in connection.execute(sa.select(SUBJECTS.c.id, SUBJECTS.c.name))
+            if fnmatch(name, subjects)
+        }
+        judged = _judged(connection, runs, names)
+        series = _series(connection, names)
+        values = _values(connection, runs, series)
+    trends = []
+    for number, (place, key) in series.items():
+        by_hardware: defaultdict[str, list[Run]] = defaultdict(list)
+        for run in judged.get(place, ()):
+            if key.kind == "finding" or run.id in values[number]:
+                by_hardware[run.hardware].append(run)
+        for hardware, some in by_hardware.items():
+            trend = _trend(names[place], key, hardware, some, values[number])
+            if trend is not None:
+                trends.append(trend)
+    return sorted(trends, key=_urgency)
+
+
+def _runs(connection: Connection, last: int) -> dict[int, Run]:
+    """The last runs of each kind of hardware, oldest first."""
+    columns = [RUNS.c[name] for name in ("id", "created", "commit", "hardware", "driver", "torch", "lowtide")]
+    turn = sa.func.row_number().over(partition_by=RUNS.c.hardware, order_by=(RUNS.c.created.desc(), RUNS.c.id.desc()))
+    numbered = sa.select(*columns, turn.label("turn")).subquery()
+    chosen = sa.select(*list(numbered.c)[:-1]).where(numbered.c.turn <= last)
+    ordered = chosen.order_by(numbered.c.created, numbered.c.id)
+    return {row.id: Run(*row) for row in connection.execute(ordered)}
+
+
+def _judged(connection: Connection, runs: Mapping[int, Run], names: Mapping[int, str]) -> dict[int, list[Run]]:
+    """By subject, the runs that judged it, oldest first."""
+    columns = (VERDICTS.c.run_id, VERDICTS.c.subject_id)
+    chosen = sa.select(*columns).where(VERDICTS.c.outcome.in_(("clean", "leak")), VERDICTS.c.run_id >= _first(runs))
+    found: defaultdict[int, set[int]] = defaultdict(set)
+    for run, place in connection.execute(chosen):
+        if run in runs and place in names:
+            found[place].add(run)
+    return {place: [run for number, run in runs.items() if number in some] for place, some in found.items()}
+
+
+def _series(connection: Connection, names: Mapping[int, str]) -> dict[int, tuple[int, SeriesKey]]:
+    columns = [SERIES.c[name] for name in SeriesKey._fields]
+    rows = connection.execute(sa.select(SERIES.c.id, SERIES.c.subject_id, *columns))
+    return {number: (place, SeriesKey(*key)) for number, place, *key in rows if place in names}
+
+
+def _values(
+    connection: Connection, runs: Mapping[int, Run], series: Mapping[int, object]
+) -> defaultdict[int, dict[int, tuple[int, int]]]:
+    """By series and run, its bytes and its count."""
+    columns = (RESIDUES.c.series_id, RESIDUES.c.run_id, RESIDUES.c.bytes, RESIDUES.c.count)
+    found: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
+    for number, run, size, count in connection.execute(sa.select(*columns).where(RESIDUES.c.run_id >= _first(runs))):
+        if run in runs and number in series:
+            found[number][run] = size, count
+    return found
+
+
+def _first(runs: Mapping[int, Run]) -> int:
+    return min(runs, default=0)
+
+
+def _trend(
+    subject: str, key: SeriesKey, hardware: str, runs: Sequence[Run], values: Mapping[int, tuple[int, int]]
+) -> Trend | None:
+    """None if the series has nothing on this hardware."""
+    if not any(run.id in values for run in runs):
+        return None
+    # A finding that a run did not report is gone there, since the run judged its subject.
+    pairs = [values.get(run.id, (0, 0)) for run in runs]
+    counted = key.kind == "finding" and not any(size for size, _ in pairs)
+    amounts = [count if counted else size for size, count in pairs]
+    smallest = 1 if counted else _SMALLEST_FINDING if key.kind == "finding" else _SMALLEST_READING
+    return Trend(subject, key, hardware, runs, amounts, counted, level_changes(amounts, smallest))
+
+
+def _urgency(trend: Trend) -> tuple[bool, float, int, str]:
+    newest = trend.runs[trend.changes[-1].place].created.timestamp() if trend.changes else 0.0
+    return not trend.changes, -newest, -abs(trend.values[-1]), trend.subject
