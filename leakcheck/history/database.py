@@ -14,6 +14,9 @@ from lowtide.leakcheck.history.errors import HistoryError
 
 _MIGRATIONS = Path(__file__).with_name("migrations")
 
+NEWEST = "0001"
+"""The revision of the newest migration."""
+
 _LOCK = 0x6C6F7774
 """Of PostgreSQL's advisory locks, the one that writers of a history take."""
 
@@ -110,20 +113,17 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def _migrate(connection: Connection) -> None:
+    if sa.inspect(connection).has_table("alembic_version"):
+        found = connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalars().all()
+        if found == [NEWEST]:
+            return
+    # Only where there is something to do: it takes as long to load as all the rest of the command.
     from alembic import command
     from alembic.config import Config
-    from alembic.runtime.migration import MigrationContext
-    from alembic.script import ScriptDirectory
     from alembic.util import CommandError
 
-    config = Config()
+    config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", str(_MIGRATIONS).replace("%", "%%"))
-    if (
-        MigrationContext.configure(connection).get_current_revision()
-        == ScriptDirectory.from_config(config).get_current_head()
-    ):
-        return
-    config.attributes["connection"] = connection
     try:
         command.upgrade(config, "head")
     except CommandError as error:

@@ -21,7 +21,7 @@ from sqlalchemy.engine import Engine
 from typer.testing import CliRunner
 
 from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.history.database import open_database
+from lowtide.leakcheck.history.database import NEWEST, open_database
 from lowtide.leakcheck.history.errors import HistoryError
 from lowtide.leakcheck.history.page import draw, render_page
 from lowtide.leakcheck.history.store import add_report
@@ -161,7 +161,8 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
 
 def test_the_migrations_make_the_tables_that_the_code_uses(engine: Engine) -> None:
     with engine.connect() as connection:
-        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+        context = MigrationContext.configure(connection)
+        assert (compare_metadata(context, METADATA), context.get_current_revision()) == ([], NEWEST)
 
 
 def test_a_newer_history_is_refused(tmp_path: Path) -> None:
