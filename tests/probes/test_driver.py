@@ -57,6 +57,8 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         self._called("by index", index)
+        if index >= len(self.uuids):
+            raise FakeNvmlError("Invalid Argument")
         return index
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
