@@ -14,6 +14,7 @@ from lowtide.leakcheck.cli.defects import defects
 from lowtide.leakcheck.cli.fuzz import fuzz
 from lowtide.leakcheck.cli.gate import gate
 from lowtide.leakcheck.cli.history import history
+from lowtide.leakcheck.cli.init import init
 from lowtide.leakcheck.cli.run import run
 from lowtide.leakcheck.cli.suppress import suppress
 
@@ -69,3 +70,4 @@ app.command()(fuzz)
 app.command()(gate)
 app.command()(bisect_step)
 app.command()(history)
+app.command()(init)

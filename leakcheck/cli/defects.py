@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.devices import Device, device_name
 from lowtide.leakcheck.cli.exits import refuse
 from lowtide.leakcheck.cli.progress import find_console
+from lowtide.leakcheck.targets.devices import Device, device_name
 
 
 def defects(

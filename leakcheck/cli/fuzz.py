@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.devices import Device, device_name
 from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
 from lowtide.leakcheck.cli.progress import find_console
 from lowtide.leakcheck.cli.reporting import check_writable, make_report
+from lowtide.leakcheck.targets.devices import Device, device_name
 
 if TYPE_CHECKING:
     from rich.console import Console

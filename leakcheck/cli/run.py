@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.devices import Device, device_name
 from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
 from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances
 from lowtide.leakcheck.cli.reporting import check_writable
+from lowtide.leakcheck.targets.devices import Device, device_name
 
 if TYPE_CHECKING:
     from lowtide.engine import EngineConfig

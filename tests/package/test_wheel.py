@@ -16,10 +16,12 @@ FOLDERS = ("engine", "probes", "reports", "leakcheck", "pytest_plugin")
 
 READ_FROM_THE_SOURCE = (
     ".github/ISSUE_TEMPLATE/missed-leak.yml",
+    ".github/gate.toml",
     ".github/workflows/ci.yml",
     ".pre-commit-config.yaml",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "action.yml",
     "SECURITY.md",
     "docs/data/vllm-sleep.txt",
     "docs/vllm-leak.svg",
