@@ -25,13 +25,10 @@ from lowtide.reports.schema import Finding, Resource, Subject
 MIB = 1 << 20
 
 LARGEST = 64 * MIB
-"""The first leak that is planted, in bytes; each further one is half as large."""
+"""The largest leak that is planted, in bytes; each further one is half as large."""
 
 SMALLEST = MIB
-"""The last leak that is planted, in bytes, unless an earlier one was not found."""
-
-_LIVES = 2
-"""Lives with a leak in each: the first is judged without what libraries move."""
+"""The smallest, in bytes."""
 
 _SHORT_SCRIPT = ("create", "shutdown")
 
@@ -53,7 +50,8 @@ class PlantedLeak(ABC):
         resource: of the finding that must report it.
         on_device: whether the metric belongs to the device, and not to the host.
         needs_card: whether there is such a place on cards only.
-        part: of a leak that its finding must have; less than all where the metric is a level that moves by itself.
+        is_level: whether the metric is a level of the whole process, which moves by itself: it is judged from the
+            second life on, and at least half of a leak must be in its finding.
     """
 
     name: ClassVar[str]
@@ -61,7 +59,7 @@ class PlantedLeak(ABC):
     resource: ClassVar[Resource]
     on_device: ClassVar[bool] = True
     needs_card: ClassVar[bool] = False
-    part: ClassVar[float] = 1.0
+    is_level: ClassVar[bool] = False
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -82,7 +80,7 @@ class PlantedLeak(ABC):
 
     def is_reported(self, finding: Finding, size: int) -> bool:
         """Whether a finding reports a leak of `size` bytes in this place."""
-        return finding.resource == self.resource and finding.bytes >= self.part * size
+        return finding.resource == self.resource and finding.bytes >= (size // 2 if self.is_level else size)
 
 
 class PoolLeak(PlantedLeak):
@@ -190,7 +188,7 @@ class HostLeak(PlantedLeak):
     key = "host-memory"
     resource = "host-memory"
     on_device = False
-    part = 0.5
+    is_level = True
 
     def plant(self, size: int) -> None:
         """Leak `size` bytes more, each page written to."""
@@ -207,7 +205,7 @@ class DriverLeak(PlantedLeak):
     key = "driver"
     resource = "driver"
     needs_card = True
-    part = 0.5
+    is_level = True
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
@@ -235,26 +233,36 @@ def sizes() -> tuple[int, ...]:
 
 
 def smallest_found(leak: PlantedLeak, tolerances: Mapping[str, int]) -> int | None:
-    """Plant smaller and smaller leaks until one is not found; bytes of the last that was, None if none was.
+    """Plant leaks until the smallest that is found is known, halving the sizes left; its bytes, None if none is found.
+
+    (What is found of a smaller leak is found of a larger one: so three runs of lives do for seven sizes.)
 
     Args:
         leak: what is planted in every life.
         tolerances: what may stay at a shutdown, by the metric's key.
     """
-    found = None
-    for size in sizes():
-        try:
-            subject = _judged_with(leak, size, tolerances)
-        finally:
-            leak.remove()
-        if not any(leak.is_reported(finding, size) for finding in subject.findings):
-            break
-        found = size
+    left, found = list(sizes()), None
+    while left:
+        middle = len(left) // 2
+        size = left[middle]
+        if _is_found(leak, size, tolerances):
+            found, left = size, left[middle + 1 :]
+        else:
+            left = left[:middle]
     return found
 
 
+def _is_found(leak: PlantedLeak, size: int, tolerances: Mapping[str, int]) -> bool:
+    try:
+        findings = _judged_with(leak, size, tolerances).findings
+    finally:
+        leak.remove()
+    return any(leak.is_reported(finding, size) for finding in findings)
+
+
 def _judged_with(leak: PlantedLeak, size: int, tolerances: Mapping[str, int]) -> Subject:
-    run = _run(leak.name, leak.device, _LIVES, _SHORT_SCRIPT, lambda: leak.plant(size), tolerances)
+    lives = 2 if leak.is_level else 1
+    run = _run(leak.name, leak.device, lives, _SHORT_SCRIPT, lambda: leak.plant(size), tolerances)
     return run.run()
 
 
@@ -289,10 +297,10 @@ def _tensor(size: int, device: str) -> torch.Tensor:
     return torch.ones(size, dtype=torch.uint8, device=device)
 
 
-def write_smallest(name: str, device: str, tolerances: Mapping[str, int], file: str) -> None:
-    """In a process of its own: write the bytes of the smallest leak that is found in a place, as JSON."""
+def write_smallest(name: str, device: str, alternatives: Sequence[Mapping[str, int]], file: str) -> None:
+    """In a process of its own: write the bytes of the smallest leak in a place by each set of tolerances, as JSON."""
     planted = next(kind for kind in PLANTED if kind.name == name)
-    _write(file, smallest_found(planted(device), tolerances))
+    _write(file, [smallest_found(planted(device), tolerances) for tolerances in alternatives])
 
 
 def write_null_lives(device: str, lives: int, file: str) -> None:

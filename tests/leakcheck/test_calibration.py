@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from lowtide.leakcheck.cli.commands import app
@@ -69,38 +70,33 @@ def test_the_first_life_and_what_cannot_be_read_are_no_noise() -> None:
 
 
 QUIET = Noise("host-memory", (0, 2 * MIB), 32 * MIB)
-FACTS = "(host-memory: noise 2.0 MiB, tolerance 8.0 MiB)"
+FACTS = "(host-memory: noise 2.0 MiB, tolerance 8.0 MiB, table 32.0 MiB)"
+EXACT = Noise("tensors cpu", (0, 0), 0)
+FOUND = "smallest planted leak found:"
 
 
 @pytest.mark.parametrize(
-    ("sight", "outcome", "reason"),
+    ("noise", "smallest", "by_table", "outcome", "reason"),
     [
-        (
-            Sight("host memory", QUIET, 16 * MIB, MIB),
-            "clean",
-            f"the smallest planted leak that was found: 16.0 MiB {FACTS}",
-        ),
-        (
-            Sight("host memory", QUIET, MIB, MIB),
-            "clean",
-            f"the smallest planted leak that was found: 1.0 MiB, the smallest that is planted {FACTS}",
-        ),
-        (
-            Sight("host memory", QUIET, 32 * MIB, MIB),
-            "unsupported",
-            f"the smallest planted leak that was found: 32.0 MiB; a gate must find 16.0 MiB {FACTS}",
-        ),
-        (Sight("host memory", QUIET, None, MIB), "unsupported", f"no planted leak was found {FACTS}"),
-        (Sight("host memory", None, MIB, MIB), "unsupported", "this machine does not report the metric"),
-        (Sight("host memory", QUIET, None, MIB, "it ended"), "error", "it ended"),
+        (QUIET, 16 * MIB, 16 * MIB, "clean", f"{FOUND} 16.0 MiB {FACTS}"),
+        (QUIET, 16 * MIB, 64 * MIB, "clean", f"{FOUND} 16.0 MiB; by the table's tolerance: 64.0 MiB {FACTS}"),
+        (QUIET, 16 * MIB, None, "clean", f"{FOUND} 16.0 MiB; by the table's tolerance: none {FACTS}"),
+        (EXACT, MIB, MIB, "clean", f"{FOUND} 1.0 MiB, the smallest planted (tensors cpu: noise 0 B)"),
+        (QUIET, 32 * MIB, 32 * MIB, "unsupported", f"{FOUND} 32.0 MiB; a gate must find 16.0 MiB {FACTS}"),
+        (QUIET, None, None, "unsupported", f"no planted leak was found {FACTS}"),
+        (None, MIB, MIB, "unsupported", "this machine does not report the metric"),
     ],
 )
-def test_a_place_is_measured_only_where_16_mib_are_found(sight: Sight, outcome: str, reason: str) -> None:
-    subject = sight.subject
+def test_a_place_is_measured_only_where_16_mib_are_found(
+    noise: Noise | None, smallest: int | None, by_table: int | None, outcome: str, reason: str
+) -> None:
+    subject = Sight("host memory", noise, smallest, by_table, MIB).subject
     assert (subject.id, subject.outcome, subject.reason) == ("host memory", outcome, reason)
 
 
-Answer = Callable[[str, tuple[Any, ...]], Any]
+def test_a_place_that_could_not_be_measured_is_an_error() -> None:
+    subject = Sight("host memory", QUIET, None, None, MIB, "it ended").subject
+    assert (subject.outcome, subject.reason) == ("error", "it ended")
 
 
 @pytest.fixture
@@ -119,7 +115,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, 
             smallest = found.get(arguments[0], MIB)
             if isinstance(smallest, Exception):
                 raise smallest
-            return smallest
+            return [smallest if tolerances else 64 * MIB for tolerances in arguments[2]]
 
         monkeypatch.setattr(calibration, "_in_own_process", run)
         return started
@@ -133,8 +129,13 @@ def test_each_place_of_the_device_is_measured_with_the_calibrated_tolerances(pro
     tolerances = {"host-memory": 8 * MIB}
     assert started[0] == ("write_null_lives", "cpu", NULL_LIVES)
     places = [kind.name for kind in PLANTED if kind is not DriverLeak]
-    assert started[1:] == [("write_smallest", name, "cpu", tolerances) for name in places]
+    # Where the table's tolerance is larger, it is measured what that finds.
+    alternatives = [[tolerances]] * 4 + [[tolerances, {}]]
+    assert started[1:] == [
+        ("write_smallest", name, "cpu", each) for name, each in zip(places, alternatives, strict=True)
+    ]
     assert [sight.smallest for sight in calibrated.sights] == [*[MIB] * 4, 8 * MIB]
+    assert [sight.by_table for sight in calibrated.sights] == [*[MIB] * 4, 64 * MIB]
     assert [subject.outcome for subject in calibrated.subjects] == ["clean"] * 6
 
 
@@ -175,6 +176,7 @@ def test_a_gate_that_is_blind_in_one_place_exits_2(
         "noise": 2 * MIB,
         "tolerance": 8 * MIB,
         "smallest_found": MIB,
+        "smallest_found_by_table": 64 * MIB,
     }
 
 
@@ -283,7 +285,8 @@ class Counting(PlantedLeak):
         self.events.append("removed")
 
 
-def test_planting_ends_with_the_first_leak_that_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("least", [*planted_leaks.sizes(), 65 * MIB])
+def test_the_smallest_leak_that_is_found_is_the_one_reported(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def judged(leak: PlantedLeak, size: int, tolerances: object) -> schema.Subject:
         leak.plant(size)
         finding = schema.Finding(
@@ -296,13 +299,14 @@ def test_planting_ends_with_the_first_leak_that_is_not_found(monkeypatch: pytest
             message="",
             fingerprint="",
         )
-        return schema.Subject(id="x", outcome="leak", findings=(finding,) if size > 8 * MIB else ())
+        return schema.Subject(id="x", outcome="leak", findings=(finding,) if size >= least else ())
 
     monkeypatch.setattr(planted_leaks, "_judged_with", judged)
     monkeypatch.setattr(Counting, "resource", "tensors", raising=False)
     leak = Counting()
-    assert smallest_found(leak, {}) == 16 * MIB
-    assert leak.events == [64 * MIB, "removed", 32 * MIB, "removed", 16 * MIB, "removed", 8 * MIB, "removed"]
+    assert smallest_found(leak, {}) == (None if least > 64 * MIB else least)
+    assert leak.events[1::2] == ["removed"] * 3
+    assert len(leak.events) == 6
     monkeypatch.setattr(Counting, "resource", "arena", raising=False)
     assert smallest_found(Counting(), {}) is None
 
@@ -310,6 +314,36 @@ def test_planting_ends_with_the_first_leak_that_is_not_found(monkeypatch: pytest
 def test_a_planted_leak_is_found_by_the_judge_of_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planted_leaks, "sizes", lambda: (16 * MIB,))
     assert smallest_found(HostLeak("cpu"), {"host-memory": 8 * MIB}) == 16 * MIB
+
+
+class CardDriver:
+    """A card's driver with pages of 2 MiB."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, int] = {}
+
+    def granularity(self) -> int:
+        return 2 * MIB
+
+    def create(self, size: int) -> int:
+        self.held[len(self.held) + 7] = size
+        return len(self.held) + 6
+
+    def release(self, handle: int) -> None:
+        del self.held[handle]
+
+
+def test_what_the_driver_alone_knows_is_taken_in_whole_pages_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = CardDriver()
+    monkeypatch.setattr(planted_leaks, "open_driver", lambda index: driver)
+    monkeypatch.setattr(planted_leaks, "check_device", lambda device: torch.device(device))
+    leak = DriverLeak("cuda:0")
+    leak.plant(3 * MIB)
+    leak.plant(64 * MIB)
+    assert list(driver.held.values()) == [4 * MIB, 64 * MIB]
+    leak.remove()
+    assert driver.held == {}
+    assert leak.metric_on("cuda:0") == "driver cuda:0"
 
 
 def test_a_planted_leak_within_the_tolerance_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
