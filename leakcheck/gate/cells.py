@@ -97,7 +97,7 @@ def run_guarded(
     try:
         with (folder / LOG).open("wb") as log:
             process = subprocess.Popen(
-                [*guardian, "--", *cell.command, cell.report_option, str(folder)],
+                [*guardian, "--", *cell.command, f"{cell.report_option}={folder}"],
                 env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,

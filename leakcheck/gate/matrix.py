@@ -22,7 +22,7 @@ class Cell:
         name: `SUBJECT-DEVICE` or `SUBJECT-DEVICE-SETTING`; also the name of its folder.
         device: `cpu`, `cuda` (whichever card is free) or `cuda:N`.
         command: what runs, this Python first, without its report folder.
-        report_option: the option that takes the report folder.
+        report_option: the option that takes the report folder, after `=`.
         timeout: seconds after which its processes are ended.
         env: environment variables on top of the gate's own.
         missing: why it cannot run here; "" if it can.

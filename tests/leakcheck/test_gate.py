@@ -32,6 +32,9 @@ import sys, time, subprocess
 from pathlib import Path
 from lowtide.reports import schema
 
+# With `=`, or pytest would take the folder for one of its arguments.
+FOLDER = Path(sys.argv[-1].partition("--report=")[2])
+
 def report(outcome="clean", marks=(), name="life"):
     findings = tuple(
         schema.Finding(resource="tensors", cause="module-global", bytes=8, count=1, device="cpu", stage="call",
@@ -43,7 +46,7 @@ def report(outcome="clean", marks=(), name="life"):
     schema.write(
         schema.Report(schema="lowtide-report/1", version="0", created="now", command="x", machine=machine,
                       subjects=subjects),
-        Path(sys.argv[-1]),
+        FOLDER,
     )
     sys.exit({"clean": 0, "leak": 1, "error": 2}["leak" if marks else outcome])
 """
@@ -89,7 +92,7 @@ def test_the_cells_reports_are_one_report(tmp_path: Path) -> None:
         ),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by signal 11 and wrote no report; "),
         ("report(name='')", "ended with exit code 0 and judged nothing; "),
-        ("Path(sys.argv[-1], 'leakcheck.json').write_text('{')", "is not a lowtide-report/1 report"),
+        ("Path(FOLDER, 'leakcheck.json').write_text('{')", "is not a lowtide-report/1 report"),
     ],
     ids=["refused", "crashed", "empty", "damaged"],
 )
