@@ -14,7 +14,7 @@ import typer
 
 from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
 from lowtide.leakcheck.cli.progress import find_console
-from lowtide.leakcheck.cli.reporting import check_writable
+from lowtide.leakcheck.cli.reporting import check_writable, show_on_github
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,6 +122,7 @@ def _gate(
         except (ReportError, KnownFindingsError) as error:
             refuse(str(error))
         _show(console, run, written)
+        show_on_github(written)
         return exit_code(written)
 
 

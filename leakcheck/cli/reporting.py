@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import os
 import shlex
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 import lowtide
 from lowtide.leakcheck.cli.exits import refuse
@@ -25,6 +28,21 @@ def check_writable(folder: Path) -> None:
             pass
     except OSError as error:
         refuse(f"--report {folder} cannot be written to ({error.strerror}): choose another folder")
+
+
+def show_on_github(report: Report) -> None:
+    """In a job of GitHub Actions: append the summary to the step's page, and mark the holders' lines."""
+    if os.environ.get("GITHUB_ACTIONS") != "true":
+        return
+    from lowtide.reports.github import append_summary, render_annotations
+    from lowtide.reports.schema import ReportError
+
+    try:
+        append_summary(report, os.environ)
+    except ReportError as error:
+        # The exit code is about the engine: it stays what the report says.
+        typer.echo(f"lowtide: {error}", err=True)
+    typer.echo(render_annotations(report, Path.cwd()), nl=False)
 
 
 def make_report(subject: Subject, driver: Driver) -> Report:

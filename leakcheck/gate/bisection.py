@@ -100,14 +100,14 @@ class BisectStep:
 
 
 @dataclass(frozen=True)
-class _End:
+class End:
     """How the command ended; `code` is None where it could not be started or its guardian was killed."""
 
     code: int | None = None
     timed_out: bool = False
 
 
-def _run_guarded(command: list[str], folder: Path, result: Path, timeout: float) -> _End:
+def _run_guarded(command: list[str], folder: Path, result: Path, timeout: float) -> End:
     """Run a command below a guardian, so that nothing of it is left to disturb the next life."""
     reading, writing = os.pipe()
     # By its path: the working folder may hold a `lowtide` of its own, as old as the commit.
@@ -128,11 +128,11 @@ def _run_guarded(command: list[str], folder: Path, result: Path, timeout: float)
     try:
         ended = json.loads(result.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return _End()
-    return _End(ended["code"], ended["timed_out"])
+        return End()
+    return End(ended["code"], ended["timed_out"])
 
 
-def _judge(folder: Path, ended: _End, step: BisectStep) -> Life:
+def _judge(folder: Path, ended: End, step: BisectStep) -> Life:
     if ended.timed_out:
         return Life("unknown", f"the command was ended after {step.timeout:g} s, its time limit")
     if ended.code is None:

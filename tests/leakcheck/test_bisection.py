@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import subprocess
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,7 +12,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from lowtide.leakcheck.cli.commands import app
+from lowtide.leakcheck.cli.commands import app, main
+from lowtide.leakcheck.gate import bisection
 from lowtide.leakcheck.gate.bisection import BisectStep, Life
 from lowtide.reports import schema
 from tests.reports.small_reports import finding, report, subject
@@ -50,6 +50,19 @@ def copying(folder: Path, name: str, code: int = 0) -> tuple[str, ...]:
     return shell(f'cp {shlex.quote(str(folder / name))}.json "$LOWTIDE_REPORT/leakcheck.json"; exit {code}')
 
 
+def write_in_turn(monkeypatch: pytest.MonkeyPatch, folder: Path, names: list[str], code: int) -> None:
+    """Put a report into each life's folder as its command would, without the processes."""
+    turns = iter(names)
+
+    def ended(command: object, report: Path, *_: object) -> bisection.End:
+        source = folder / f"{next(turns)}.json"
+        if source.exists():
+            shutil.copy(source, report / "leakcheck.json")
+        return bisection.End(code)
+
+    monkeypatch.setattr(bisection, "_run_guarded", ended)
+
+
 def run(step: BisectStep) -> tuple[str, list[Life]]:
     lives: list[Life] = []
     return step.run(lives.append), lives
@@ -72,9 +85,10 @@ def run(step: BisectStep) -> tuple[str, list[Life]]:
     ],
 )
 def test_the_report_is_the_answer_and_the_exit_code_must_fit_to_it(
-    name: str, code: int, answer: str, why: str, reports: Path
+    name: str, code: int, answer: str, why: str, reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, (life,) = run(BisectStep(copying(reports, name, code), MARK))
+    write_in_turn(monkeypatch, reports, [name], code)
+    told, (life,) = run(BisectStep(("true",), MARK))
     assert (told, life.answer) == (answer, answer)
     assert why in life.why
 
@@ -100,16 +114,16 @@ def test_the_folder_is_also_in_the_commands_arguments_and_new_for_each_life(repo
     ],
 )
 def test_a_leak_must_show_in_some_of_the_lives(
-    lives: int, needed: int, shows: list[str], answer: str, runs: int, reports: Path
+    lives: int,
+    needed: int,
+    shows: list[str],
+    answer: str,
+    runs: int,
+    reports: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for turn, name in enumerate(shows):
-        (reports / f"turn{turn}").write_text(str(reports / f"{name}.json"))
-    count = reports / "count"
-    command = shell(
-        f"n=$(cat {count} 2>/dev/null || echo 0); echo $((n + 1)) > {count}; "
-        f'cp "$(cat {reports}/turn$n)" "$LOWTIDE_REPORT/leakcheck.json" 2>/dev/null; true'
-    )
-    told, seen = run(BisectStep(command, MARK, lives=lives, needed=needed))
+    write_in_turn(monkeypatch, reports, shows, 0)
+    told, seen = run(BisectStep(("true",), MARK, lives=lives, needed=needed))
     assert (told, len(seen)) == (answer, runs)
 
 
@@ -153,13 +167,11 @@ def test_the_command_exits_as_git_wants_it(reports: Path) -> None:
         (["--unknown", "--", "true"], "No such option: --unknown"),
     ],
 )
-def test_bad_input_stops_the_bisection_and_is_no_bad_commit(arguments: list[str], said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "lowtide", "bisect-step", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env=dict(os.environ),
-    )
-    assert (done.returncode, said in done.stderr) == (128, True), done.stderr
+def test_bad_input_stops_the_bisection_and_is_no_bad_commit(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lowtide", "bisect-step", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    error = capsys.readouterr().err
+    assert (ended.value.code, said in error) == (128, True), error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import re
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -37,8 +38,17 @@ BEGIN = datetime.datetime(2026, 1, 1, 2, 17, tzinfo=datetime.timezone.utc)
 MIB = 1 << 20
 
 
+@pytest.fixture(scope="module")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A history without a run, which is copied in a tenth of the time that the migrations take."""
+    file = tmp_path_factory.mktemp("history") / "history.sqlite"
+    open_database(str(file)).dispose()
+    return file
+
+
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
+def engine(migrated: Path, tmp_path: Path) -> Iterator[Engine]:
+    shutil.copy(migrated, tmp_path / "history.sqlite")
     opened = open_database(str(tmp_path / "history.sqlite"))
     yield opened
     opened.dispose()
@@ -165,8 +175,8 @@ def test_the_migrations_make_the_tables_that_the_code_uses(engine: Engine) -> No
         assert (compare_metadata(context, METADATA), context.get_current_revision()) == ([], NEWEST)
 
 
-def test_a_newer_history_is_refused(tmp_path: Path) -> None:
-    open_database(str(tmp_path / "history.sqlite")).dispose()
+def test_a_newer_history_is_refused(migrated: Path, tmp_path: Path) -> None:
+    shutil.copy(migrated, tmp_path / "history.sqlite")
     with sqlite3.connect(tmp_path / "history.sqlite") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()

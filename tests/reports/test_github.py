@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from lowtide.leakcheck.cli.commands import app
+from lowtide.leakcheck.cli.reporting import show_on_github
 from lowtide.reports import github
 from lowtide.reports.github import MOST_ANNOTATIONS, append_summary, render_annotations
 from lowtide.reports.markdown import render_markdown
@@ -74,3 +77,33 @@ def test_a_page_that_would_be_refused_gets_one_line(tmp_path: Path, monkeypatch:
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"the step summary .* cannot be written: Is a directory"):
         append_summary(report(), {"GITHUB_STEP_SUMMARY": str(tmp_path)})
+
+
+def test_the_gate_shows_what_it_could_not_measure_and_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Nothing runs: there is no such card on any machine.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lowtide.toml").write_text(
+        '[gate]\ndevices = ["cuda:99"]\ncalibrate = false\n[[gate.subject]]\nengine = "tiny"\n'
+    )
+    github = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(tmp_path / "page.md")}
+    done = CliRunner().invoke(app, ["gate"], env=github)
+    assert done.exit_code == 2, done.output
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("::")]
+    assert line.startswith("::error title=not measured::engine-cuda")
+    assert "NOT MEASURED: 1 of 1 subject(s)" in (tmp_path / "page.md").read_text()
+    (tmp_path / "page.md").unlink()
+    done = CliRunner().invoke(app, ["gate"], env={"GITHUB_ACTIONS": None})
+    assert (done.exit_code, "::error" in done.stdout, (tmp_path / "page.md").exists()) == (2, False, False)
+
+
+def test_a_summary_that_cannot_be_written_does_not_change_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path))
+    show_on_github(report(subject(finding())))
+    captured = capsys.readouterr()
+    assert "the step summary" in captured.err
+    assert captured.out.startswith("::error ")
