@@ -10,6 +10,9 @@ import msgspec
 
 SCHEMA = "lowtide-report/1"
 
+_MOST_INDENTED = 256 << 10
+"""Bytes of JSON that are indented, which doubles them."""
+
 Outcome = Literal["clean", "leak", "error", "skipped", "unsupported"]
 Resource = Literal[
     "tensors",
@@ -95,7 +98,10 @@ class Ledger(_Record, frozen=True, kw_only=True):
 
 
 class Readings(_Record, frozen=True, kw_only=True):
-    """What the probes said at one moment; sizes in bytes, None where this machine cannot say."""
+    """What the probes said at one moment; sizes in bytes, None where this machine cannot say.
+
+    `ledgers` is empty before a stage that begins with what the stage before it has ended with.
+    """
 
     tensors: int
     allocated: int | None
@@ -339,8 +345,9 @@ def _with_clean_texts(schema: Any) -> Any:
 
 
 def encode(report: Report) -> bytes:
-    """The report as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2) + b"\n"
+    """The report as JSON: indented, but for one so large that nobody reads it as text."""
+    data = msgspec.json.encode(report)
+    return (data if len(data) > _MOST_INDENTED else msgspec.json.format(data, indent=2)) + b"\n"
 
 
 def decode(data: bytes, name: str = "report") -> Report:

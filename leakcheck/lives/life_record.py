@@ -113,7 +113,10 @@ class LifeRecord:
             id=self._name,
             outcome=outcome,
             reason=reason,
-            stages=tuple(map(self._stage, self.stages)),
+            stages=tuple(
+                self._stage(lived, follows=turn > 0 and lived.before is self.stages[turn - 1].after)
+                for turn, lived in enumerate(self.stages)
+            ),
             findings=findings,
             returns=tuple(self.returns),
             not_measured=not_measured,
@@ -141,13 +144,14 @@ class LifeRecord:
         late = self._libraries if cycle > 1 else {}
         return [LedgerBase(device, self._context.get(device, 0), late.get(device, 0)) for device in devices]
 
-    def _stage(self, lived: Lived) -> Stage:
+    def _stage(self, lived: Lived, *, follows: bool) -> Stage:
+        """One stage as a report has it; one that follows another leaves out the ledgers that it begins with."""
         bases = self._bases(lived.cycle)
         return Stage(
             name=lived.name,
             cycle=lived.cycle,
             seconds=lived.seconds,
-            before=to_readings(lived.before, self._device, bases),
+            before=to_readings(lived.before, self._device, () if follows else bases),
             after=to_readings(lived.after, self._device, bases),
             tokens_per_second=lived.tokens / lived.seconds if lived.tokens else None,
             bytes_per_second=lived.moved / lived.seconds if lived.moved else None,

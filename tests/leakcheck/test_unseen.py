@@ -66,6 +66,13 @@ def test_a_life_whose_engine_is_in_a_child_is_not_judged() -> None:
     )
 
 
+def test_a_ledger_between_two_stages_is_written_once() -> None:
+    stages = check_run("life", SmallHelper, driver=NoDriver("none here"), cycles=2).run().stages
+    first = [stage.name for stage in stages if stage.before.ledgers]
+    assert first == ["create", "create"]
+    assert all(stage.after.ledgers for stage in stages)
+
+
 def test_a_life_with_a_small_helper_is_clean() -> None:
     subject = lived(SmallHelper)
     assert (subject.outcome, subject.reason, others(subject)) == ("clean", "", [])

@@ -163,3 +163,12 @@ def test_sizes_as_people_read_them(size: int | None, text: str) -> None:
 def test_amounts_of_other_things() -> None:
     assert format_amount(3, "threads") == "3 threads"
     assert format_amount(2048, "bytes") == "2.0 KiB"
+
+
+def test_a_report_that_nobody_reads_as_text_is_not_indented() -> None:
+    small = schema.encode(report())
+    assert b'\n  "schema"' in small
+    many = msgspec.structs.replace(report(), subjects=report().subjects * 500)
+    large = schema.encode(many)
+    assert large.count(b"\n") == 1
+    assert schema.decode(large) == many
