@@ -210,7 +210,7 @@ def calibrate(device: str) -> Calibration:
         device: "cpu" or "cuda:N".
     """
     # Only here: it loads torch.
-    from lowtide.leakcheck.gate.planted_leaks import PLANTED, SMALLEST
+    from lowtide.leakcheck.gate.planted_leaks import PLANTED
 
     try:
         null = live_null_lives(device, NULL_LIVES)
@@ -229,10 +229,11 @@ def calibrate(device: str) -> Calibration:
         if of_metric is not None and of_metric.tolerance != of_metric.table:
             alternatives.append({})
         try:
-            found = _in_own_process("write_smallest", kind.name, device, alternatives)
-            sights.append(Sight(kind.name, of_metric, found[0], found[-1], SMALLEST))
+            written = _in_own_process("write_smallest", kind.name, device, alternatives)
+            found = written["found"]
+            sights.append(Sight(kind.name, of_metric, found[0], found[-1], written["floor"]))
         except CalibrationError as error:
-            sights.append(Sight(kind.name, of_metric, None, None, SMALLEST, str(error)))
+            sights.append(Sight(kind.name, of_metric, None, None, 0, str(error)))
     return Calibration(device, noise, tuple(sights))
 
 

@@ -28,7 +28,7 @@ LARGEST = 64 * MIB
 """The largest leak that is planted, in bytes; each further one is half as large."""
 
 SMALLEST = MIB
-"""The smallest, in bytes."""
+"""The smallest, in bytes, where pages are not larger."""
 
 _SHORT_SCRIPT = ("create", "shutdown")
 
@@ -45,6 +45,7 @@ class PlantedLeak(ABC):
         device: "cpu" or "cuda:N", where the leak is.
 
     Attributes:
+        page: bytes of which there are only whole multiples in this place.
         name: of the place.
         key: of the metric's row that counts it, with the device behind it if `on_device`.
         resource: of the finding that must report it.
@@ -63,6 +64,7 @@ class PlantedLeak(ABC):
 
     def __init__(self, device: str) -> None:
         self.device = device
+        self.page = _PAGE
 
     @classmethod
     def metric_on(cls, device: str) -> str:
@@ -104,10 +106,11 @@ class ArenaLeak(PlantedLeak):
 
     def __init__(self, device: str) -> None:
         super().__init__(device)
+        self.page = open_backend(device).granularity
         self._arenas: list[Arena] = []
 
     def plant(self, size: int) -> None:
-        """Leak `size` bytes more, in whole pages of the device."""
+        """Leak `size` bytes more."""
         arena = Arena("planted", size, open_backend(self.device))
         arena.map_to(size)
         self._arenas.append(arena)
@@ -210,12 +213,12 @@ class DriverLeak(PlantedLeak):
     def __init__(self, device: str) -> None:
         super().__init__(device)
         self._driver = open_driver(check_device(device).index)
+        self.page = self._driver.granularity()
         self._handles: list[int] = []
 
     def plant(self, size: int) -> None:
-        """Leak `size` bytes more, in whole pages of the card."""
-        granularity = self._driver.granularity()
-        self._handles.append(self._driver.create(-(-size // granularity) * granularity))
+        """Leak `size` bytes more."""
+        self._handles.append(self._driver.create(size))
 
     def remove(self) -> None:
         """Give back all that was leaked."""
@@ -227,9 +230,10 @@ PLANTED: Sequence[type[PlantedLeak]] = (PoolLeak, ArenaLeak, FrozenLeak, CacheLe
 """Every place, in the order of the report."""
 
 
-def sizes() -> tuple[int, ...]:
-    """Bytes of the leaks that are planted, from the largest to the smallest."""
-    return tuple(LARGEST >> turn for turn in range((LARGEST // SMALLEST).bit_length()))
+def sizes(page: int) -> tuple[int, ...]:
+    """Bytes of the leaks that are planted where memory comes in pages, from the largest to the smallest."""
+    halved = (LARGEST >> turn for turn in range((LARGEST // SMALLEST).bit_length()))
+    return tuple(size for size in halved if size % page == 0)
 
 
 def smallest_found(leak: PlantedLeak, tolerances: Mapping[str, int]) -> int | None:
@@ -241,7 +245,7 @@ def smallest_found(leak: PlantedLeak, tolerances: Mapping[str, int]) -> int | No
         leak: what is planted in every life.
         tolerances: what may stay at a shutdown, by the metric's key.
     """
-    left, found = list(sizes()), None
+    left, found = list(sizes(leak.page)), None
     while left:
         middle = len(left) // 2
         size = left[middle]
@@ -298,9 +302,13 @@ def _tensor(size: int, device: str) -> torch.Tensor:
 
 
 def write_smallest(name: str, device: str, alternatives: Sequence[Mapping[str, int]], file: str) -> None:
-    """In a process of its own: write the bytes of the smallest leak in a place by each set of tolerances, as JSON."""
-    planted = next(kind for kind in PLANTED if kind.name == name)
-    _write(file, [smallest_found(planted(device), tolerances) for tolerances in alternatives])
+    """In a process of its own: write the bytes of the smallest leak in a place by each set of tolerances, as JSON.
+
+    `found` has them, None where no leak is found; `floor` gives the bytes of the smallest that is planted there.
+    """
+    leak = next(kind for kind in PLANTED if kind.name == name)(device)
+    found = [smallest_found(leak, tolerances) for tolerances in alternatives]
+    _write(file, {"found": found, "floor": sizes(leak.page)[-1]})
 
 
 def write_null_lives(device: str, lives: int, file: str) -> None:

@@ -115,7 +115,8 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[tuple[str, 
             smallest = found.get(arguments[0], MIB)
             if isinstance(smallest, Exception):
                 raise smallest
-            return [smallest if tolerances else 64 * MIB for tolerances in arguments[2]]
+            by_each = [smallest if tolerances else 64 * MIB for tolerances in arguments[2]]
+            return {"found": by_each, "floor": MIB}
 
         monkeypatch.setattr(calibration, "_in_own_process", run)
         return started
@@ -265,8 +266,22 @@ def test_a_process_without_a_result_is_an_error(monkeypatch: pytest.MonkeyPatch,
     assert str(caught.value) == said
 
 
-def test_leaks_are_halved_down_to_the_smallest() -> None:
-    assert planted_leaks.sizes() == tuple(each * MIB for each in (64, 32, 16, 8, 4, 2, 1))
+def test_leaks_are_halved_down_to_the_smallest_and_to_a_page() -> None:
+    assert planted_leaks.sizes(4096) == tuple(each * MIB for each in (64, 32, 16, 8, 4, 2, 1))
+    assert planted_leaks.sizes(2 * MIB) == tuple(each * MIB for each in (64, 32, 16, 8, 4, 2))
+
+
+def test_a_places_figures_come_with_the_smallest_leak_that_its_pages_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = CardDriver()
+    monkeypatch.setattr(planted_leaks, "open_driver", lambda index: driver)
+    monkeypatch.setattr(planted_leaks, "check_device", torch.device)
+    monkeypatch.setattr(planted_leaks, "_is_found", lambda leak, size, tolerances: size >= tolerances["driver"])
+    file = tmp_path / "result.json"
+    alternatives = [{"driver": MIB}, {"driver": 9 * MIB}, {"driver": 65 * MIB}]
+    planted_leaks.write_smallest("the driver alone", "cuda:0", alternatives, str(file))
+    assert json.loads(file.read_text()) == {"found": [2 * MIB, 16 * MIB, None], "floor": 2 * MIB}
 
 
 class Counting(PlantedLeak):
@@ -285,7 +300,7 @@ class Counting(PlantedLeak):
         self.events.append("removed")
 
 
-@pytest.mark.parametrize("least", [*planted_leaks.sizes(), 65 * MIB])
+@pytest.mark.parametrize("least", [*planted_leaks.sizes(4096), 65 * MIB])
 def test_the_smallest_leak_that_is_found_is_the_one_reported(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def judged(leak: PlantedLeak, size: int, tolerances: object) -> schema.Subject:
         leak.plant(size)
@@ -312,7 +327,7 @@ def test_the_smallest_leak_that_is_found_is_the_one_reported(least: int, monkeyp
 
 
 def test_a_planted_leak_is_found_by_the_judge_of_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planted_leaks, "sizes", lambda: (16 * MIB,))
+    monkeypatch.setattr(planted_leaks, "sizes", lambda page: (16 * MIB,))
     assert smallest_found(HostLeak("cpu"), {"host-memory": 8 * MIB}) == 16 * MIB
 
 
@@ -333,19 +348,20 @@ class CardDriver:
         del self.held[handle]
 
 
-def test_what_the_driver_alone_knows_is_taken_in_whole_pages_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_driver_alone_knows_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = CardDriver()
     monkeypatch.setattr(planted_leaks, "open_driver", lambda index: driver)
-    monkeypatch.setattr(planted_leaks, "check_device", lambda device: torch.device(device))
+    monkeypatch.setattr(planted_leaks, "check_device", torch.device)
     leak = DriverLeak("cuda:0")
-    leak.plant(3 * MIB)
+    leak.plant(4 * MIB)
     leak.plant(64 * MIB)
     assert list(driver.held.values()) == [4 * MIB, 64 * MIB]
+    assert leak.page == 2 * MIB
     leak.remove()
     assert driver.held == {}
     assert leak.metric_on("cuda:0") == "driver cuda:0"
 
 
 def test_a_planted_leak_within_the_tolerance_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planted_leaks, "sizes", lambda: (16 * MIB,))
+    monkeypatch.setattr(planted_leaks, "sizes", lambda page: (16 * MIB,))
     assert smallest_found(HostLeak("cpu"), {}) is None

@@ -27,7 +27,7 @@ ON_CPU = [kind for kind in PLANTED if kind is not DriverLeak]
 
 @pytest.mark.parametrize("kind", ON_CPU)
 def test_a_leak_is_found_and_removed_again(kind: type[PlantedLeak], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planted_leaks, "sizes", lambda: (4 * MIB,))
+    monkeypatch.setattr(planted_leaks, "sizes", lambda page: (4 * MIB,))
     tolerances = {"host-memory": 2 * MIB}
     assert smallest_found(kind("cpu"), tolerances) == 4 * MIB
     # With all of it removed, the same leak is found a second time.
@@ -38,7 +38,7 @@ def test_a_leak_is_found_and_removed_again(kind: type[PlantedLeak], monkeypatch:
 def test_a_judge_that_tolerates_the_leak_is_seen_to_be_blind(
     kind: type[PlantedLeak], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planted_leaks, "sizes", lambda: (4 * MIB,))
+    monkeypatch.setattr(planted_leaks, "sizes", lambda page: (4 * MIB,))
     monkeypatch.setattr(
         planted_leaks.LifecycleRun, "run", lambda run: schema.Subject(id="x", outcome="clean", findings=())
     )
