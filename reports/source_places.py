@@ -38,7 +38,7 @@ class SourcePlaces:
     """
 
     def __init__(self, root: Path | None = None) -> None:
-        self.root = root
+        self.root = root and root.resolve()
         self._lines: dict[Path, dict[str, int]] = {}
 
     def find(self, subject: Subject, finding: Finding) -> Place | None:
@@ -96,13 +96,14 @@ class SourcePlaces:
         if not file or "\0" in file or file.startswith("<"):
             return None
         path = Path(file)
-        if self.root is not None and path.is_absolute() and path.is_relative_to(self.root):
-            inside = path.relative_to(self.root)
-            if not _INSTALLED & set(inside.parts):
-                path = inside
-        elif self.root is not None and not path.is_absolute() and not (self.root / path).is_file():
-            # A bare name of a file that is elsewhere would mark a file that does not exist.
-            return None
+        if self.root is not None:
+            # Through links, which a viewer of the repository does not follow.
+            real = (self.root / path).resolve()
+            if not path.is_absolute() and not real.is_file():
+                # A bare name of a file that is elsewhere would mark a file that does not exist.
+                return None
+            if real.is_relative_to(self.root) and not _INSTALLED & set(real.parts):
+                path = real.relative_to(self.root)
         return Place(path.as_posix(), max(line, 1))
 
 
@@ -131,6 +132,9 @@ def _bound(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, int]]:
             for target in (each for outer in targets for each in ast.walk(outer)):
                 if isinstance(target, ast.Name):
                     yield f"{prefix}{target.id}", node.lineno
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                yield f"{prefix}{alias.asname or alias.name.partition('.')[0]}", node.lineno
         elif isinstance(node, (ast.If, ast.Try, ast.With)):
             yield from _bound(node.body, prefix)
             yield from _bound(getattr(node, "orelse", []), prefix)

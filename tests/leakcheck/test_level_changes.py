@@ -65,3 +65,7 @@ def test_too_few_runs_or_no_change_at_all_have_no_step(values: list[int]) -> Non
 
 def test_counts_have_levels_too() -> None:
     assert level_changes([2] * 10 + [3] * 10, 1) == [LevelChange(10, 2, 3)]
+
+
+def test_a_small_step_beside_a_large_one_is_none() -> None:
+    assert level_changes([0] * 20 + [600] * 20 + [9000] * 20, 1024) == [LevelChange(40, 300, 9000)]

@@ -41,6 +41,8 @@ def sources(tmp_path: Path) -> Path:
     )
     (tmp_path / "src" / "other").mkdir(parents=True)
     (tmp_path / "src" / "other" / "broken.py").write_text("def :\n")
+    (tmp_path / "engine" / "user.py").write_text("\nfrom engine.cache import POOL as HELD\n")
+    (tmp_path / "linked").symlink_to("engine")
     return tmp_path
 
 
@@ -62,6 +64,8 @@ def test_a_finding_is_a_result_with_its_fingerprint_and_its_rule() -> None:
         ("engine.cache.Pools.shared['x']", ("engine/cache.py", 10)),
         ("engine.cache.Pools.set_elsewhere", ("engine/cache.py", 7)),
         ("engine.cache.unknown", ("engine/cache.py", 1)),
+        ("linked.cache.POOL", ("engine/cache.py", 4)),
+        ("engine.user.HELD[1]", ("engine/user.py", 2)),
         ("engine.absent.X", ("engine/__init__.py", 1)),
         ("other.broken.X", ("src/other/broken.py", 1)),
         ("local 'tensor' of step() in engine/cache.py:8", ("engine/cache.py", 8)),
