@@ -51,8 +51,8 @@ class Births:
     A new object is in the young generations (0 and 1) until a collection moves it to the old one. So what is young and
     was not young at the mark was born since; what a collection is about to move is noted just before it does
     (`gc.callbacks`), and then looked for among as many of the old generation's last objects as can have been moved. No
-    weak references are taken: `torch.utils.swap_tensors` refuses tensors that have one. Hence its one blind spot: an
-    object at the very address of one that died since it was seen passes for that one.
+    weak references are taken: `torch.utils.swap_tensors` refuses tensors that have one. Hence its one blind spot: a
+    watched object at the very address of another one that died since it was seen passes for that one.
 
     Attributes:
         label: what the objects born from now on are called; see `begin`.
@@ -63,7 +63,9 @@ class Births:
     def __init__(self) -> None:
         self.label = ""
         self.turn = 1
+        # All that was young at the mark, and of that what is watched: whatever else dies may leave its address to a tensor.
         self._known: set[int] = set()
+        self._known_watched: set[int] = set()
         self._noted: dict[int, tuple[str, int]] = {}
         # Not as Python's integers: each would keep the memory around it, where a test's small objects have been.
         self._born: list[Ints] = []
@@ -91,6 +93,7 @@ class Births:
             gc.callbacks.remove(self._collecting)
         self._noted.clear()
         self._known.clear()
+        self._known_watched.clear()
         self._boundaries.clear()
         self._forget_born()
 
@@ -114,8 +117,11 @@ class Births:
         self._frozen = frozen_by_program(gc.get_freeze_count())
         # In this order, and the set in place: what is freed here must not leave its identity among the known ones.
         self._known.clear()
+        self._known_watched.clear()
         self._witness = []
-        self._known.update(map(id, _young()))
+        young = _young()
+        self._known.update(map(id, young))
+        self._known_watched.update(map(id, _watched(young)))
         self._lost = False
         self.froze_in = ""
 
@@ -163,7 +169,7 @@ class Births:
                 self.note()
                 born = None
             else:
-                own = [item for item in _watched(young[place + 1 :]) if id(item) not in self._known]
+                own = [item for item in _watched(young[place + 1 :]) if id(item) not in self._known_watched]
                 self._note(map(id, own))
                 noted = [(item, self._noted[id(item)]) for item in own]
                 born = [Newborn(item, *told) for item, told in noted if told[0] == self.label]
@@ -211,7 +217,7 @@ class Births:
     def _note(self, keys: Iterable[int], label: str | None = None, turn: int = 1) -> None:
         told = (self.label, self.turn) if label is None else (label, turn)
         for key in keys:
-            if key not in self._known:
+            if key not in self._known_watched:
                 self._noted.setdefault(key, told)
 
     def forget_dead(self) -> None:
@@ -249,7 +255,7 @@ class Births:
             self._settle()
             young = _young()
             self._look_at_witness(young)
-            found = {id(item): item for item in _watched(young) if id(item) not in self._known}
+            found = {id(item): item for item in _watched(young) if id(item) not in self._known_watched}
             self._note(found)
             wanted = {key for key, noted in self._noted.items() if label is None or noted[0] == label}
             if wanted - found.keys() and (self._moved or self._full or self.froze):
@@ -270,6 +276,7 @@ class Births:
         """
         # One that was there at the mark and is gone had this address.
         self._known.discard(id(item))
+        self._known_watched.discard(id(item))
         return Newborn(item, *self._noted.setdefault(id(item), (like.label, like.turn)))
 
     def _reveal(self, found: dict[int, Any]) -> None:
@@ -280,7 +287,7 @@ class Births:
         for module in [item for item in found.values() if id(type(item)) in scripts]:
             noted = self._noted.get(id(module), (self.label, self.turn))
             for tensor in tensors_of_script(module):
-                if id(tensor) not in self._known and id(tensor) not in found:
+                if id(tensor) not in self._known_watched and id(tensor) not in found:
                     self._noted.setdefault(id(tensor), noted)
                     found[id(tensor)] = tensor
 

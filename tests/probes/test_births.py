@@ -314,6 +314,23 @@ def test_with_the_collector_off_it_is_found(births: Births) -> None:
         gc.enable()
 
 
+def test_a_tensor_at_the_address_of_another_kind_of_object_that_died_is_found(births: Births) -> None:
+    # What lies before an object, and so the space that it takes, differs between versions of Python.
+    slots = (("__dict__", "__weakref__", *(f"slot_{number}" for number in range(count))) for count in range(6))
+    kinds = [type("OfAboutItsSize", (), {"__slots__": names}) for names in slots]
+    gc.disable()
+    try:
+        others = [kind() for kind in kinds for _ in range(200)]
+        births.mark()
+        addresses = set(map(id, others))
+        others.clear()
+        tensors = [tensor() for _ in range(200)]
+        assert addresses.intersection(map(id, tensors))
+        assert {id(born.item) for born in births.survivors()} >= set(map(id, tensors))
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_collector_is_left_as_it_was(births: Births, enabled: bool) -> None:
     (gc.enable if enabled else gc.disable)()
