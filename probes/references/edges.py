@@ -102,10 +102,11 @@ class EdgeNamer:
         if prefix is None:
             return None
         awaited = "gi_yieldfrom" if prefix == "gi" else f"{prefix}_await"
-        if getattr(way[0], awaited) is way[1]:
-            return Edge(f".{awaited}", "other")
-        # On Python 3.10 the generator holds its frame and that the variables, later it holds them itself.
+        # On Python 3.10 the generator holds its frame and that what it waits for and the variables; later it holds
+        # them itself.
         references = 2 if type(way[1]) is FrameType else 1
+        if len(way) > references and getattr(way[0], awaited) is way[references]:
+            return Edge(f".{awaited}", "other", references)
         frame = getattr(way[0], f"{prefix}_frame")
         if frame is None or len(way) <= references:
             return None
