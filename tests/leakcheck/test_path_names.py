@@ -131,7 +131,8 @@ def future(helper: Any, name: str, use: Callable[[asyncio.Future[Any]], object])
     return loop.close
 
 
-@held_by("helper.CONFIG (computed name)")
+# Until Python 3.10 the dict of an instance was made with it, and has the name.
+@held_by("helper.CONFIG (computed name)" if sys.version_info >= (3, 11) else "helper.CONFIG.layer_0[0]")
 def attribute_that_no_code_names(helper: Any, thing: Any) -> None:
     helper.CONFIG = Thing()
     setattr(helper.CONFIG, "".join(["lay", "er_", "0"]), [thing])

@@ -124,6 +124,8 @@ LOCAL = threading.local()
 POOL = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="pool")
 POOL.submit(int).result()
 CONTEXT = contextvars.ContextVar("CONTEXT")
+# Until Python 3.10 it is that of the package `exceptiongroup`, which pytest imports.
+EXCEPTHOOK = sys.excepthook
 
 
 class Registry:
@@ -342,7 +344,7 @@ HOLDERS = (
     Case(
         "excepthook",
         "tensor = make()\nsys.excepthook = lambda *_: tensor",
-        "sys.excepthook = sys.__excepthook__",
+        "sys.excepthook = EXCEPTHOOK",
         "closure",
         "sys.excepthook, closure cell 'tensor'",
     ),

@@ -34,6 +34,8 @@ RAISED = """
     import sys
     import pytest
     from helper import probe
+    if sys.version_info < (3, 11):
+        from exceptiongroup import ExceptionGroup
 
     def test_failing():
         engine = probe("failing")
