@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import lowtide
+from lowtide.leakcheck.gate.calibration import TABLE
 from lowtide.leakcheck.gate.cards import exclusive
 from lowtide.leakcheck.gate.cells import CellResult, not_run, run_cell
 from lowtide.leakcheck.gate.known_findings import KnownFindings
@@ -21,6 +22,9 @@ from lowtide.leakcheck.gate.settings import GateError
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
 from lowtide.reports.folder import write_folder
 from lowtide.reports.schema import Machine, Report, ReportError, Subject, read
+
+_CALIBRATION_POLL_S = 0.1
+"""Seconds after which a lane asks again whether the calibration that its cells wait for has ended."""
 
 _MOST_AT_ONCE = 64
 """Cells that wait for a cluster at the same time."""
@@ -109,15 +113,37 @@ class Gate:
         """Run cells in one lane, that of a card or one of the CPU's, until none is left for it."""
         while not self._stopped.is_set():
             with self._lock:
-                cell = next((each for each in waiting if self.cluster is not None or _fits(each, card)), None)
+                fitting = [each for each in waiting if self.cluster is not None or _fits(each, card)]
+                cell = next(filter(self._is_ready, fitting), None)
                 if cell is not None:
                     waiting.remove(cell)
-            if cell is None:
+            if cell is not None:
+                self._add(cell, self._run(cell, card))
+            elif not fitting:
                 return
-            self._add(cell, self._run(cell, card))
+            else:
+                self._stopped.wait(_CALIBRATION_POLL_S)
+
+    def _is_ready(self, cell: Cell) -> bool:
+        """Whether the calibration that a cell is judged by has ended, if it is run here at all."""
+        if self.cluster is not None or cell.calibration in self.results:
+            return True
+        return all(each.name != cell.calibration for each in self.cells)
+
+    def _calibrated(self, cell: Cell) -> Cell:
+        """The cell with the tolerances of its calibration; unchanged where that has written none.
+
+        Nor for a cluster, whose nodes have noise of their own.
+        """
+        folder = self.folder / "cells" / cell.calibration
+        ran_here = cell.calibration in self.results and self.cluster is None
+        if not ran_here or not (folder / TABLE).is_file():
+            return cell
+        return replace(cell, command=(*cell.command, "--calibration", str(folder.absolute())))
 
     def _run(self, cell: Cell, card: int | None) -> CellResult:
         folder = self.folder / "cells" / cell.name
+        cell = self._calibrated(cell)
         try:
             if self.cluster is not None:
                 return self.cluster.run(cell, folder, self._stopped.is_set)

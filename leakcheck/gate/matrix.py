@@ -26,6 +26,8 @@ class Cell:
         timeout: seconds after which its processes are ended.
         env: environment variables on top of the gate's own.
         missing: why it cannot run here; "" if it can.
+        calibrates: whether it measures the smallest leak that its device shows.
+        calibration: the name of the cell whose tolerances it is judged by; "" for the tolerances of the table.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Cell:
     timeout: float
     env: Mapping[str, str] = field(default_factory=dict)
     missing: str = ""
+    calibrates: bool = False
+    calibration: str = ""
 
     @property
     def on_card(self) -> bool:
@@ -63,12 +67,14 @@ class Shard:
         return shard
 
     def part(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Its cells."""
-        return list(cells[self.index - 1 :: self.of])
+        """Its cells; each part calibrates the devices that it uses, since it may have a machine of its own."""
+        part = [cell for cell in cells if not cell.calibrates][self.index - 1 :: self.of]
+        devices = {cell.device for cell in part}
+        return [cell for cell in cells if cell.calibrates and cell.device in devices] + part
 
 
 def cells_of(settings: GateSettings, cards: int) -> list[Cell]:
-    """All cells, in the order of the configuration.
+    """All cells: the calibrations, and then the subjects in the order of the configuration.
 
     Args:
         settings: the configuration.
@@ -83,7 +89,8 @@ def cells_of(settings: GateSettings, cards: int) -> list[Cell]:
             under = tuple(settings.settings) if subject.settings is None else subject.settings
             cells += [_cell(settings, subject, device, setting, cards) for setting in under or ("",)]
     if settings.calibrate:
-        cells += [_calibration(settings, device, cards) for device in dict.fromkeys(cell.device for cell in cells)]
+        devices = dict.fromkeys(cell.device for cell in cells)
+        cells = [_calibration(settings, device, cards) for device in devices] + cells
     names = [cell.name for cell in cells]
     for name in names:
         if names.count(name) > 1:
@@ -114,14 +121,20 @@ def _cell(settings: GateSettings, subject: SubjectSettings, device: str, setting
         timeout=subject.timeout or settings.timeout,
         env=env,
         missing=missing,
+        calibration=_calibration_name(device) if settings.calibrate and subject.takes_calibration else "",
     )
 
 
 def _calibration(settings: GateSettings, device: str, cards: int) -> Cell:
     """The cell that measures the smallest leak which a device shows."""
-    like = _cell(settings, SubjectSettings(engine="tiny", name="calibration"), device, "", cards)
+    like = _cell(settings, SubjectSettings(engine="tiny"), device, "", cards)
     module = "lowtide.leakcheck.gate.calibration"
-    return replace(like, command=(sys.executable, "-m", module, "--device", "cpu" if device == "cpu" else "cuda"))
+    command = (sys.executable, "-m", module, "--device", "cpu" if device == "cpu" else "cuda")
+    return replace(like, name=_calibration_name(device), command=command, calibrates=True, calibration="")
+
+
+def _calibration_name(device: str) -> str:
+    return f"calibration-{device.replace(':', '')}"
 
 
 def _command(subject: SubjectSettings, device: str) -> list[str]:

@@ -20,6 +20,8 @@ FILES = (("lowtide.toml", ("gate",)), ("pyproject.toml", ("tool", "lowtide", "ga
 
 _KINDS = ("engine", "target", "pytest", "fuzz", "faults")
 
+_JUDGED_BY_LIFE = ("engine", "target")
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 """A cell's name is also that of its folder."""
 
@@ -51,6 +53,8 @@ class SubjectSettings(_Table, frozen=True, kw_only=True):
         examples: lives of `fuzz`.
         seed: seed of `engine` and `fuzz`.
         tenant: whether a second process takes what each sleep of `engine` and `target` has freed on a card.
+        calibrated: whether the gate's calibration decides what a life of `engine` or `target` may leave; default: for
+            `engine = "tiny"`, which is the engine that a calibration measures. A larger engine has more noise.
         args: further arguments of the command.
         env: environment variables of its cells.
     """
@@ -68,6 +72,7 @@ class SubjectSettings(_Table, frozen=True, kw_only=True):
     examples: int = 100
     seed: int | None = None
     tenant: bool = True
+    calibrated: bool | None = None
     args: tuple[str, ...] = ()
     env: dict[str, str] = {}
 
@@ -75,6 +80,11 @@ class SubjectSettings(_Table, frozen=True, kw_only=True):
     def kind(self) -> str:
         """Which of the five it is."""
         return next(kind for kind in _KINDS if getattr(self, kind) is not None)
+
+    @property
+    def takes_calibration(self) -> bool:
+        """Whether its lives are judged by the tolerances of the gate's calibration."""
+        return self.engine == "tiny" if self.calibrated is None else self.calibrated
 
     @property
     def title(self) -> str:
@@ -170,6 +180,8 @@ def _problems(settings: GateSettings) -> list[str]:
         found += _device_problems(subject.devices or ())
         unknown = [name for name in subject.settings or () if name not in settings.settings]
         found += [f"subject {subject.title} names the setting {name}, which [gate.settings] lacks" for name in unknown]
+        if subject.calibrated and subject.kind not in _JUDGED_BY_LIFE:
+            found.append(f"subject {subject.title} cannot be calibrated: only the lives of engine and target are")
         numbers = {"cycles": subject.cycles, "examples": subject.examples}
         found += [
             f"{name} {value} of subject {subject.title} is not possible: use 1 or more"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import datetime
 import os
 import signal
@@ -139,6 +141,39 @@ def test_what_outlives_a_cell_is_a_finding_and_is_ended(tmp_path: Path) -> None:
 def test_a_helper_that_ends_soon_after_its_cell_is_none(tmp_path: Path) -> None:
     report = ran(tmp_path, cell("tidy", 'subprocess.Popen(["setsid", "sleep", "0.5"]); report()'))
     assert [subject.id for subject in report.subjects] == ["tidy/life"]
+
+
+CALIBRATES = """
+FOLDER.mkdir(parents=True, exist_ok=True)
+time.sleep(0.3)
+(FOLDER / "calibration.json").write_text(str(time.time()))
+report()
+"""
+
+SAYS_CALIBRATION = """
+place = sys.argv.index("--calibration") if "--calibration" in sys.argv else len(sys.argv)
+print(time.time(), sys.argv[place : place + 2])
+report()
+"""
+
+
+def test_a_cell_waits_for_its_calibration_and_is_judged_by_it(tmp_path: Path) -> None:
+    calibrated = dataclasses.replace(cell("judged", SAYS_CALIBRATION), calibration="calibration-cpu")
+    folder = tmp_path / "report"
+    # Two workers, and the cell comes first: it waits for the calibration and not for its turn.
+    assert exit_code(ran(folder, calibrated, cell("calibration-cpu", CALIBRATES), cpu_workers=2)) == 0
+    began, _, words = (folder / "cells/judged/log.txt").read_text().partition(" ")
+    assert ast.literal_eval(words.splitlines()[0])[:2] == ["--calibration", str(folder / "cells/calibration-cpu")]
+    assert float(began) > float((folder / "cells/calibration-cpu/calibration.json").read_text())
+
+
+@pytest.mark.parametrize("others", [[], [cell("calibration-cpu", "report('error')")]], ids=["none", "fails"])
+def test_without_a_calibration_of_this_run_a_cell_is_judged_by_the_table(tmp_path: Path, others: list[Cell]) -> None:
+    folder = tmp_path / "report"
+    assert exit_code(ran(folder, cell("calibration-cpu", CALIBRATES))) == 0
+    calibrated = dataclasses.replace(cell("judged", SAYS_CALIBRATION), calibration="calibration-cpu")
+    ran(folder, calibrated, *others)
+    assert (folder / "cells/judged/log.txt").read_text().split(" ", 1)[1].startswith("[]")
 
 
 def test_what_cannot_run_here_is_said_and_never_clean(tmp_path: Path) -> None:

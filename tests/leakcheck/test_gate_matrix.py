@@ -12,6 +12,8 @@ from lowtide.leakcheck.gate import Cell, GateError, GateSettings, Shard, load_se
 
 SMALL = '[gate]\n[[gate.subject]]\nengine = "tiny"\n'
 
+DEVICES = ("cpu", "cuda")
+
 
 def written(folder: Path, text: str, name: str = "lowtide.toml") -> GateSettings:
     path = folder / name
@@ -90,9 +92,38 @@ def test_each_device_is_calibrated_once_unless_switched_off(tmp_path: Path) -> N
         '[gate]\ndevices = ["cpu", "cuda"]\n[gate.settings.a]\n[gate.settings.b]\n[[gate.subject]]\nengine = "tiny"\n'
     )
     cells = gate.cells_of(written(tmp_path, text), 1)
-    assert [cell.name for cell in cells[4:]] == ["calibration-cpu", "calibration-cuda"]
-    assert cells[-1].command[1:] == ("-m", "lowtide.leakcheck.gate.calibration", "--device", "cuda")
+    assert [cell.name for cell in cells if cell.calibrates] == ["calibration-cpu", "calibration-cuda"]
+    assert cells[1].command[1:] == ("-m", "lowtide.leakcheck.gate.calibration", "--device", "cuda")
     assert len(gate.cells_of(written(tmp_path, text.replace("[gate]", "[gate]\ncalibrate = false", 1)), 1)) == 4
+
+
+@pytest.mark.parametrize(
+    ("subject", "calibration"),
+    [
+        ('engine = "tiny"', "calibration-cpu"),
+        ('engine = "tiny"\ncalibrated = false', ""),
+        ('engine = "1b"', ""),
+        ('engine = "1b"\ncalibrated = true', "calibration-cpu"),
+        ('target = "a:b"', ""),
+        ('target = "a:b"\ncalibrated = true', "calibration-cpu"),
+        ('pytest = "tests"', ""),
+    ],
+)
+def test_the_engine_that_is_calibrated_is_judged_by_the_calibration(
+    tmp_path: Path, subject: str, calibration: str
+) -> None:
+    text = f'[gate]\ndevices = ["cpu"]\n[[gate.subject]]\n{subject}\n'
+    (cell,) = cells_of(written(tmp_path, text), 0)
+    assert cell.calibration == calibration
+    (cell,) = cells_of(written(tmp_path, text.replace("[gate]", "[gate]\ncalibrate = false", 1)), 0)
+    assert cell.calibration == ""
+
+
+def test_each_shard_calibrates_the_devices_that_it_uses(tmp_path: Path) -> None:
+    subjects = [f'[[gate.subject]]\nname = "{device}"\nengine = "tiny"\ndevices = ["{device}"]\n' for device in DEVICES]
+    cells = gate.cells_of(written(tmp_path, "[gate]\n" + "".join(subjects)), 1)
+    parts = [[cell.name for cell in Shard(index, 2).part(cells)] for index in (1, 2)]
+    assert parts == [["calibration-cpu", "cpu-cpu"], ["calibration-cuda", "cuda-cuda"]]
 
 
 def test_a_card_that_is_not_here_is_no_cell_that_passes(tmp_path: Path) -> None:
@@ -137,6 +168,10 @@ def test_the_project_file_serves_as_well_and_the_own_one_comes_first(tmp_path: P
         ("[gate\n", "is not valid TOML"),
         ("[other]\n", r"has no table \[gate\]: write one with `lowtide init`"),
         (SMALL + "speed = 3\n", "unknown field `speed`"),
+        (
+            '[gate]\n[[gate.subject]]\npytest = "tests"\ncalibrated = true\n',
+            "subject pytest cannot be calibrated: only the lives of engine and target are",
+        ),
         (SMALL + "cycles = 0\n", "cycles 0 of subject engine is not possible: use 1 or more"),
         (SMALL + 'cycles = "2"\n', "Expected `int`, got `str`"),
         (SMALL + 'fuzz = "lowtide"\n', "subject 1 needs exactly one of engine, .* has engine and fuzz"),
