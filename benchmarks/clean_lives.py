@@ -70,8 +70,10 @@ def main() -> None:
 
         subject = LifecycleRun(f"run {turn}", make, device=options.device, driver=driver, cycles=2).run()
         if subject.outcome != "clean":
-            told = [f"{item.resource}/{item.cause} at {item.stage}: {item.message}" for item in subject.findings]
-            found.append({"settings": settings, "outcome": subject.outcome, "reason": subject.reason, "found": told})
+            reported = [f"{item.resource}/{item.cause} at {item.stage}: {item.message}" for item in subject.findings]
+            found.append(
+                {"settings": settings, "outcome": subject.outcome, "reason": subject.reason, "found": reported}
+            )
             print(found[-1], flush=True)
     driver.close()
     results = {

@@ -113,7 +113,7 @@ def _without_last(listeners: tuple[StageListener, ...], gone: StageListener) -> 
 class _OpenStage:
     """A stage with listeners: calls the listeners, marks the profiler's timeline, keeps the path."""
 
-    __slots__ = ("_close_range", "_name", "_outer", "_stage", "_told")
+    __slots__ = ("_close_range", "_name", "_notified", "_outer", "_stage")
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -123,12 +123,12 @@ class _OpenStage:
         self._stage = Stage(self._name, (*self._outer, self._name), threading.get_ident())
         self._close_range = _open_range("lowtide:" + "/".join(self._stage.path))
         _path.set(self._stage.path)
-        told: list[StageListener] = []
-        self._told = told
+        notified: list[StageListener] = []
+        self._notified = notified
         try:
             for listener in _listeners:
                 listener.stage_entered(self._stage)
-                told.append(listener)
+                notified.append(listener)
         except BaseException as error:
             # `__exit__` will not be called, so those who heard of the stage hear here that it is over.
             self._leave(error)
@@ -146,7 +146,7 @@ class _OpenStage:
         # Not `ContextVar.reset`, which raises where a generator is closed in another context than it began in.
         _path.set(self._outer)
         first = error
-        for listener in reversed(self._told):
+        for listener in reversed(self._notified):
             if not any(listener is still for still in _listeners):
                 continue
             try:
@@ -163,8 +163,8 @@ class _OpenStage:
 
 def _note(error: BaseException, failure: BaseException, listener: StageListener) -> None:
     """Writes what a listener raised onto the exception that goes on instead of it."""
-    told = "".join(traceback.format_exception(type(failure), failure, failure.__traceback__))
-    text = f"the stage listener {type(listener).__name__} raised as well:\n{told}"
+    report = "".join(traceback.format_exception(type(failure), failure, failure.__traceback__))
+    text = f"the stage listener {type(listener).__name__} raised as well:\n{report}"
     if hasattr(error, "add_note"):
         error.add_note(text)
     else:  # Python 3.10; the attribute that `add_note` fills, which pytest and the exceptiongroup backport read

@@ -37,8 +37,8 @@ class DeferredProofs:
 
     def add(self, subject: Subject, unproven: DeferredRemedies) -> None:
         """Remember what is to be tried: for what fails or warns, and for nothing that is known."""
-        told = [part for item in subject.findings for part in (item, *item.parts)]
-        later = unproven.only(frozenset(part.fingerprint for part in told if part.suppressed_by is None))
+        reported = [part for item in subject.findings for part in (item, *item.parts)]
+        later = unproven.only(frozenset(part.fingerprint for part in reported if part.suppressed_by is None))
         if later.tensors or later.items:
             self._unproven.append((subject.id, later))
 
@@ -69,11 +69,11 @@ def with_proven(subjects: Sequence[Subject], proven: Sequence[Proven]) -> list[S
     waiting: dict[str, list[Proven]] = {}
     for known in proven:
         waiting.setdefault(known.id, []).append(known)
-    told = []
+    reported = []
     for subject in subjects:
         found = waiting.get(subject.id) if subject.outcome == "leak" else None
-        told.append(_with_remedies(subject, found.pop(0)) if found else subject)
-    return told
+        reported.append(_with_remedies(subject, found.pop(0)) if found else subject)
+    return reported
 
 
 def _with_remedies(subject: Subject, proven: Proven) -> Subject:

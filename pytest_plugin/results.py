@@ -63,17 +63,17 @@ class Results:
 
     def retell(self, proven: Sequence[Proven]) -> None:
         """Put what was proven into the subjects, and into what the terminal has still to show."""
-        told = with_proven(self.subjects, proven)
+        reported = with_proven(self.subjects, proven)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             texts: dict[str, str] = {}
-            for before, after in zip(self.subjects, told, strict=True):
+            for before, after in zip(self.subjects, reported, strict=True):
                 if before is not after and is_bad(before):
                     verbosity = self._config.get_verbosity()
                     texts[terminal.details(before, verbosity)] = terminal.details(after, verbosity)
                     texts[terminal.headline(before)] = terminal.headline(after)
             retell(reporter.stats, texts)
-        self.subjects = told
+        self.subjects = reported
 
     def as_output(self) -> dict[str, object]:
         """What an xdist worker sends of them, for `add_output`: what was judged outside of tests, and what it used."""

@@ -154,5 +154,5 @@ def details(subject: Subject, verbosity: int) -> str:
             continue
         lines.append(f"  {finding.resource}/{finding.cause}: {first_line(finding)}")
         shown = terminal_lines(finding, "with -v", whole=verbosity > 0)
-        lines += [f"    {one_line(told.text)}" for told in shown]
+        lines += [f"    {one_line(reported.text)}" for reported in shown]
     return "\n".join(lines)

@@ -129,15 +129,15 @@ def _row(subject: Subject, finding: Finding) -> str:
 
 def _details(leaks: Sequence[tuple[Subject, Finding]]) -> Iterator[str]:
     """A list for each of the largest leaks of which more is known than its row says."""
-    told = [leak for leak in leaks if _has_details(leak[1])]
-    if told:
+    reported = [leak for leak in leaks if _has_details(leak[1])]
+    if reported:
         yield "### Who holds it"
-    for subject, finding in told[:MOST_DETAILED]:
+    for subject, finding in reported[:MOST_DETAILED]:
         lines = finding_lines(finding, whole=False, rest="in leakcheck.json")
         yield f"{_code(subject.id)}: {finding.resource}/{finding.cause}, {amount(finding)}"
         yield "\n".join(f"- {_detail(line)}" for line in lines)
-    if len(told) > MOST_DETAILED:
-        yield f"… and {len(told) - MOST_DETAILED} more; all are in `leakcheck.json`"
+    if len(reported) > MOST_DETAILED:
+        yield f"… and {len(reported) - MOST_DETAILED} more; all are in `leakcheck.json`"
 
 
 def _has_details(finding: Finding) -> bool:

@@ -79,8 +79,9 @@ class BlockTable:
         found = tuple(int(tensor.item()) for tensor in self.pointer_tensors().values())
         if found != self._where():
             raise EngineError(
-                f"the block table's pointer tensors say {_told(found)}, and the table has {_told(self._where())}: "
-                "their contents were lost; keep them in memory that no sleep drops"
+                f"the block table's pointer tensors say {_written(found)}, "
+                f"and the table has {_written(self._where())}: their contents were lost; "
+                "keep them in memory that no sleep drops"
             )
         return self.device_table[rows]
 
@@ -119,6 +120,6 @@ class BlockTable:
         return slots
 
 
-def _told(where: tuple[int, ...]) -> str:
+def _written(where: tuple[int, ...]) -> str:
     address, stride, size = where
     return f"address {address % (1 << 64):#x}, stride {stride}, size {size}"

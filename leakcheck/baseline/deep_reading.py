@@ -47,12 +47,12 @@ class Deep:
         heap = dataclasses.replace(self.heap, held=(*self.heap.held, *hidden))
         return Deep((Reading(items, own.amounts), *others), heap, self.explained)
 
-    def settled(self, told_apart: Sorted, now: Counters) -> Deep:
+    def settled(self, distinguished: Sorted, now: Counters) -> Deep:
         """The same without what libraries are excused for, and with what they were excused for and are not any more."""
         readings: list[Reading] = []
         for reading in self.readings:
             items = {
-                key: told_apart.applied(key, found, now.items.get(key, {})) for key, found in reading.items.items()
+                key: distinguished.applied(key, found, now.items.get(key, {})) for key, found in reading.items.items()
             }
             readings.append(Reading(items, reading.amounts))
         return Deep(tuple(readings), self.heap, self.explained)

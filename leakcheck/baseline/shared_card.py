@@ -37,18 +37,18 @@ def card_use(driver: Driver, index: int) -> CardUse:
     return CardUse(reading.card_used, driver.processes(index))
 
 
-def grown_by_nobody_else(before: CardUse, now: CardUse, own: Collection[int], *, told_apart: bool) -> int:
+def grown_by_nobody_else(before: CardUse, now: CardUse, own: Collection[int], *, distinguished: bool) -> int:
     """Bytes by which a card has more in use, less what processes of others have taken and given back since.
 
     Args:
         before: the card then.
         now: the card now.
         own: identifiers of the processes whose memory is looked for.
-        told_apart: whether the driver was seen to list one of them by its identifier.  If not, it may number
+        distinguished: whether the driver was seen to list one of them by its identifier.  If not, it may number
             processes otherwise (a PID namespace), and what is new in its list may be their memory.
     """
     grown = now.used - before.used
     for pid in before.processes.keys() | now.processes.keys():
-        if pid not in own and (told_apart or pid in before.processes):
+        if pid not in own and (distinguished or pid in before.processes):
             grown -= (now.processes.get(pid, 0) or 0) - (before.processes.get(pid, 0) or 0)
     return grown

@@ -75,7 +75,7 @@ def _fuzz(
     from lowtide.reports.folder import write_folder
 
     console = find_console()
-    subject, program, told = _search(target, device, examples, steps, seed, defect, faults, jobs, console)
+    subject, program, reported = _search(target, device, examples, steps, seed, defect, faults, jobs, console)
     driver = find_driver()
     try:
         written = make_report(subject, driver)
@@ -89,7 +89,7 @@ def _fuzz(
             write_program(report, program)
         except schema.ReportError as error:
             unwritten = str(error)
-    for line in verdict(subject, told):
+    for line in verdict(subject, reported):
         console.print(line)
     if program:
         typer.echo("\nThe life that fails, as a program:\n")

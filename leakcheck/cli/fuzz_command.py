@@ -225,8 +225,8 @@ def _sweep_subject(subjected: Subjected, tried: Sequence[Swept | Killed], unknow
         # The same in several stages is one.
         findings.setdefault(found.fingerprint, found)
     # The same of each stage.
-    untold = [missing for item in tried for missing in item.not_measured]
-    not_measured = (*subjected.not_measured, *largest_of_each(untold))
+    unmeasured = [missing for item in tried for missing in item.not_measured]
+    not_measured = (*subjected.not_measured, *largest_of_each(unmeasured))
     outcome, unseen = judged_as("leak" if findings else "error" if unknown else "clean", not_measured)
     return Subject(
         id=f"faults[{subjected.name}]",
@@ -237,18 +237,18 @@ def _sweep_subject(subjected: Subjected, tried: Sequence[Swept | Killed], unknow
     )
 
 
-def verdict(subject: Subject, told: str | Table) -> Iterator[RenderableType]:
+def verdict(subject: Subject, reported: str | Table) -> Iterator[RenderableType]:
     """What is shown in the end."""
-    if isinstance(told, Table):
-        yield told
+    if isinstance(reported, Table):
+        yield reported
     for missing in subject.not_measured:
         if missing.process is not None and subject.outcome == "unsupported":
             continue  # its reason says so
         yield HangingText(not_judged_text(missing))
     for finding in subject.findings:
         yield HangingText(finding_text(finding))
-    if isinstance(told, str):
-        tried = told
+    if isinstance(reported, str):
+        tried = reported
     else:
         ended = bool(subject.reason) and subject.outcome != "unsupported"
         tried = "not everything was tried" if ended else "every fault point was failed once"

@@ -17,8 +17,8 @@ def find_console() -> Console:
     """Standard output: as wide as its terminal; elsewhere tables take `COLUMNS`, or 100, and prose is not folded."""
     if sys.stdout.isatty():
         return Console()
-    told = os.environ.get("COLUMNS", "")
-    return Console(width=int(told) if told.isdecimal() and int(told) else WITHOUT_TERMINAL, soft_wrap=True)
+    reported = os.environ.get("COLUMNS", "")
+    return Console(width=int(reported) if reported.isdecimal() and int(reported) else WITHOUT_TERMINAL, soft_wrap=True)
 
 
 def progress_line(console: Console) -> Progress:

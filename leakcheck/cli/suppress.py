@@ -33,11 +33,11 @@ def suppress(
         added = append_entries(file, [finding for subject in subjects for finding in subject.findings])
     except (schema.ReportError, SuppressionError) as error:
         refuse(str(error))
-    for line in _told(added, folder, file):
+    for line in _reported(added, folder, file):
         typer.echo(line)
 
 
-def _told(added: Added, folder: Path, file: Path) -> Iterator[str]:
+def _reported(added: Added, folder: Path, file: Path) -> Iterator[str]:
     """What `suppress` says of what it did."""
     from lowtide.reports.finding_lines import one_line
 

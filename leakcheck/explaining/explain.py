@@ -151,12 +151,12 @@ def explain(
         explained = [
             None if path is None else _with_path(path, place, found, sweeps, known) for place, path in enumerate(paths)
         ]
-        lost = [place for place, told in enumerate(explained) if told is None]
+        lost = [place for place, reported in enumerate(explained) if reported is None]
         holders = dict(zip(lost, found.types_of_holders(lost, {id(targets), *ignore}), strict=True)) if lost else {}
         some_frozen = bool(lost) and gc.get_freeze_count() > FROZEN_AT_STARTUP
         return [
-            told or _without_path(target, natively, holders[place], frozen=some_frozen and found.is_frozen(place))
-            for place, (target, told) in enumerate(zip(targets, explained, strict=True))
+            reported or _without_path(target, natively, holders[place], frozen=some_frozen and found.is_frozen(place))
+            for place, (target, reported) in enumerate(zip(targets, explained, strict=True))
         ]
 
 

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def unraisable_told() -> Iterator[list[str]]:
+def unraisable_reported() -> Iterator[list[str]]:
     """What is raised where nobody can catch it (in a `__del__`) while the block lets things go, as text.
 
     A test runner's own hook would keep the error, and with it what should go, and blame it on the next test.
     """
-    told: list[str] = []
+    reported: list[str] = []
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        told.append(error_text(unraisable.exc_type, unraisable.exc_value))
+        reported.append(error_text(unraisable.exc_type, unraisable.exc_value))
 
     before, sys.unraisablehook = sys.unraisablehook, hook
     try:
-        yield told
+        yield reported
     finally:
         sys.unraisablehook = before
 

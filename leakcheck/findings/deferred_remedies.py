@@ -93,8 +93,8 @@ def defer(leaks: Sequence[TensorLeak], watches: Sequence[StorageWatch], items: S
     new = _new_in(item.explanation for item in items if item.explanation is not None)
     # Of two with one fingerprint, as a pool's pipes and another pipe, it would be unclear what is proven of which.
     counted = Counter(item.finding.fingerprint for item in items)
-    told_apart = [item for item in items if counted[item.finding.fingerprint] == 1]
-    return DeferredRemedies(tensors, tuple(dataclasses.replace(item, explanation=None) for item in told_apart), new)
+    distinguished = [item for item in items if counted[item.finding.fingerprint] == 1]
+    return DeferredRemedies(tensors, tuple(dataclasses.replace(item, explanation=None) for item in distinguished), new)
 
 
 def try_deferred(
@@ -136,7 +136,9 @@ def try_deferred(
     # Again, since what was tried for the tensors may have changed by which way a pool is held.
     holders = _PoolHolders([item for subject in each for item in subject.items], context)
     for subject, findings in zip(each, found, strict=True):
-        cuts = dict.fromkeys(told.remedy.action for told in findings.values() if told.remedy is not None and told.tried)
+        cuts = dict.fromkeys(
+            reported.remedy.action for reported in findings.values() if reported.remedy is not None and reported.tried
+        )
         for item in subject.items:
             with sharing_walk() as walk:
                 draft = item.among(there.get(id(item), item.names))
@@ -150,11 +152,11 @@ def try_deferred(
                 if not budget.is_spent and item.finding.resource == "reserved":
                     draft = dataclasses.replace(draft.among(draft.left(readings)), explanation=holders.of(item))
                 actions = actions_for(draft, patience, may_unfreeze=True, walk=walk)
-            told = try_actions(draft, actions, functools.partial(item.left, left), driver, budget)
+            reported = try_actions(draft, actions, functools.partial(item.left, left), driver, budget)
             if actions and draft.names:
                 readings.forget()
                 holders.forget(draft)
-            findings[item.finding.fingerprint] = told
+            findings[item.finding.fingerprint] = reported
     return found
 
 
@@ -207,7 +209,7 @@ class _PoolHolders:
             return
         cut = None if given_back.explanation is None else given_back.explanation.cut
         if cut is not None and not cut.ends_anyway:
-            ways = [told.through for told in self._known.values() if told is not None]
+            ways = [reported.through for reported in self._known.values() if reported is not None]
             if cut.place is None or not any(cut.place.container in way for way in ways):
                 return
         self._known.clear()

@@ -31,17 +31,17 @@ class _Held:
 
     bytes: int
     kind: str
-    told: Explanation
+    reported: Explanation
 
     @property
     def container(self) -> Hashable:
         """What is the same for all arrays that lie in one container."""
-        return tuple(hop.edge for hop in self.told.path[:-1])
+        return tuple(hop.edge for hop in self.reported.path[:-1])
 
     @property
     def turn(self) -> int:
         """Its place in a list; 0 elsewhere."""
-        index = _INDEX.search(self.told.path[-1].edge)
+        index = _INDEX.search(self.reported.path[-1].edge)
         return int(index[1]) if index is not None else 0
 
 
@@ -62,24 +62,24 @@ def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
         return leak
     first, size = found[0], sum(each.bytes for each in found)
     arrays = f"{format_bytes(size)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
-    told = first.told
+    reported = first.reported
     finding = msgspec.structs.replace(
         leak.finding,
-        cause=told.cause,
-        verdict=told.verdict,
-        holder=told.holder,
-        path=told.path,
-        message=f"{leak.finding.message}; {arrays} held by {told.holder}",
-        advice=_advice(told),
+        cause=reported.cause,
+        verdict=reported.verdict,
+        holder=reported.holder,
+        path=reported.path,
+        message=f"{leak.finding.message}; {arrays} held by {reported.holder}",
+        advice=_advice(reported),
         former_fingerprint=leak.finding.fingerprint,
     )
-    return with_fingerprint(dataclasses.replace(leak, finding=finding, explanation=told), leak.module)
+    return with_fingerprint(dataclasses.replace(leak, finding=finding, explanation=reported), leak.module)
 
 
-def _advice(told: Explanation) -> str:
-    if told.cut is not None and told.cut.is_code:
-        return told.cut.action
-    return told.advice or f"let go of {told.holder} where its owner ends"
+def _advice(reported: Explanation) -> str:
+    if reported.cut is not None and reported.cut.is_code:
+        return reported.cut.action
+    return reported.advice or f"let go of {reported.holder} where its owner ends"
 
 
 def _arrays(wanted: int, context: Context) -> Sequence[_Held]:
@@ -109,7 +109,7 @@ def _is_near(amount: int, wanted: int) -> bool:
 
 def _held(buffers: Sequence[Buffer], context: Context) -> list[_Held]:
     items = [buffer.item for buffer in buffers]
-    told = explain(
+    reported = explain(
         items,
         ignore={id(items), *map(id, buffers)},
         innocent=older_than(context),
@@ -121,11 +121,11 @@ def _held(buffers: Sequence[Buffer], context: Context) -> list[_Held]:
     )
     return [
         _Held(buffer.bytes, type_name(type(buffer.item)), found)
-        for buffer, found in zip(buffers, told, strict=True)
+        for buffer, found in zip(buffers, reported, strict=True)
         if found.path and not _is_own(found)
     ]
 
 
-def _is_own(told: Explanation) -> bool:
+def _is_own(reported: Explanation) -> bool:
     """Whether this checker itself holds it."""
-    return any(f"{hop.type}.".startswith("lowtide.") or f"{hop.edge}.".startswith("lowtide.") for hop in told.path)
+    return any(f"{hop.type}.".startswith("lowtide.") or f"{hop.edge}.".startswith("lowtide.") for hop in reported.path)

@@ -79,7 +79,7 @@ def works(names: Collection[str], context: Context) -> list[Work]:
     running = [thread for thread in threading.enumerate() if thread_key(thread) in names]
     owners = [list(_owners(thread)) for thread in running]
     targets = list({id(item): item for found in owners for item in found}.values())
-    told = first_holders(
+    reported = first_holders(
         targets,
         ignore={id(targets), id(running), id(owners), *map(id, owners)},
         innocent=older_than(context),
@@ -88,7 +88,7 @@ def works(names: Collection[str], context: Context) -> list[Work]:
         not_roots=set(map(id, running)),
         walk=context.walk,
     )
-    holders = {id(item): holder for item, holder in zip(targets, told, strict=True) if _is_programs(holder)}
+    holders = {id(item): holder for item, holder in zip(targets, reported, strict=True) if _is_programs(holder)}
     groups: dict[Hashable, list[_Running]] = {}
     for thread, own in zip(running, owners, strict=True):
         each = _Running(
@@ -102,7 +102,7 @@ def works(names: Collection[str], context: Context) -> list[Work]:
     return [_work(group) for group in groups.values()]
 
 
-def told_with(leak: ItemLeak, work: Work) -> ItemLeak:
+def reported_with(leak: ItemLeak, work: Work) -> ItemLeak:
     """A finding about threads, with what they do."""
     finding = leak.finding
     names = sorted(work.names)

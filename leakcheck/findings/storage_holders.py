@@ -88,7 +88,7 @@ def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
     tensors = [tensor for tensor, _ in found_in]
     storages = [of_tensor for _, of_tensor in found_in]
     del found_in
-    told = explain(
+    reported = explain(
         tensors,
         ignore={id(tensors)},
         innocent=older,
@@ -98,13 +98,13 @@ def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
         budget=context.budget,
         walk=context.walk,
     )
-    rooted = {id(tensor): found for tensor, found in zip(tensors, told, strict=True) if found.root}
-    lost = [tensor for tensor, found in zip(tensors, told, strict=True) if not found.path or found.root]
+    rooted = {id(tensor): found for tensor, found in zip(tensors, reported, strict=True) if found.root}
+    lost = [tensor for tensor, found in zip(tensors, reported, strict=True) if not found.path or found.root]
     native = _natively_held(lost, rooted, older, names, context) if lost else {}
     by_key: dict[Key, Explanation] = {}
     parts: dict[Key, list[Explanation]] = {}
     places: dict[Key, set[int]] = {}
-    for place, (tensor, found) in enumerate(zip(tensors, told, strict=True)):
+    for place, (tensor, found) in enumerate(zip(tensors, reported, strict=True)):
         explanation = native.get(id(tensor), found)
         for key in storages[place]:
             if found.path:
@@ -122,8 +122,8 @@ def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
 
 def behind_frozen_holders(keys: Collection[Key], context: Context) -> frozenset[Key]:
     """Those of some storages whose path passes what `gc.freeze()` hides: to be asked before the heap is unfrozen."""
-    told = explain_storages(keys, context).by_key
-    return frozenset(key for key, explanation in told.items() if explanation.verdict == "frozen-holder")
+    reported = explain_storages(keys, context).by_key
+    return frozenset(key for key, explanation in reported.items() if explanation.verdict == "frozen-holder")
 
 
 def marked_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
@@ -160,14 +160,14 @@ def names_known(context: Context) -> Names:
 
 def common_holder(explanations: Sequence[Explanation]) -> str:
     """Who holds all of them: the holder of one, or the part of the way to several that they have in common."""
-    holders = list(dict.fromkeys(told.holder for told in explanations))
-    paths = [[(hop.type, hop.edge) for hop in told.path] for told in explanations]
+    holders = list(dict.fromkeys(reported.holder for reported in explanations))
+    paths = [[(hop.type, hop.edge) for hop in reported.path] for reported in explanations]
     if len(holders) == 1 or not all(path and path[0] == paths[0][0] for path in paths):
         return holders[0]
     common = [hops[0] for hops in zip(*paths, strict=False) if all(hop == hops[0] for hop in hops)]
     way = "".join(edge for _, edge in common)
     # Where the holder is described in words and not as code, one description stands for all.
-    return way if all(told.holder.startswith(way) for told in explanations) else holders[0]
+    return way if all(reported.holder.startswith(way) for reported in explanations) else holders[0]
 
 
 def _natively_held(
@@ -197,10 +197,10 @@ def _natively_held(
     pathless = {id(tensor) for tensor in lost} - rooted.keys()
 
     def past_nodes(items: Sequence[Any]) -> list[Explanation]:
-        told = explained(items)
-        of_nodes = {id(item): found for item, found in zip(items, told, strict=True) if found.is_of_node}
+        reported = explained(items)
+        of_nodes = {id(item): found for item, found in zip(items, reported, strict=True) if found.is_of_node}
         better = held_by_nodes({**rooted, **of_nodes}, pathless, explained, context.walk) if of_nodes else {}
-        return [better.get(id(item), found) for item, found in zip(items, told, strict=True)]
+        return [better.get(id(item), found) for item, found in zip(items, reported, strict=True)]
 
     return {
         **held_by_nodes(rooted, pathless, explained, context.walk),

@@ -80,7 +80,7 @@ def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
     Args:
         leaks: of one subject; what is free in a segment is reported with the first leak in it.
     """
-    told = {id(leak): leak for leak in leaks}
+    reported = {id(leak): leak for leak in leaks}
     cards = {leak.finding.device for leak in leaks if leak.finding.device.startswith("cuda:")}
     for device in sorted(cards):
         here = [leak for leak in leaks if leak.finding.device == device]
@@ -89,8 +89,8 @@ def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
             if free >= _LEAST_FREE:
                 message = f"{leak.finding.message}; {format_bytes(free)} more stay reserved in its segments"
                 finding = msgspec.structs.replace(leak.finding, message=message)
-                told[id(leak)] = dataclasses.replace(leak, finding=finding)
-    return [told[id(leak)] for leak in leaks]
+                reported[id(leak)] = dataclasses.replace(leak, finding=finding)
+    return [reported[id(leak)] for leak in leaks]
 
 
 @dataclass(frozen=True)
@@ -168,14 +168,14 @@ def _by_edge(rows: Sequence[_Row]) -> list[list[_Row]]:
     """What hangs on one suspect edge, or came back at one rung, or has one story without a path: it is one thing."""
     groups: dict[tuple[Any, ...], list[_Row]] = {}
     for row in rows:
-        told = row.explanation
-        if told is None or not told.path:
-            suspects = () if told is None else told.suspects[:1]
+        reported = row.explanation
+        if reported is None or not reported.path:
+            suspects = () if reported is None else reported.suspects[:1]
             # Without a known holder, only the allocation site distinguishes two leaks.
             key: tuple[Any, ...] = (row.rung, suspects, allocating_function(row.stack))
         else:
-            first = next((turn for turn, hop in enumerate(told.path) if hop.suspect), len(told.path))
-            key = (told.cause, *(hop.edge for hop in told.path[: first + 1]))
+            first = next((turn for turn, hop in enumerate(reported.path) if hop.suspect), len(reported.path))
+            key = (reported.cause, *(hop.edge for hop in reported.path[: first + 1]))
         groups.setdefault((row.held.stage, *key), []).append(row)
     return list(groups.values())
 
@@ -190,12 +190,12 @@ class _Marks(NamedTuple):
 def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
     """Of what hangs on one edge, the largest thing says where it was allocated."""
     row = max(group, key=lambda row: row.held.bytes)
-    told = row.explanation
-    if row.rung is not None and (told is None or not told.path):
+    reported = row.explanation
+    if row.rung is not None and (reported is None or not reported.path):
         suspects: tuple[str, ...] = (row.rung.value,)
-    elif told is not None:
+    elif reported is not None:
         # What hangs on one suspect edge is one finding, however much it is.
-        suspects = (told.cause, *told.suspects[:1])
+        suspects = (reported.cause, *reported.suspects[:1])
     else:
         suspects = ("unknown",)
     mark = functools.partial(
@@ -206,7 +206,7 @@ def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
         suspects=suspects,
         allocated_in=allocating_function(row.stack),
     )
-    if told is not None and told.path:
+    if reported is not None and reported.path:
         return _Marks(mark(), "")
     # Nothing names it: by its data type and its number of dimensions.
     dtype, _, shape = row.held.text.partition(" ")
@@ -228,7 +228,7 @@ def _leak(
     things = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
     stage = largest.held.stage
     message = f"{format_bytes(size)} in {things} on {device}, since {stage} ({largest.held.text})"
-    told = largest.explanation
+    reported = largest.explanation
     finding = Finding(
         resource="tensors",
         cause="unknown",
@@ -243,23 +243,23 @@ def _leak(
         allocated_at=frames(largest.stack),
         trend=trend_of([row.held.turn for row in group], context.turns.get(stage, context.lives)),
     )
-    if told is not None:
+    if reported is not None:
         advice = "".join(
             f"; {text}" for text in sorted({advised[row.held.key] for row in group if row.held.key in advised})
         )
         holder = common_holder([row.explanation for row in group if row.explanation is not None])
         finding = msgspec.structs.replace(
             finding,
-            cause=told.cause,
+            cause=reported.cause,
             message=message + (f", held by {holder}" if holder else "") + advice,
-            verdict=told.verdict,
+            verdict=reported.verdict,
             holder=holder,
-            advice=told.advice or None,
-            path=_with_sizes(told, explained, sizes),
+            advice=reported.advice or None,
+            path=_with_sizes(reported, explained, sizes),
             shared_bytes=_shared(group, explained),
         )
     if largest.rung is not None:
-        finding = _returned_at(finding, largest.rung, told)
+        finding = _returned_at(finding, largest.rung, reported)
         return TensorLeak(finding, {}, {}, keys)
     return TensorLeak(
         finding,
@@ -269,10 +269,10 @@ def _leak(
     )
 
 
-def _returned_at(finding: Finding, rung: Rung, told: Explanation | None) -> Finding:
+def _returned_at(finding: Finding, rung: Rung, reported: Explanation | None) -> Finding:
     """A finding about storages that came back at a rung of the ladder."""
     action = ACTIONS[rung]
-    known = told is not None and bool(told.path)
+    known = reported is not None and bool(reported.path)
     return msgspec.structs.replace(
         finding,
         cause=finding.cause if known else CAUSE_OF_RUNG[rung],
@@ -283,10 +283,10 @@ def _returned_at(finding: Finding, rung: Rung, told: Explanation | None) -> Find
     )
 
 
-def _with_sizes(told: Explanation, explained: Explained, sizes: Mapping[Key, int]) -> tuple[Hop, ...]:
+def _with_sizes(reported: Explanation, explained: Explained, sizes: Mapping[Key, int]) -> tuple[Hop, ...]:
     """The path, with the bytes that would be free if one edge of it were cut."""
-    hops = list(told.path)
-    for place, freed in enumerate(told.freed[: len(hops)]):
+    hops = list(reported.path)
+    for place, freed in enumerate(reported.freed[: len(hops)]):
         if freed is not None and hops[place].suspect:
             bytes_ = sum(sizes.get(key, 0) for key in explained.retained(freed))
             hops[place] = msgspec.structs.replace(hops[place], retains_bytes=bytes_)
@@ -299,11 +299,11 @@ def _shared(group: Sequence[_Row], explained: Explained) -> int:
     # One answer for all that hang on one edge: they may be thousands.
     retained: dict[frozenset[int], set[Key]] = {}
     for row in group:
-        told = row.explanation
-        if told is None:
+        reported = row.explanation
+        if reported is None:
             continue
-        first = next((turn for turn, hop in enumerate(told.path) if hop.suspect), None)
-        freed = told.freed[first] if first is not None and first < len(told.freed) else None
+        first = next((turn for turn, hop in enumerate(reported.path) if hop.suspect), None)
+        freed = reported.freed[first] if first is not None and first < len(reported.freed) else None
         if freed is None:
             continue
         if freed not in retained:

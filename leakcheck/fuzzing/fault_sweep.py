@@ -133,8 +133,8 @@ def sweep(
                     listener(stage.name, kind, at, counted.points)
                     bad = live(lives, stage, Fault(kind, at))
                     raised += bad.raised
-                untold = lives.untold
-                yield Swept(stage.name, kind, counted.points, raised, bad.findings, bad.life, untold)
+                unmeasured = lives.unmeasured
+                yield Swept(stage.name, kind, counted.points, raised, bad.findings, bad.life, unmeasured)
                 if counted.findings:
                     # It goes wrong without anything that fails: what fails in it besides says nothing.
                     break
@@ -151,7 +151,7 @@ def live(lives: Lives, stage: Stage, fault: Fault) -> Lived:
         points = life.points
         if fault.at is None:
             life.close()
-            return Lived(points, not_measured=lives.untold)
+            return Lived(points, not_measured=lives.unmeasured)
         if not succeeded:
             _make(life, stage.call)
         if life.model.phase == "closed":
@@ -159,8 +159,8 @@ def live(lives: Lives, stage: Stage, fault: Fault) -> Lived:
         _to_the_end(life)
     except LifeError as error:
         life.abandon()
-        return Lived(points, False, error.findings, tuple(life.calls), lives.untold)
-    return Lived(points, not succeeded, not_measured=lives.untold)
+        return Lived(points, False, error.findings, tuple(life.calls), lives.unmeasured)
+    return Lived(points, not succeeded, not_measured=lives.unmeasured)
 
 
 def _to_the_end(life: CheckedLife) -> None:

@@ -213,13 +213,13 @@ def fuzz(
             seconds = time.perf_counter() - started
             # Only now, of the one life that is shown, who holds what.
             findings = replay(factory, life) or failure.findings
-            return Found(lives.coverage, seconds, findings, life, not_measured=lives.untold)
+            return Found(lives.coverage, seconds, findings, life, not_measured=lives.unmeasured)
         except hypothesis.errors.Flaky as error:
             seconds = time.perf_counter() - started
             why = f"a life that failed did not fail again: {error}"
             findings = tuple(machine.findings)
-            return Found(lives.coverage, seconds, findings, tuple(machine.last), why, lives.untold)
-    return Found(lives.coverage, time.perf_counter() - started, not_measured=lives.untold)
+            return Found(lives.coverage, seconds, findings, tuple(machine.last), why, lives.unmeasured)
+    return Found(lives.coverage, time.perf_counter() - started, not_measured=lives.unmeasured)
 
 
 def replay(factory: TargetFactory, life: Sequence[Call]) -> tuple[Finding, ...]:

@@ -67,12 +67,12 @@ def shared_sweep(
         TargetError: a process cannot drive the target, or ended by itself where nothing was made to fail.
     """
     by_stage = [[_Points(stage, kind) for kind in kinds] for stage in stages(able, config)]
-    untold = deque(points for stage in by_stage for points in stage)
+    unmeasured = deque(points for stage in by_stage for points in stage)
     # Of each stage one kind first: if it goes wrong without anything that fails, what fails in it besides says nothing.
     todo = deque(_Question(index, stage[0], None) for index, stage in enumerate(by_stage))
     workers = _Workers(source, config, jobs)
     try:
-        while untold:
+        while unmeasured:
             while todo and (worker := workers.free()) is not None:
                 question = todo.popleft()
                 if question.is_of_use:
@@ -89,11 +89,11 @@ def shared_sweep(
                 if points is by_stage[index][0]:
                     others = by_stage[index][1:]
                     if lived.findings:
-                        untold = deque(points for points in untold if points not in others)
+                        unmeasured = deque(points for points in unmeasured if points not in others)
                     else:
                         todo.extend(_Question(index, points, None) for points in others)
-            while untold and untold[0].is_done:
-                yield untold.popleft().swept()
+            while unmeasured and unmeasured[0].is_done:
+                yield unmeasured.popleft().swept()
     finally:
         workers.close()
 
@@ -165,8 +165,10 @@ class _Points:
         assert self.counted is not None
         bad = self.lived.get(self.end, self.counted)
         raised = sum(self.lived[at].raised for at in range(self.end))
-        untold = dict.fromkeys(each for lived in (self.counted, *self.lived.values()) for each in lived.not_measured)
-        return Swept(self.stage.name, self.kind, self.counted.points, raised, bad.findings, bad.life, tuple(untold))
+        unmeasured = dict.fromkeys(
+            each for lived in (self.counted, *self.lived.values()) for each in lived.not_measured
+        )
+        return Swept(self.stage.name, self.kind, self.counted.points, raised, bad.findings, bad.life, tuple(unmeasured))
 
 
 @dataclass(frozen=True)

@@ -135,8 +135,8 @@ class _Pause(Injection):
 
     def stand(self) -> None:
         """Say where this is, and wait for the end."""
-        told = {"at": len(self.passed), "points": self._points, "segments": sorted(self._made.names)}
-        print(_STANDING + json.dumps(told), flush=True)  # noqa: T201 - the witness reads it
+        reported = {"at": len(self.passed), "points": self._points, "segments": sorted(self._made.names)}
+        print(_STANDING + json.dumps(reported), flush=True)  # noqa: T201 - the witness reads it
         while True:
             signal.pause()
 
@@ -174,12 +174,12 @@ def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
             )
         )
         try:
-            told = _wait_until_it_stands(process, errors, stage.name)
+            reported = _wait_until_it_stands(process, errors, stage.name)
             started = {*psutil.Process(process.pid).children(recursive=True), *_marked(folder, process.pid)}
             pids = [process.pid, *(child.pid for child in started)]
             card.is_used_by(pids)
             segments = (_segments() - before) & (
-                mapped_shared_memory(pids) | set(told["segments"]) | _numbered(_segments(), pids)
+                mapped_shared_memory(pids) | set(reported["segments"]) | _numbered(_segments(), pids)
             )
         finally:
             process.kill()
@@ -190,7 +190,7 @@ def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
         _end(started)
         for name in segments:
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
-    return Killed(stage.name, told["at"], told["points"], tuple(findings), card.not_measured)
+    return Killed(stage.name, reported["at"], reported["points"], tuple(findings), card.not_measured)
 
 
 def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], stage: str) -> dict[str, Any]:
@@ -202,8 +202,8 @@ def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], sta
         while selector.select(max(0.0, deadline - time.monotonic())):
             line = process.stdout.readline().decode(errors="replace")
             if line.startswith(_STANDING):
-                told: dict[str, Any] = json.loads(line.removeprefix(_STANDING))
-                return told
+                reported: dict[str, Any] = json.loads(line.removeprefix(_STANDING))
+                return reported
             said += line
             if not line:
                 process.wait()
@@ -227,21 +227,21 @@ class _Card:
         self.not_measured: tuple[NotMeasured, ...] = ()
         self._driver = driver
         self._own: set[int] = set()
-        self._told_apart = False
+        self._distinguished = False
         self._before = self._use()
 
     def is_used_by(self, pids: Sequence[int]) -> None:
         """Take these processes for the engine's: all others are neighbours."""
         now = self._use()
         self._own.update(pids)
-        self._told_apart = now is not None and not self._own.isdisjoint(now.processes)
+        self._distinguished = now is not None and not self._own.isdisjoint(now.processes)
 
     def grown(self) -> int:
         """Bytes that it has in use since the start and no neighbour took."""
         now = self._use()
         if self._before is None or now is None:
             return 0
-        return grown_by_nobody_else(self._before, now, self._own, told_apart=self._told_apart)
+        return grown_by_nobody_else(self._before, now, self._own, distinguished=self._distinguished)
 
     def _use(self) -> CardUse | None:
         if self.device == "cpu" or self.not_measured:

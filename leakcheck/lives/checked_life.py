@@ -149,7 +149,9 @@ class CheckedLife(LifeChecks):
                 return
             usage = asked(self._target, "kv_usage")
             held = {} if usage is None else contract.holders(usage)
-            found = contract.after_idle("reset_prefix_cache", self._device, held or {"nobody that tells": 0}, None)
+            found = contract.after_idle(
+                "reset_prefix_cache", self._device, held or {"a holder that the engine does not name": 0}, None
+            )
             self._raise(found)
 
         return self._call(
@@ -362,7 +364,11 @@ class CheckedLife(LifeChecks):
         now = self._lives.counters.read()
         then, first = self._baseline.amounts.get(place), now.amounts.get(place)
         if then is None or first is None:
-            why = now.untold.get(place) or self._baseline.untold.get(place) or "this process has not used the card"
+            why = (
+                now.unmeasured.get(place)
+                or self._baseline.unmeasured.get(place)
+                or "this process has not used the card"
+            )
             self._lives.not_measured[NotMeasured(what=place, why=why)] = None
             return
         of_libraries = self._lives.of_libraries

@@ -114,8 +114,8 @@ class LifeChecks:
     def _outside(self, unknown: int = 0) -> int:
         """Bytes that the driver counts for this process beyond arenas and torch's segments; where it reports nothing,
         what is given as unknown."""
-        told = self._lives.counters.read().amounts.get(f"driver {self._device}")
-        return unknown if told is None else told
+        reported = self._lives.counters.read().amounts.get(f"driver {self._device}")
+        return unknown if reported is None else reported
 
     def _driver_of_imports(self) -> int:
         return self._lives.imported.growth(f"driver {self._device}")

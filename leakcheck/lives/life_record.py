@@ -76,7 +76,7 @@ class LifeRecord:
 
     def note_returns(self, judgement: Judgement, cycle: int, explained: Collection[str]) -> None:
         """What came back after a life and at which rung, and in which lives each finding was left."""
-        self.returns += [item for item in judgement.returns if not is_told(item, explained)]
+        self.returns += [item for item in judgement.returns if not is_reported(item, explained)]
         offset = 1 if self._cycles > 1 else 0
         for finding, metric in zip(judgement.findings, judgement.metrics, strict=True):
             late = offset if metric.first_use else 0
@@ -101,8 +101,8 @@ class LifeRecord:
             more_not_measured: besides what was noted.
             used_before: by resource, the lives that left what libraries had from their first use and is more since.
         """
-        told = one_for_each_level(grouped(self.findings), self.level_of)
-        findings = tuple(self._with_trend(finding, used_before) for finding in told)
+        reported = one_for_each_level(grouped(self.findings), self.level_of)
+        findings = tuple(self._with_trend(finding, used_before) for finding in reported)
         not_measured = (*self.not_measured.values(), *more_not_measured)
         outcome, reason = judged_as("leak" if findings else "clean", not_measured)
         if failure and not findings:
@@ -158,7 +158,7 @@ class LifeRecord:
         )
 
 
-def is_told(item: Finding | Return, devices: Collection[str]) -> bool:
+def is_reported(item: Finding | Return, devices: Collection[str]) -> bool:
     """Whether tensors are what it is about, and those on its device are reported one by one."""
     is_plain = item.resource == "tensors" and item.bytes > 0 and getattr(item, "verdict", None) not in NOT_OF_PYTHON
     return is_plain and item.device in devices

@@ -72,7 +72,7 @@ class SharedLives:
         self._tokens: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     @property
-    def untold(self) -> tuple[NotMeasured, ...]:
+    def unmeasured(self) -> tuple[NotMeasured, ...]:
         """What could not be judged; of other processes of one program only the largest, since each life has its own."""
         return largest_of_each(self.not_measured)
 

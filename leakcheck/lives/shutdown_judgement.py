@@ -26,7 +26,7 @@ from lowtide.leakcheck.judging.judge import (
 from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, Step
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.lives.life_metrics import LifeMetrics
-from lowtide.leakcheck.lives.life_record import LifeRecord, is_told
+from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Finding, NotMeasured
@@ -132,7 +132,7 @@ class ShutdownJudgement:
             judgement = self._judged(engine, cycle, start, metrics, steps, actions, explained, is_last=is_last)
             # Whether a tensor that nobody sees keeps an arena is known when the heap is thawed, after the last life.
             hidden = is_last and any(finding.verdict == "frozen-garbage" for finding in of_tensors)
-            found = [finding for finding in judgement.findings if not is_told(finding, explained)]
+            found = [finding for finding in judgement.findings if not is_reported(finding, explained)]
             if hidden or (not is_last and any(finding.resource == "gc-frozen" for finding in found)):
                 found = [finding for finding in found if finding.resource != "arena"]
             self._record.findings += found
@@ -285,21 +285,21 @@ class ShutdownJudgement:
 
 def with_pools(judgement: Judgement, start: Snapshot, now: Snapshot, context: Callable[[], Context]) -> Judgement:
     """With who holds the private pools of torch's allocator; those that its cache held are reported with the rest."""
-    told = list(zip(judgement.findings, judgement.metrics, judgement.keys, strict=True))
-    for pools in [each for each in told if each[2].startswith(_OF_PRIVATE_POOLS)]:
+    reported = list(zip(judgement.findings, judgement.metrics, judgement.keys, strict=True))
+    for pools in [each for each in reported if each[2].startswith(_OF_PRIVATE_POOLS)]:
         finding, metric, key = pools
-        others = [each for each in told if each is not pools and _is_cached_like(each[0], finding)]
+        others = [each for each in reported if each is not pools and _is_cached_like(each[0], finding)]
         if left := metric.new_items(start, now):
-            place = told.index(pools)
-            told[place : place + 1] = [
+            place = reported.index(pools)
+            reported[place : place + 1] = [
                 (each, metric, key) for each in of_empty_pools(finding, metric.key, left, context())
             ]
         elif finding.cause == "allocator-cache" and others:
-            told.remove(pools)
-            told[told.index(others[0])] = (of_cached_pools(finding, others[0][0]), *others[0][1:])
+            reported.remove(pools)
+            reported[reported.index(others[0])] = (of_cached_pools(finding, others[0][0]), *others[0][1:])
         elif finding.cause == "allocator-cache":
-            told[told.index(pools)] = (of_cached_pools(finding, None), metric, key)
-    findings, metrics, keys = zip(*told, strict=True) if told else ((), (), ())
+            reported[reported.index(pools)] = (of_cached_pools(finding, None), metric, key)
+    findings, metrics, keys = zip(*reported, strict=True) if reported else ((), (), ())
     return dataclasses.replace(judgement, findings=findings, metrics=metrics, keys=keys)
 
 
@@ -308,10 +308,10 @@ def with_arrays(judgement: Judgement, context: Context) -> Judgement:
     findings = []
     for finding in judgement.findings:
         if finding.resource == "host-memory" and finding.cause == "unknown":
-            told = with_array_holder(ItemLeak(finding, finding.resource, {}, 0), context).finding
+            reported = with_array_holder(ItemLeak(finding, finding.resource, {}, 0), context).finding
             # It stays the same leak as in the lives before, of which only the level is known.
             mark, former = finding.fingerprint, finding.former_fingerprint
-            findings.append(msgspec.structs.replace(told, fingerprint=mark, former_fingerprint=former))
+            findings.append(msgspec.structs.replace(reported, fingerprint=mark, former_fingerprint=former))
         else:
             findings.append(finding)
     return dataclasses.replace(judgement, findings=tuple(findings))

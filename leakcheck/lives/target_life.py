@@ -115,24 +115,24 @@ class TargetLife:
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
         """What must survive a sleep, by name, if the target reports it."""
-        return self._told("preserved")  # type: ignore[no-any-return]
+        return self._reported("preserved")  # type: ignore[no-any-return]
 
     def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
         """Address and bytes of what captured graphs read, by name, if the target reports it."""
-        return self._told("graph_buffers")  # type: ignore[no-any-return]
+        return self._reported("graph_buffers")  # type: ignore[no-any-return]
 
     def kv_blocks_held(self) -> Mapping[str, int]:
         """Who holds KV blocks although no request does, with how many; the target forgets its prefixes first."""
         if not self._able.prefix_cache or self._target.reset_prefix_cache():
             return {}
-        usage = self._told("kv_usage")
-        return holders(usage) if usage else {"nobody that tells": 0}
+        usage = self._reported("kv_usage")
+        return holders(usage) if usage else {"a holder that the engine does not name": 0}
 
     def step(self) -> None:
         """One step, where the target has steps."""
         if self._able.unfinished:
             self._target.step()
 
-    def _told(self, name: str) -> Any:
+    def _reported(self, name: str) -> Any:
         method = getattr(self._target, name, None)
         return {} if method is None else method()

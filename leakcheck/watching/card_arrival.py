@@ -66,9 +66,9 @@ class CardArrival:
         """It has ended."""
         self._is_in_a_test = False
 
-    def told(self, now: Counters) -> tuple[NotMeasured, ...]:
+    def reported(self, now: Counters) -> tuple[NotMeasured, ...]:
         """What of cards could not be judged."""
-        return self.warm_up.told() + (self._past_torch.told(now) if self._policy.card else ())
+        return self.warm_up.reported() + (self._past_torch.reported(now) if self._policy.card else ())
 
     def queue(self) -> None:
         """Have a card warmed up once it is used.

@@ -82,7 +82,7 @@ class Drafting:
         stage: str,
         explained: Explained,
         context: Context,
-        told_apart: Sorted | None,
+        distinguished: Sorted | None,
         module: str,
     ) -> list[Draft]:
         """What one subject has left, as findings and as leaks for which remedies are still to be tried."""
@@ -111,7 +111,7 @@ class Drafting:
                 dated = with_stage(finding, subject.stage if subject is not None else since or stage)
                 stack = self._stack_of(finding.device, key, names)
                 changed = (UNFROZEN,) if key == FROZEN and finding.remedy is not None else ()
-                more = "" if told_apart is None else told_apart.addition(key, names)
+                more = "" if distinguished is None else distinguished.addition(key, names)
                 dated = msgspec.structs.replace(dated, message=dated.message + more)
                 dated = msgspec.structs.replace(dated, holder=listed(key, names), allocated_at=stack, changed=changed)
                 leak = ItemLeak(dated, key, names, turn, cached=self._caches.of(names))
@@ -154,8 +154,8 @@ def watches_of(drafts: Sequence[Sequence[Draft]], walk: SharedWalk) -> dict[int,
 def with_free_memory_beside(drafts: Sequence[Draft]) -> list[Draft]:
     """Drafts with what is free in the segments beside leaked tensors."""
     leaks = [draft for draft in drafts if isinstance(draft, TensorLeak)]
-    told = iter(with_free_beside(leaks))
-    return [next(told) if isinstance(draft, TensorLeak) else draft for draft in drafts]
+    reported = iter(with_free_beside(leaks))
+    return [next(reported) if isinstance(draft, TensorLeak) else draft for draft in drafts]
 
 
 def with_growth(draft: Draft, grown: Sequence[Finding]) -> Draft:

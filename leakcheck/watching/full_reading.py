@@ -42,7 +42,7 @@ class FullReadings:
         handles: the BLAS library's handles.
 
     Attributes:
-        told_apart: what of this judgement's items libraries are excused for; None before its first reading.
+        distinguished: what of this judgement's items libraries are excused for; None before its first reading.
         values: the cached values among its storages.
     """
 
@@ -66,7 +66,7 @@ class FullReadings:
         self._library_items = LibraryItems(makers)
         self._cached_values = CachedValues()
         self._subject = ""
-        self.told_apart: Sorted | None = None
+        self.distinguished: Sorted | None = None
         self.values = SortedValues()
 
     def mark(self, subject: str) -> None:
@@ -76,7 +76,7 @@ class FullReadings:
 
     def begin(self) -> None:
         """A judgement begins: its first reading settles what libraries are excused for."""
-        self.told_apart = None
+        self.distinguished = None
 
     def forget(self) -> None:
         """Let go of the caches that the values were found in."""
@@ -85,7 +85,7 @@ class FullReadings:
     @property
     def listed(self) -> tuple[NotMeasured, ...]:
         """What this judgement excused libraries for."""
-        return (*(() if self.told_apart is None else self.told_apart.listed), *self.values.listed)
+        return (*(() if self.distinguished is None else self.distinguished.listed), *self.values.listed)
 
     def read(
         self,
@@ -98,17 +98,17 @@ class FullReadings:
         """A full reading, without what libraries are excused for; that is settled with the first of a judgement."""
         with sharing_walk() as walk:
             deep = self._reader(subjects, ended, seen, note, walk, last)
-            if self.told_apart is None:
+            if self.distinguished is None:
                 self.values = self._cached_values.sort(deep.heap.held, self._caches.known(), self._subject, walk)
         now = self._read()
-        if self.told_apart is None:
+        if self.distinguished is None:
             new = {
                 key: {name: size for part in deep.readings for name, size in part.items.get(key, {}).items()}
                 for key in JUDGED
             }
             tensors = [(address, 1) for device, address in deep.heap.alive if device == "cpu"]
-            self.told_apart = self._library_items.sort(new, now, self._subject, tensors)
-        return deep.settled(self.told_apart, now).without(self.values.excused)
+            self.distinguished = self._library_items.sort(new, now, self._subject, tensors)
+        return deep.settled(self.distinguished, now).without(self.values.excused)
 
     def climb(
         self,

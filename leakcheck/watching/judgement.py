@@ -104,7 +104,7 @@ class Judged:
             found[finding.fingerprint] = found.get(finding.fingerprint, frozenset()) | things
         return found
 
-    def told_by_cause(self, of_test: Sequence[Finding]) -> list[tuple[Finding, ...]]:
+    def reported_by_cause(self, of_test: Sequence[Finding]) -> list[tuple[Finding, ...]]:
         """The findings of each subject, those of one cause together.
 
         Args:
@@ -185,8 +185,8 @@ class Judgement:
         drafts.clear()
         shared = {
             id(finding): cause
-            for told, known in zip(findings, causes, strict=True)
-            for finding, cause in zip(told, known, strict=False)
+            for reported, known in zip(findings, causes, strict=True)
+            for finding, cause in zip(reported, known, strict=False)
         }
         last = steps[-1].reading
         return Judged(findings, shared, things, unproven, last.heap, last.explained, self._readings.listed)
@@ -230,7 +230,7 @@ class Judgement:
                     stage=case.stage,
                     explained=explained,
                     context=asking,
-                    told_apart=self._readings.told_apart,
+                    distinguished=self._readings.distinguished,
                     module=case.module,
                 )
                 for turn, subject in enumerate(case.subjects)

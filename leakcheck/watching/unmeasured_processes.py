@@ -56,7 +56,7 @@ class UnmeasuredProcesses:
         self._driver = driver
         self._memory = TreeMemory(tree)
         self._found: dict[int, ProcessMemory] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         self._is_looking = False
         self._begun, self._spent = time.perf_counter(), 0.0
         self._looked_at: frozenset[int] = frozenset()
@@ -71,9 +71,9 @@ class UnmeasuredProcesses:
         self._begun, self._spent = time.perf_counter(), 0.0
         self._memory.note(_held(now))
 
-    def is_told(self, pids: Iterable[int]) -> None:
+    def is_reported(self, pids: Iterable[int]) -> None:
         """These processes are findings: what they and their children hold is not reported again."""
-        self._told.update(pids)
+        self._reported.update(pids)
 
     def look(self, *, always: bool = False, now: Counters | None = None) -> None:
         """Look at the tree; next to free where there is none.
@@ -113,7 +113,7 @@ class UnmeasuredProcesses:
                 if not had_to_be_seen:
                     # It has its name only once it has imported everything.
                     self._found.pop(process.pid, None)
-            if had_to_be_seen and not (self._told and self._is_of_told(process.pid)):
+            if had_to_be_seen and not (self._reported and self._is_of_reported(process.pid)):
                 before = self._found.get(process.pid)
                 self._found[process.pid] = process if before is None else max(before, process, key=_size)
         self._spent += time.thread_time() - started
@@ -123,12 +123,12 @@ class UnmeasuredProcesses:
         """One for each process that was found since the beginning, the largest first."""
         return tuple(map(_not_measured, sorted(self._found.values(), key=_size, reverse=True)))
 
-    def _is_of_told(self, pid: int) -> bool:
+    def _is_of_reported(self, pid: int) -> bool:
         try:
             line = [pid, *(parent.pid for parent in psutil.Process(pid).parents())]
         except psutil.Error:  # it ended
-            return pid in self._told
-        return not self._told.isdisjoint(line)
+            return pid in self._reported
+        return not self._reported.isdisjoint(line)
 
 
 def _held(now: Counters | None) -> int | None:

@@ -283,10 +283,10 @@ class Watch:
         self._caches.note(stage)
         # Before anything is collected: what is young now will be old then.
         self._caches.born(self._births.born() if self._caches.any_filled else ())
-        untold = tuple(NotMeasured(what=key, why=why) for key, why in now.untold.items())
-        untold += self._arrival.told(now) + self._unseen.not_measured
+        unmeasured = tuple(NotMeasured(what=key, why=why) for key, why in now.unmeasured.items())
+        unmeasured += self._arrival.reported(now) + self._unseen.not_measured
         if not self._suspects.find(now, ended, self._tolerance):
-            return Verdict(not_measured=untold, findings=self._host.kept_in_all(now, ended, final=final))
+            return Verdict(not_measured=unmeasured, findings=self._host.kept_in_all(now, ended, final=final))
         born = self._births.born()
         let_go()
 
@@ -300,11 +300,11 @@ class Watch:
         # Young garbage first, at a hundredth of the cost of a full collection.
         gc.collect(1)
         if is_clean():
-            return Verdict(not_measured=untold, findings=self._host.kept_in_all(now, ended, final=final))
+            return Verdict(not_measured=unmeasured, findings=self._host.kept_in_all(now, ended, final=final))
         collect(is_clean)
         if is_clean():
             kept = self._host.kept_in_all(now, ended, final=final)
-            return Verdict(not_measured=untold, findings=kept, climbed=True)
+            return Verdict(not_measured=unmeasured, findings=kept, climbed=True)
         self._suspects.forget()
         share = self._host.share(now, ended)
         wait_for_return(
@@ -329,9 +329,9 @@ class Watch:
             grown=self._in_use.grown,
             budget=budget,
         )
-        return self._concluded(case, untold, share)
+        return self._concluded(case, unmeasured, share)
 
-    def _concluded(self, case: Case, untold: tuple[NotMeasured, ...], share: int | None) -> Verdict:
+    def _concluded(self, case: Case, unmeasured: tuple[NotMeasured, ...], share: int | None) -> Verdict:
         """The full judgement, and its end as the new baseline."""
         report_limits = self._in_use.report_limits if case.final else lambda: None
         judged = self._judgement(case, self._in_use.note, report_limits)
@@ -340,12 +340,12 @@ class Watch:
         before = now if self._arrival.came_in_this_test else self._books.baseline
         about = judged.about()
         own, excused = excused_by_libraries(judged.findings[0], before, now, self._first_use, any_graph_alive)
-        findings = judged.told_by_cause(own)
+        findings = judged.reported_by_cause(own)
         for finding in findings[0]:
             for part in finding.parts:
                 about[finding.fingerprint] |= about[part.fingerprint]
         self._adopt(self._read(), judged.heap)
-        self._unseen.is_told(
+        self._unseen.is_reported(
             int(name)
             for subject in case.subjects
             for name in self._books.new_items("processes", self._read(), subject, case.ended)
@@ -359,7 +359,7 @@ class Watch:
         kept = self._host.kept(share, self._read(), final=case.final)
         return Verdict(
             findings=(*findings[0], *kept),
-            not_measured=(*untold, *excused, *judged.not_measured),
+            not_measured=(*unmeasured, *excused, *judged.not_measured),
             of_owners={owner.label: found for owner, found in zip(case.ended, findings[1:], strict=True)},
             climbed=True,
             unproven=judged.unproven[0],

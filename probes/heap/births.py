@@ -63,7 +63,7 @@ class Births:
     def __init__(self) -> None:
         self.label = ""
         self.turn = 1
-        # All that was young at the mark, and of that what is watched: whatever else dies may leave its address to a tensor.
+        # All that was young at the mark, and of that what is watched: a tensor may get the address of something else.
         self._known: set[int] = set()
         self._known_watched: set[int] = set()
         self._noted: dict[int, tuple[str, int]] = {}
@@ -172,7 +172,7 @@ class Births:
                 own = [item for item in _watched(young[place + 1 :]) if id(item) not in self._known_watched]
                 self._note(map(id, own))
                 noted = [(item, self._noted[id(item)]) for item in own]
-                born = [Newborn(item, *told) for item, told in noted if told[0] == self.label]
+                born = [Newborn(item, *reported) for item, reported in noted if reported[0] == self.label]
         self._asides.pop()
         self.label, self.turn = aside.label, aside.turn
         return born
@@ -215,10 +215,10 @@ class Births:
         self._note(older, aside.label, aside.turn)
 
     def _note(self, keys: Iterable[int], label: str | None = None, turn: int = 1) -> None:
-        told = (self.label, self.turn) if label is None else (label, turn)
+        reported = (self.label, self.turn) if label is None else (label, turn)
         for key in keys:
             if key not in self._known_watched:
-                self._noted.setdefault(key, told)
+                self._noted.setdefault(key, reported)
 
     def forget_dead(self) -> None:
         """Drop what is known of objects that are gone: the next object at such an address is another one."""

@@ -39,14 +39,14 @@ class Counters:
         amounts: per resource (and device, as `reserved cuda:0`), bytes or a count; None if it cannot be read.
         settings: process-wide settings by name, as text; what replaced an object has another text.
         native_threads: all threads of the process, Python's included.
-        untold: why a driver's amount is None, by its key.
+        unmeasured: why a driver's amount is None, by its key.
     """
 
     items: Mapping[str, Items]
     amounts: Mapping[str, int | None]
     settings: Mapping[str, str]
     native_threads: int = 0
-    untold: Mapping[str, str] = field(default_factory=dict)
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
 
 class CounterReader:
@@ -121,20 +121,20 @@ class CounterReader:
             elif pool.kind == "pinned":
                 pinned += pool.mapped
         amounts["pinned"] = pinned
-        untold: dict[str, str] = {}
+        unmeasured: dict[str, str] = {}
         if last is not None:
             amounts |= {key: amount for key, amount in last.amounts.items() if "cuda:" in key}
-            untold |= last.untold
+            unmeasured |= last.unmeasured
         torch = initialized_torch() if self._card and last is None else None
         # Not what a test put in its place.
         if torch is not None and issubclass(type(torch), ModuleType):
             for index in range(torch.cuda.device_count()):
                 if has_context(torch, index):
-                    amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0), untold)
+                    amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0), unmeasured)
         threads = len(os.listdir("/proc/self/task")) if last is None else last.native_threads
         of_libraries = settings == "all"
-        told = last.settings if last and settings == "none" else self._settings.read(of_libraries=of_libraries)
-        return Counters(items, amounts, told, threads, untold)
+        reported = last.settings if last and settings == "none" else self._settings.read(of_libraries=of_libraries)
+        return Counters(items, amounts, reported, threads, unmeasured)
 
     def _read_descriptors(self, last: Counters | None) -> Items:
         """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
@@ -157,7 +157,7 @@ class CounterReader:
             self._files = files
         return self._descriptors
 
-    def _read_card(self, torch: Any, index: int, mapped: int, untold: dict[str, str]) -> dict[str, int | None]:
+    def _read_card(self, torch: Any, index: int, mapped: int, unmeasured: dict[str, str]) -> dict[str, int | None]:
         device = f"cuda:{index}"
         driver = f"driver {device}"
         try:
@@ -181,9 +181,9 @@ class CounterReader:
                 held = None if listed is None else sum(size for _, size in listed)
             amounts[driver] = None if held is None or reserved is None else held - reserved - mapped
             if held is None:
-                untold[driver] = reading.note
+                unmeasured[driver] = reading.note
             elif reserved is None:
-                untold[driver] = "torch's allocator does not say what it has reserved"
+                unmeasured[driver] = "torch's allocator does not say what it has reserved"
         return amounts
 
 
@@ -218,7 +218,7 @@ def child_processes() -> list[int]:
     (The kernel lists a child with the thread that started it, or once that has ended with another one.)
     """
     found: list[int] = []
-    told = False
+    reported = False
     server = _fork_server()
     if not server and _is_childless():
         return []
@@ -229,10 +229,10 @@ def child_processes() -> list[int]:
     for thread in {os.getpid(), *(thread.native_id for thread in threading.enumerate())}:
         try:
             found += map(int, contents(f"/proc/self/task/{thread}/children").split())
-            told = True
+            reported = True
         except OSError:  # the thread ended, or the kernel was built without this file
             continue
-    return sorted(found) if told else sorted(child.pid for child in psutil.Process().children())
+    return sorted(found) if reported else sorted(child.pid for child in psutil.Process().children())
 
 
 _EVERY_KIND = 0x40000000

@@ -51,7 +51,7 @@ def test_rows_are_gathered_in_the_order_asked_for() -> None:
 
 
 @pytest.mark.parametrize("name", ["table_ptrs", "table_strides", "table_sizes"])
-def test_lost_contents_are_told_in_one_line_and_no_memory_is_read(name: str) -> None:
+def test_lost_contents_are_reported_in_one_line_and_no_memory_is_read(name: str) -> None:
     table = make_table()
     table.pointer_tensors()[name].fill_(-1)
     said = r"pointer tensors say address 0x\w+, stride -?\d+, size -?\d+, .* address 0x\w+, .* were lost"

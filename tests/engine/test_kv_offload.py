@@ -324,14 +324,14 @@ class OffloadedEngine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
         for _ in range(count):
-            self.told(self.core.step)
+            self.reported(self.core.step)
             self.the_count_adds_up()
 
     @rule()
     def step_that_fails(self) -> None:
         self.worker.fails_next = True
         with contextlib.suppress(BrokenError):
-            self.told(self.core.step)
+            self.reported(self.core.step)
         self.worker.fails_next = False
 
     @precondition(lambda self: self.connector.under_way)
@@ -349,12 +349,12 @@ class OffloadedEngine(RuleBasedStateMachine):
     def reset(self) -> None:
         idle = not any(self.manager.block_ids(name) for name in self.requests)
         if self.failed:
-            self.told(self.core.reset_prefix_cache)
+            self.reported(self.core.reset_prefix_cache)
         assert self.core.reset_prefix_cache() is idle
         if idle:
             assert self.manager.usage.available == 7
 
-    def told(self, call: Callable[[], object]) -> None:
+    def reported(self, call: Callable[[], object]) -> None:
         """A failure is told once, by the first call after it; that call can be made again."""
         expected = pytest.raises(KVTransferError) if self.failed else contextlib.nullcontext()
         self.failed = False
@@ -373,7 +373,7 @@ class OffloadedEngine(RuleBasedStateMachine):
         for _ in range(300):
             if not self.core.has_unfinished_requests():
                 break
-            self.told(self.core.step)
+            self.reported(self.core.step)
         assert not self.core.has_unfinished_requests()
         for request in self.requests.values():
             tokens = list(request.prompt_token_ids)
@@ -533,7 +533,7 @@ def test_slots_that_do_not_fill_a_group_are_all_used(
     assert 67 * BLOCK_BYTES <= pool.mapped < 68 * BLOCK_BYTES
 
 
-def test_blocks_that_are_copied_are_held_and_told_apart(make: Callable[..., LLMEngine], gate: Gate) -> None:
+def test_blocks_that_are_copied_are_held_and_distinguished(make: Callable[..., LLMEngine], gate: Gate) -> None:
     engine = make(**ROOMY)
     gate.shut()
     prefill(engine, LONG[0])
@@ -765,7 +765,7 @@ def test_an_interrupt_beside_a_drain_loses_no_block(
 
 
 @pytest.mark.parametrize("call", ["step", "reset_prefix_cache", "sleep", "reload_weights"])
-def test_a_failed_copy_is_told_once_and_costs_only_itself(
+def test_a_failed_copy_is_reported_once_and_costs_only_itself(
     make: Callable[..., LLMEngine], gate: Gate, call: str, expected: list[tuple[int, ...]]
 ) -> None:
     engine = make(**ROOMY)

@@ -475,7 +475,7 @@ def test_outputs_finished_by_a_sleep_that_then_failed_come_out_of_the_next_step(
     assert not engine.has_unfinished_requests()
 
 
-def test_a_shutdown_leaves_no_output_to_be_told(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shutdown_leaves_no_output_to_be_reported(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.create()
     engine.add_request(PROMPTS[0], PARAMS)
     monkeypatch.setattr("lowtide.engine.device_allocator.transfer._copy_on_host", no_host_memory)

@@ -88,8 +88,8 @@ def test_the_report_is_the_answer_and_the_exit_code_must_fit_to_it(
     name: str, code: int, answer: str, why: str, reports: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_in_turn(monkeypatch, reports, [name], code)
-    told, (life,) = run(BisectStep(("true",), MARK))
-    assert (told, life.answer) == (answer, answer)
+    reported, (life,) = run(BisectStep(("true",), MARK))
+    assert (reported, life.answer) == (answer, answer)
     assert why in life.why
 
 
@@ -123,15 +123,15 @@ def test_a_leak_must_show_in_some_of_the_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_in_turn(monkeypatch, reports, shows, 0)
-    told, seen = run(BisectStep(("true",), MARK, lives=lives, needed=needed))
-    assert (told, len(seen)) == (answer, runs)
+    reported, seen = run(BisectStep(("true",), MARK, lives=lives, needed=needed))
+    assert (reported, len(seen)) == (answer, runs)
 
 
 def test_a_run_that_takes_too_long_is_ended_with_its_children(reports: Path) -> None:
     pid = reports / "pid"
     started = time.monotonic()
-    told, (life,) = run(BisectStep(shell(f"sleep 600 & echo $! > {pid}; wait"), MARK, timeout=0.3))
-    assert (told, life.why) == ("unknown", "the command was ended after 0.3 s, its time limit")
+    reported, (life,) = run(BisectStep(shell(f"sleep 600 & echo $! > {pid}; wait"), MARK, timeout=0.3))
+    assert (reported, life.why) == ("unknown", "the command was ended after 0.3 s, its time limit")
     assert time.monotonic() - started < 20
     assert not lives(int(pid.read_text()))
 
@@ -144,8 +144,8 @@ def lives(pid: int) -> bool:
 
 
 def test_a_command_that_is_not_there_is_not_measured() -> None:
-    told, (life,) = run(BisectStep(("/nowhere/at-all",), MARK))
-    assert (told, life.why) == ("unknown", "/nowhere/at-all could not be started, or was killed")
+    reported, (life,) = run(BisectStep(("/nowhere/at-all",), MARK))
+    assert (reported, life.why) == ("unknown", "/nowhere/at-all could not be started, or was killed")
 
 
 def test_the_command_exits_as_git_wants_it(reports: Path) -> None:

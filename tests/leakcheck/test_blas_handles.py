@@ -95,7 +95,7 @@ def test_a_trial_that_fails_proves_nothing(card: FakeCard, handles: BlasHandles)
     assert handles.tried(0, items).kept == set()
 
 
-def test_what_a_trial_takes_itself_is_told(card: FakeCard, handles: BlasHandles) -> None:
+def test_what_a_trial_takes_itself_is_reported(card: FakeCard, handles: BlasHandles) -> None:
     items = card.take(64 * MIB)
     there = set(card.read(0))
     trial = handles.tried(0, items)
@@ -103,7 +103,7 @@ def test_what_a_trial_takes_itself_is_told(card: FakeCard, handles: BlasHandles)
     assert sorted(size for _, size in trial.taken) == sorted(HANDLE)
 
 
-def test_what_a_trial_that_fails_has_taken_is_told(card: FakeCard, handles: BlasHandles) -> None:
+def test_what_a_trial_that_fails_has_taken_is_reported(card: FakeCard, handles: BlasHandles) -> None:
     items = card.take(64 * MIB)
     card.broken = True
     assert sorted(size for _, size in handles.tried(0, items).taken) == sorted(HANDLE)

@@ -180,7 +180,7 @@ def test_another_test_s_stages_are_forgotten(books: Ownership) -> None:
 # Settings.
 
 
-def test_a_changed_setting_is_told_as_was_and_is(books: Ownership) -> None:
+def test_a_changed_setting_is_reported_as_was_and_is(books: Ownership) -> None:
     books.begin("setup", counters(settings={DTYPE: "float32"}))
     assert new(books, counters(settings={DTYPE: "float64"}), key="globals") == {f"{DTYPE} was float32, is float64"}
     assert new(books, counters(settings={DTYPE: "float32"}), key="globals") == set()
@@ -192,7 +192,7 @@ def test_each_changed_setting_counts_as_one(books: Ownership) -> None:
     assert list(books.new_items("globals", now, None, ()).values()) == [1, 1]
 
 
-def test_a_replaced_function_is_told_as_replaced(books: Ownership) -> None:
+def test_a_replaced_function_is_reported_as_replaced(books: Ownership) -> None:
     books.begin("setup", counters(settings={"torch.cuda.empty_cache": "0x1"}))
     now = counters(settings={"torch.cuda.empty_cache": "0x2"})
     assert new(books, now, key="globals") == {"torch.cuda.empty_cache was replaced"}
@@ -461,7 +461,7 @@ def test_an_owner_under_which_the_level_fell_has_no_share(books: Ownership) -> N
 
 
 @pytest.mark.parametrize(("before", "now"), [(None, 5), (5, None), (None, None)])
-def test_a_level_that_cannot_be_told_has_no_shares(books: Ownership, before: int | None, now: int | None) -> None:
+def test_a_level_that_cannot_be_reported_has_no_shares(books: Ownership, before: int | None, now: int | None) -> None:
     books.begin("setup", counters(host=before))
     assert shares(books, now) == [None]
 

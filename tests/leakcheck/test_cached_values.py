@@ -145,8 +145,8 @@ def test_what_a_library_computed_from_plain_data_is_listed_once_for_each_cache(p
     library.typed(3, dtype=torch.float16)
     library.only(5)
     library.Model.anchors(5)
-    told, found = process.end()
-    assert told == 0
+    reported, found = process.end()
+    assert reported == 0
     assert [line.what.partition(" (")[0] for line in found.listed] == [
         "1.2 KiB in 5 tensors",
         "256 B in 1 tensor",
@@ -182,11 +182,11 @@ TOLD = {
 
 
 @pytest.mark.parametrize("use", TOLD.values(), ids=TOLD.keys())
-def test_what_is_the_programs_or_too_much_is_told(process: Process, use: Any) -> None:
+def test_what_is_the_programs_or_too_much_is_reported(process: Process, use: Any) -> None:
     try:
         use(process.library)
-        told, found = process.end()
-        assert told > 0
+        reported, found = process.end()
+        assert reported > 0
         assert not found.listed
     finally:
         KEPT.clear()
@@ -200,12 +200,12 @@ def test_a_cache_that_the_program_made_of_a_librarys_function_is_the_programs(pr
     assert not CachedValues().sort(held, [cache], "").excused
 
 
-def test_what_becomes_more_after_a_later_test_is_told_with_the_first(process: Process) -> None:
+def test_what_becomes_more_after_a_later_test_is_reported_with_the_first(process: Process) -> None:
     process.library.table(1)
     assert process.end("test_first")[0] == 0
     process.library.table(2)
-    told, found = process.end("test_second")
-    assert told == 1
+    reported, found = process.end("test_second")
+    assert reported == 1
     ((advice, cache),) = found.hints
     assert "came with test_first" in advice
     assert cache is process.library.table

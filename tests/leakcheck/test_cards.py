@@ -154,7 +154,7 @@ def test_one_judgement_lists_a_card_once_as_long_as_its_figures_stay(card: FakeC
     assert card.lists == lists + 2
 
 
-def test_what_went_in_a_judgement_is_not_told_of_an_old_list(card: FakeCard, known: DeviceMemory) -> None:
+def test_what_went_in_a_judgement_is_not_reported_of_an_old_list(card: FakeCard, known: DeviceMemory) -> None:
     card.listed |= {0x1000: 64 * MIB, 0x5000: 512}
     assert len(new(known, card)[f"allocations {CARD}"]) == 2
     now = card.now()

@@ -24,7 +24,7 @@ from lowtide.reports.schema import Finding, Hop, Resource
 
 
 def leak(resource: Resource, *names: str, size: int = 0) -> ItemLeak:
-    told = f": {', '.join(names)}" if names else ""
+    reported = f": {', '.join(names)}" if names else ""
     finding = Finding(
         resource=resource,
         cause="unknown",
@@ -32,13 +32,13 @@ def leak(resource: Resource, *names: str, size: int = 0) -> ItemLeak:
         count=len(names) or 1,
         device="",
         stage="call",
-        message=f"{len(names)} {resource.replace('-', ' ')} did not come back, since call{told}",
+        message=f"{len(names)} {resource.replace('-', ' ')} did not come back, since call{reported}",
         fingerprint=resource,
     )
     return ItemLeak(finding, resource, dict.fromkeys(names, 1), 0)
 
 
-def told(*leaks: ItemLeak) -> list[list[str]]:
+def reported(*leaks: ItemLeak) -> list[list[str]]:
     """The resources of each finding with those of its parts."""
     drafts, causes = with_causes(leaks, Context())
     findings = [draft if isinstance(draft, Finding) else draft.finding for draft in drafts]
@@ -51,14 +51,14 @@ OF_GROUPS = ("990001 -> socket:[1]", "990002 -> anon_inode:[eventpoll]", "990003
 
 
 def test_what_a_backend_opens_belongs_to_its_process_groups() -> None:
-    assert told(leak("file-descriptors", *OF_GROUPS), leak("process-groups", *GROUPS)) == [
+    assert reported(leak("file-descriptors", *OF_GROUPS), leak("process-groups", *GROUPS)) == [
         ["process-groups", "file-descriptors"]
     ]
 
 
 def test_a_file_beside_process_groups_is_a_leak_of_its_own() -> None:
     beside = leak("file-descriptors", *OF_GROUPS, "990004 -> /etc/hostname")
-    assert told(beside, leak("process-groups", *GROUPS)) == [
+    assert reported(beside, leak("process-groups", *GROUPS)) == [
         ["process-groups", "file-descriptors"],
         ["file-descriptors"],
     ]
@@ -68,7 +68,7 @@ def test_a_file_beside_process_groups_is_a_leak_of_its_own() -> None:
 
 
 def test_without_process_groups_descriptors_stay_as_they_are() -> None:
-    assert told(leak("file-descriptors", *OF_GROUPS), leak("threads", "gone (1)")) == [
+    assert reported(leak("file-descriptors", *OF_GROUPS), leak("threads", "gone (1)")) == [
         ["file-descriptors"],
         ["threads"],
     ]
@@ -103,7 +103,7 @@ def holding(size: int) -> Iterator[str]:
 )
 def test_host_memory_that_lies_behind_another_finding_is_part_of_that(size: int, resources: list[list[str]]) -> None:
     with holding(size) as name:
-        assert told(leak("threads", name), leak("host-memory", size=100_000)) == resources
+        assert reported(leak("threads", name), leak("host-memory", size=100_000)) == resources
 
 
 class Application:
@@ -138,7 +138,7 @@ def test_what_hangs_on_a_cache_entry_is_part_of_the_finding_about_it(
     kept = dataclasses.replace(
         leak("lru-cache", "part"), cached={"part": CachedItem(weakref.ref(cache), "cache", id(part))}
     )
-    assert told(kept, leak("host-memory", size=100_000)) == resources
+    assert reported(kept, leak("host-memory", size=100_000)) == resources
 
 
 CARD = "cuda:0"
@@ -269,11 +269,11 @@ def test_a_leak_on_a_card_says_what_more_its_segments_keep(monkeypatch: pytest.M
 
     monkeypatch.setattr(tensor_findings, "free_beside", free)
     leaks = [kept("module-global", (0x10, 0x20)), kept("lru-cache", (0x30,)), kept("unknown", (0x40,), device="cpu")]
-    told = with_free_beside(leaks)
-    ends = [leak.finding.message.partition("; ")[2] for leak in told]
+    reported = with_free_beside(leaks)
+    ends = [leak.finding.message.partition("; ")[2] for leak in reported]
     assert ends == ["65.0 MiB more stay reserved in its segments", "", ""]
     assert asked == [(int(CARD.partition(":")[2]), [[0x10, 0x20], [0x30]])]
-    assert [leak.sizes for leak in told] == [leak.sizes for leak in leaks]
+    assert [leak.sizes for leak in reported] == [leak.sizes for leak in leaks]
 
 
 def test_where_nothing_leaks_on_a_card_no_allocator_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,7 +131,7 @@ def test_what_is_garbage_once_other_garbage_has_died_is_no_leak(keeps: bool, out
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_thread_that_the_block_leaves_is_waited_for_and_then_told(done: threading.Event, ends: bool) -> None:
+def test_a_thread_that_the_block_leaves_is_waited_for_and_then_reported(done: threading.Event, ends: bool) -> None:
     timer = threading.Timer(0.2, done.set)
     with LeakCheck(settle=1.0 if ends else 0.05) as check:
         threading.Thread(target=done.wait, daemon=True, name="left").start()
@@ -250,7 +250,7 @@ def test_after_the_block_nobody_watches(fails: bool) -> None:
     assert gc.callbacks == before
 
 
-def test_what_could_not_be_told_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_reported_is_in_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
     excused = NotMeasured(what="driver cuda:0: 2 MiB", why="libcublas.so.12 was first used here")
     monkeypatch.setattr(Watch, "end", lambda _: Verdict(not_measured=(excused,)))
     with LeakCheck() as check:
@@ -263,7 +263,7 @@ def test_what_a_driver_does_not_tell_is_not_measured(leaks: bool, monkeypatch: p
     read = CounterReader.read
 
     def silent(self: CounterReader, last: Counters | None = None) -> Counters:
-        return replace(read(self, last), untold={"driver cuda:0": "it is not listed"})
+        return replace(read(self, last), unmeasured={"driver cuda:0": "it is not listed"})
 
     monkeypatch.setattr(CounterReader, "read", silent)
     kept = []

@@ -524,7 +524,9 @@ def test_an_error_of_the_engine_s_own_may_have_it_as_its_cause() -> None:
         (Swallows, Fault("interrupt", 0), "state", "Ctrl-C in wake was swallowed"),
     ],
 )
-def test_what_is_left_of_a_fault_is_told(target: type[SmallTarget], fault: Fault, resource: str, message: str) -> None:
+def test_what_is_left_of_a_fault_is_reported(
+    target: type[SmallTarget], fault: Fault, resource: str, message: str
+) -> None:
     fails(target, failing_wake(fault), resource, message)
 
 
@@ -592,13 +594,13 @@ def test_a_shutdown_that_fails_is_made_again_and_does_the_rest() -> None:
     live(FailsInShutdown, twice)
 
 
-def test_a_second_shutdown_that_fails_too_is_told() -> None:
+def test_a_second_shutdown_that_fails_too_is_reported() -> None:
     with pytest.raises(LifeError, match=r"shutdown raised: KeyError: 'gone'") as caught:
         live(FailsTwiceInShutdown, failing_shutdown)
     assert [finding.resource for finding in caught.value.findings] == ["teardown"]
 
 
-def test_what_a_second_shutdown_does_not_give_back_is_told() -> None:
+def test_what_a_second_shutdown_does_not_give_back_is_reported() -> None:
     try:
         with pytest.raises(LifeError) as caught:
             live(ForgetsAfterAFailure, failing_shutdown)
@@ -676,7 +678,7 @@ def test_an_engine_that_can_little_is_asked_little() -> None:
         life.close()
 
 
-def test_host_memory_that_is_nobodys_is_told() -> None:
+def test_host_memory_that_is_nobodys_is_reported() -> None:
     class Hoards(SmallTarget):
         def sleep(self, level: int, mode: str) -> None:
             super().sleep(level, mode)
@@ -778,7 +780,7 @@ class CountingDriver:
     def read(self) -> Counters:
         count = self.counts.pop(0) if len(self.counts) > 1 else self.counts[0]
         if count is None:
-            return Counters({}, {"driver cuda:0": None}, {}, untold={"driver cuda:0": "it is not listed"})
+            return Counters({}, {"driver cuda:0": None}, {}, unmeasured={"driver cuda:0": "it is not listed"})
         return Counters({}, {"driver cuda:0": count * KIB * KIB}, {})
 
 
@@ -793,7 +795,7 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[CountingDrive
             at_first = before.read()
             amounts = {**life._baseline.amounts, **at_first.amounts}
             monkeypatch.setattr(life, "_device", "cuda:0")
-            monkeypatch.setattr(life, "_baseline", Counters({}, amounts, {}, untold=at_first.untold))
+            monkeypatch.setattr(life, "_baseline", Counters({}, amounts, {}, unmeasured=at_first.unmeasured))
             monkeypatch.setattr(life, "calls", [Call("sleep")])
             monkeypatch.setattr(lives, "counters", then)
             monkeypatch.setattr(lives, "of_libraries", 0)
@@ -803,16 +805,16 @@ def on_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[CountingDrive
 
 
 @pytest.mark.parametrize(
-    ("counts", "is_told"),
+    ("counts", "is_reported"),
     [((164,), False), ((1200, 700, 164), False), ((165,), True), ((1200, 700, 165), True), ((165, None), True)],
 )
-def test_what_a_driver_counts_besides_is_told_if_it_stays(
+def test_what_a_driver_counts_besides_is_reported_if_it_stays(
     counts: tuple[int | None, ...],
-    is_told: bool,
+    is_reported: bool,
     on_card: Callable[[CountingDriver, CountingDriver], CheckedLife],
 ) -> None:
     life = on_card(CountingDriver(100), CountingDriver(*counts))
-    if is_told:
+    if is_reported:
         message = r"counts 65.0 MiB more on cuda:0 after sleep .*: 165.0 MiB outside .*, 100.0 MiB before"
         with pytest.raises(LifeError, match=message) as caught:
             life._check_ledger("sleep")

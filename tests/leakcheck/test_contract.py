@@ -55,14 +55,14 @@ def test_what_libraries_hold_at_work_may_stay(before: int, at_work: int, after: 
 
 
 @pytest.mark.parametrize(
-    ("before", "at_work", "after", "told"), [(500, 500, 565, 65), (500, 890, 955, 455), (500, 400, 565, 65)]
+    ("before", "at_work", "after", "reported"), [(500, 500, 565, 65), (500, 890, 955, 455), (500, 400, 565, 65)]
 )
-def test_more_is_a_finding(before: int, at_work: int, after: int, told: int) -> None:
+def test_more_is_a_finding(before: int, at_work: int, after: int, reported: int) -> None:
     (found,) = after_deep_sleep("sleep(2)", "cuda:0", *(snapshot(n * MIB) for n in (before, at_work, after)))
-    assert (found.resource, found.cause, found.bytes) == ("driver", "driver", told * MIB)
+    assert (found.resource, found.cause, found.bytes) == ("driver", "driver", reported * MIB)
     assert found.message == (
-        f"the driver counts {told}.0 MiB more after sleep(2) than before create,"
-        f" of it the driver or native code {told}.0 MiB"
+        f"the driver counts {reported}.0 MiB more after sleep(2) than before create,"
+        f" of it the driver or native code {reported}.0 MiB"
     )
 
 
@@ -94,9 +94,9 @@ def test_most_of_it_names_who_holds_it(driver: int, reserved: int, arenas: int, 
     assert found.message.endswith(f"of it {', '.join(of_it)}")
 
 
-@pytest.mark.parametrize("told", [(None, None, None), (500, 500, None), (None, 500, 500)])
-def test_a_driver_that_does_not_tell_is_not_judged_here(told: tuple[int | None, ...]) -> None:
-    readings = [snapshot(None if size is None else size * MIB) for size in told]
+@pytest.mark.parametrize("reported", [(None, None, None), (500, 500, None), (None, 500, 500)])
+def test_a_driver_that_does_not_tell_is_not_judged_here(reported: tuple[int | None, ...]) -> None:
+    readings = [snapshot(None if size is None else size * MIB) for size in reported]
     assert after_deep_sleep("sleep(2)", "cuda:0", *readings) == []
 
 
@@ -112,7 +112,7 @@ def mapped(**arenas: int) -> Snapshot:
     return Snapshot(**{name: getattr(found, name) for name in Snapshot.__slots__} | {"pools": pools})
 
 
-def told(findings: list[Finding]) -> list[tuple[str, str | None, int, str]]:
+def reported(findings: list[Finding]) -> list[tuple[str, str | None, int, str]]:
     return [(found.resource, found.holder, found.bytes, found.message) for found in findings]
 
 
@@ -121,7 +121,7 @@ def test_what_sleeps_has_no_pages_beyond_those_of_earlier_engines() -> None:
     assert after_sleep("sleep(1)", "cpu", before, mapped(weights=3, kv_cache=0, workspace=7, runtime=100)) == []
     assert after_sleep("sleep(1)", "cuda:0", before, mapped(weights=100)) == []
     found = after_sleep("sleep(1)", "cpu", before, mapped(weights=4, kv_cache=25, workspace=7))
-    assert told(found) == [
+    assert reported(found) == [
         ("arena", "arena 'weights'", 1, "arena 'weights' still has 1 B mapped after sleep(1)"),
         ("arena", "arena 'kv_cache'", 20, "arena 'kv_cache' still has 20 B mapped after sleep(1)"),
     ]
@@ -134,7 +134,7 @@ def test_a_wake_maps_what_was_mapped_no_more_and_no_less(now: int, amount: int |
     # Workspaces grow again when they are needed.
     found = after_wake("wake", "cpu", mapped(**before), mapped(**{**before, "kv_cache": now, "workspace": 0}))
     message = f"arena 'kv_cache' has {now} B mapped after wake, 20 B before"
-    assert told(found) == ([] if amount is None else [("arena", "arena 'kv_cache'", amount, message)])
+    assert reported(found) == ([] if amount is None else [("arena", "arena 'kv_cache'", amount, message)])
     assert all(each.cause == "not-restored" and (each.advice or "").startswith("map in wake what") for each in found)
 
 
@@ -142,7 +142,7 @@ def test_a_wake_that_fails_leaves_mapped_what_was_and_nothing_more() -> None:
     before = mapped(weights=1, kv_cache=20)
     assert after_failed_wake("wake", "cpu", before, mapped(weights=1, kv_cache=0)) == []
     (found,) = after_failed_wake("wake", "cpu", before, mapped(weights=2, kv_cache=20, workspace=50))
-    assert told([found]) == [
+    assert reported([found]) == [
         ("arena", "arena 'weights'", 1, "1 B of arena 'weights' stay mapped after a wake that failed")
     ]
     assert (found.cause, found.stage) == ("not-restored", "wake")
@@ -175,11 +175,11 @@ def test_an_engine_that_says_nothing_at_all_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("held", "pending", "told"),
+    ("held", "pending", "reported"),
     [(0, 0, {}), (3, 3, {PENDING: 3}), (3, 0, {"no request": 3}), (5, 2, {PENDING: 2, "no request": 3})],
 )
-def test_who_holds_blocks_when_no_request_does(held: int, pending: int, told: dict[str, int]) -> None:
-    assert holders(SimpleNamespace(held=held, pending_transfer=pending)) == told
+def test_who_holds_blocks_when_no_request_does(held: int, pending: int, reported: dict[str, int]) -> None:
+    assert holders(SimpleNamespace(held=held, pending_transfer=pending)) == reported
 
 
 def test_a_block_that_one_more_step_gives_back_was_waiting_for_it() -> None:
@@ -198,7 +198,7 @@ def test_a_block_that_one_more_step_gives_back_was_waiting_for_it() -> None:
     assert (untried.message, untried.remedy) == (said, None)
 
 
-def test_every_error_of_a_shutdown_is_told() -> None:
+def test_every_error_of_a_shutdown_is_reported() -> None:
     alone = failed_teardown("shutdown", OSError("no card"))
     assert (alone.resource, alone.bytes, alone.count) == ("teardown", 0, 1)
     assert alone.message == "shutdown raised: OSError: no card"

@@ -141,24 +141,24 @@ def of_run(item: Verified) -> Subject:
     return item.bug.subject
 
 
-def is_as_told(finding: Finding, told: Told) -> bool:
+def is_as_reported(finding: Finding, reported: Told) -> bool:
     way_out = finding.advice if finding.remedy is None else finding.remedy.action
     return (
-        (finding.resource, finding.cause) == (told.resource, told.cause)
-        and finding.stage in told.stages
-        and (told.holder is None or re.fullmatch(told.holder, finding.holder or "") is not None)
-        and (told.remedy is None or re.fullmatch(told.remedy, way_out or "") is not None)
+        (finding.resource, finding.cause) == (reported.resource, reported.cause)
+        and finding.stage in reported.stages
+        and (reported.holder is None or re.fullmatch(reported.holder, finding.holder or "") is not None)
+        and (reported.remedy is None or re.fullmatch(reported.remedy, way_out or "") is not None)
     )
 
 
-@pytest.mark.parametrize("name", [name for name, told in EXPECTED.items() if told])
+@pytest.mark.parametrize("name", [name for name, reported in EXPECTED.items() if reported])
 def test_a_defect_is_found_and_named_and_nothing_else_is(name: str, verified: dict[str, Verified]) -> None:
     subject = of_run(verified[name])
     assert subject.outcome == "leak"
     for finding in subject.findings:
-        assert any(is_as_told(finding, told) for told in EXPECTED[name]), finding
-    for told in EXPECTED[name]:
-        assert any(is_as_told(finding, told) for finding in subject.findings), told
+        assert any(is_as_reported(finding, reported) for reported in EXPECTED[name]), finding
+    for reported in EXPECTED[name]:
+        assert any(is_as_reported(finding, reported) for finding in subject.findings), reported
 
 
 @pytest.mark.parametrize("name", EXPECTED)

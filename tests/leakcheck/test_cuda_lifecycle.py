@@ -91,17 +91,17 @@ def test_what_autograd_saved_is_found_though_python_cannot_see_it(driver: Driver
     (native,) = [item for item in findings if item.cause == "native"]
     assert (native.bytes >= 16 * MIB, native.verdict, native.stage) == (True, "native-held", "shutdown")
     # The sum itself Python does see, and the leaf behind it torch tells of; letting go of the sum gives all back.
-    told = {item.verdict: item for item in findings if item.cause != "native"}
-    assert set(told) <= {"reachable", "native-held"}
-    assert told["reachable"].holder is not None
-    assert told["reachable"].holder.endswith("SavesForBackward.kept")
+    reported = {item.verdict: item for item in findings if item.cause != "native"}
+    assert set(reported) <= {"reachable", "native-held"}
+    assert reported["reachable"].holder is not None
+    assert reported["reachable"].holder.endswith("SavesForBackward.kept")
     assert all(item.remedy is not None and "SavesForBackward.kept" in item.remedy.action for item in findings)
     assert native.remedy is not None
     assert native.remedy.returns_bytes == native.bytes
 
 
 @pytest.mark.parametrize("name", ["shutdown-noop", "worker-keeps-everything"])
-def test_a_defect_is_told_holder_by_holder_on_the_card(driver: Driver, name: str) -> None:
+def test_a_defect_is_reported_holder_by_holder_on_the_card(driver: Driver, name: str) -> None:
     with find_defect(name).activate():
         subject = live(driver)
     assert {(item.resource, item.device, item.cause) for item in subject.findings} == {

@@ -334,11 +334,11 @@ def tried() -> dict[str, Tried]:
     del thing
     parts = [item for name in WAYS for item in parts_of(vars(helper)[name])]
     suspended = [helper.variable_of_a_generator, helper.variable_of_a_coroutine]
-    told = explain(things, innocent=Others(*things, *parts), names=Names(Others(*things, *parts, *suspended)))
+    reported = explain(things, innocent=Others(*things, *parts), names=Names(Others(*things, *parts, *suspended)))
     del parts, suspended
     things.clear()
     done = {}
-    for name, explanation, thing_left in zip(WAYS, told, watched, strict=True):
+    for name, explanation, thing_left in zip(WAYS, reported, watched, strict=True):
         outcome = done[name] = Tried(explanation.cut)
         outcome.lived = thing_left() is not None
         if outcome.cut is not None:
@@ -1232,14 +1232,14 @@ def cut_each(programs: dict[str, Any], known: str) -> dict[str, Tried]:
     del thing
     older = Others(*things, *made)
     made.clear()
-    told = explain(
+    reported = explain(
         things,
         innocent=() if known == "nothing" else older,
         names=Names(None if known == "nothing" else older, are_free=known == "over"),
     )
     things.clear()
     done = {}
-    for (name, program), explanation, thing_left in zip(programs.items(), told, watched, strict=True):
+    for (name, program), explanation, thing_left in zip(programs.items(), reported, watched, strict=True):
         outcome = done[name] = Tried(explanation.cut)
         outcome.lived = thing_left() is not None
         if outcome.cut is not None:
@@ -1295,12 +1295,12 @@ class Leak:
         self.older = Others(thing, *new())
         self._watched = weakref.ref(thing)
         del thing
-        self.cut = self.told().cut
+        self.cut = self.reported().cut
 
-    def told(self, *, are_free: bool = False) -> Explanation:
+    def reported(self, *, are_free: bool = False) -> Explanation:
         targets = [self._watched()]
-        (told,) = explain(targets, innocent=self.older, names=Names(self.older, are_free=are_free))
-        return told
+        (reported,) = explain(targets, innocent=self.older, names=Names(self.older, are_free=are_free))
+        return reported
 
     @property
     def is_alive(self) -> bool:
@@ -1384,7 +1384,7 @@ def test_a_thing_that_is_held_twice_lives_until_both_are_cut(load: Load) -> None
     leak = Leak(lambda thing: program.ROWS.extend([thing, thing]))
     leak.apply()
     assert (leak.is_alive, len(program.ROWS)) == (True, 2)
-    leak.cut = leak.told().cut
+    leak.cut = leak.reported().cut
     leak.apply()
     assert (leak.is_alive, program.ROWS) == (False, [1])
 
@@ -1501,9 +1501,9 @@ def test_what_a_torch_module_has_registered_is_refused_until_the_program_is_over
     things = [network.table, network[0].weight, network[1]]
     edges = [".table", "[0].weight", "[1]"]
     older = Others(*things)
-    told = explain(things, innocent=older, names=Names(older))
-    assert [found.holder for found in told] == [f"program.NETWORK{edge}" for edge in edges]
-    assert [found.cut for found in told] == [None, None, None]
+    reported = explain(things, innocent=older, names=Names(older))
+    assert [found.holder for found in reported] == [f"program.NETWORK{edge}" for edge in edges]
+    assert [found.cut for found in reported] == [None, None, None]
     over = explain(things, innocent=older, names=Names(older, are_free=True))
     assert [found.cut and found.cut.action for found in over] == [f"program.NETWORK{edge} = None" for edge in edges]
     for found in over:
@@ -1518,9 +1518,9 @@ def test_a_context_variable_is_refused_until_the_program_is_over() -> None:
 
     def run() -> None:
         leak = Leak(lambda thing: variable.set(thing) and None)
-        assert leak.told().holder == "context variable 'scope'"
+        assert leak.reported().holder == "context variable 'scope'"
         assert leak.cut is None
-        leak.cut = leak.told(are_free=True).cut
+        leak.cut = leak.reported(are_free=True).cut
         assert leak.cut is not None
         assert (leak.cut.action, leak.cut.changed) == (
             "next(variable for variable in contextvars.copy_context() if variable.name == 'scope').set(None)",
@@ -1544,20 +1544,20 @@ def start(thing):
 """
 
 
-def told_of(thing: object, sizes: NamespaceSizes) -> Explanation:
+def reported_of(thing: object, sizes: NamespaceSizes) -> Explanation:
     older = Others(thing)
-    (told,) = explain([thing], innocent=older, names=Names(older, sizes=sizes))
-    return told
+    (reported,) = explain([thing], innocent=older, names=Names(older, sizes=sizes))
+    return reported
 
 
 def test_a_global_that_a_function_makes_is_deleted(load: Load) -> None:
     program = load(STARTS)
     sizes = namespace_sizes()
     program.start(Thing())
-    told = told_of(program.STARTED, sizes)
-    assert told.cut is not None
-    assert told.cut.action == "del program.STARTED"
-    told.cut.apply()
+    reported = reported_of(program.STARTED, sizes)
+    assert reported.cut is not None
+    assert reported.cut.action == "del program.STARTED"
+    reported.cut.apply()
     assert not hasattr(program, "STARTED")
 
 
@@ -1565,14 +1565,14 @@ def test_one_that_the_function_had_made_before_is_refused(load: Load) -> None:
     program = load(f"{STARTS}\nstart(None)")
     sizes = namespace_sizes()
     program.start(Thing())
-    assert told_of(program.STARTED, sizes).cut is None
+    assert reported_of(program.STARTED, sizes).cut is None
 
 
 def test_one_that_was_imported_or_set_by_name_before_is_refused(load: Load) -> None:
     program = load("globals()['STARTED'] = []")
     sizes = namespace_sizes()
     program.STARTED = Thing()
-    assert told_of(program.STARTED, sizes).cut is None
+    assert reported_of(program.STARTED, sizes).cut is None
 
 
 def test_in_a_module_that_came_later_what_its_own_code_binds_stays(load: Load) -> None:
@@ -1581,7 +1581,7 @@ def test_in_a_module_that_came_later_what_its_own_code_binds_stays(load: Load) -
     things = [Thing(), Thing(), Thing()]
     program.start(things[0])
     program.X, program.Y = things[1:]
-    cuts = [told_of(thing, sizes).cut for thing in things]
+    cuts = [reported_of(thing, sizes).cut for thing in things]
     things.clear()
     assert [cut and cut.action for cut in cuts] == ["del program.STARTED", "program.X = None", None]
 
@@ -1605,11 +1605,11 @@ def test_the_closed_part_of_an_engine_that_was_shut_down_stays_and_is_emptied() 
     engine.part = part = Part()
     older = Others(part, part.buffers, *part.buffers)
     targets = list(part.buffers)
-    (told,) = explain(targets, innocent=older, names=Names(older, are_free=True), roots=[("engine", engine)])
+    (reported,) = explain(targets, innocent=older, names=Names(older, are_free=True), roots=[("engine", engine)])
     targets.clear()
-    assert told.cut is not None
-    assert told.cut.action == "engine.part.buffers = None"
-    told.cut.apply()
+    assert reported.cut is not None
+    assert reported.cut.action == "engine.part.buffers = None"
+    reported.cut.apply()
     assert engine.part is part
 
 
@@ -1643,17 +1643,17 @@ def test_the_arguments_of_a_running_thread_are_left_alone(with_a_dict: bool) -> 
         if with_a_dict:
             vars(worker.thread)
         arguments = worker.thread._args  # type: ignore[attr-defined]
-        (told,) = explain([arguments[0]], names=Names(Others(arguments, *arguments, worker.thread)))
-        assert told.holder == "thread 'worker'"
-        assert told.cut is None
+        (reported,) = explain([arguments[0]], names=Names(Others(arguments, *arguments, worker.thread)))
+        assert reported.holder == "thread 'worker'"
+        assert reported.cut is None
 
 
 def test_what_a_running_function_holds_is_left_alone() -> None:
     holder = Plain([Thing()])
     targets = [holder.thing[0]]  # type: ignore[index]
-    (told,) = explain(targets, names=Names(Others(holder, holder.thing, *targets), are_free=True))
-    assert told.cause == "frame"
-    assert told.cut is None
+    (reported,) = explain(targets, names=Names(Others(holder, holder.thing, *targets), are_free=True))
+    assert reported.cause == "frame"
+    assert reported.cut is None
 
 
 def test_a_cut_that_is_refused_says_so_to_whoever_asks(load: Load) -> None:

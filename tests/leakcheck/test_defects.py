@@ -306,10 +306,10 @@ def test_the_table_names_holder_and_remedy_and_says_what_is_wrong(monkeypatch: p
     assert wrong.endswith("| clean |  |  | WRONG: expected tensors/lru-cache, found nothing |")
 
 
-def test_of_many_actions_the_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for action, told in [("a(); b()", "`a(); b()`: 1.0 MiB"), ("a(); b(); c()", "`a()` and 2 more: 1.0 MiB")]:
+def test_of_many_actions_the_first_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    for action, reported in [("a(); b()", "`a(); b()`: 1.0 MiB"), ("a(); b(); c()", "`a()` and 2 more: 1.0 MiB")]:
         remedied = msgspec.structs.replace(finding(), remedy=Remedy(action=action, returns_bytes=1 << 20))
-        assert f"| {told} |" in table([verified_with(monkeypatch, run(remedied), run())])
+        assert f"| {reported} |" in table([verified_with(monkeypatch, run(remedied), run())])
 
 
 def test_a_late_release_is_clean_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

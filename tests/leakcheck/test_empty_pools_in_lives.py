@@ -174,7 +174,7 @@ def test_pools_of_two_holders_are_two_leaks_each_with_its_holder(card: FakeCard)
 
 
 @pytest.mark.parametrize(
-    ("mapped", "told"),
+    ("mapped", "reported"),
     [
         ((), "; the driver holds none of it: torch counts addresses that no memory is mapped to; the pool is held by "),
         (((0x1000_0000, 30 * MIB), (0x9000_0000, MIB)), "; the driver holds 30.0 MiB of it: torch counts "),
@@ -182,8 +182,8 @@ def test_pools_of_two_holders_are_two_leaks_each_with_its_holder(card: FakeCard)
         (None, "; the pool is held by "),
     ],
 )
-def test_what_the_driver_holds_of_a_pool_is_told_where_torch_counts_more(
-    card: FakeCard, monkeypatch: pytest.MonkeyPatch, mapped: Sequence[Range] | None, told: str
+def test_what_the_driver_holds_of_a_pool_is_reported_where_torch_counts_more(
+    card: FakeCard, monkeypatch: pytest.MonkeyPatch, mapped: Sequence[Range] | None, reported: str
 ) -> None:
     def read(index: int, among: Sequence[Range]) -> Sequence[Range] | None:
         assert total(among) == 300 * MIB
@@ -192,7 +192,7 @@ def test_what_the_driver_holds_of_a_pool_is_told_where_torch_counts_more(
     monkeypatch.setattr(empty_pools, "read_allocations", read)
     (finding,) = lived(not_twice(card)).findings
     assert finding.bytes == 300 * MIB
-    assert f"(pool (0, 2): 300.0 MiB){told}" in finding.message
+    assert f"(pool (0, 2): 300.0 MiB){reported}" in finding.message
 
 
 def test_a_pool_that_nobody_holds_is_named_by_its_id(card: FakeCard) -> None:
@@ -255,13 +255,13 @@ def test_what_stays_after_the_first_life_is_listed_where_no_second_follows(card:
 
     subject = lived(create, sleep=("sleep(2)", "wake"))
     assert subject.outcome == "error"
-    told = {missing.what: missing.why for missing in subject.not_measured}
-    assert list(told) == [
+    reported = {missing.what: missing.why for missing in subject.not_measured}
+    assert list(reported) == [
         "64.0 MiB of reserved on cuda:0 after the shutdown of cycle 1",
         "900.0 MiB of driver on cuda:0 after the shutdown of cycle 1",
         "the driver's level on cuda:0 in sleep(2)",
     ]
-    assert all("no whole second life followed" in why for why in told.values())
+    assert all("no whole second life followed" in why for why in reported.values())
 
 
 def test_what_a_second_life_explains_is_not_listed(card: FakeCard) -> None:

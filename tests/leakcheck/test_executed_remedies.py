@@ -143,10 +143,10 @@ def executed(programs: dict[str, Any], things: list[Any], made: list[object], *,
     watched = [weakref.ref(thing) for thing in things]
     older = Others(*things, *made)
     made.clear()
-    told = explain(things, innocent=older, names=Names(older, are_free=over))
+    reported = explain(things, innocent=older, names=Names(older, are_free=over))
     things.clear()
     done = {}
-    for name, explanation, left in zip(programs, told, watched, strict=True):
+    for name, explanation, left in zip(programs, reported, watched, strict=True):
         outcome = done[name] = Executed()
         if explanation.cut is None:
             continue

@@ -189,7 +189,7 @@ def explained() -> dict[str, Explanation]:
     for name in LEAKS:
         del sys.modules[f"helper_{name}"]
     # A cut holds what it would cut.
-    return {name: dataclasses.replace(told, cut=None) for name, told in found.items()}
+    return {name: dataclasses.replace(reported, cut=None) for name, reported in found.items()}
 
 
 @pytest.mark.parametrize("name", LEAKS)
@@ -219,7 +219,7 @@ def test_what_an_unfinished_operation_holds_is_in_flight_and_what_a_finished_one
     waiting.block, done.block = tensors  # type: ignore[attr-defined]
     done.set_result(None)
     helper.FUTURES = [waiting, done]
-    assert [told.verdict for told in explain(tensors)] == ["in-flight", "reachable"]
+    assert [reported.verdict for reported in explain(tensors)] == ["in-flight", "reachable"]
 
 
 def test_the_path_starts_at_the_root_and_marks_the_suspects(explained: dict[str, Explanation]) -> None:
@@ -346,8 +346,8 @@ def pathless() -> dict[str, Explanation]:
     gc.disable()
     try:
         del activation, batch, cycle, lost
-        told = [dataclasses.replace(explanation, cut=None) for explanation in explain(targets)]
-        return dict(zip(names, told, strict=True))
+        reported = [dataclasses.replace(explanation, cut=None) for explanation in explain(targets)]
+        return dict(zip(names, reported, strict=True))
     finally:
         gc.enable()
         gc.collect()

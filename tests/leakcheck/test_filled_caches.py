@@ -68,7 +68,7 @@ class Watched:
         return sorted(text.partition(" at ")[0].rpartition(".")[2] for text in found)
 
 
-def told_of(program: Any, run: Callable[[Any], object]) -> list[str]:
+def reported_of(program: Any, run: Callable[[Any], object]) -> list[str]:
     with Watched(program) as watched:
         run(program)
         return watched.held()
@@ -99,9 +99,9 @@ def both(program: Any, item: object) -> None:
 
 
 @pytest.mark.parametrize("name", LEAKS)
-def test_what_a_cache_alone_keeps_is_told(program: Any, name: str) -> None:
+def test_what_a_cache_alone_keeps_is_reported(program: Any, name: str) -> None:
     run, expected = LEAKS[name]
-    assert told_of(program, run) == expected
+    assert reported_of(program, run) == expected
 
 
 def test_after_a_cheap_look_only_caches_that_hold_something_new_are_gone_through(
@@ -165,7 +165,7 @@ def test_what_lives_anyway_is_not(program: Any, name: str) -> None:
         # What a test's own class holds lives as long as that, which somebody has to hold.
         kept.extend(cls for cls in Plain.__subclasses__() if vars(cls).get("home") is program)
 
-    assert told_of(program, run) == []
+    assert reported_of(program, run) == []
 
 
 def test_a_value_that_is_judged_does_not_silence_the_module_in_the_key(program: Any) -> None:
@@ -175,7 +175,7 @@ def test_a_value_that_is_judged_does_not_silence_the_module_in_the_key(program: 
         assert watched.held((value,)) == ["ReLU"]
 
 
-def test_a_module_whose_own_tensors_are_judged_is_told_by_their_finding(program: Any) -> None:
+def test_a_module_whose_own_tensors_are_judged_is_reported_by_their_finding(program: Any) -> None:
     with Watched(program) as watched:
         program.supports(torch.nn.Linear(2, 2))
         (module,) = (born.item for born in watched.births.survivors() if isinstance(born.item, torch.nn.Linear))
@@ -214,7 +214,7 @@ def test_all_suspects_share_one_walk_and_a_test_without_any_pays_for_none(
         assert walks == [3]
 
 
-def test_what_is_told_can_be_looked_at_and_cleared_long_after(program: Any) -> None:
+def test_what_is_reported_can_be_looked_at_and_cleared_long_after(program: Any) -> None:
     with Watched(program) as watched:
         program.supports(torch.nn.ReLU())
         watched.held()

@@ -42,19 +42,19 @@ def uses(memory: Memory) -> FirstUse:
     return uses
 
 
-def test_of_nothing_new_nothing_is_told(uses: FirstUse) -> None:
+def test_of_nothing_new_nothing_is_reported(uses: FirstUse) -> None:
     assert uses.libraries() == []
 
 
-@pytest.mark.parametrize(("more", "told"), [(MUCH, ["libcublas.so.12"]), (MUCH - 4096, [])])
-def test_a_library_of_which_much_more_is_in_memory_is_told(
-    uses: FirstUse, memory: Memory, more: int, told: list[str]
+@pytest.mark.parametrize(("more", "reported"), [(MUCH, ["libcublas.so.12"]), (MUCH - 4096, [])])
+def test_a_library_of_which_much_more_is_in_memory_is_reported(
+    uses: FirstUse, memory: Memory, more: int, reported: list[str]
 ) -> None:
     memory.resident["libcublas.so.12"] += more
-    assert uses.libraries() == told
+    assert uses.libraries() == reported
 
 
-def test_a_library_that_was_loaded_meanwhile_is_told_if_it_was_used(uses: FirstUse, memory: Memory) -> None:
+def test_a_library_that_was_loaded_meanwhile_is_reported_if_it_was_used(uses: FirstUse, memory: Memory) -> None:
     memory.resident |= {"libnccl.so.2": MUCH, "libcufft.so.11": 64 << 10}
     assert uses.libraries() == ["libnccl.so.2"]
 
@@ -91,8 +91,8 @@ def test_one_library_that_may_keep_memory_is_named(uses: FirstUse, memory: Memor
 
 def test_of_many_the_first_are_named(uses: FirstUse, memory: Memory) -> None:
     memory.resident |= dict.fromkeys(("liba.so.1", "libb.so.1", "libc.so.1", "libd.so.1"), MUCH)
-    told = "liba.so.1, libb.so.1 and 2 more were first used here, and keep memory of their own"
-    assert why_of_a_finding(uses) == told
+    reported = "liba.so.1, libb.so.1 and 2 more were first used here, and keep memory of their own"
+    assert why_of_a_finding(uses) == reported
 
 
 def finding_of(resource: Resource, message: str) -> Finding:
@@ -139,8 +139,8 @@ def test_graphs_that_are_alive_are_named_beside_a_library(uses: FirstUse, memory
     memory.resident[library] = MUCH
     findings, excused = excused_by_libraries([OF_DRIVER, PIPES], NOTHING, NOTHING, uses, lambda: True)
     assert (findings, [item.what for item in excused]) == ((), [OF_DRIVER.message, PIPES.message])
-    told = f"{library} was first used here, and CUDA graphs are alive: each of them keeps memory of its own"
-    assert excused[0].why == told
+    reported = f"{library} was first used here, and CUDA graphs are alive: each of them keeps memory of its own"
+    assert excused[0].why == reported
 
 
 def test_without_graphs_a_library_that_is_known_is_the_holder(uses: FirstUse, memory: Memory) -> None:
@@ -176,7 +176,7 @@ def test_a_library_that_has_left_memory_is_not(uses: FirstUse, memory: Memory) -
     assert uses.libraries() == []
 
 
-def test_what_was_adopted_is_told_no_more(uses: FirstUse, memory: Memory) -> None:
+def test_what_was_adopted_is_reported_no_more(uses: FirstUse, memory: Memory) -> None:
     memory.resident["libcublas.so.12"] += MUCH
     uses.adopt()
     assert uses.libraries() == []

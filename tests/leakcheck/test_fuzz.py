@@ -206,7 +206,7 @@ def test_every_point_of_an_engine_that_is_right_is_survived() -> None:
     assert all(raised == count for count, raised in points.values())
 
 
-def test_a_point_that_is_not_survived_is_told_with_its_life() -> None:
+def test_a_point_that_is_not_survived_is_reported_with_its_life() -> None:
     swept = list(sweep(DoesNotRollBack, config={}, kinds=("map",)))
     (bad,) = [item for item in swept if item.findings]
     assert (bad.stage, bad.points) == ("wake from 1", 2)
@@ -222,7 +222,7 @@ class Keeps(SmallTarget):
         KEPT.append(torch.ones(1000))
 
 
-def test_a_stage_that_goes_wrong_by_itself_is_told_once() -> None:
+def test_a_stage_that_goes_wrong_by_itself_is_reported_once() -> None:
     swept = list(sweep(Keeps, config={}, kinds=("map", "copy"), among=("create", "reload")))
     assert [(item.stage, item.kind) for item in swept] == [("create", "map"), ("create", "copy"), ("reload", "map")]
     bad = swept[-1]

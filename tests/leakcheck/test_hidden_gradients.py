@@ -53,8 +53,8 @@ def test_what_a_kept_parameter_has_collected_counts_and_is_named_by_it(births: B
     held = read(births).held
     assert sorted(each.bytes for each in held) == [4 * FLOATS, 4 * FLOATS]
     assert {each.stage for each in held} == {"call"}
-    told = explain_storages({each.key for each in held}, Context(born=births.born())).by_key
-    assert sorted(told[each.key].holder.partition("KEPT")[2] for each in held) == ["[0]", "[0].grad"]
+    reported = explain_storages({each.key for each in held}, Context(born=births.born())).by_key
+    assert sorted(reported[each.key].holder.partition("KEPT")[2] for each in held) == ["[0]", "[0].grad"]
     # A second reading finds them again, and says the same.
     assert {(each.key, each.stage) for each in read(births).held} == {(each.key, each.stage) for each in held}
 

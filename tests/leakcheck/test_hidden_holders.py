@@ -114,8 +114,8 @@ def base_of(holder: Any) -> torch.Tensor:
     ],
 )
 def test_an_array_holds_its_memory_and_its_objects(arrays: dict[str, Explanation], name: str, edge: str) -> None:
-    told = arrays[name]
-    assert (told.verdict, told.holder) == ("reachable", f"{HERE}[{name!r}]{edge}")
+    reported = arrays[name]
+    assert (reported.verdict, reported.holder) == ("reachable", f"{HERE}[{name!r}]{edge}")
 
 
 def test_a_capsule_holds_the_tensor_that_it_exports() -> None:
@@ -126,14 +126,14 @@ def test_a_capsule_holds_the_tensor_that_it_exports() -> None:
     HELD["used up"] = torch.utils.dlpack.to_dlpack(tensors["used up"])  # type: ignore[attr-defined]
     torch.from_dlpack(HELD["used up"])
     try:
-        told = holders_of(tensors)
+        reported = holders_of(tensors)
         code = expression_to(HELD["array"])
     finally:
         for name in ("capsule", "array", "used up"):
             del HELD[name]
-    assert told["capsule"].holder == f"{HERE}['capsule'] (exported memory)"
-    assert told["array"].holder == f"{HERE}['array'].base (exported memory)"
-    assert [told[name].verdict for name in ("used up", "other")] == ["unexplained", "unexplained"]
+    assert reported["capsule"].holder == f"{HERE}['capsule'] (exported memory)"
+    assert reported["array"].holder == f"{HERE}['array'].base (exported memory)"
+    assert [reported[name].verdict for name in ("used up", "other")] == ["unexplained", "unexplained"]
     assert code == f"{HERE}['array']"
 
 
@@ -224,11 +224,11 @@ def registered() -> Iterator[dict[str, Explanation]]:
         sys.setprofile(engines["profile"].called)
         try:
             del dispatch, function, hooks, engines
-            told = holders_of(tensors)
+            reported = holders_of(tensors)
         finally:
             sys.setprofile(profiler)
     try:
-        yield told
+        yield reported
     finally:
         signal.signal(signal.SIGUSR1, before)
         atexit.unregister(exit_function)
@@ -272,12 +272,12 @@ class FunctionMode(torch.overrides.TorchFunctionMode):
     ],
 )
 def test_what_the_process_itself_holds_has_a_name(registered: dict[str, Explanation], name: str, holder: str) -> None:
-    told = registered[name]
+    reported = registered[name]
     begin, _, end = holder.partition("*")
-    assert told.verdict == "reachable"
-    assert told.holder.startswith(begin)
-    assert told.holder.endswith(end)
-    assert told.path[0].type == "interpreter"
+    assert reported.verdict == "reachable"
+    assert reported.holder.startswith(begin)
+    assert reported.holder.endswith(end)
+    assert reported.path[0].type == "interpreter"
 
 
 def test_an_audit_hook_is_named() -> None:
@@ -378,18 +378,18 @@ def future() -> Any:
 def test_what_torch_and_futures_will_call_has_a_name(
     called: dict[str, Explanation], name: str, holder: str, advice: str
 ) -> None:
-    told = called[name]
-    assert told.verdict in ("reachable", "in-flight")
-    assert told.holder.startswith(holder)
-    assert advice in told.advice
+    reported = called[name]
+    assert reported.verdict in ("reachable", "in-flight")
+    assert reported.holder.startswith(holder)
+    assert advice in reported.advice
 
 
 def test_a_future_that_is_done_holds_no_callback(called: dict[str, Explanation]) -> None:
     assert called["completed"].verdict == "unexplained"
 
 
-@pytest.mark.parametrize(("place", "told"), [(2, {"callback of a torch.futures.Future"}), (5, set())])
-def test_what_lies_in_the_block_behind_a_callback_is_not_the_callback_s(place: int, told: set[str]) -> None:
+@pytest.mark.parametrize(("place", "reported"), [(2, {"callback of a torch.futures.Future"}), (5, set())])
+def test_what_lies_in_the_block_behind_a_callback_is_not_the_callback_s(place: int, reported: set[str]) -> None:
     engine, waiting = Engine(), future()
     waiting.add_done_callback(engine.called)
     other = Engine()
@@ -407,7 +407,7 @@ def test_what_lies_in_the_block_behind_a_callback_is_not_the_callback_s(place: i
     found = set(cxx_holders.held_as([id(other)]).values())
     # Nobody may come across it in what will be free memory.
     words[:] = 0
-    assert found == told
+    assert found == reported
 
 
 @pytest.mark.parametrize("unwritten", ["of the wrapper", "of a function", "behind the last function"])
@@ -488,11 +488,11 @@ def pathless() -> dict[str, Explanation]:
     ],
 )
 def test_the_outermost_object_that_c_holds_is_named(pathless: dict[str, Explanation], name: str, holder: str) -> None:
-    told = pathless[name]
-    assert (told.verdict, told.holder) == ("native-held", holder)
-    assert told.path[0].type == "native"
+    reported = pathless[name]
+    assert (reported.verdict, reported.holder) == ("native-held", holder)
+    assert reported.path[0].type == "native"
     # Nobody can write a change to what has no name.
-    assert told.cut is None
+    assert reported.cut is None
 
 
 def test_the_path_begins_at_the_outermost_object(pathless: dict[str, Explanation]) -> None:
@@ -500,8 +500,8 @@ def test_the_path_begins_at_the_outermost_object(pathless: dict[str, Explanation
 
 
 def test_garbage_that_nothing_holds_is_garbage(pathless: dict[str, Explanation]) -> None:
-    told = pathless["garbage"]
-    assert (told.verdict, told.cause, told.path) == ("unexplained", "cycle", ())
+    reported = pathless["garbage"]
+    assert (reported.verdict, reported.cause, reported.path) == ("unexplained", "cycle", ())
 
 
 def test_no_code_of_what_is_on_the_way_runs() -> None:
@@ -526,8 +526,8 @@ def test_no_code_of_what_is_on_the_way_runs() -> None:
     HELD["table"] = table
     del item, table
     try:
-        told = holders_of(tensors)
+        reported = holders_of(tensors)
     finally:
         del HELD["table"]
-    assert told["array"].holder == f"{HERE}['table'][0].weights"
-    assert told["c"].verdict == "native-held"
+    assert reported["array"].holder == f"{HERE}['table'][0].weights"
+    assert reported["c"].verdict == "native-held"

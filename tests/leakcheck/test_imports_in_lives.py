@@ -224,10 +224,10 @@ def test_a_block_does_not_own_what_it_imports_first() -> None:
 
 
 def test_two_watches_are_both_told_of_an_import() -> None:
-    told: list[tuple[int, str]] = []
+    reported: list[tuple[int, str]] = []
 
     def watching(turn: int) -> ImportWatch:
-        return ImportWatch(lambda owner: told.append((turn, owner.name)), lambda: None)
+        return ImportWatch(lambda owner: reported.append((turn, owner.name)), lambda: None)
 
     watches = [watching(turn) for turn in range(2)]
     for watch in watches:
@@ -238,7 +238,7 @@ def test_two_watches_are_both_told_of_an_import() -> None:
     finally:
         for watch in watches:
             watch.remove()
-    assert sorted(told) == [(0, "import of imported_late"), (1, "import of imported_late")]
+    assert sorted(reported) == [(0, "import of imported_late"), (1, "import of imported_late")]
     spec = sys.modules["imported_late"].__spec__
     assert spec is not None
     assert type(spec.loader).__name__ == "SourceFileLoader"
@@ -265,11 +265,11 @@ def test_a_level_that_one_import_sets_of_a_library_that_another_brought_stays(
 
 
 def test_what_the_checker_imports_as_it_opens_its_watch_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     begin, opened = Imported.begin, Watch.open
 
     def note(imported: Imported, owner: Owner) -> None:
-        told.append(owner.name)
+        reported.append(owner.name)
         begin(imported, owner)
 
     def open_late(watch: Watch) -> None:
@@ -279,4 +279,4 @@ def test_what_the_checker_imports_as_it_opens_its_watch_is_told_to_nobody(monkey
     monkeypatch.setattr(Imported, "begin", note)
     monkeypatch.setattr(Watch, "open", open_late)
     with Lives(Acting, explain=False):
-        assert "import of imported_late" not in told
+        assert "import of imported_late" not in reported

@@ -13,7 +13,7 @@ WAITING = Reading({"in-flight cuda:0": {"block at 0x3000": 4096}})
 NOTHING = Reading()
 
 
-def test_what_emptying_the_cache_gives_back_is_no_finding_and_is_told() -> None:
+def test_what_emptying_the_cache_gives_back_is_no_finding_and_is_reported() -> None:
     steps = [Step(Rung.RAW, WAITING, 0.0), Step(Rung.EMPTY_CACHE, NOTHING, 0.5)]
     judgement = judge(METRICS, NOTHING, steps, stage="call", cycle=1)
     assert judgement.findings == ()

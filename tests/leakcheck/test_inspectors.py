@@ -465,8 +465,8 @@ def helper() -> Iterator[Any]:
 
 
 def suspects(thing: object, **known: Any) -> list[tuple[str, bool, str | None]]:
-    (told,) = explain([thing], **known)
-    return [(hop.edge, hop.suspect, hop.mark) for hop in told.path]
+    (reported,) = explain([thing], **known)
+    return [(hop.edge, hop.suspect, hop.mark) for hop in reported.path]
 
 
 def test_nothing_behind_what_should_be_gone_is_a_suspect(helper: Any) -> None:
@@ -499,18 +499,18 @@ def test_what_is_closed_ends_the_suspects_although_it_was_there_before(helper: A
 def test_what_work_in_flight_holds_is_in_flight(helper: Any) -> None:
     helper.PENDING = [concurrent.futures.Future()]
     helper.PENDING[0].batch = torch.zeros(1)
-    (told,) = explain([helper.PENDING[0].batch])
-    assert told.verdict == "in-flight"
-    assert [hop.mark for hop in told.path] == [None] * 4
+    (reported,) = explain([helper.PENDING[0].batch])
+    assert reported.verdict == "in-flight"
+    assert [hop.mark for hop in reported.path] == [None] * 4
     helper.PENDING[0].set_result(None)
-    (told,) = explain([helper.PENDING[0].batch])
-    assert told.verdict == "reachable"
+    (reported,) = explain([helper.PENDING[0].batch])
+    assert reported.verdict == "reachable"
 
 
 def test_a_running_engine_leaves_only_its_own_leak_suspect(helper: Any) -> None:
     helper.ENGINE = Closable(state="running", model=torch.nn.Linear(1, 1))
     helper.ENGINE.model.log = [torch.zeros(1)]
-    (told,) = explain([helper.ENGINE.model.log[0]], living=True)
-    assert told.suspects[0] == "helper.ENGINE.model .log"
-    (told,) = explain([helper.ENGINE.model.log[0]])
-    assert told.suspects[0] == "helper .ENGINE"
+    (reported,) = explain([helper.ENGINE.model.log[0]], living=True)
+    assert reported.suspects[0] == "helper.ENGINE.model .log"
+    (reported,) = explain([helper.ENGINE.model.log[0]])
+    assert reported.suspects[0] == "helper .ENGINE"

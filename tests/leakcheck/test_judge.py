@@ -33,7 +33,7 @@ def judged(known: Metric[Reading], *readings: int | None, baseline: int | None =
 RAW, SETTLE, COLLECT, UNFREEZE, EMPTY_CACHE = 0, 1, 2, 3, 4
 
 
-def test_what_is_back_at_once_is_clean_and_nothing_is_told_of_it() -> None:
+def test_what_is_back_at_once_is_clean_and_nothing_is_reported_of_it() -> None:
     judgement = judged(metric(), 0, 0, 0)
     assert (judgement.findings, judgement.returns, judgement.not_measured) == ((), (), ())
 
@@ -42,7 +42,7 @@ def test_less_than_before_is_back() -> None:
     assert judged(metric(), 5, baseline=10).findings == ()
 
 
-def test_what_the_machine_does_not_say_is_not_judged_and_told() -> None:
+def test_what_the_machine_does_not_say_is_not_judged_and_reported() -> None:
     for baseline, now in ((None, 3), (3, None)):
         judgement = judged(metric(), now, now, now, baseline=baseline)
         (unknown,) = judgement.not_measured
@@ -50,7 +50,7 @@ def test_what_the_machine_does_not_say_is_not_judged_and_told() -> None:
         assert (judgement.findings, judgement.returns) == ((), ())
 
 
-def test_what_is_told_at_first_and_not_later_has_not_come_back() -> None:
+def test_what_is_reported_at_first_and_not_later_has_not_come_back() -> None:
     (found,) = judged(metric(), 9, 7, None).findings
     assert (found.bytes, found.remedy) == (7, None)
     (found,) = judged(metric(), 7, None, None).findings
@@ -204,8 +204,8 @@ def test_the_fingerprint_tells_resource_device_stage_and_cause_and_not_how_much(
 
 def finding(amount: int, *, count: int = 1, remedy: bool = False, mark: str = "a") -> Finding:
     (found,) = judged(metric(), *[amount] * 3).findings
-    told = Remedy(action="x", returns_bytes=1) if remedy else None
-    return msgspec.structs.replace(found, count=count, remedy=told, fingerprint=mark)
+    reported = Remedy(action="x", returns_bytes=1) if remedy else None
+    return msgspec.structs.replace(found, count=count, remedy=reported, fingerprint=mark)
 
 
 def test_of_one_fingerprint_the_largest_with_a_remedy_stands_for_all() -> None:

@@ -39,7 +39,7 @@ def test_three_tests_that_keep_less_than_the_tolerance_are_too_much_together() -
     )
 
 
-def test_the_sum_is_told_once() -> None:
+def test_the_sum_is_reported_once() -> None:
     kept = SmallRetention()
     assert judged(40, 40, 40, kept=kept)[-1] is not None
     assert judged(40, kept=kept) == [None]
@@ -50,7 +50,7 @@ def test_the_sum_is_told_once() -> None:
     [(60, 60), (60, 10, 12, 9), (7,) * 50, (40, -40, 40, -40, 40), (1, -1) * 30],
     ids=["two", "first uses", "little", "given back", "noise"],
 )
-def test_no_sum_is_told(shares: tuple[int, ...]) -> None:
+def test_no_sum_is_reported(shares: tuple[int, ...]) -> None:
     assert judged(*shares) == [None] * len(shares)
 
 
@@ -129,14 +129,14 @@ def test_shared_memory_with_a_file_is_found_by_its_name_only(watch: Watch) -> No
 
 def test_the_sum_of_what_clean_tests_keep_is_found(watch: Watch) -> None:
     kept = []
-    told = []
+    reported = []
     for turn in range(3):
         watch.begin(subject=f"test_{turn}")
         kept.append(mmap.mmap(-1, 30 * MIB))
         kept[-1].write(b"1" * (30 * MIB))
-        told.append(of_host_memory(watch.end()) // MIB)
-    assert told[:2] == [0, 0]
-    assert 80 <= told[2] <= 91
+        reported.append(of_host_memory(watch.end()) // MIB)
+    assert reported[:2] == [0, 0]
+    assert 80 <= reported[2] <= 91
     for memory in kept:
         memory.close()
 

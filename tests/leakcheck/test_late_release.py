@@ -32,7 +32,7 @@ def test_what_is_back_at_once_is_not_late(left: int) -> None:
 
 
 @pytest.mark.parametrize("left", [400, 408])
-def test_what_comes_late_is_told_with_bytes_and_seconds(left: int) -> None:
+def test_what_comes_late_is_reported_with_bytes_and_seconds(left: int) -> None:
     late = wait_for_release(Driver(1000, 1000, 700, left), 1000 * MIB, 600 * MIB, QUICK)
     assert late is not None
     assert late.bytes == (1000 - left) * MIB
@@ -40,14 +40,14 @@ def test_what_comes_late_is_told_with_bytes_and_seconds(left: int) -> None:
     assert 0.007 <= late.seconds < QUICK.limit
 
 
-def test_only_what_came_while_it_was_waited_for_is_told() -> None:
+def test_only_what_came_while_it_was_waited_for_is_reported() -> None:
     late = wait_for_release(Driver(700, 400), 1000 * MIB, 600 * MIB, QUICK)
     assert late is not None
     assert late.bytes == 300 * MIB
 
 
 @pytest.mark.parametrize("counts", [(1000,), (1000, 700, 409)])
-def test_what_does_not_come_is_told_by_others(counts: tuple[int, ...]) -> None:
+def test_what_does_not_come_is_reported_by_others(counts: tuple[int, ...]) -> None:
     driver = Driver(*counts)
     assert wait_for_release(driver, 1000 * MIB, 600 * MIB, QUICK) is None
     assert driver.asked > len(counts)

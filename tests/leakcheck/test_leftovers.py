@@ -179,7 +179,7 @@ def test_what_a_shutdown_makes_is_there_since_then(three_lives: Subject) -> None
     assert held_by(three_lives, "ALTERNATING").stage == "shutdown"
 
 
-def test_what_a_later_life_gives_back_is_told_and_bounded(three_lives: Subject) -> None:
+def test_what_a_later_life_gives_back_is_reported_and_bounded(three_lives: Subject) -> None:
     found = held_by(three_lives, "GIVEN_BACK")
     assert (found.trend, found.bytes, found.stage, found.remedy) == ("bounded", 1007, "create", None)
 
@@ -334,7 +334,7 @@ class Handed(Quiet):
 
 
 @pytest.mark.usefixtures("forgetful")
-def test_what_the_engine_still_holds_is_told_from_the_engine_and_given_back() -> None:
+def test_what_the_engine_still_holds_is_distinguished_from_the_engine_and_given_back() -> None:
     (found,) = live(Handed, 1).findings
     assert found.holder == "engine.weights['layer']"
     assert found.remedy is not None
@@ -417,7 +417,7 @@ def test_a_life_that_is_explained_is_not_changed(leftovers: LeftoverTensors) -> 
     assert len(GROWS) == 1
 
 
-def test_a_life_is_told_of_what_it_left_itself(leftovers: LeftoverTensors) -> None:
+def test_a_life_is_reported_of_what_it_left_itself(leftovers: LeftoverTensors) -> None:
     for life in (1, 2):
         leftovers.stage("create", life)
         GROWS.append(numbers(10 * life))

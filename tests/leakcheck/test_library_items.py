@@ -95,9 +95,9 @@ class Process:
         }
         tensors = [(held.address, held.bytes) for held in live_storages() if held.device == "cpu"]
         found = self._items.sort(new, now, name, tensors)
-        told = {key: set(found.applied(key, names, now.items[key])) for key, names in new.items()}
+        reported = {key: set(found.applied(key, names, now.items[key])) for key, names in new.items()}
         self._before = now
-        return {key: names for key, names in told.items() if names}, found
+        return {key: names for key, names in reported.items() if names}, found
 
 
 @pytest.fixture
@@ -132,8 +132,8 @@ def done() -> Iterator[threading.Event]:
 
 
 def test_nothing_new_is_nothing(process: Process) -> None:
-    told, found = process.end("test_a")
-    assert (told, found.listed) == ({}, ())
+    reported, found = process.end("test_a")
+    assert (reported, found.listed) == ({}, ())
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_nothing_new_is_nothing(process: Process) -> None:
     ],
     ids=["thread", "pipe", "socket"],
 )
-def test_what_a_library_keeps_is_listed_once_and_told_with_the_first_if_it_becomes_more(
+def test_what_a_library_keeps_is_listed_once_and_reported_with_the_first_if_it_becomes_more(
     process: Process,
     library: Any,
     done: threading.Event,
@@ -155,21 +155,21 @@ def test_what_a_library_keeps_is_listed_once_and_told_with_the_first_if_it_becom
 ) -> None:
     use(library, done)
     gc.collect()
-    told, first = process.end("test_a")
-    assert told == {}
+    reported, first = process.end("test_a")
+    assert reported == {}
     assert [item.what.startswith(listed) for item in first.listed] == [True]
     assert "once so far" in first.listed[0].why
-    told, nothing = process.end("test_b")
-    assert (told, nothing.listed) == ({}, ())
+    reported, nothing = process.end("test_b")
+    assert (reported, nothing.listed) == ({}, ())
     use(library, done)
-    told, second = process.end("test_c")
-    assert told.keys() == {resource}
-    assert told[resource] > set(first.excused[resource])
-    assert len(told[resource]) == 2 * len(first.excused[resource])
-    assert "test_a" in second.addition(resource, told[resource])
+    reported, second = process.end("test_c")
+    assert reported.keys() == {resource}
+    assert reported[resource] > set(first.excused[resource])
+    assert len(reported[resource]) == 2 * len(first.excused[resource])
+    assert "test_a" in second.addition(resource, reported[resource])
     use(library, done)
-    told, third = process.end("test_d")
-    assert told.keys() == {resource}
+    reported, third = process.end("test_d")
+    assert reported.keys() == {resource}
     assert not third.listed
 
 
@@ -180,8 +180,8 @@ def test_what_takes_the_place_of_a_library_s_first_is_no_more(
     process.end("test_a")
     library.KEPT.pop().close()
     library.keep_socket()
-    told, found = process.end("test_b")
-    assert told == {}
+    reported, found = process.end("test_b")
+    assert reported == {}
     assert len(found.listed) == 1
 
 
@@ -231,18 +231,18 @@ def own_pool(library: Any, done: threading.Event) -> None:
     ],
     ids=["started here", "kept by nobody", "started for us", "pool"],
 )
-def test_a_thread_that_no_library_keeps_is_told_at_once(
+def test_a_thread_that_no_library_keeps_is_reported_at_once(
     process: Process, library: Any, done: threading.Event, leak: Callable[[Any, threading.Event], None]
 ) -> None:
     leak(library, done)
-    told, found = process.end("test_a")
-    assert told.keys() == {"threads"}
+    reported, found = process.end("test_a")
+    assert reported.keys() == {"threads"}
     assert not found.listed
     HELD.clear()
 
 
 @pytest.mark.parametrize("made", [lambda library: library.make_socket(), lambda library: socket.socket()])
-def test_what_the_program_holds_is_told_at_once(
+def test_what_the_program_holds_is_reported_at_once(
     process: Process, library: Any, made: Callable[[Any], socket.socket]
 ) -> None:
     HELD.append(made(library))
@@ -286,29 +286,29 @@ def test_a_number_that_a_library_keeps_is_a_descriptor_s(process: Process, libra
     else:
         library.wake = lambda: made
     try:
-        told, found = process.end("test_a")
-        assert told == {}
+        reported, found = process.end("test_a")
+        assert reported == {}
         assert found.listed[0].what.startswith("2 file descriptors of ")
     finally:
         for number in made:
             os.close(number)
 
 
-def test_an_end_of_multiprocessing_s_pipe_that_the_program_holds_is_told_at_once(process: Process) -> None:
+def test_an_end_of_multiprocessing_s_pipe_that_the_program_holds_is_reported_at_once(process: Process) -> None:
     """Of which the program has only an object with the number, and the code that made it is a library's."""
     HELD.append(multiprocessing.Queue())
     # Beside it, `multiprocessing` itself happens to have these numbers.
     ends = (HELD[0]._reader.fileno(), HELD[0]._writer.fileno())
     vars(multiprocessing.context)["_happens_to_be"] = ends
     try:
-        told = process.end("test_a")[0]["file-descriptors"]
-        assert {int(name.partition(" ")[0]) for name in told} == set(ends)
+        reported = process.end("test_a")[0]["file-descriptors"]
+        assert {int(name.partition(" ")[0]) for name in reported} == set(ends)
     finally:
         del vars(multiprocessing.context)["_happens_to_be"]
         HELD.pop().close()
 
 
-def test_a_descriptor_of_the_program_is_told_at_once(process: Process) -> None:
+def test_a_descriptor_of_the_program_is_reported_at_once(process: Process) -> None:
     made = [*os.pipe(), os.dup(0), os.eventfd(0) if hasattr(os, "eventfd") else os.dup(0)]
     try:
         assert len(process.end("test_a")[0]["file-descriptors"]) == 4
@@ -317,7 +317,7 @@ def test_a_descriptor_of_the_program_is_told_at_once(process: Process) -> None:
             os.close(number)
 
 
-def test_a_file_is_told_at_once_whoever_opened_it(process: Process, library: Any) -> None:
+def test_a_file_is_reported_at_once_whoever_opened_it(process: Process, library: Any) -> None:
     number = library.call(os.open, "/dev/zero", os.O_RDONLY)
     try:
         assert process.end("test_a")[0].keys() == {"file-descriptors"}
@@ -342,12 +342,12 @@ def native_pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]
             os.close(number)
 
 
-def test_what_native_code_makes_is_listed_once_and_told_with_the_first_if_it_becomes_more(
+def test_what_native_code_makes_is_listed_once_and_reported_with_the_first_if_it_becomes_more(
     process: Process, native_pipe: Callable[[], None]
 ) -> None:
     native_pipe()
-    told, found = process.end("test_a")
-    assert told == {}
+    reported, found = process.end("test_a")
+    assert reported == {}
     assert found.listed[0].what.startswith("2 file descriptors of native code: ")
     native_pipe()
     assert len(process.end("test_b")[0]["file-descriptors"]) == 4
@@ -362,15 +362,15 @@ def test_what_two_libraries_make_by_the_code_of_a_third_are_two_first_uses(
         exec(compile("def call(function):\n    function()", module.__file__, "exec"), vars(module))
         monkeypatch.setitem(sys.modules, name, module)
         vars(module)["call"](library.keep_pipe)
-        told, found = process.end(name)
-        assert not told
+        reported, found = process.end(name)
+        assert not reported
         (line,) = found.listed
         assert f"installed_library for {name}: " in line.what
     sys.modules["first_caller"].call(library.keep_pipe)
     assert len(process.end("third")[0]["file-descriptors"]) == 4
 
 
-def test_where_the_program_may_have_made_it_unseen_it_is_told_at_once(
+def test_where_the_program_may_have_made_it_unseen_it_is_reported_at_once(
     process: Process, native_pipe: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As after `from os import pipe` in a module that was imported earlier.
@@ -409,34 +409,34 @@ def native_file() -> Iterator[Callable[..., int]]:
             LIBC.munmap(address, size)
 
 
-def test_the_books_of_native_code_in_shared_memory_are_listed_once_and_told_if_they_become_more(
+def test_the_books_of_native_code_in_shared_memory_are_listed_once_and_reported_if_they_become_more(
     process: Process, native_file: Callable[..., int]
 ) -> None:
     native_file("torch")
-    told, first = process.end("test_a")
-    assert not told
+    reported, first = process.end("test_a")
+    assert not reported
     assert sorted(line.what.partition(": ")[0] for line in first.listed) == [
         "1 file descriptor of native code (torch)",
         "1 file in /dev/shm of native code (torch)",
     ]
     native_file("cuda.shm")
-    told, second = process.end("test_b")
-    assert not told
+    reported, second = process.end("test_b")
+    assert not reported
     assert [line.what.partition(": ")[0].partition(" of ")[2] for line in second.listed] == [
         "native code (cuda.shm)",
         "native code (cuda.shm)",
     ]
     native_file("torch")
-    told, third = process.end("test_c")
-    assert {key: len(names) for key, names in told.items()} == {"file-descriptors": 2, "shared-memory": 2}
+    reported, third = process.end("test_c")
+    assert {key: len(names) for key, names in reported.items()} == {"file-descriptors": 2, "shared-memory": 2}
     more = third.applied(
-        "shared-memory", dict.fromkeys(told["shared-memory"], COUNTERS), dict.fromkeys(told["shared-memory"], 1)
+        "shared-memory", dict.fromkeys(reported["shared-memory"], COUNTERS), dict.fromkeys(reported["shared-memory"], 1)
     )
     assert set(more.values()) == {COUNTERS}
 
 
 @pytest.mark.parametrize("kind", ["large", "not mapped", "semaphore", "mapped by Python", "a tensor", "open here"])
-def test_a_shared_file_with_data_of_the_program_is_told_at_once(
+def test_a_shared_file_with_data_of_the_program_is_reported_at_once(
     process: Process, native_file: Callable[..., int], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "sem.mp" if kind == "semaphore" else "torch"
@@ -451,10 +451,10 @@ def test_a_shared_file_with_data_of_the_program_is_told_at_once(
     elif kind == "open here":
         held.append(Path(f"/dev/shm/torch_{os.getpid()}_0").open("rb"))  # noqa: SIM115 - it leaks
         monkeypatch.setattr(sys.modules[__name__], "HELD", held)
-    told, found = process.end("test_a")
+    reported, found = process.end("test_a")
     if kind == "open here":
-        assert [name.partition(" ")[0] for name in told["file-descriptors"]] == [str(held[0].fileno())]
+        assert [name.partition(" ")[0] for name in reported["file-descriptors"]] == [str(held[0].fileno())]
         held[0].close()
     else:
-        assert {"shared-memory", "file-descriptors"} == told.keys()
+        assert {"shared-memory", "file-descriptors"} == reported.keys()
         assert not found.listed

@@ -423,7 +423,7 @@ class KeepsATensorAndAnArena(KeepsArena):
         KEPT.append(torch.ones(1000))
 
 
-def test_an_arena_is_told_beside_tensors_that_do_not_keep_it() -> None:
+def test_an_arena_is_reported_beside_tensors_that_do_not_keep_it() -> None:
     _, findings = found(KeepsATensorAndAnArena)
     assert sorted(finding.resource for finding in findings) == ["arena", "tensors"]
 
@@ -436,7 +436,7 @@ class FreezesAndKeepsAnArena(KeepsArena):
         gc.freeze()
 
 
-def test_an_arena_is_told_beside_a_heap_that_stayed_frozen() -> None:
+def test_an_arena_is_reported_beside_a_heap_that_stayed_frozen() -> None:
     _, findings = found(FreezesAndKeepsAnArena)
     assert {finding.resource for finding in findings} == {"arena", "gc-frozen"}
 
@@ -450,7 +450,7 @@ class HidesATensorInAnArena(SmallLife):
 
 
 @pytest.mark.parametrize("cycles", [1, 2])
-def test_an_arena_that_only_frozen_garbage_keeps_is_told_with_what_lies_in_it(cycles: int) -> None:
+def test_an_arena_that_only_frozen_garbage_keeps_is_reported_with_what_lies_in_it(cycles: int) -> None:
     _, findings = found(HidesATensorInAnArena, cycles)
     assert sorted(finding.resource for finding in findings) == ["gc-frozen", "tensors"]
     assert {finding.verdict for finding in findings} == {"frozen-garbage"}
@@ -472,7 +472,7 @@ class LeavesAnArenaToTheNextLife(SmallLife):
         super().shutdown()
 
 
-def test_what_a_life_that_is_not_the_last_leaves_is_told_although_the_next_gives_it_back() -> None:
+def test_what_a_life_that_is_not_the_last_leaves_is_reported_although_the_next_gives_it_back() -> None:
     _, findings = found(LeavesAnArenaToTheNextLife, cycles=2)
     assert [(finding.resource, finding.bytes) for finding in findings] == [("arena", MIB)]
 
@@ -786,7 +786,7 @@ class LeavesAProcessGroup(SmallLife):
             torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
-def test_what_a_process_group_holds_is_told_with_it_alone() -> None:
+def test_what_a_process_group_holds_is_reported_with_it_alone() -> None:
     LeavesAProcessGroup.lives = 0
     _, findings = found(LeavesAProcessGroup, cycles=2)
     assert not torch.distributed.is_initialized()
@@ -837,7 +837,7 @@ def test_what_the_groups_remedy_does_not_give_back_is_a_finding_of_its_own() -> 
     assert {name.partition(":")[0] for name in (descriptors.holder or "").split(", ")} == own
 
 
-def test_a_level_that_comes_back_at_the_last_rung_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_that_comes_back_at_the_last_rung_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = [0]
 
     def snapshot(label: str, **asked: Any) -> Snapshot:
@@ -1058,7 +1058,7 @@ class FailsInShutdownAtACtrlC(SmallLife):
         super().shutdown()
 
 
-def test_a_shutdown_that_is_interrupted_is_made_again_and_what_failed_in_it_besides_is_told(
+def test_a_shutdown_that_is_interrupted_is_made_again_and_what_failed_in_it_besides_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FailsInShutdownAtACtrlC, "calls", 0)

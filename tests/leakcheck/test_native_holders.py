@@ -33,12 +33,12 @@ def explanations_of(step: Callable[[], object]) -> dict[int, Explanation]:
         context = Context(born=births.born())
     finally:
         births.stop()
-    told = explain_storages({storage.key for storage in held}, context).by_key
-    return {storage.bytes: told[storage.key] for storage in held}
+    reported = explain_storages({storage.key for storage in held}, context).by_key
+    return {storage.bytes: reported[storage.key] for storage in held}
 
 
-def edges(told: Explanation) -> list[tuple[str, bool]]:
-    return [(hop.edge, hop.suspect) for hop in told.path]
+def edges(reported: Explanation) -> list[tuple[str, bool]]:
+    return [(hop.edge, hop.suspect) for hop in reported.path]
 
 
 Load = Callable[[str], Any]
@@ -69,13 +69,13 @@ def test_the_gradient_of_an_old_modules_parameter_is_the_only_suspect(load: Load
         program.NETWORK(torch.ones(1, 10)).sum().backward()
         assert program.NETWORK.weight.grad is not None
 
-    told = explanations_of(step)[200]
-    assert (told.verdict, told.cause) == ("reachable", "instance-attribute")
-    assert told.holder == "program.NETWORK.weight.grad"
-    assert edges(told) == [("program", False), (".NETWORK", False), (".weight", False), (".grad", True)]
-    assert told.suspects == (".grad",)
-    assert told.cut is not None
-    assert told.cut.action == "program.NETWORK.weight.grad = None"
+    reported = explanations_of(step)[200]
+    assert (reported.verdict, reported.cause) == ("reachable", "instance-attribute")
+    assert reported.holder == "program.NETWORK.weight.grad"
+    assert edges(reported) == [("program", False), (".NETWORK", False), (".weight", False), (".grad", True)]
+    assert reported.suspects == (".grad",)
+    assert reported.cut is not None
+    assert reported.cut.action == "program.NETWORK.weight.grad = None"
 
 
 def test_the_gradient_of_a_new_tensor_is_held_by_who_holds_the_tensor(load: Load) -> None:
@@ -114,11 +114,11 @@ def test_a_gradient_that_was_retained_belongs_to_its_tensor_too(load: Load) -> N
 def explained_as(**known: Any) -> Callable[[Sequence[Any]], list[Explanation]]:
     """Says the same of everything; `asked` collects what it was asked of."""
     asked: list[Any] = known.pop("asked")
-    told = Explanation("reachable", "module-global", "m.X", (), ("m .X",), **known)
+    reported = Explanation("reachable", "module-global", "m.X", (), ("m .X",), **known)
 
     def explained(items: Sequence[Any]) -> list[Explanation]:
         asked.extend(map(id, items))
-        return [told for _ in items]
+        return [reported for _ in items]
 
     return explained
 
@@ -169,10 +169,10 @@ def test_what_a_kept_loss_has_saved_is_held_by_the_loss(load: Load) -> None:
         program.LOSSES.append((torch.ones(4, 5) * program.WEIGHT).sum() * 3)
 
     found = explanations_of(step)
-    told = found[80]
-    assert (told.verdict, told.cause) == ("native-held", "autograd")
-    assert told.holder == "program.LOSSES[0].grad_fn, where MulBackward0 saved 'self'"
-    assert edges(told) == [
+    reported = found[80]
+    assert (reported.verdict, reported.cause) == ("native-held", "autograd")
+    assert reported.holder == "program.LOSSES[0].grad_fn, where MulBackward0 saved 'self'"
+    assert edges(reported) == [
         ("program", False),
         (".LOSSES", False),
         ("[0]", True),
@@ -181,10 +181,10 @@ def test_what_a_kept_loss_has_saved_is_held_by_the_loss(load: Load) -> None:
         (".next_functions[0][0]", False),
         ("._saved_self", False),
     ]
-    assert [hop.type for hop in told.path[3:]] == ["MulBackward0", "SumBackward0", "MulBackward0", "torch.Tensor"]
-    assert told.suspects == found[4].suspects
-    assert told.cut is not None
-    assert told.cut.action == "del program.LOSSES[0]"
+    assert [hop.type for hop in reported.path[3:]] == ["MulBackward0", "SumBackward0", "MulBackward0", "torch.Tensor"]
+    assert reported.suspects == found[4].suspects
+    assert reported.cut is not None
+    assert reported.cut.action == "del program.LOSSES[0]"
 
 
 class Keeping(torch.autograd.Function):
@@ -206,12 +206,12 @@ def test_what_the_context_of_a_function_keeps_is_held_by_the_loss(load: Load) ->
     def step() -> None:
         program.LOSSES.append(Keeping.apply(program.WEIGHT).sum())  # type: ignore[no-untyped-call]
 
-    told = explanations_of(step)[120]
-    assert (told.verdict, told.cause) == ("native-held", "autograd")
-    assert told.holder == "program.LOSSES[0].grad_fn, where KeepingBackward has .kept['table']"
-    assert [hop.edge for hop in told.path[-3:]] == [".next_functions[0][0]", ".kept", "['table']"]
-    assert told.cut is not None
-    assert told.cut.action == "del program.LOSSES[0]"
+    reported = explanations_of(step)[120]
+    assert (reported.verdict, reported.cause) == ("native-held", "autograd")
+    assert reported.holder == "program.LOSSES[0].grad_fn, where KeepingBackward has .kept['table']"
+    assert [hop.edge for hop in reported.path[-3:]] == [".next_functions[0][0]", ".kept", "['table']"]
+    assert reported.cut is not None
+    assert reported.cut.action == "del program.LOSSES[0]"
 
 
 def test_a_leaf_at_the_end_of_a_kept_graph_is_held_by_it(load: Load) -> None:
@@ -220,8 +220,8 @@ def test_a_leaf_at_the_end_of_a_kept_graph_is_held_by_it(load: Load) -> None:
     def step() -> None:
         program.LOSSES.append(torch.ones(7, requires_grad=True).sum())
 
-    told = explanations_of(step)[28]
-    assert told.holder == "program.LOSSES[0].grad_fn, where AccumulateGrad saved 'variable'"
+    reported = explanations_of(step)[28]
+    assert reported.holder == "program.LOSSES[0].grad_fn, where AccumulateGrad saved 'variable'"
 
 
 class Saving(torch.autograd.Function):
@@ -241,11 +241,11 @@ def test_what_a_function_of_the_programs_own_has_saved_is_held_by_its_output(loa
     def step() -> None:
         program.LOSSES.append(Saving.apply(program.WEIGHT))  # type: ignore[no-untyped-call]
 
-    told = explanations_of(step)[36]
-    assert told.cause == "autograd"
-    assert told.holder.startswith("program.LOSSES[0].grad_fn")
-    assert told.cut is not None
-    assert told.cut.action == "del program.LOSSES[0]"
+    reported = explanations_of(step)[36]
+    assert reported.cause == "autograd"
+    assert reported.holder.startswith("program.LOSSES[0].grad_fn")
+    assert reported.cut is not None
+    assert reported.cut.action == "del program.LOSSES[0]"
 
 
 def test_no_code_of_the_program_unpacks_what_was_saved(load: Load) -> None:
@@ -260,9 +260,9 @@ def test_no_code_of_the_program_unpacks_what_was_saved(load: Load) -> None:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: [tensor], unpack):
             program.LOSSES.append((torch.ones(4, 5) * program.WEIGHT).sum())
 
-    told = explanations_of(step)
+    reported = explanations_of(step)
     assert unpacked == []
-    assert told[4].holder == "program.LOSSES[0]"
+    assert reported[4].holder == "program.LOSSES[0]"
 
 
 def test_a_graph_that_was_used_up_holds_nothing(load: Load) -> None:
@@ -338,7 +338,7 @@ def test_what_has_one_story_keeps_it() -> None:
 
 
 def test_stories_of_several_holders_are_one_knot_with_the_nodes_in_it() -> None:
-    told = together(
+    reported = together(
         {
             "a": autograd("MulBackward0"),
             "b": autograd("SumBackward0"),
@@ -346,30 +346,30 @@ def test_stories_of_several_holders_are_one_knot_with_the_nodes_in_it() -> None:
             "d": without_path("garbage: dict", "unexplained", "cycle"),
         }
     )
-    (knot,) = set(map(id, told.values()))
-    assert knot == id(told["a"])
-    assert (told["a"].verdict, told["a"].cause, told["a"].path) == ("native-held", "autograd", ())
-    assert told["a"].holder == (
+    (knot,) = set(map(id, reported.values()))
+    assert knot == id(reported["a"])
+    assert (reported["a"].verdict, reported["a"].cause, reported["a"].path) == ("native-held", "autograd", ())
+    assert reported["a"].holder == (
         "a cycle through C++ (autograd graph, made by MulBackward0, autograd graph, made by SumBackward0)"
     )
-    assert told["a"].suspects == ("autograd graph, made by MulBackward0", "autograd graph, made by SumBackward0")
+    assert reported["a"].suspects == ("autograd graph, made by MulBackward0", "autograd graph, made by SumBackward0")
 
 
 def test_of_many_holders_the_first_are_named() -> None:
-    told = together({number: autograd(f"Node{number}") for number in range(6)})
-    assert told[0].holder.endswith("made by Node3 and 2 more)")
-    assert len(told[0].suspects) == 6
+    reported = together({number: autograd(f"Node{number}") for number in range(6)})
+    assert reported[0].holder.endswith("made by Node3 and 2 more)")
+    assert len(reported[0].suspects) == 6
 
 
 def test_without_nodes_the_knot_is_native() -> None:
-    told = together({"a": without_path("native code"), "b": without_path("garbage: dict", "unexplained", "cycle")})
-    assert (told["a"].cause, told["a"].holder) == ("native", "a cycle through C++ (garbage: dict)")
+    reported = together({"a": without_path("native code"), "b": without_path("garbage: dict", "unexplained", "cycle")})
+    assert (reported["a"].cause, reported["a"].holder) == ("native", "a cycle through C++ (garbage: dict)")
 
 
 def test_what_has_a_path_or_is_frozen_is_no_part_of_a_knot(load: Load) -> None:
     frozen = Explanation("frozen-garbage", "frozen-garbage", "", (), ("frozen garbage",))
     program = load("LOSSES = []")
     with_path = explanations_of(lambda: program.LOSSES.append(torch.ones(1)))[4]
-    told = together({"a": autograd("A"), "b": autograd("B"), "frozen": frozen, "held": with_path})
-    assert (told["frozen"], told["held"]) == (frozen, with_path)
-    assert told["a"] is told["b"]
+    reported = together({"a": autograd("A"), "b": autograd("B"), "frozen": frozen, "held": with_path})
+    assert (reported["frozen"], reported["held"]) == (frozen, with_path)
+    assert reported["a"] is reported["b"]

@@ -125,9 +125,11 @@ def test_what_is_added_beside_it_is_found(owner: Owner, engine: Engine) -> None:
     assert (finding.holder or "").startswith("module fixture 'engine'.adapters['")
 
 
-@pytest.mark.parametrize(("maxsize", "tests", "told"), [(4, 9, False), (4, 5, False), (64, 9, True), (None, 9, True)])
+@pytest.mark.parametrize(
+    ("maxsize", "tests", "reported"), [(4, 9, False), (4, 5, False), (64, 9, True), (None, 9, True)]
+)
 def test_a_cache_that_is_full_is_no_growth(
-    owner: Owner, engine: Engine, maxsize: int | None, tests: int, *, told: bool
+    owner: Owner, engine: Engine, maxsize: int | None, tests: int, *, reported: bool
 ) -> None:
     # Each entry is a little larger than the one that it replaces.
     engine.cached = functools.lru_cache(maxsize=maxsize)(lambda size: torch.zeros(KIB + size))
@@ -135,7 +137,7 @@ def test_a_cache_that_is_full_is_no_growth(
     for size in range(tests):
         engine.cached(size)
         turn(owner)
-    assert bool(found(owner)) is told
+    assert bool(found(owner)) is reported
 
 
 def test_attributes_that_are_filled_once_each_are_no_growth(owner: Owner, engine: Engine) -> None:
@@ -207,7 +209,7 @@ def test_two_attributes_are_two_places() -> None:
     assert place_of(["", ".encoder"]) != place_of(["", ".decoder"])
 
 
-def test_growth_that_survives_its_owner_is_told_with_what_survived(owner: Owner, engine: Engine) -> None:
+def test_growth_that_survives_its_owner_is_reported_with_what_survived(owner: Owner, engine: Engine) -> None:
     turn(owner, first=True)
     for name in "abc":
         engine.adapters[name] = torch.zeros(KIB)
@@ -223,12 +225,12 @@ def test_growth_that_survives_its_owner_is_told_with_what_survived(owner: Owner,
         message="16.0 KiB in 4 tensors",
         fingerprint="0",
     )
-    told = merged(left, [growth])
-    assert told.trend == "growth"
-    assert told.message == (
+    reported = merged(left, [growth])
+    assert reported.trend == "growth"
+    assert reported.message == (
         "16.0 KiB in 4 tensors; it grew by +4.0 KiB in each of 3 of 4 tests under module fixture 'engine'"
     )
-    assert rest_of([growth], [told]) == ()
+    assert rest_of([growth], [reported]) == ()
     assert rest_of([growth], []) == (growth,)
 
 

@@ -83,7 +83,7 @@ def test_what_falls_meanwhile_is_a_fixture_s_and_not_an_import_s() -> None:
     assert imported.growth == {"host-memory": 0}
 
 
-def test_a_level_that_cannot_be_told_has_no_growth() -> None:
+def test_a_level_that_cannot_be_reported_has_no_growth() -> None:
     assert taken(counters(host=None), counters(host=5)).growth == {}
     assert taken(counters(host=5), counters(host=None)).growth == {}
 

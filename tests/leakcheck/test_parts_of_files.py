@@ -64,16 +64,16 @@ def found_after(step: Callable[[], object]) -> tuple[list[Finding], list[Explana
     """The findings with what gives them back, and the explanations behind them."""
     heap, context = left_by(step)
     explained = explain_storages({held.key for held in heap.held}, context)
-    told = list(explained.by_key.values())
-    return prove(tensor_leaks([heap.held], [Rung.RAW], explained, context), context), told
+    reported = list(explained.by_key.values())
+    return prove(tensor_leaks([heap.held], [Rung.RAW], explained, context), context), reported
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 def test_the_dict_of_a_loaded_file_holds_the_memory_of_the_file(files: dict[str, Path], kind: str) -> None:
-    (finding,), (told,) = found_after(lambda: KEPT.update(weights=load(files, kind)))
+    (finding,), (reported,) = found_after(lambda: KEPT.update(weights=load(files, kind)))
     # The file's header is part of the memory.
     assert WEIGHTS * EACH < finding.bytes < WEIGHTS * EACH + 4096
-    assert (told.verdict, told.cause) == ("reachable", "module-global")
+    assert (reported.verdict, reported.cause) == ("reachable", "module-global")
     assert finding.holder == f"{__name__}.KEPT['weights']"
     assert finding.remedy is not None
     assert finding.remedy.returns_bytes == finding.bytes

@@ -77,8 +77,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_was_taken_without_torch_makes_no_test_clean(asked: list[int]) -> None:
-    told = CardsWithoutTorch().told(reading("/dev/null", "/dev/nvidia-uvm"))
-    outcome, reason = judged_as("clean", told)
+    reported = CardsWithoutTorch().reported(reading("/dev/null", "/dev/nvidia-uvm"))
+    outcome, reason = judged_as("clean", reported)
     assert outcome == "unsupported"
     assert reason.startswith("not judged: memory on cuda:0 that was taken without torch; call torch.cuda.init()")
 
@@ -87,15 +87,15 @@ def test_nobody_is_asked_where_no_driver_is_open_or_torch_has_begun(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = CardsWithoutTorch()
-    assert seen.told(reading("/dev/null", "pipe:[1]", "/home/dev/nvidia")) == ()
+    assert seen.reported(reading("/dev/null", "pipe:[1]", "/home/dev/nvidia")) == ()
     monkeypatch.setattr(past_torch, "initialized_torch", lambda: object())
-    assert seen.told(reading("/dev/nvidia0")) == ()
+    assert seen.reported(reading("/dev/nvidia0")) == ()
     assert not asked
 
 
 def test_a_driver_that_was_asked_for_its_cards_only_is_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(past_torch, "cards_with_contexts", list)
-    assert CardsWithoutTorch().told(reading("/dev/nvidiactl")) == ()
+    assert CardsWithoutTorch().reported(reading("/dev/nvidiactl")) == ()
 
 
 @pytest.mark.parametrize(("card", "warm_up"), [(True, "first-use"), (True, "off"), (False, "off")])
@@ -114,8 +114,8 @@ def test_a_watch_says_it_and_has_torch_begin_before_the_next_test(
         assert not watch.end().not_measured
         watch.begin()
         cards.append(0)
-        told = [missing.what for missing in watch.end().not_measured]
-        assert told == (["memory on cuda:0 that was taken without torch"] if card else [])
+        reported = [missing.what for missing in watch.end().not_measured]
+        assert reported == (["memory on cuda:0 that was taken without torch"] if card else [])
         assert not warmed
         watch.begin()
         assert bool(warmed) == (warm_up == "first-use")

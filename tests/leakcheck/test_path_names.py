@@ -288,7 +288,7 @@ def funcargs_of_somebody_else(helper: Any, thing: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def told() -> Iterator[dict[str, Explanation]]:
+def reported() -> Iterator[dict[str, Explanation]]:
     helper: Any = types.ModuleType("helper")
     sys.modules["helper"] = helper
     things = [Thing() for _ in SHAPES]
@@ -302,13 +302,13 @@ def told() -> Iterator[dict[str, Explanation]]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_holder_has_a_name_that_a_person_can_use(shape: str, told: dict[str, Explanation]) -> None:
+def test_the_holder_has_a_name_that_a_person_can_use(shape: str, reported: dict[str, Explanation]) -> None:
     # torch numbers all hooks of a process.
-    assert re.sub(r"_hooks\[\d+\]", "_hooks[0]", told[shape].holder) == SHAPES[shape][0]
+    assert re.sub(r"_hooks\[\d+\]", "_hooks[0]", reported[shape].holder) == SHAPES[shape][0]
 
 
-def test_no_path_leads_through_the_insides_of_the_test_runner(told: dict[str, Explanation]) -> None:
-    shown = [told[shape].path for shape in SHAPES if SHAPES[shape][0].startswith(("fixture", "test parameter"))]
+def test_no_path_leads_through_the_insides_of_the_test_runner(reported: dict[str, Explanation]) -> None:
+    shown = [reported[shape].path for shape in SHAPES if SHAPES[shape][0].startswith(("fixture", "test parameter"))]
     assert len(shown) == 5
     assert all(not hop.type.startswith("_pytest") for path in shown for hop in path)
     assert [path[0].edge for path in shown] == [
@@ -321,29 +321,29 @@ def test_no_path_leads_through_the_insides_of_the_test_runner(told: dict[str, Ex
 
 
 def test_what_is_shown_has_the_suspects_and_what_they_retain_beside_the_right_hops(
-    told: dict[str, Explanation],
+    reported: dict[str, Explanation],
 ) -> None:
-    for explanation in told.values():
+    for explanation in reported.values():
         assert any(hop.suspect for hop in explanation.path[1:])
         assert len(explanation.freed) <= len(explanation.path)
     # The first hop behind the fixture, and what would be free without it: the thing at its place.
     place = list(SHAPES).index("value_of_a_fixture")
-    fixture = told["value_of_a_fixture"]
+    fixture = reported["value_of_a_fixture"]
     assert [hop.edge for hop in fixture.path] == ["fixture 'served'", ".sessions", "[0]"]
     assert fixture.freed[1:] == (frozenset({place}), frozenset({place}))
 
 
-def test_a_fingerprint_does_not_depend_on_the_plugin_at_which_a_path_begins(told: dict[str, Explanation]) -> None:
-    assert told["value_of_a_fixture"].suspects[0] == "fixture 'served' .sessions"
+def test_a_fingerprint_does_not_depend_on_the_plugin_at_which_a_path_begins(reported: dict[str, Explanation]) -> None:
+    assert reported["value_of_a_fixture"].suspects[0] == "fixture 'served' .sessions"
 
 
-def test_what_has_no_expression_is_cut_in_words_only(told: dict[str, Explanation]) -> None:
+def test_what_has_no_expression_is_cut_in_words_only(reported: dict[str, Explanation]) -> None:
     nameless = {
         shape for shape, (name, _) in SHAPES.items() if name.startswith(("fixture", "test parameter", "weakref"))
     }
-    cuts = {shape: cut for shape in nameless if (cut := told[shape].cut) is not None}
+    cuts = {shape: cut for shape in nameless if (cut := reported[shape].cut) is not None}
     assert {shape for shape, cut in cuts.items() if cut.is_code} == set()
 
 
-def test_what_the_test_runner_itself_keeps_is_not_cut(told: dict[str, Explanation]) -> None:
-    assert told["fixture_that_is_the_leak"].cut is None
+def test_what_the_test_runner_itself_keeps_is_not_cut(reported: dict[str, Explanation]) -> None:
+    assert reported["fixture_that_is_the_leak"].cut is None

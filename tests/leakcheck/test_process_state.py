@@ -66,7 +66,7 @@ def test_where_nothing_changed_nothing_is_found(state: ProcessState) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_setting_that_was_not_restored_is_told_and_left_alone(name: str, state: ProcessState) -> None:
+def test_a_setting_that_was_not_restored_is_reported_and_left_alone(name: str, state: ProcessState) -> None:
     change, message, _ = CHANGES[name]
     change()
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_several_changes_are_several_findings_with_fingerprints_of_their_own(sta
     assert len({finding.fingerprint for finding in findings}) == len(findings) == len(CHANGES)
 
 
-def test_what_cannot_be_put_back_is_told_with_what_was_tried(
+def test_what_cannot_be_put_back_is_reported_with_what_was_tried(
     state: ProcessState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_default_dtype(torch.float64)

@@ -181,7 +181,7 @@ def held_by(findings: Sequence[Finding], holder: str, stage: str = "create") -> 
     return found
 
 
-def told(finding: Finding) -> tuple[Remedy | None, tuple[Remedy, ...], tuple[str, ...]]:
+def reported(finding: Finding) -> tuple[Remedy | None, tuple[Remedy, ...], tuple[str, ...]]:
     return finding.remedy, finding.tried, finding.changed
 
 
@@ -195,27 +195,27 @@ NAME = "program_0"
 def test_an_entry_gives_back_every_byte(findings: list[Finding]) -> None:
     action = remedy(f"del {NAME}.TABLE['a']", 1001)
     found = held_by(findings, "TABLE")
-    assert told(found) == (action, (action,), (f"{NAME}.TABLE['a'] is deleted",))
+    assert reported(found) == (action, (action,), (f"{NAME}.TABLE['a'] is deleted",))
     assert found.message.endswith(f"; del {NAME}.TABLE['a'] returns 1001 B")
 
 
 def test_a_cache_gives_back_every_byte(findings: list[Finding]) -> None:
     action = remedy(f"{NAME}.cached.cache_clear()", 1008)
-    assert told(held_by(findings, "cached")) == (action, (action,), (f"{NAME}.cached is empty",))
+    assert reported(held_by(findings, "cached")) == (action, (action,), (f"{NAME}.cached is empty",))
 
 
 def test_a_global_that_begins_as_none_gives_back_every_byte(findings: list[Finding], program: Any) -> None:
     action = remedy(f"{NAME}.BEGINS_AS_NONE = None", 1006)
-    assert told(held_by(findings, "BEGINS_AS_NONE")) == (action, (action,), (f"{NAME}.BEGINS_AS_NONE is None",))
+    assert reported(held_by(findings, "BEGINS_AS_NONE")) == (action, (action,), (f"{NAME}.BEGINS_AS_NONE is None",))
     assert program.BEGINS_AS_NONE is None
 
 
 def test_a_global_that_begins_otherwise_is_left_alone(findings: list[Finding], program: Any) -> None:
-    assert told(held_by(findings, "BEGINS_OTHERWISE")) == (None, (), ())
+    assert reported(held_by(findings, "BEGINS_OTHERWISE")) == (None, (), ())
     assert program.BEGINS_OTHERWISE[0].numel() == 1007
 
 
-def test_of_two_holders_both_are_told_and_only_the_second_gives_anything_back(findings: list[Finding]) -> None:
+def test_of_two_holders_both_are_reported_and_only_the_second_gives_anything_back(findings: list[Finding]) -> None:
     (found,) = [finding for finding in findings if finding.bytes == 1002]
     first, second = found.tried
     assert {first.action, second.action} == {f"del {NAME}.ONE['x']", f"del {NAME}.TWO['x']"}
@@ -266,11 +266,11 @@ def test_an_entry_whose_key_raises_when_it_is_hashed_goes_without_that(findings:
     found = held_by(findings, "BROKEN")
     # By its key it could be deleted only if that were hashed.
     action = remedy(f"dict.popitem({NAME}.BROKEN)", 1011)
-    assert told(found) == (action, (action,), (f"{NAME}.BROKEN[<{NAME}.Key>] is deleted",))
+    assert reported(found) == (action, (action,), (f"{NAME}.BROKEN[<{NAME}.Key>] is deleted",))
     assert program.BROKEN == {}
 
 
-def test_an_action_that_helps_two_findings_is_told_with_both_and_done_once(findings: list[Finding]) -> None:
+def test_an_action_that_helps_two_findings_is_reported_with_both_and_done_once(findings: list[Finding]) -> None:
     created, inferred = (held_by(findings, "ENGINES['e']", stage) for stage in ("create", "infer"))
     assert created.remedy == remedy(f"del {NAME}.ENGINES['e']", 1009)
     assert inferred.remedy == remedy(f"del {NAME}.ENGINES['e']", 1010)
@@ -404,7 +404,7 @@ class Noisy:
         raise RuntimeError("in the end")
 
 
-def test_what_is_raised_where_nobody_can_catch_it_is_told_and_holds_nothing(load: Load) -> None:
+def test_what_is_raised_where_nobody_can_catch_it_is_reported_and_holds_nothing(load: Load) -> None:
     program = load("TABLE = {}")
     before = sys.unraisablehook
     (found,) = proven(("call", lambda: program.TABLE.update(noisy=Noisy(6001))))
@@ -490,7 +490,7 @@ def test_a_thread_that_ends_by_itself_is_waited_for() -> None:
         threading.Timer(2.0, held.stop.set).start()
         (found,) = prove(leaks, dataclasses.replace(context, patience=20))
         action = remedy(JOIN, 4001)
-        assert told(found) == (action, (action,), ())
+        assert reported(found) == (action, (action,), ())
 
 
 def test_a_thread_that_does_not_end_is_not_waited_for_long() -> None:
@@ -499,7 +499,7 @@ def test_a_thread_that_does_not_end_is_not_waited_for_long() -> None:
         started = time.perf_counter()
         (found,) = prove(leaks, dataclasses.replace(context, patience=0.3))
         assert 0.3 <= time.perf_counter() - started < 5
-        assert told(found) == (None, (remedy(JOIN, 0),), ())
+        assert reported(found) == (None, (remedy(JOIN, 0),), ())
         assert held.thread.is_alive()
 
 
@@ -547,7 +547,7 @@ def test_a_gradient_of_an_old_parameter_is_dropped(load: Load) -> None:
     (found,) = proven(("step", step))
     name = f"{program.__name__}.NETWORK.weight"
     assert (found.bytes, found.holder, found.cause) == (200, f"{name}.grad", "instance-attribute")
-    assert told(found) == (
+    assert reported(found) == (
         remedy(f"{name}.grad = None", 200),
         (remedy(f"{name}.grad = None", 200),),
         (f"{name}.grad is None",),
@@ -579,7 +579,7 @@ def test_a_storage_is_gone_when_its_last_view_is() -> None:
     assert watch.gone() == keys
 
 
-def test_each_storage_is_told_by_itself() -> None:
+def test_each_storage_is_reported_by_itself() -> None:
     one, other = numbers(100), numbers(200)
     keys = keys_of(one)
     watch = StorageWatch(keys | keys_of(other))
@@ -633,7 +633,7 @@ def test_memory_that_was_given_to_somebody_else_is_gone_all_the_same() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_every_kind_of_tensor_is_told(make: Callable[[], Any]) -> None:
+def test_every_kind_of_tensor_is_reported(make: Callable[[], Any]) -> None:
     tensor = make()
     keys = keys_of(tensor)
     assert keys

@@ -11,8 +11,8 @@ from lowtide.probes.device.driver.none import NoDriver
 OWN, NEIGHBOUR = 100, 200
 
 
-def grown(before: CardUse, now: CardUse, *, told_apart: bool = True) -> int:
-    return grown_by_nobody_else(before, now, {OWN}, told_apart=told_apart)
+def grown(before: CardUse, now: CardUse, *, distinguished: bool = True) -> int:
+    return grown_by_nobody_else(before, now, {OWN}, distinguished=distinguished)
 
 
 def test_what_the_process_holds_has_grown() -> None:
@@ -35,11 +35,11 @@ def test_a_neighbour_that_came_is_one_only_where_the_driver_numbers_processes_as
     before, now = CardUse(10, {}), CardUse(90, {NEIGHBOUR: 80})
     assert grown(before, now) == 0
     # It may be the process itself, under another number.
-    assert grown(before, now, told_apart=False) == 80
+    assert grown(before, now, distinguished=False) == 80
 
 
 def test_a_neighbour_that_was_there_before_is_one_in_any_case() -> None:
-    assert grown(CardUse(10, {NEIGHBOUR: 5}), CardUse(90, {NEIGHBOUR: 85}), told_apart=False) == 0
+    assert grown(CardUse(10, {NEIGHBOUR: 5}), CardUse(90, {NEIGHBOUR: 85}), distinguished=False) == 0
 
 
 def test_a_neighbour_of_which_the_driver_does_not_tell_the_memory_explains_nothing() -> None:

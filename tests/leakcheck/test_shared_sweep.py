@@ -155,7 +155,9 @@ class WaitsForNobody(Bare):
         threading.Event().wait()
 
 
-def test_a_life_that_does_not_end_is_told_with_where_it_stood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_life_that_does_not_end_is_reported_with_where_it_stood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "HANG_S", 0.5)
     monkeypatch.setenv("LOWTIDE_TEST_CHILD", str(tmp_path / "pid"))
     (bad,) = [item for item in shared(WaitsForNobody, "map", jobs=1) if item.findings]
@@ -183,7 +185,7 @@ def test_where_it_stood_is_unknown_where_nothing_was_written() -> None:
     assert module.where_it_stood("") == "it did not say where it stood"
 
 
-def test_how_a_process_ended_is_told_by_name_where_there_is_one() -> None:
+def test_how_a_process_ended_is_reported_by_name_where_there_is_one() -> None:
     assert [module._how_it_ended(code) for code in (3, -9, -40)] == ["exit code 3", "SIGKILL", "signal 40"]
 
 

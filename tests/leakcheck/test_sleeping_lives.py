@@ -34,7 +34,7 @@ class Sleeper:
 
     def __init__(self) -> None:
         self.pages = CpuPages()
-        self.told: list[str] = []
+        self.reported: list[str] = []
 
     def create(self) -> None:
         self.arenas = {tag: Arena(tag, 2 * MIB, self.pages) for tag in ("weights", "kv_cache", "runtime")}
@@ -48,7 +48,7 @@ class Sleeper:
         self.weights.copy_(torch.arange(1000))
 
     def infer(self) -> Sequence[Sequence[int]]:
-        self.told.append("infer")
+        self.reported.append("infer")
         return [[1, 2, 3]]
 
     def sleep(self, level: int) -> None:
@@ -98,7 +98,7 @@ def is_clean(life: type[Sleeper]) -> bool:
 def test_the_clean_engine_is_clean_and_infers_to_the_end() -> None:
     subject, engine = live(Sleeper, SCRIPT)
     assert (subject.outcome, subject.findings) == ("clean", ())
-    assert engine.told == ["infer"] * 3
+    assert engine.reported == ["infer"] * 3
 
 
 # --- a wake that fails ----------------------------------------------------------------------------------------------
@@ -133,11 +133,11 @@ class FailsWithAnotherError(FailsHalfWay):
         raise RuntimeError("planted")
 
 
-def test_a_wake_without_room_that_undoes_it_is_made_again_and_told() -> None:
+def test_a_wake_without_room_that_undoes_it_is_made_again_and_reported() -> None:
     subject, _ = live(FailsOnce)
     assert (subject.outcome, subject.reason, subject.findings) == ("clean", "", ())
-    (told,) = [item for item in subject.not_measured if item.what == "the first try of wake"]
-    assert told.why == "in cycle 1 it raised OutOfMemoryError: no room; made again, it worked"
+    (reported,) = [item for item in subject.not_measured if item.what == "the first try of wake"]
+    assert reported.why == "in cycle 1 it raised OutOfMemoryError: no room; made again, it worked"
 
 
 def test_a_wake_that_fails_for_another_reason_ends_the_run_and_is_judged() -> None:
@@ -172,7 +172,7 @@ def test_lost_contents_are_named_and_nothing_is_computed_with_them() -> None:
     (finding,) = subject.findings
     assert (finding.resource, finding.cause, finding.holder) == ("contents", "not-restored", "weights")
     assert (finding.bytes, finding.stage) == (8000, "wake")
-    assert engine.told == ["infer"]
+    assert engine.reported == ["infer"]
     assert subject.stages[-1].name == "shutdown"
 
 
@@ -443,7 +443,7 @@ def seeing(blocks: Blocks) -> Iterator[GrowthWatch]:
         yield watch
 
 
-def test_a_buffer_that_was_replaced_is_told_although_the_new_one_came_out_of_what_was_cached(
+def test_a_buffer_that_was_replaced_is_reported_although_the_new_one_came_out_of_what_was_cached(
     seeing: GrowthWatch, blocks: Blocks
 ) -> None:
     blocks.allocate(0, 16 * MIB)

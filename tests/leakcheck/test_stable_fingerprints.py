@@ -111,8 +111,8 @@ def test_a_holder_has_the_fingerprint_that_it_always_had(helper: Any, holder: st
     if freeze:
         gc.freeze()
     try:
-        (told,) = explain(things, ignore={id(things)})
+        (reported,) = explain(things, ignore={id(things)})
     finally:
         if freeze:
             gc.unfreeze()
-    assert fingerprint(resource="tensors", device="cpu", stage="call", suspects=told.suspects) == expected
+    assert fingerprint(resource="tensors", device="cpu", stage="call", suspects=reported.suspects) == expected

@@ -32,7 +32,7 @@ def watched() -> Iterator[None]:
     watch.close()
 
 
-def told() -> dict[tuple[str, ...], Any]:
+def reported() -> dict[tuple[str, ...], Any]:
     """What the modules' functions and methods say of themselves, and whether each can be pickled."""
     places = [(module.__name__, module) for module in MODULES]
     places += [
@@ -62,12 +62,12 @@ def _is_picklable(function: Any) -> bool:
     return False
 
 
-BEFORE = told()
+BEFORE = reported()
 
 
 @pytest.mark.usefixtures("watched")
 def test_functions_say_of_themselves_what_they_said() -> None:
-    now = told()
+    now = reported()
     changed = {place: (BEFORE[place], now[place]) for place in BEFORE if now[place] != BEFORE[place]}
     assert changed == {}
 

@@ -292,20 +292,20 @@ def test_an_entry_is_used_if_any_process_used_it(tmp_path: Path) -> None:
     assert problems(load(path).entries, used[0] | used[1], TODAY) == ()
 
 
-def test_an_entry_with_a_former_fingerprint_is_told_what_replaces_it(tmp_path: Path) -> None:
+def test_an_entry_with_a_former_fingerprint_is_reported_what_replaces_it(tmp_path: Path) -> None:
     entries = entry(tmp_path, f'fingerprint = "{"f" * 16}"', 'owner = "ana"')
     leaks = [
         msgspec.structs.replace(LEAK, fingerprint=mark * 16, former_fingerprint="f" * 16, message=f"{mark} stayed")
         for mark in "aab"
     ]
-    told = (
+    reported = (
         "lowtide.toml:1: replaced (owner: ana): each leak has a fingerprint of its own now; write instead of "
         f"{'f' * 16}: {'a' * 16} (tensors: a stayed), {'b' * 16} (tensors: b stayed)"
     )
     assert not suppressed(entries, leaks[0])
-    assert problems(entries.entries, (), TODAY, leaks) == (told,)
+    assert problems(entries.entries, (), TODAY, leaks) == (reported,)
     # It is known to be replaced, even where not everything was run; that it is unused is not.
-    assert problems(entries.entries, (), TODAY, leaks, ran_all=False) == (told,)
+    assert problems(entries.entries, (), TODAY, leaks, ran_all=False) == (reported,)
     assert problems(entries.entries, (), TODAY, [LEAK], ran_all=False) == ()
     assert problems(entries.entries, ("lowtide.toml:1",), TODAY, leaks) == ()
 

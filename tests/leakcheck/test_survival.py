@@ -119,7 +119,7 @@ def test_a_buffer_without_a_name_here_must_have_memory_behind_it(arena: Arena) -
     assert (found.resource, found.cause, found.holder) == ("pointers", "cuda-graph", "keys")
 
 
-def test_of_several_moved_buffers_the_first_is_told_in_full() -> None:
+def test_of_several_moved_buffers_the_first_is_reported_in_full() -> None:
     old = torch.arange(8)
     recorded = {"a": (old.data_ptr(), 32), "b": (old.data_ptr() + 32, 32)}
     (found,) = survival({}).dangling("wake", {"a": torch.arange(4), "b": torch.arange(4)}, recorded)

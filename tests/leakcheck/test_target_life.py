@@ -164,7 +164,7 @@ class TakesThemInAtAStep(HoldsABlock):
         return super().step()
 
 
-def test_that_a_step_gives_them_back_is_told() -> None:
+def test_that_a_step_gives_them_back_is_reported() -> None:
     finding = only(TakesThemInAtAStep)
     assert finding.remedy is not None
     assert finding.remedy.action == "engine.step()"
@@ -194,10 +194,10 @@ class NeverResets(TellsNothing):
 
 def test_a_target_that_tells_nothing_of_itself_is_driven_too() -> None:
     assert lived(TellsNothing).outcome == "clean"
-    assert only(NeverResets).holder == "nobody that tells"
+    assert only(NeverResets).holder == "a holder that the engine does not name"
 
 
-def test_paths_are_told_from_the_engine_that_the_target_has() -> None:
+def test_paths_are_distinguished_from_the_engine_that_the_target_has() -> None:
     life = TargetLife(TellsNothing)
     assert type(life.engine) is TellsNothing
     life.engine.engine = "the engine"  # type: ignore[attr-defined]

@@ -207,7 +207,7 @@ def process(pid: int, size: int, cards: Mapping[str, int | None] | None = None, 
 
 
 @pytest.mark.parametrize(
-    ("tree", "told"),
+    ("tree", "reported"),
     [
         (FakeTree(process(7, 60 * MIB)), True),
         (FakeTree(process(7, 40 * MIB)), False),
@@ -219,22 +219,22 @@ def process(pid: int, size: int, cards: Mapping[str, int | None] | None = None, 
     ids=["a tenth", "less than a tenth", "small", "helper", "context", "helper with a context"],
 )
 def test_a_context_or_a_tenth_of_the_memory_had_to_be_seen(
-    monkeypatch: pytest.MonkeyPatch, tree: FakeTree, *, told: bool
+    monkeypatch: pytest.MonkeyPatch, tree: FakeTree, *, reported: bool
 ) -> None:
-    assert bool(found_in(monkeypatch, tree)) is told
+    assert bool(found_in(monkeypatch, tree)) is reported
 
 
 @pytest.mark.parametrize(
-    ("size", "forked", "told"),
+    ("size", "forked", "reported"),
     [(150 * MIB, False, False), (900 * MIB, False, True), (150 * MIB, True, True), (20 * MIB, True, False)],
     ids=["imports", "loads much", "forked with much of its own", "forked"],
 )
 def test_a_worker_of_a_data_loader_may_have_what_imports_take(
-    monkeypatch: pytest.MonkeyPatch, size: int, *, forked: bool, told: bool
+    monkeypatch: pytest.MonkeyPatch, size: int, *, forked: bool, reported: bool
 ) -> None:
     monkeypatch.setattr(unseen, "_is_data_worker", lambda pid: True)
     tree = FakeTree(dataclasses.replace(process(7, size), forked=forked))
-    assert bool(found_in(monkeypatch, tree)) is told
+    assert bool(found_in(monkeypatch, tree)) is reported
 
 
 def test_a_worker_that_had_not_its_name_yet_is_one_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,15 +244,15 @@ def test_a_worker_that_had_not_its_name_yet_is_one_all_the_same(monkeypatch: pyt
     assert found_in(monkeypatch, tree, tree) == ()
 
 
-def test_the_most_that_a_process_held_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_most_that_a_process_held_is_reported_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     core = {"name": "VLLM::EngineCore"}
-    told = found_in(
+    reported = found_in(
         monkeypatch,
         FakeTree(process(7, 900 * MIB, {"cuda:0": 1 << 30}, **core)),
         FakeTree(process(7, 3174 * MIB, {"cuda:0": int(49.2 * (1 << 30))}, **core)),
         FakeTree(process(7, 200 * MIB, **core)),
     )
-    assert judged_as("clean", told) == (
+    assert judged_as("clean", reported) == (
         "unsupported",
         "not judged: memory of pid 7 (VLLM::EngineCore): 49.2 GiB on cuda:0, 3.1 GiB host; run the engine in this "
         "process (VLLM_ENABLE_V1_MULTIPROCESSING=0) to have it judged",
@@ -267,12 +267,12 @@ def test_vllms_variable_is_named_where_its_process_has_no_title(monkeypatch: pyt
     assert "VLLM" not in sglang.why
 
 
-def test_a_process_that_is_a_finding_is_not_told_again() -> None:
+def test_a_process_that_is_a_finding_is_not_reported_again() -> None:
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as left:
         tree = FakeTree(process(left.pid, 900 * MIB))
         seen = UnmeasuredProcesses(ProcessTree(), None)
         vars(seen).update(_tree=tree, _memory=tree)
-        seen.is_told([left.pid])
+        seen.is_reported([left.pid])
         seen.look(always=True)
     assert seen.not_measured == ()
 
@@ -350,7 +350,7 @@ def test_a_process_that_the_fork_server_has_forked_is_found_where_it_stays() -> 
     child.join()
 
 
-def test_of_many_lives_of_one_program_the_largest_is_told() -> None:
+def test_of_many_lives_of_one_program_the_largest_is_reported() -> None:
     def missing(pid: int, name: str, host: int) -> NotMeasured:
         return NotMeasured(what=str(pid), why="", process=OtherProcess(pid=pid, name=name, host=host))
 

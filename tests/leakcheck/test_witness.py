@@ -298,7 +298,7 @@ def test_what_is_not_measured_is_said_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert "not judged: what killed processes leave on cuda:0 (a test)" in said
 
 
-def test_a_process_that_does_not_come_there_is_told_with_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_come_there_is_reported_with_its_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TargetError, match="to be killed in create ended by itself: no licence"):
         killed(EndsByItself)
     monkeypatch.setattr(module, "START_S", 0.05)

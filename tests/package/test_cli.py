@@ -185,7 +185,7 @@ def test_an_unknown_defect_is_refused_with_those_there_are() -> None:
         (("suppress",), "DIR"),
     ],
 )
-def test_what_makes_no_sense_is_told_in_one_line(args: tuple[str, ...], said: str) -> None:
+def test_what_makes_no_sense_is_reported_in_one_line(args: tuple[str, ...], said: str) -> None:
     refused(said, *args)
 
 

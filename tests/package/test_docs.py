@@ -73,16 +73,16 @@ def test_a_new_command_and_a_new_option_show_on_the_page(monkeypatch: pytest.Mon
 
 
 def test_every_command_and_option_of_the_help_is_on_the_page() -> None:
-    told = sections(page("cli.md"))
+    reported = sections(page("cli.md"))
     commands = [
         info.name or getattr(info.callback, "__name__", "").replace("_", "-") for info in app.registered_commands
     ]
-    assert list(told) == [f"`lowtide {name}`" for name in commands]
+    assert list(reported) == [f"`lowtide {name}`" for name in commands]
     for name in commands:
         help_text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1"}).stdout
         options = set(OPTION.findall(help_text)) - {"--help"}
         assert options
-        assert options <= set(OPTION.findall(told[f"`lowtide {name}`"])), name
+        assert options <= set(OPTION.findall(reported[f"`lowtide {name}`"])), name
 
 
 def test_help_prints_square_brackets_and_whole_sentences() -> None:
@@ -111,14 +111,14 @@ def test_the_python_interface_has_every_public_name() -> None:
     from lowtide import engine
     from lowtide.leakcheck import targets
 
-    told = set(re.findall(r"^(?:::: |      heading: )([\w.]+)$", page("api.md"), re.MULTILINE))
+    reported = set(re.findall(r"^(?:::: |      heading: )([\w.]+)$", page("api.md"), re.MULTILINE))
     names = {f"lowtide.{name}" for name in lowtide.__all__ if name != "__version__"}
     # A type's alias and a table of settings have no documentation of their own.
     names |= {f"lowtide.leakcheck.target.{name}" for name in targets.__all__ if name != "TargetFactory"}
     errors = {name for name in engine.__all__ if name.endswith("Error")}
     names |= {f"lowtide.engine.{name}" for name in set(engine.__all__) - errors - {"PRESETS"}}
-    assert names <= told
-    assert "lowtide.engine.errors" in told
+    assert names <= reported
+    assert "lowtide.engine.errors" in reported
 
 
 def test_each_heading_of_the_python_interface_imports_what_stands_below_it() -> None:

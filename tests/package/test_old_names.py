@@ -25,11 +25,11 @@ def test_the_old_name_is_the_same_module(old: str, new: str) -> None:
     module = importlib.import_module(new)
     spec, loader, name = module.__spec__, module.__loader__, module.__name__
     sys.modules.pop(old, None)
-    with pytest.warns(DeprecationWarning, match=re.escape(f"{old} is now {new}: import it from there")) as told:
+    with pytest.warns(DeprecationWarning, match=re.escape(f"{old} is now {new}: import it from there")) as reported:
         found = importlib.import_module(old)
     assert found is module
     assert (module.__spec__, module.__loader__, module.__name__) == (spec, loader, name)
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 @pytest.mark.parametrize("old", sorted(DOCUMENTED))
@@ -61,9 +61,9 @@ def test_each_renamed_member_is_reached_by_an_old_module() -> None:
 
 def test_the_warning_shows_the_line_that_imports() -> None:
     sys.modules.pop("lowtide.leakcheck.cards", None)
-    with pytest.warns(DeprecationWarning, match="is now") as told:
+    with pytest.warns(DeprecationWarning, match="is now") as reported:
         import lowtide.leakcheck.cards as cards
-    assert told[0].filename == __file__
+    assert reported[0].filename == __file__
     assert cards.__name__ == "lowtide.leakcheck.baseline.device_memory"
 
 

@@ -43,14 +43,14 @@ def slug(heading: str) -> str:
 
 @pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/running.md", "docs/defects.md"])
 def test_each_command_that_is_shown_exists_with_its_options(name: str) -> None:
-    told = sections(page("cli.md"))
+    reported = sections(page("cli.md"))
     text = (ROOT / name).read_text(encoding="utf-8")
     shown = COMMAND.findall("\n".join([*FENCED.findall(text), *INLINE.findall(text)]))
     assert shown
     for command, rest in shown:
-        assert f"`lowtide {command}`" in told, command
-        assert set(OPTION.findall(rest)) <= set(OPTION.findall(told[f"`lowtide {command}`"])), (command, rest)
-    assert len(app.registered_commands) == len(told)
+        assert f"`lowtide {command}`" in reported, command
+        assert set(OPTION.findall(rest)) <= set(OPTION.findall(reported[f"`lowtide {command}`"])), (command, rest)
+    assert len(app.registered_commands) == len(reported)
 
 
 @pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "SECURITY.md", *PAGES])

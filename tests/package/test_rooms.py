@@ -77,9 +77,9 @@ def test_an_import_that_leads_upward_is_refused(module: str, line: str, broken: 
     )
     done = contracts(tmp_path)
     assert done.returncode == 1
-    assert any(told.startswith(broken) and told.rstrip().endswith("BROKEN") for told in done.stdout.splitlines()) or (
-        "attic" in done.stdout + done.stderr
-    )
+    assert any(
+        reported.startswith(broken) and reported.rstrip().endswith("BROKEN") for reported in done.stdout.splitlines()
+    ) or ("attic" in done.stdout + done.stderr)
 
 
 def contracts(folder: Path) -> subprocess.CompletedProcess[str]:

@@ -71,7 +71,7 @@ def test_it_grows_by_many_addresses_a_few_at_a_time(step: int) -> None:
     assert set(table.find(addresses + 5000 * step).tolist()) == {-1}
 
 
-def test_many_addresses_in_one_slot_are_told_apart() -> None:
+def test_many_addresses_in_one_slot_are_distinguished() -> None:
     # Sixteen to a slot, and the slots next to each other are taken as well.
     addresses = array([16 * block + place for block in range(64) for place in range(16)])
     table = AddressTable(addresses)

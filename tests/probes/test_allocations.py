@@ -77,9 +77,9 @@ class FakeDriver:
 
     def _attribute(self, value: int, which: int, address: int) -> int:
         begin = self._begin(address)
-        told = {_CONTEXT: 1, _MANAGED: 0, _POOL: 0}
-        told |= {_DEVICE_ORDINAL: int(begin in self.elsewhere), _SHAREABLE: int(begin not in self.of_code)}
-        ctypes.c_uint64.from_address(value).value = told[which]
+        reported = {_CONTEXT: 1, _MANAGED: 0, _POOL: 0}
+        reported |= {_DEVICE_ORDINAL: int(begin in self.elsewhere), _SHAREABLE: int(begin not in self.of_code)}
+        ctypes.c_uint64.from_address(value).value = reported[which]
         return 0
 
     def _retain(self, handle: int, address: int) -> int:
@@ -158,7 +158,7 @@ def test_in_the_place_of_what_is_gone_what_is_there_now_is_found(driver: FakeDri
     assert read_allocations(0, earlier) == driver.at(20 * MIB, 24 * MIB)
 
 
-def test_what_is_mapped_without_access_is_told_by_its_handle(driver: FakeDriver) -> None:
+def test_what_is_mapped_without_access_is_reported_by_its_handle(driver: FakeDriver) -> None:
     driver.listed = {0: STEP, 6 * MIB: 512}
     driver.handles = {0: 1, 6 * MIB: 2, 10 * MIB: 7, 12 * MIB: 7, 14 * MIB: 8, 30 * MIB: 8}
     found = read_mappings_without_access(0, driver.at(0, 6 * MIB))

@@ -218,7 +218,7 @@ def test_what_was_noted_and_then_frozen_and_unfrozen_is_found(births: Births) ->
     assert seen(births, item) == ["before"]
 
 
-def test_what_lies_before_and_behind_a_change_of_the_label_is_told_apart_later(births: Births) -> None:
+def test_what_lies_before_and_behind_a_change_of_the_label_is_distinguished_later(births: Births) -> None:
     first = tensor()
     births.begin("second", 3)
     second = tensor()

@@ -246,17 +246,17 @@ def test_no_mode_of_the_process_runs() -> None:
         fingerprint(data)
 
 
-@pytest.mark.parametrize(("device", "told"), [("cuda:0", ["device"]), ("cpu", ["bytes"])])
-def test_bytes_are_compared_on_one_kind_of_device_only(device: str, told: list[str]) -> None:
+@pytest.mark.parametrize(("device", "reported"), [("cuda:0", ["device"]), ("cpu", ["bytes"])])
+def test_bytes_are_compared_on_one_kind_of_device_only(device: str, reported: list[str]) -> None:
     """The same bytes have another fingerprint on a card."""
     (before,) = take_fingerprints({"a": torch.ones(3)}).tensors
     after = Contents((dataclasses.replace(before, device=device, fingerprint=before.fingerprint + 1),))
-    assert [change.what for change in changed(Contents((before,)), after)] == told
+    assert [change.what for change in changed(Contents((before,)), after)] == reported
 
 
 @pytest.mark.cuda
 @needs_card
-def test_of_what_went_to_another_kind_of_device_that_is_told_and_a_change_on_the_card_is_named() -> None:
+def test_of_what_went_to_another_kind_of_device_that_is_reported_and_a_change_on_the_card_is_named() -> None:
     tensors = {"a": weights(), "b": weights(seed=1).view(400, 500).t(), "c": weights(7)}
     on_card = {name: tensor.cuda() for name, tensor in tensors.items()}
     before = take_fingerprints(on_card)

@@ -404,27 +404,27 @@ def test_a_card_has_what_torch_and_its_driver_count_for_this_process(card: Card)
     assert on_card(reader.read()) == {"allocated cuda:0": 10, "reserved cuda:0": 20, "driver cuda:0": 980}
     card.held = 900
     found = reader.read()
-    assert (found.amounts["driver cuda:0"], found.untold) == (880, {})
+    assert (found.amounts["driver cuda:0"], found.unmeasured) == (880, {})
 
 
-def test_why_a_driver_s_amount_is_not_known_is_told(card: Card) -> None:
+def test_why_a_driver_s_amount_is_not_known_is_reported(card: Card) -> None:
     reader = card_reader(card)
     card.held = None
     found = reader.read()
-    assert (found.amounts["driver cuda:0"], found.untold) == (None, {"driver cuda:0": "it is not listed"})
+    assert (found.amounts["driver cuda:0"], found.unmeasured) == (None, {"driver cuda:0": "it is not listed"})
     # Also by the reading that takes it over.
-    assert reader.read(found).untold == found.untold
+    assert reader.read(found).unmeasured == found.unmeasured
     card.held, card.reserved = 1000, None
     found = reader.read()
     assert on_card(found) == {"allocated cuda:0": None, "reserved cuda:0": None, "driver cuda:0": None}
-    assert found.untold == {"driver cuda:0": "torch's allocator does not say what it has reserved"}
+    assert found.unmeasured == {"driver cuda:0": "torch's allocator does not say what it has reserved"}
 
 
 def test_where_the_driver_does_not_know_the_process_its_allocations_are_listed(card: Card) -> None:
     reader = card_reader(card)
     card.held, card.listed = None, ((4096, 20), (8192, 70))
     found = reader.read()
-    assert (found.amounts["driver cuda:0"], found.untold) == (70, {})
+    assert (found.amounts["driver cuda:0"], found.unmeasured) == (70, {})
     # Not where it does: that says more, and costs less.
     card.held = 1000
     assert reader.read().amounts["driver cuda:0"] == 980

@@ -187,7 +187,7 @@ def test_the_callers_that_a_kept_traceback_holds_are_reached_by_code(helper: Any
     assert list(map(edges, find_paths(call()))) == [".__traceback__ .tb_frame .f_back f_locals['engine']"]
 
 
-def test_names_that_cannot_stand_behind_a_dot_are_told_as_keys(helper: Any) -> None:
+def test_names_that_cannot_stand_behind_a_dot_are_reported_as_keys(helper: Any) -> None:
     helper.holder = Bare()
     things = [Thing() for _ in range(4)]
     for namespace, two in ((vars(helper.holder), things[:2]), (vars(helper), things[2:])):
@@ -237,7 +237,7 @@ def test_a_class_whose_module_is_gone_or_is_no_name_has_its_attributes_named_all
         assert edges(find_paths([thing])[0]) == ".found_in_all_code"
 
 
-def test_an_attribute_that_no_code_names_is_told_as_unnamed_unless_its_dict_is_there(helper: Any) -> None:
+def test_an_attribute_that_no_code_names_is_reported_as_unnamed_unless_its_dict_is_there(helper: Any) -> None:
     name = "".join(["no_code_", "names_this"])
     things = [Thing(), Thing()]
     helper.first, helper.second = Bare(), Bare()

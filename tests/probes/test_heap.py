@@ -1044,8 +1044,8 @@ def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
     if "LOWTIDE_HEAPS" in os.environ:
         missing = sorted({*FILLED, *HOLDERS} - tally.kinds)
         seconds = time.monotonic() - tally.started
-        told = f"{dict(tally.counts)}, {seconds:.0f} s, kinds on no path: {missing}"
-        sys.stdout.write(f"\n{request.node.name}, Python {platform.python_version()}: {told}\n")
+        reported = f"{dict(tally.counts)}, {seconds:.0f} s, kinds on no path: {missing}"
+        sys.stdout.write(f"\n{request.node.name}, Python {platform.python_version()}: {reported}\n")
 
 
 many_heaps = settings(

@@ -304,7 +304,7 @@ def test_a_weak_reference_holds_nothing(helper: Any) -> None:
     assert freed(lambda: helper.near[0]) == [True, True]
 
 
-def test_all_that_one_edge_retains_is_told_for_each_of_them(helper: Any) -> None:
+def test_all_that_one_edge_retains_is_reported_for_each_of_them(helper: Any) -> None:
     helper.engine = Holder([Thing(), Thing()])
     helper.other = Thing()
     things = [*helper.engine.held, helper.other]
@@ -320,7 +320,7 @@ def test_one_thing_asked_for_twice_is_freed_twice(helper: Any) -> None:
         assert found.freed_by_cutting(0, 0) == [{0, 1}]
 
 
-def test_nothing_is_told_of_what_has_no_path() -> None:
+def test_nothing_is_reported_of_what_has_no_path() -> None:
     things = hidden(Thing())
     with trace(things) as found:
         assert found.path(0) is None

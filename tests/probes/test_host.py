@@ -195,7 +195,7 @@ def test_a_part_that_goes_while_it_is_read_holds_nothing(pages: mmap.mmap, monke
     assert resident_in([(address_of(pages), PAGE)]).total == 0
 
 
-def test_kinds_of_mapping_are_told_apart_and_gaps_count_nothing(pages: mmap.mmap) -> None:
+def test_kinds_of_mapping_are_distinguished_and_gaps_count_nothing(pages: mmap.mmap) -> None:
     pages[0:PAGE] = b"x" * PAGE
     with mmap.mmap(-1, 4 * PAGE) as shared:
         shared[0 : 2 * PAGE] = b"x" * (2 * PAGE)

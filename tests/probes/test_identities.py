@@ -122,7 +122,7 @@ def test_lists_are_read_side_by_side() -> None:
 
 
 @pytest.mark.usefixtures("laid_out")
-def test_what_is_tracked_is_told_as_the_collector_does() -> None:
+def test_what_is_tracked_is_reported_as_the_collector_does() -> None:
     no_longer_tracked = (1, "two", 3.0)
     gc.collect()
     items = [*SAMPLE, {1: 2}, {1: []}, no_longer_tracked, ([],), Meta("Made", (), {}), int, np.zeros(1), np.float64]

@@ -172,7 +172,7 @@ def test_the_hosts_lines() -> None:
     assert (ledger.total, ledger.source, ledger.unexplained) == (1000, "rss", 1000 - 840)
 
 
-def test_tensors_over_mapped_files_are_told_where_they_are_counted() -> None:
+def test_tensors_over_mapped_files_are_reported_where_they_are_counted() -> None:
     ledger = read_ledger(replace(EMPTY, tensor_residency=Resident(30, 5)), "cpu", LedgerBase("cpu", 0))
     (line,) = [line for line in ledger.lines if line.name == "code, libraries and mapped files"]
     assert (line.bytes, line.note) == (300, "5 bytes of it under tensors")

@@ -89,7 +89,7 @@ def test_between_ranges_nothing_is_found() -> None:
     assert scanned(torch.tensor([part.stop + 16 for part in GONE])).tensors == ()
 
 
-def test_thousands_of_ranges_are_told_apart() -> None:
+def test_thousands_of_ranges_are_distinguished() -> None:
     ranges = [LabelledRange(BASE + 4096 * index, BASE + 4096 * index + 64, str(index)) for index in range(5000)]
     words = torch.tensor([part.start + 16 * (index % 8) for index, part in enumerate(ranges)])
     (found,) = find_pointers({"all": words}, ranges, listed=5000).pointers

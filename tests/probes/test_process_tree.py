@@ -282,7 +282,7 @@ def test_what_a_fork_writes_of_its_parents_memory_is_its_own(tree: ProcessTree, 
     assert max(0, written - 160 * MIB) <= found.own < written + 16 * MIB
 
 
-def test_memory_that_may_not_be_read_is_unknown_and_told_as_resident(
+def test_memory_that_may_not_be_read_is_unknown_and_reported_as_resident(
     tree: ProcessTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lowtide.probes.host.process_tree._rollup", lambda pid: None)

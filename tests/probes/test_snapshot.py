@@ -146,7 +146,7 @@ def test_memory_that_two_pools_announce_is_resident_once() -> None:
     assert sum(pool.resident.total for pool in snapshot().pool_residency) == 5 * PAGE
 
 
-def test_tensors_outside_pools_are_told_from_those_inside() -> None:
+def test_tensors_outside_pools_are_distinguished_from_those_inside() -> None:
     arena = Allocator("arena", "weights", 16)
     arena.touch(16)
     before = snapshot()

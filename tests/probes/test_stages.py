@@ -99,7 +99,7 @@ def test_the_path_is_shorter_again_after_a_nested_stage() -> None:
     assert [s.path for s in recorder.stages] == [("a",), ("a", "b"), ("a", "c")]
 
 
-def test_the_error_that_ends_a_stage_is_told_and_goes_on() -> None:
+def test_the_error_that_ends_a_stage_is_reported_and_goes_on() -> None:
     recorder = Recorder()
     error = ValueError("broken")
     with pytest.raises(ValueError, match="broken"), listening(recorder), stage("a"):

@@ -231,7 +231,7 @@ def of_a_graph() -> torch.Tensor:
         (lambda: Wrapper(torch.ones(10)), False),
     ],
 )
-def test_what_may_hold_memory_is_told_from_what_cannot(made: Callable[[], Any], holds: bool) -> None:
+def test_what_may_hold_memory_is_distinguished_from_what_cannot(made: Callable[[], Any], holds: bool) -> None:
     assert hold_memory([made()]) == [holds]
 
 
@@ -288,7 +288,7 @@ def test_an_object_that_claims_to_be_a_tensor_is_not_asked() -> None:
     assert reading_of(Liar()).total == 0
 
 
-def test_bytes_in_announced_pools_are_told_apart() -> None:
+def test_bytes_in_announced_pools_are_distinguished() -> None:
     tensor = torch.ones(1000)
     pool = PoolReading("arena", "weights", "cpu", 4000, 1000, ((tensor.data_ptr() + 500, 1000),))
     reading = reading_of(tensor, pools=(pool,)).on("cpu")

@@ -269,7 +269,7 @@ def test_only_devices_with_a_context_are_read(counters: type[Counters.cuda]) -> 
 
 
 @pytest.mark.usefixtures("counters")
-def test_blocks_without_a_storage_are_told_by_kind() -> None:
+def test_blocks_without_a_storage_are_reported_by_kind() -> None:
     assert unexplained_blocks(0, []) == (
         {0x1000_0000: 6 * MIB},
         {0x2000_0000: 32 * MIB},
@@ -416,7 +416,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("recorded")
-def test_what_is_free_in_a_segment_is_told_of_the_first_that_lies_in_it() -> None:
+def test_what_is_free_in_a_segment_is_reported_of_the_first_that_lies_in_it() -> None:
     inside, other, workspace = 0x1000_0200, 0x1000_0400, 0x2000_0000
     assert free_beside(0, [[inside]]) == [14 * MIB]
     assert free_beside(0, [[workspace], [inside], [other]]) == [0, 14 * MIB, 0]
@@ -432,7 +432,7 @@ def test_without_a_snapshot_nothing_is_known_to_be_free(monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("recorded")
-def test_what_is_reserved_and_what_is_in_use_are_told_by_place() -> None:
+def test_what_is_reserved_and_what_is_in_use_are_reported_by_place() -> None:
     found = allocated_ranges(0)
     assert found is not None
     assert total(found.reserved) == sum(segment["total_size"] for segment in RECORDED if segment["device"] == 0)
@@ -449,6 +449,6 @@ def test_what_is_reserved_and_what_is_in_use_are_told_by_place() -> None:
     assert allocated_ranges(2) == ((), ())
 
 
-def test_where_torch_cannot_list_its_blocks_no_place_is_told(counters: type[Counters.cuda]) -> None:
+def test_where_torch_cannot_list_its_blocks_no_place_is_reported(counters: type[Counters.cuda]) -> None:
     counters.refuses = ("snapshot",)
     assert allocated_ranges(0) is None

@@ -22,7 +22,7 @@ def test_where_the_program_is_run_is_the_programs(tmp_path: Path) -> None:
     assert not installed_in([str(tmp_path)], tmp_path)
 
 
-def test_pythons_own_code_is_told_from_what_was_installed_beside_it() -> None:
+def test_pythons_own_code_is_distinguished_from_what_was_installed_beside_it() -> None:
     installed = f"{sysconfig.get_path('purelib')}/torch/functional.py"
     assert is_library(installed)
     assert is_of_site(installed)

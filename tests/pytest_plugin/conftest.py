@@ -188,15 +188,15 @@ def run_inner(tmp_path_factory: pytest.TempPathFactory) -> RunInner:
         )
         phases: dict[str, list[Phase]] = {}
         for line in record.read_text().splitlines() if record.exists() else ():
-            told = json.loads(line)
-            properties = tuple((name, value) for name, value in told.pop("properties"))
-            phases.setdefault(told.pop("id"), []).append(Phase(**told, properties=properties))
+            reported = json.loads(line)
+            properties = tuple((name, value) for name, value in reported.pop("properties"))
+            phases.setdefault(reported.pop("id"), []).append(Phase(**reported, properties=properties))
         return InnerRun(
             code=done.returncode,
             out=done.stdout,
             err=done.stderr,
             folder=place,
-            phases={test: tuple(told) for test, told in phases.items()},
+            phases={test: tuple(reported) for test, reported in phases.items()},
             report=schema.read(report) if (report / "leakcheck.json").exists() else None,
         )
 

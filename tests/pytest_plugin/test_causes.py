@@ -495,7 +495,7 @@ def test_what_ends_a_timer_is_tried_at_the_end(run: InnerRun) -> None:
 
 def test_one_cache_is_emptied_once(run: InnerRun) -> None:
     first, second = run.subject("test_causes.py::test_two_caches").findings
-    assert [told.remedy and told.remedy.action for told in (first, *first.parts, second)] == [
+    assert [reported.remedy and reported.remedy.action for reported in (first, *first.parts, second)] == [
         *["test_causes.table.cache_clear()"] * 2,
         "test_causes.other.cache_clear()",
     ]

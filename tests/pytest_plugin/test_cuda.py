@@ -258,7 +258,7 @@ def test_a_bound_method_in_a_cache_is_named_with_its_remedy_and_where_it_was_all
     assert not any("_pytest" in frame.file for frame in finding.allocated_at)
 
 
-def test_what_autograd_saved_is_told_with_the_node_and_goes_with_the_output(leaks: Report) -> None:
+def test_what_autograd_saved_is_reported_with_the_node_and_goes_with_the_output(leaks: Report) -> None:
     findings = subject(leaks, "test_saved_for_backward").findings
     assert {finding.verdict for finding in findings} >= {"native-held"}
     held = " ".join(finding.holder or "" for finding in findings)
@@ -306,15 +306,15 @@ def test_first_uses_and_caches_are_no_leaks(clean: Report) -> None:
         for item in clean.subjects
     }
     errors = {item.id: item.reason for item in clean.subjects if item.outcome == "error"}
-    assert ({name: told for name, told in alarms.items() if told}, errors) == ({}, {})
+    assert ({name: reported for name, reported in alarms.items() if reported}, errors) == ({}, {})
 
 
 def test_that_nvml_does_not_list_the_process_leaves_nothing_unjudged(leaks: Report, clean: Report) -> None:
-    untold = [missing for item in (*leaks.subjects, *clean.subjects) for missing in item.not_measured]
-    assert [missing for missing in untold if missing.what == "driver cuda:0"] == []
+    unmeasured = [missing for item in (*leaks.subjects, *clean.subjects) for missing in item.not_measured]
+    assert [missing for missing in unmeasured if missing.what == "driver cuda:0"] == []
 
 
-def test_what_libraries_keep_is_told_as_known(clean: Report) -> None:
+def test_what_libraries_keep_is_reported_as_known(clean: Report) -> None:
     known = {
         finding.holder or "": finding.suppressed_by
         for item in clean.subjects

@@ -236,8 +236,8 @@ def test_nothing_of_the_program_runs(run: InnerRun) -> None:
 def test_every_way_to_hold_a_tensor_is_found(run: InnerRun) -> None:
     subject = run.subject("test_hostile.py::test_leak")
     # An entry's key and its value are one finding, the one a part of the other.
-    told = [part for finding in subject.findings for part in (finding, *finding.parts)]
-    sizes = [finding.bytes for finding in told if finding.resource == "tensors"]
+    reported = [part for finding in subject.findings for part in (finding, *finding.parts)]
+    sizes = [finding.bytes for finding in reported if finding.resource == "tensors"]
     assert subject.outcome == "leak", subject.reason
     # Where nothing names a part of a path, what hangs on it may be one finding with its neighbours.
     whole = sum(4 * (1000 + place) for place in range(33)) + 4 * (900 + 1024 + 1025 + 901 + 9 + 902)

@@ -793,9 +793,9 @@ def group():
 )
 
 
-def other(name: str, leak: str, undo: str, told: str, size: int = 0) -> Case:
-    """A leak of something that is no tensor; `told` is in the finding's message."""
-    return Case(name, leak, undo, cause="", holder=told, bytes=size)
+def other(name: str, leak: str, undo: str, reported: str, size: int = 0) -> Case:
+    """A leak of something that is no tensor; `reported` is in the finding's message."""
+    return Case(name, leak, undo, cause="", holder=reported, bytes=size)
 
 
 RESOURCES = {
@@ -972,7 +972,7 @@ def test_each_holder_is_a_finding_of_its_own(leaks: Subjects) -> None:
 
 def test_what_autograd_saved_for_a_kept_loss_is_found(leaks: Subjects) -> None:
     (finding,) = leaks["test_loss_with_its_graph"].findings
-    found = {told.cause: (told.bytes, told.count) for told in (finding, *finding.parts)}
+    found = {reported.cause: (reported.bytes, reported.count) for reported in (finding, *finding.parts)}
     assert found == {"autograd": (1200 + 600 + 200, 3), "module-global": (4, 1)}
 
 
@@ -1100,7 +1100,7 @@ def test_resources_are_findings_of_their_own(leaks: Subjects) -> None:
 @pytest.mark.parametrize(
     ("resource", "case"), [pytest.param(resource, case, id=case.name) for resource, case in RESOURCE_CASES]
 )
-def test_every_other_leak_is_told(leaks: Subjects, resource: str, case: Case) -> None:
+def test_every_other_leak_is_reported(leaks: Subjects, resource: str, case: Case) -> None:
     found = all_of(leaks[f"test_{resource.replace('-', '_')}"], resource)
     # Threads that do different things, and two caches, are different causes.
     assert any(case.holder in finding.message for finding in found)
@@ -1130,7 +1130,7 @@ def test_every_resource_says_in_which_stage_it_appeared(leaks: Subjects, resourc
     assert {finding.stage for finding in all_of(leaks[f"test_{resource.replace('-', '_')}"], resource)} == {"call"}
 
 
-def test_host_memory_is_told_roughly(leaks: Subjects) -> None:
+def test_host_memory_is_reported_roughly(leaks: Subjects) -> None:
     # What earlier tests left free in the heap is used first.
     assert 550 << 20 <= of(leaks["test_host_memory"], "host-memory").bytes <= 610 << 20
 

@@ -153,7 +153,7 @@ def test_a_test_beside_them_is_clean(run: InnerRun) -> None:
     assert (subject.outcome, subject.not_measured) == ("clean", ())
 
 
-def test_a_child_with_a_context_on_a_card_is_told_whatever_it_holds_on_the_host(run: InnerRun) -> None:
+def test_a_child_with_a_context_on_a_card_is_reported_whatever_it_holds_on_the_host(run: InnerRun) -> None:
     subject = run.subject("test_zcard.py::test_on_a_card")
     assert subject.outcome == "unsupported"
     assert ": 4.0 GiB on cuda:0, " in subject.reason

@@ -80,11 +80,11 @@ def test_remedies_are_added_and_what_is_known_stays_known_unless_it_is_something
     clean = Subject(id="t", outcome="clean")
     proven = Proven("t", {"a": finding("a"), "b": finding("other", "native"), "c": finding("c")})
     assert proven_from_json(proven_as_json([proven])) == [proven]
-    told = with_proven([clean, before, before], [proven])
-    assert told[0] is clean
-    assert [(item.fingerprint, item.suppressed_by) for item in told[1].findings] == [
+    reported = with_proven([clean, before, before], [proven])
+    assert reported[0] is clean
+    assert [(item.fingerprint, item.suppressed_by) for item in reported[1].findings] == [
         ("a", None),
         ("other", None),
         ("c", "shipped"),
     ]
-    assert told[2] is before
+    assert reported[2] is before

@@ -426,7 +426,7 @@ def test_the_remedy_stands_with_the_failure(proofs: InnerRun, name: str) -> None
     assert f"remedy: {proof.remedy} gives back {size} of {size}" in proofs.out
 
 
-def test_each_edge_is_told_with_what_it_retains(proofs: InnerRun) -> None:
+def test_each_edge_is_reported_with_what_it_retains(proofs: InnerRun) -> None:
     found = finding_of(proofs, "test_proofs.py::test_old_global_that_begins_otherwise")
     assert [(hop.edge, hop.suspect, hop.retains_bytes) for hop in found.path] == [
         ("engine", False, None),
@@ -740,7 +740,7 @@ def test_the_same_leak_in_two_tests_has_one_fingerprint(with_stacks: InnerRun) -
 
 
 def test_different_leaks_have_different_fingerprints(with_stacks: InnerRun) -> None:
-    found = [mark for name, told in marks(with_stacks).items() if "[51]" not in name for _, mark in told]
+    found = [mark for name, reported in marks(with_stacks).items() if "[51]" not in name for _, mark in reported]
     assert len(found) == len(set(found))
 
 
@@ -841,7 +841,7 @@ Watch.prove = prove
 
 
 @pytest.mark.parametrize("where", ["here", "in a worker"])
-def test_that_nothing_could_be_tried_is_told_and_the_leaks_are_too(run_inner: RunInner, where: str) -> None:
+def test_that_nothing_could_be_tried_is_reported_and_the_leaks_are_too(run_inner: RunInner, where: str) -> None:
     files = {
         "test_kept.py": "import kept\n\ndef test_leak():\n    kept.cached(50)\n",
         "kept.py": KEPT,

@@ -741,7 +741,7 @@ def test_what_a_failing_test_leaves_elsewhere_is_its_leak(run: InnerRun) -> None
     assert (finding.resource, finding.holder) == ("tensors", "test_leaks.KEPT[0]")
 
 
-def test_the_leak_of_a_failing_test_is_told_beside_its_failure(run: InnerRun) -> None:
+def test_the_leak_of_a_failing_test_is_reported_beside_its_failure(run: InnerRun) -> None:
     _, _, failures = run.out.partition("____ test_failing_and_leaking ____")
     assert "test_leaks.py::test_failing_and_leaking left something behind:" in failures
 

@@ -497,7 +497,7 @@ def suppressed(run_inner: RunInner) -> InnerRun:
     return run_inner(SUPPRESSED)
 
 
-def test_a_known_leak_passes_and_is_told_with_its_reason(suppressed: InnerRun) -> None:
+def test_a_known_leak_passes_and_is_reported_with_its_reason(suppressed: InnerRun) -> None:
     assert suppressed.counted("sub/test_suppressed.py::test_known") == "passed"
     (finding,) = suppressed.subject("sub/test_suppressed.py::test_known").findings
     assert str(finding.suppressed_by).endswith("gc is tuned at start")
@@ -850,7 +850,9 @@ def test_what_a_failed_check_found_is_a_leak_though_it_is_back_at_the_end(
         ("test_check_red_for_a_freeze", ["gc-frozen"]),
     ],
 )
-def test_the_same_leak_of_a_check_and_of_the_end_is_told_once(used: InnerRun, test: str, resources: list[str]) -> None:
+def test_the_same_leak_of_a_check_and_of_the_end_is_reported_once(
+    used: InnerRun, test: str, resources: list[str]
+) -> None:
     assert sorted(resource for resource, _ in used.leaks(f"test_fixture.py::{test}")) == resources
 
 

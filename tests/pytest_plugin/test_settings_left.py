@@ -143,7 +143,7 @@ def message(run: InnerRun, test: str) -> str:
         "test_2_left.py::test_last",
     ],
 )
-def test_what_is_not_left_is_not_told(run: InnerRun, test: str) -> None:
+def test_what_is_not_left_is_not_reported(run: InnerRun, test: str) -> None:
     assert run.is_clean(test), run.subject(test).findings
 
 
@@ -158,15 +158,15 @@ def test_what_a_fixture_sets_is_of_its_setup(run: InnerRun) -> None:
 
 
 def test_a_secret_is_nowhere_in_the_report(run: InnerRun) -> None:
-    told = message(run, "test_environment")
-    assert "os.environ['LOWTIDE_PLAIN'] was not set, is '1' (set in test_environment, test_2_left.py:" in told
-    assert "os.environ['LOWTIDE_TOKEN'] was not set, is a value that is not shown" in told
+    reported = message(run, "test_environment")
+    assert "os.environ['LOWTIDE_PLAIN'] was not set, is '1' (set in test_environment, test_2_left.py:" in reported
+    assert "os.environ['LOWTIDE_TOKEN'] was not set, is a value that is not shown" in reported
     assert "abc" not in (run.folder / "report" / "leakcheck.json").read_text() + run.out
 
 
 def test_a_handler_is_named(run: InnerRun) -> None:
-    told = message(run, "test_signal")
-    assert "signal.getsignal(signal.SIGUSR2) was signal.SIG_DFL, is test_2_left.stop" in told
+    reported = message(run, "test_signal")
+    assert "signal.getsignal(signal.SIGUSR2) was signal.SIG_DFL, is test_2_left.stop" in reported
 
 
 @pytest.mark.parametrize(

@@ -623,7 +623,7 @@ def test_a_test_that_leaks_and_then_skips_is_skipped_and_an_error(light: InnerRu
     assert leaking_outcome(light, "test_outcomes.py::test_leaking_then_skipping") == "skipped error"
 
 
-def test_a_leak_beside_a_failing_teardown_is_told_too(light: InnerRun) -> None:
+def test_a_leak_beside_a_failing_teardown_is_reported_too(light: InnerRun) -> None:
     assert leaking_outcome(light, "test_outcomes.py::test_leaking_with_a_failing_teardown") == "failed error"
 
 
@@ -1055,9 +1055,9 @@ def test_junit_has_the_leak_as_the_tests_one_failure(junit: InnerRun) -> None:
 
 
 def test_junit_has_the_leak_as_a_property(junit: InnerRun) -> None:
-    (told,) = ElementTree.parse(junit.folder / "junit.xml").getroot().iter("property")
-    assert told.get("name") == "leakcheck"
-    assert str(told.get("value")).startswith("test_junit.py::test_leaking globals/not-restored")
+    (reported,) = ElementTree.parse(junit.folder / "junit.xml").getroot().iter("property")
+    assert reported.get("name") == "leakcheck"
+    assert str(reported.get("value")).startswith("test_junit.py::test_leaking globals/not-restored")
 
 
 def test_the_report_folder_has_a_junit_file_of_its_own(junit: InnerRun) -> None:

@@ -42,7 +42,7 @@ def test_a_block_that_raises_ends_all_the_same() -> None:
     assert spent.judging >= 0.01
 
 
-def test_the_seconds_of_all_workers_are_told_together() -> None:
+def test_the_seconds_of_all_workers_are_reported_together() -> None:
     spent = Spent(1.0, 0.5)
     spent.add(Spent(2.14, 5.9).both())
     assert str(spent) == "judging 3.1 s, remedies 6.4 s"

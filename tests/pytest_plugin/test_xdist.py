@@ -137,7 +137,7 @@ def test_every_leak_has_its_line_in_the_controllers_summary(run: InnerRun) -> No
         assert run.out.count(f"LEAK {name} ") == 1
 
 
-def test_the_leak_of_a_failing_test_is_told_beside_its_failure(run: InnerRun) -> None:
+def test_the_leak_of_a_failing_test_is_reported_beside_its_failure(run: InnerRun) -> None:
     assert "test_plain.py::test_failing_and_leaking left something behind" in run.out
 
 

@@ -33,14 +33,14 @@ def changed(**fields: object) -> schema.Finding:
 
 
 def texts(finding: schema.Finding, **how: object) -> list[str]:
-    return [told.text for told in finding_lines(finding, **how)]  # type: ignore[arg-type]
+    return [reported.text for reported in finding_lines(finding, **how)]  # type: ignore[arg-type]
 
 
-def test_of_a_finding_of_which_nothing_is_known_only_the_fingerprint_is_told() -> None:
+def test_of_a_finding_of_which_nothing_is_known_only_the_fingerprint_is_reported() -> None:
     assert texts(BARE) == ["fingerprint 0123456789abcdef"]
 
 
-def test_all_that_is_known_is_told_in_order() -> None:
+def test_all_that_is_known_is_reported_in_order() -> None:
     full = changed(
         holder="engine.supports_kw",
         count=8,
@@ -92,9 +92,9 @@ def test_all_that_is_known_is_told_in_order() -> None:
 )
 def test_a_hop_is_a_line_with_its_edge_type_mark_and_what_it_retains(fields: dict[str, object], text: str) -> None:
     hop = msgspec.structs.replace(schema.Hop(type="T", edge=".x"), **fields)
-    told = finding_lines(changed(path=(hop,)))[1]
-    assert told.text == text
-    assert (told.edge, told.suspect) == (".x", hop.suspect)
+    reported = finding_lines(changed(path=(hop,)))[1]
+    assert reported.text == text
+    assert (reported.edge, reported.suspect) == (".x", hop.suspect)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_a_hop_is_a_line_with_its_edge_type_mark_and_what_it_retains(fields: dic
         ("bounded", "trend: bounded (replaced or limited)"),
     ],
 )
-def test_a_trend_is_told_in_words(trend: str, text: str) -> None:
+def test_a_trend_is_reported_in_words(trend: str, text: str) -> None:
     assert text in texts(changed(trend=trend))
 
 
@@ -124,7 +124,7 @@ def test_a_remedy_is_one_sentence(size: int, returned: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "reported"),
     [
         ({"holder": "a.B", "message": "32.0 MiB, held by a.B"}, []),
         ({"holder": "a.B", "message": "32.0 MiB of a.B"}, ["held by a.B"]),
@@ -134,8 +134,8 @@ def test_a_remedy_is_one_sentence(size: int, returned: int, text: str) -> None:
         ({"count": 8, "bytes": 0}, []),
     ],
 )
-def test_what_the_message_says_is_not_said_again(fields: dict[str, object], told: list[str]) -> None:
-    assert texts(changed(**fields))[:-1] == told
+def test_what_the_message_says_is_not_said_again(fields: dict[str, object], reported: list[str]) -> None:
+    assert texts(changed(**fields))[:-1] == reported
 
 
 def path_of(length: int, *suspects: int) -> tuple[schema.Hop, ...]:

@@ -238,9 +238,9 @@ def test_what_a_finding_does_not_know_is_left_out() -> None:
 
 
 def test_advice_is_shown_where_there_is_no_remedy() -> None:
-    told = msgspec.structs.replace(FINDING, advice="unmap <it>")
-    assert "advice" not in page(subject("leak", findings=(told,))).text
-    assert "advice unmap <it>" in page(subject("leak", findings=(msgspec.structs.replace(told, remedy=None),))).text
+    reported = msgspec.structs.replace(FINDING, advice="unmap <it>")
+    assert "advice" not in page(subject("leak", findings=(reported,))).text
+    assert "advice unmap <it>" in page(subject("leak", findings=(msgspec.structs.replace(reported, remedy=None),))).text
 
 
 def test_of_a_hop_only_what_is_known_is_shown() -> None:

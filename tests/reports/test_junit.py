@@ -221,8 +221,8 @@ def test_a_findings_facts_are_properties() -> None:
 
 
 def test_advice_is_a_property_where_there_is_no_remedy() -> None:
-    told = msgspec.structs.replace(FINDING, advice="unmap it")
-    facts = properties(case_of(subject("leak", findings=(told, msgspec.structs.replace(told, remedy=None)))))
+    reported = msgspec.structs.replace(FINDING, advice="unmap it")
+    facts = properties(case_of(subject("leak", findings=(reported, msgspec.structs.replace(reported, remedy=None)))))
     assert {name: value for name, value in facts.items() if "advice" in name} == {"leakcheck.2.advice": "unmap it"}
 
 

@@ -211,8 +211,10 @@ def test_without_a_terminal_tables_have_100_columns_and_prose_is_not_folded(tmp_
     check_figures(report, lines)
     assert max(len(line) for line in lines[: first(lines, "not judged")]) <= 100
     assert f"tensors/lru-cache {FINDING.message}" in lines
-    told = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env={**env, "COLUMNS": "200"})
-    lines = told.stdout.splitlines()
+    reported = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=ROOT, env={**env, "COLUMNS": "200"}
+    )
+    lines = reported.stdout.splitlines()
     assert 100 < max(len(line) for line in lines[: first(lines, "not judged")]) <= 200
 
 
