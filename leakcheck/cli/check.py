@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
-from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances
+from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances, snapshots_in
 from lowtide.leakcheck.cli.reporting import check_writable
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def _check(
                 listener=show,
                 tenant=tenant,
                 tolerances_on=partial(load_tolerances, calibration),
+                snapshots=snapshots_in(report),
             )
 
         return live(make_run, report, suppressions)

@@ -15,6 +15,7 @@ from lowtide.leakcheck.cli.reporting import make_report
 if TYPE_CHECKING:
     from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
     from lowtide.leakcheck.suppressions.entries import Suppressions
+    from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
     from lowtide.probes.device.driver import Driver
 
 
@@ -37,6 +38,13 @@ def load_tolerances(calibration: Path | None, device: str) -> dict[str, int]:
         return {} if calibration is None else read_tolerances(calibration, device)
     except CalibrationError as error:
         refuse(f"--calibration {error}")
+
+
+def snapshots_in(report: Path | None) -> AllocatorSnapshots | None:
+    """Where torch's snapshots of stages that leave something come; nowhere without a report."""
+    from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
+
+    return None if report is None else AllocatorSnapshots(report)
 
 
 def live(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
-from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances
+from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances, snapshots_in
 from lowtide.leakcheck.cli.reporting import check_writable
 from lowtide.leakcheck.targets.devices import Device, device_name
 
@@ -115,6 +115,7 @@ def _run(
             listener=show,
             tenant=tenant_of(config.device) if tenant else None,
             tolerances=tolerances,
+            snapshots=snapshots_in(report),
         )
 
     with ExitStack() as stack:

@@ -35,7 +35,8 @@ from lowtide.leakcheck.lives.script import (
 )
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
 from lowtide.leakcheck.targets.target import TargetError
-from lowtide.leakcheck.tenant import Tenant
+from lowtide.leakcheck.tenant import Tenant, freed_between
+from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.snapshot import Snapshot, take_snapshot
@@ -64,6 +65,7 @@ class LifecycleRun:
         tolerances: what one life may leave at its shutdown, by the metric's key, in place of the table's tolerance;
             what several lives leave together is judged by the table.
         tenant: takes what each sleep has freed, in a second process; None if nobody does.
+        snapshots: keeps what torch's allocator has on a card after each sleep and shutdown that leaves something.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class LifecycleRun:
         emptying: Collection[str] = ("sleep(2)",),
         tolerances: Mapping[str, int] | None = None,
         tenant: Tenant | None = None,
+        snapshots: AllocatorSnapshots | None = None,
     ) -> None:
         self._make = make
         self._device = device
@@ -90,6 +93,7 @@ class LifecycleRun:
         self._preserving = self._script if preserving is None else preserving
         self._emptying = emptying
         self._tenant = tenant
+        self._snapshots = snapshots
         self._indices = () if device == "cpu" else (int(device.partition(":")[2] or 0),)
         self._record = LifeRecord(name, device, cycles)
         self._expected: Sequence[Sequence[int]] | None = None
@@ -218,14 +222,16 @@ class LifecycleRun:
                 # Before the first sleep: what a sleep does not give back is not to be excused at the next.
                 at_work = before if before_sleep is baseline else at_work
                 before_sleep = before
+                known = len(self._record.findings)
                 engine = getattr(life, "engine", life)
                 pools = (*before.pools, *after.pools)
                 self._record.findings += self._leftovers.explain_asleep(engine, cycle, self._device, pools)
                 self._record.findings += contract.after_sleep(name, self._device, baseline, after)
                 if self._tenant is not None:
-                    self._record.findings += self._tenant.after_sleep(name, _freed(before, after, self._device))
+                    self._record.findings += self._tenant.after_sleep(name, freed_between(before, after, self._device))
                 if name in self._emptying and cycle > 1:
                     self._record.findings += contract.after_deep_sleep(name, self._device, baseline, at_work, after)
+                self._keep_snapshot(cycle, name, leaves=len(self._record.findings) > known)
             elif name == "wake":
                 self._record.findings += contract.after_wake(name, self._device, before_sleep, after)
                 lost = self._survival.after_wake(name, asked(life, "preserved"), asked(life, "graph_buffers"))
@@ -290,8 +296,15 @@ class LifecycleRun:
             # The report ends with what a shutdown left; whoever asks a second time does not wait for it.
             self._interrupt()
             steps = self._judgement.settle(cycle, baseline)
+        self._keep_snapshot(cycle, "shutdown", leaves=self._judgement.leaves(cycle, baseline, steps))
         self._record.stages.append(Lived("shutdown", cycle, seconds, before, steps[0].reading))
         self._judgement(getattr(life, "engine", life), cycle, baseline, steps, failed=bool(self._failure))
+
+    def _keep_snapshot(self, cycle: int, stage: str, *, leaves: bool) -> None:
+        """Before anything is done about what stays: after the remedies it would not be in it."""
+        why = self._snapshots.keep(cycle, stage) if leaves and self._snapshots is not None else ""
+        if why:
+            self._record.not_measured[stage] = NotMeasured(what=f"torch's snapshot after {stage}", why=why)
 
     def _shut_down(self, life: Life) -> None:
         try:
@@ -384,9 +397,3 @@ class LifecycleRun:
             lived = dict.fromkeys(lived.name for lived in self._record.stages if lived.name in self._emptying)
             left += [f"the driver's level on {self._device} in {name}" for name in lived]
         return [NotMeasured(what=what, why=_NO_SECOND_LIFE) for what in left]
-
-
-def _freed(before: Snapshot, after: Snapshot, device: str) -> int | None:
-    """Bytes that the driver counts less for this process; None if it does not say."""
-    held, holds = before.driver_bytes(device), after.driver_bytes(device)
-    return None if held is None or holds is None else held - holds

@@ -99,6 +99,10 @@ class ShutdownJudgement:
         """The readings right after a shutdown: at once, after waiting, after collecting."""
         return self._climbed(self._judged_in(cycle), self._baselines(cycle, baseline), (Rung.SETTLE, Rung.COLLECT))
 
+    def leaves(self, cycle: int, baseline: Snapshot, steps: Sequence[Step[Snapshot]]) -> bool:
+        """Whether something has not come back after these steps."""
+        return bool(self._missing(self._judged_in(cycle), self._baselines(cycle, baseline), steps[-1].reading))
+
     def __call__(
         self, engine: object, cycle: int, baseline: Snapshot, steps: list[Step[Snapshot]], *, failed: bool
     ) -> None:

@@ -10,6 +10,7 @@ from lowtide.leakcheck.lives.checked_life import simplest
 from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
 from lowtide.leakcheck.targets.target import Capabilities, TargetFactory, make_target
 from lowtide.leakcheck.tenant.tenant import tenant_of
+from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +37,7 @@ def check_run(
     listener: Callable[[Event], None] = lambda event: None,
     tenant: bool = False,
     tolerances_on: Callable[[str], Mapping[str, int]] = lambda device: {},
+    snapshots: AllocatorSnapshots | None = None,
 ) -> LifecycleRun:
     """The run of `cycles` fixed lives of a factory's targets.
 
@@ -47,6 +49,7 @@ def check_run(
         listener: hears of each stage before it starts.
         tenant: whether a second process takes what each sleep has freed on a card.
         tolerances_on: gives what one life on a device may leave in place of the table's tolerances.
+        snapshots: keeps what torch's allocator has on a card after each sleep and shutdown that leaves something.
 
     Raises:
         TargetError: what it makes cannot be driven.
@@ -64,6 +67,7 @@ def check_run(
         emptying={f"sleep({level})" for level in able.emptying_levels},
         tenant=tenant_of(able.device) if tenant else None,
         tolerances=tolerances_on(able.device),
+        snapshots=snapshots,
     )
 
 

@@ -3,6 +3,6 @@
 `tenant` starts it and judges what it got; `occupier` is its program; `device_memory` calls the driver for it.
 """
 
-from lowtide.leakcheck.tenant.tenant import Tenant
+from lowtide.leakcheck.tenant.tenant import Tenant, freed_between
 
-__all__ = ["Tenant"]
+__all__ = ["Tenant", "freed_between"]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
 
@@ -108,3 +109,9 @@ def tenant_of(device: str) -> Tenant | None:
     torch: Any = sys.modules.get("torch")
     is_hip = getattr(getattr(torch, "version", None), "hip", None) is not None
     return Tenant(device, "hip" if is_hip else "cuda")
+
+
+def freed_between(before: Snapshot, after: Snapshot, device: str) -> int | None:
+    """Bytes that the driver counts less for this process; None if it does not say."""
+    held, holds = before.driver_bytes(device), after.driver_bytes(device)
+    return None if held is None or holds is None else held - holds

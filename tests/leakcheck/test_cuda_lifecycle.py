@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -14,6 +16,7 @@ from lowtide.leakcheck.cli.fuzz_command import reference_target
 from lowtide.leakcheck.fuzzing.fault_sweep import sweep
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.targets.reference import ReferenceLife
+from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.reports.schema import Subject
 
@@ -54,6 +57,64 @@ def test_the_ledger_adds_up_to_the_drivers_figure_and_explains_it(driver: Driver
         assert ledger.unexplained is not None
         assert ledger.total == sum(line.bytes for line in ledger.lines) + ledger.unexplained
         assert abs(ledger.unexplained - start) <= 32 * MIB
+
+
+def keep(kept: list[torch.Tensor]) -> None:
+    kept.append(torch.zeros(3 * MIB, dtype=torch.uint8, device="cuda:0"))
+
+
+class KeepsATensor(ReferenceLife):
+    """Leaves 3 MiB on the card in each infer."""
+
+    kept: ClassVar[list[torch.Tensor]] = []
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        keep(self.kept)
+        return super().infer()
+
+
+@pytest.mark.parametrize("leaks", [False, True])
+def test_torch_s_snapshot_of_a_leaking_stage_has_the_block_and_who_allocated_it(
+    driver: Driver, tmp_path: Path, leaks: bool
+) -> None:
+    config = EngineConfig(device="cuda:0")
+    make = KeepsATensor if leaks else ReferenceLife
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "cycle-9-shutdown.pickle").touch()
+    (tmp_path / "snapshots" / "rank0.pickle").touch()
+    LifecycleRun(
+        "tiny",
+        lambda: make(config, 1024),
+        device="cuda:0",
+        driver=driver,
+        cycles=1,
+        script=("create", "infer", "shutdown"),
+        snapshots=AllocatorSnapshots(tmp_path),
+    ).run()
+    KeepsATensor.kept.clear()
+    # The file of an earlier run is gone; another one is nobody's to remove.
+    names = ["cycle-1-shutdown.pickle", "rank0.pickle"] if leaks else ["rank0.pickle"]
+    assert sorted(path.name for path in (tmp_path / "snapshots").iterdir()) == names
+    if not leaks:
+        return
+    snapshot = pickle.loads((tmp_path / "snapshots" / names[0]).read_bytes())
+    frames = [
+        frame["name"]
+        for segment in snapshot["segments"]
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated" and block["size"] == 3 * MIB
+        for frame in block["frames"]
+    ]
+    assert "keep" in frames
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_snapshot_that_cannot_be_written_is_named(tmp_path: Path, fails: bool) -> None:
+    torch.zeros(1, device="cuda:0")
+    snapshots = AllocatorSnapshots(tmp_path)
+    if fails:
+        (tmp_path / "snapshots").write_text("a file in the folder's place")
+    assert bool(snapshots.keep(1, "shutdown")) is fails
 
 
 BETWEEN_TOKENS = ("create", "reload", "sleep(1)", "wake from 1", "wake from 2", "shutdown", "shutdown asleep")

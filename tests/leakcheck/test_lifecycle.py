@@ -33,6 +33,7 @@ from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, SettlePolicy
 from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics, unaccounted_host_memory
 from lowtide.leakcheck.lives import lifecycle
 from lowtide.leakcheck.lives.lifecycle import SCRIPT, Event, LifecycleRun
+from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import PinnedReading
 from lowtide.probes.host.readings import Resident
@@ -130,6 +131,49 @@ def test_a_clean_life_is_clean_and_has_every_stage() -> None:
     assert moved == 2 * [8 << 10 if turn in (2, 3) else 0 for turn in range(len(SCRIPT))]
     asleep = [stage.after.arenas for stage in subject.stages if stage.name.startswith("sleep")]
     assert asleep == [{"weights": 0, "kv_cache": 0, "runtime": 0}] * 4
+
+
+class KeepsOne(SmallLife):
+    """Keeps a tensor of each infer, which a sleep shows too, and maps an arena in a level 2 sleep."""
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        KEPT.append(torch.zeros(1000))
+        return super().infer()
+
+    def sleep(self, level: int) -> None:
+        super().sleep(level)
+        if level == 2:
+            self.arenas["kv_cache"].map_to(MIB)
+
+
+@pytest.mark.parametrize(
+    ("make", "kept"),
+    [(SmallLife, []), (KeepsOne, [(1, "sleep(1)"), (1, "sleep(2)"), (1, "shutdown")])],
+    ids=["clean", "leaks"],
+)
+def test_torch_s_snapshot_is_kept_after_stages_that_leave_something(
+    make: Callable[[], Any], kept: list[tuple[int, str]]
+) -> None:
+    asked: list[tuple[int, str]] = []
+
+    class Snapshots(AllocatorSnapshots):
+        def keep(self, cycle: int, stage: str) -> str:
+            asked.append((cycle, stage))
+            return "the disk is full"
+
+    run = LifecycleRun(
+        "small",
+        make,
+        device="cpu",
+        driver=NoDriver("a test"),
+        cycles=1,
+        script=("create", "infer", "sleep(1)", "wake", "sleep(2)", "shutdown"),
+        snapshots=Snapshots(Path("nowhere")),
+    )
+    subject = run.run()
+    assert asked == kept
+    problems = [(item.what, item.why) for item in subject.not_measured if "snapshot" in item.what]
+    assert problems == [(f"torch's snapshot after {stage}", "the disk is full") for _, stage in kept]
 
 
 def without_ledgers(readings: Readings) -> Readings:

@@ -1,0 +1,56 @@
+"""What torch's allocator has on a card, in the files that PyTorch's memory viewer opens."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = "snapshots"
+"""Where they are, in a report's folder."""
+
+_OF_LIVES = "cycle-"
+"""Begins the names of what was written here: others may have files of their own in a folder of that name."""
+
+
+class AllocatorSnapshots:
+    """Writes what `torch.cuda.memory._snapshot()` says, for https://pytorch.org/memory_viz.
+
+    With the Python stacks of the blocks that were allocated while torch's history was on.
+
+    Args:
+        folder: of the report; the files come into `snapshots/` in it. Those of an earlier run are removed.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / FOLDER
+        for old in self._folder.glob(f"{_OF_LIVES}*.pickle"):
+            old.unlink(missing_ok=True)
+
+    def keep(self, cycle: int, stage: str) -> str:
+        """Write what the allocator has now, as a whole or not at all; nothing where CUDA is not in use.
+
+        Args:
+            cycle: the life in which it is.
+            stage: after which; in the file's name, `-` for what a name cannot have.
+
+        Returns:
+            Why it could not be written; "" where it was, or there is none.
+        """
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+            return ""
+        of_stage = re.sub(r"[^A-Za-z0-9_.-]+", "-", stage).strip("-")
+        path = self._folder / f"{_OF_LIVES}{cycle}-{of_stage}.pickle"
+        partial = path.with_suffix(".partial")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with partial.open("wb") as file:
+                pickle.dump(torch.cuda.memory._snapshot(), file)
+            partial.replace(path)
+        except (OSError, RuntimeError) as error:
+            partial.unlink(missing_ok=True)
+            return str(error)
+        return ""
