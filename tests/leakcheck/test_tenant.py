@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,3 +186,51 @@ def test_a_call_that_is_refused_is_named(kind: str, call: str) -> None:
 def test_nothing_else_of_a_library_is_needed() -> None:
     with pytest.raises(AttributeError):
         open_card("cuda", 0, SimpleNamespace())
+
+
+NEIGHBOUR = """
+import sys
+from lowtide.leakcheck.tenant.device_memory import open_card
+
+card = open_card("cuda", 0)
+print(card.allocate(card.free_bytes() - (2 << 30)) is not None, flush=True)
+sys.stdin.read()
+"""
+
+RACED = f"""
+import subprocess, sys
+from lowtide.leakcheck.tenant import occupier
+
+class Raced:
+    # Between what the driver says and the first allocation, another process takes all but 2 GiB.
+    def __init__(self, card):
+        self.card = card
+        self.allocate, self.free = card.allocate, card.free
+
+    def free_bytes(self):
+        free = self.card.free_bytes()
+        self.neighbour = subprocess.Popen(
+            [sys.executable, "-c", {NEIGHBOUR!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.neighbour.stdout.readline() == b"True\\n"
+        return free
+
+opened = occupier.open_card
+occupier.open_card = lambda kind, index: Raced(opened(kind, index))
+sys.exit(occupier.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="needs a CUDA card; there is no /dev/nvidia0")
+@pytest.mark.parametrize("raced", [False, True])
+def test_what_a_neighbour_on_the_card_takes_meanwhile_cannot_be_had(raced: bool) -> None:
+    tenant = Tenant("cuda:0", command=(sys.executable, "-c", RACED)) if raced else Tenant("cuda:0")
+    found = tenant.after_sleep("sleep(2)", 8 * GIB)
+    assert tenant.not_measured == {}
+    if not raced:
+        assert found == []
+        return
+    (finding,) = found
+    assert 6 * GIB <= finding.bytes < 8 * GIB
+    assert "of 8.0 GiB could be allocated in pieces of 2 MiB by another process" in finding.message
