@@ -23,6 +23,7 @@ import msgspec
 
 import lowtide
 from lowtide.leakcheck.fuzzing.target_source import start_program
+from lowtide.leakcheck.gate.matrix import CALIBRATION_FILE
 from lowtide.reports import schema
 from lowtide.reports.folder import write_folder
 from lowtide.reports.schema import Report, Subject
@@ -41,9 +42,6 @@ NOISE_MARGIN = 4
 
 LEAST_TOLERANCE = 4 * MIB
 """Bytes that a metric with a tolerance keeps however quiet it is: a few lives do not show the rarest jump."""
-
-TABLE = "calibration.json"
-"""The figures, in the calibration's report folder."""
 
 _PROGRAM_LIMIT_S = 600.0
 
@@ -260,7 +258,7 @@ def read_tolerances(folder: Path, device: str) -> dict[str, int]:
     Raises:
         CalibrationError: there are none, they cannot be read, or they are of another device.
     """
-    path = folder / TABLE
+    path = folder / CALIBRATION_FILE
     try:
         table = msgspec.json.decode(path.read_bytes(), type=_Table)
     except OSError as error:
@@ -329,7 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         calibration = calibrate(str(check_device(name)))
         report = _report(calibration)
         write_folder(report, options.report)
-        (options.report / TABLE).write_text(json.dumps(calibration.table, indent=2) + "\n", encoding="utf-8")
+        (options.report / CALIBRATION_FILE).write_text(json.dumps(calibration.table, indent=2) + "\n", encoding="utf-8")
     except (EngineError, schema.ReportError, OSError) as error:
         sys.stderr.write(f"lowtide: {error}\n")
         return 2

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import lowtide
-from lowtide.leakcheck.gate.calibration import TABLE
 from lowtide.leakcheck.gate.cards import exclusive
 from lowtide.leakcheck.gate.cells import CellResult, not_run, run_cell
 from lowtide.leakcheck.gate.known_findings import KnownFindings
-from lowtide.leakcheck.gate.matrix import Cell
+from lowtide.leakcheck.gate.matrix import CALIBRATION_FILE, Cell
 from lowtide.leakcheck.gate.ray_cells import RayCluster
 from lowtide.leakcheck.gate.settings import GateError
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
@@ -137,7 +136,7 @@ class Gate:
         """
         folder = self.folder / "cells" / cell.calibration
         ran_here = cell.calibration in self.results and self.cluster is None
-        if not ran_here or not (folder / TABLE).is_file():
+        if not ran_here or not (folder / CALIBRATION_FILE).is_file():
             return cell
         return replace(cell, command=(*cell.command, "--calibration", str(folder.absolute())))
 

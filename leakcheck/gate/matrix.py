@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from lowtide.leakcheck.gate.settings import GateError, GateSettings, SubjectSettings
 
 _SHARD = re.compile(r"(\d+)/(\d+)")
+CALIBRATION_FILE = "calibration.json"
+"""The figures of a calibration, in its report folder."""
+
 _PRESETS = ("tiny", "1b", "8b")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 import sys
@@ -51,6 +52,7 @@ class AllocatorSnapshots:
                 pickle.dump(torch.cuda.memory._snapshot(), file)
             partial.replace(path)
         except (OSError, RuntimeError) as error:
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
             return str(error)
         return ""

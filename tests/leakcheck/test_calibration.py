@@ -29,6 +29,7 @@ from lowtide.leakcheck.gate.calibration import (
     live_null_lives,
     read_tolerances,
 )
+from lowtide.leakcheck.gate.matrix import CALIBRATION_FILE
 from lowtide.leakcheck.gate.planted_leaks import PLANTED, DriverLeak, HostLeak, PlantedLeak, smallest_found
 from lowtide.reports import schema
 
@@ -169,7 +170,7 @@ def test_a_gate_that_is_blind_in_one_place_exits_2(
     assert [subject.outcome for subject in others] == ["clean"] * 5
     assert f"in an lru_cache: {outcome}" in capsys.readouterr().out
     assert read_tolerances(tmp_path, "cpu") == {"host-memory": 8 * MIB}
-    table = json.loads((tmp_path / calibration.TABLE).read_text())
+    table = json.loads((tmp_path / CALIBRATION_FILE).read_text())
     (row,) = [place for place in table["places"] if place["place"] == "host memory"]
     assert row == {
         "place": "host memory",
@@ -198,7 +199,7 @@ def test_a_device_that_is_not_here_is_refused_in_one_line(tmp_path: Path, capsys
     ],
 )
 def test_tolerances_that_cannot_be_read_are_refused(tmp_path: Path, text: str | None, said: str) -> None:
-    path = tmp_path / calibration.TABLE
+    path = tmp_path / CALIBRATION_FILE
     if text is not None:
         path.write_text(text)
     with pytest.raises(CalibrationError) as caught:
@@ -226,7 +227,7 @@ COMMANDS = [("run", "--device", "cpu"), ("check", "tests.leakcheck.small_target:
 def test_lives_are_judged_by_the_calibration_that_is_given(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / calibration.TABLE).write_text('{"device": "cpu", "tolerances": {"host-memory": 5}, "places": []}')
+    (tmp_path / CALIBRATION_FILE).write_text('{"device": "cpu", "tolerances": {"host-memory": 5}, "places": []}')
     monkeypatch.setattr("lowtide.leakcheck.lives.lifecycle.LifecycleRun", Run)
     monkeypatch.setattr("lowtide.leakcheck.lives.target_life.LifecycleRun", Run)
     monkeypatch.setattr(Run, "given", [])
