@@ -95,6 +95,7 @@ class RayCluster:
             return not_run(cell, "error", f"lost by the cluster after {RETRIES} more tries: {first}")
         files[LOG] = f"(on {node})\n".encode() + files.get(LOG, b"")
         for name, data in files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(data)
         return result_of(cell, folder, ended)
 
@@ -114,8 +115,9 @@ def _run_on_node(cell: Cell, folder: str) -> tuple[dict[str, Any], dict[str, byt
         files: dict[str, bytes] = {}
         room = _MOST_BYTES
         # The report first, so that nothing else leaves no room for it.
-        for path in sorted(Path(written).iterdir(), key=lambda each: each.name != "leakcheck.json"):
+        for path in sorted(Path(written).rglob("*"), key=lambda each: each.name != "leakcheck.json"):
             if path.is_file() and path.stat().st_size <= room:
-                files[path.name] = path.read_bytes()
-                room -= len(files[path.name])
+                name = path.relative_to(written).as_posix()
+                files[name] = path.read_bytes()
+                room -= len(files[name])
     return ended, files, socket.gethostname()

@@ -14,6 +14,8 @@ from tests.leakcheck.test_gate import MACHINE, by_id, cell, is_running
 
 pytest.importorskip("ray", reason="Ray is not installed: install lowtide[ray]")
 
+from ray.cluster_utils import Cluster
+
 # Ray keeps processes, threads and files of its own until it is shut down.
 pytestmark = pytest.mark.no_leakcheck(reason="a Ray cluster lives as long as this file's tests")
 
@@ -24,8 +26,49 @@ def cluster() -> Iterator[RayCluster]:
         yield connected
 
 
+IN_A_FOLDER = """
+print('here I am')
+(FOLDER / "snapshots").mkdir(parents=True)
+(FOLDER / "snapshots" / "cycle-1.pickle").write_text("what torch said")
+report()
+"""
+
+
+# The first: one process connects to one cluster at a time, and the others share theirs.
+def test_a_cell_whose_node_is_lost_runs_again_on_another(tmp_path: Path) -> None:
+    mark = tmp_path / "node"
+    body = f"""
+    import os, psutil, signal
+    mark = Path({str(mark)!r})
+    # The command's parent is the guardian, that one's is Ray's worker, and that one's the node.
+    worker = psutil.Process(os.getppid()).parent()
+    node = worker.parent()
+    assert node.name() == "raylet", node.name()
+    print("node", node.pid)
+    if not mark.exists():
+        mark.write_text(str(node.pid))
+        # All that Ray has there, as when the machine goes.
+        node.kill()
+        worker.kill()
+        time.sleep(600)
+    assert mark.read_text() != str(node.pid)
+    report()
+    """
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        for _ in range(2):
+            nodes.add_node(num_cpus=1)
+        with RayCluster(nodes.address, Path.cwd()) as cluster:
+            report = Gate([cell("lost", body)], tmp_path / "report", MACHINE, cluster=cluster).run()
+    finally:
+        nodes.shutdown()
+    assert mark.exists()
+    (subject,) = report.subjects
+    assert (subject.id, subject.outcome, subject.reason) == ("lost/life", "clean", "")
+
+
 def test_cells_run_on_the_cluster_and_their_files_come_back(cluster: RayCluster, tmp_path: Path) -> None:
-    cells = [cell("one", "print('here I am'); report()"), cell("two", "report(marks='a')"), cell("bad", "sys.exit(2)")]
+    cells = [cell("one", IN_A_FOLDER), cell("two", "report(marks='a')"), cell("bad", "sys.exit(2)")]
     report = Gate(cells, tmp_path, MACHINE, cluster=cluster).run()
     found = by_id(report)
     assert {name: subject.outcome for name, subject in found.items()} == {
@@ -38,6 +81,7 @@ def test_cells_run_on_the_cluster_and_their_files_come_back(cluster: RayCluster,
     assert log.startswith("(on ")
     assert log.endswith(")\nhere I am\n")
     assert (tmp_path / "cells/two/leakcheck.json").exists()
+    assert (tmp_path / "cells/one/snapshots/cycle-1.pickle").read_text() == "what torch said"
 
 
 def test_a_cell_whose_worker_is_killed_runs_again(cluster: RayCluster, tmp_path: Path) -> None:
