@@ -136,9 +136,7 @@ def try_deferred(
     # Again, since what was tried for the tensors may have changed by which way a pool is held.
     holders = _PoolHolders([item for subject in each for item in subject.items], context)
     for subject, findings in zip(each, found, strict=True):
-        cuts = dict.fromkeys(
-            reported.remedy.action for reported in findings.values() if reported.remedy is not None and reported.tried
-        )
+        cuts = dict.fromkeys(each.remedy.action for each in findings.values() if each.remedy is not None and each.tried)
         for item in subject.items:
             with sharing_walk() as walk:
                 draft = item.among(there.get(id(item), item.names))
