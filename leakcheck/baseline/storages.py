@@ -109,14 +109,14 @@ def read_heap(
         if moved:
             claimed = {**claimed, **_claimed(torch, claims, _over(moved, old, births.label))}
             held += [
-                Held(key, older[key].bytes, f"{_text(older[key])}, made before", births.label, None)
+                Held(key, older[key].bytes, f"{text_of(older[key])}, made before", births.label, None)
                 for key in sorted(moved - claimed.keys())
             ]
         for owner in claims.owners:
             # Memory that is free may be anybody's next.
             owner.storages = {key: text for key, text in owner.storages.items() if key in older or key in readings}
         held += [
-            Held(key, older[key].bytes, _text(older[key]), stage, owner)
+            Held(key, older[key].bytes, text_of(older[key]), stage, owner)
             for owner in ended
             for key, stage in owner.storages.items()
             if key in older
@@ -170,7 +170,7 @@ def _held_anew(
         owner = owner or claimed.get(key)
         if owner is None or any(owner is gone for gone in ended):
             text = stage if owner is None or stage not in by_label else owner.stage
-            held.append(Held(key, storage.bytes, _text(storage), text, owner, turn))
+            held.append(Held(key, storage.bytes, text_of(storage), text, owner, turn))
     return held
 
 
@@ -199,7 +199,7 @@ def thaw(stage: str, seen: Collection[Key]) -> tuple[Held, ...]:
         visible = _all_storages(torch, gc.get_objects())
     collect()
     hidden = [storage for storage in visible if _key(storage) not in reached and _key(storage) not in seen]
-    return _without_overlaps(Held(_key(storage), storage.bytes, _text(storage), stage, None) for storage in hidden)
+    return _without_overlaps(Held(_key(storage), storage.bytes, text_of(storage), stage, None) for storage in hidden)
 
 
 def _all_storages(torch: Any, objects: list[object]) -> tuple[StorageReading, ...]:
@@ -286,7 +286,8 @@ def _key(storage: StorageReading) -> Key:
     return storage.device, storage.address
 
 
-def _text(storage: StorageReading) -> str:
+def text_of(storage: StorageReading) -> str:
+    """Data type and shape of the largest tensor over a storage."""
     return f"{storage.dtype} [{storage.shape}]" if storage.dtype else "storage"
 
 

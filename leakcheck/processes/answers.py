@@ -1,0 +1,60 @@
+"""What an agent answers, in the process that it is in.
+
+A process without torch answers that it has no tensors, and imports nothing for that but msgspec: numpy starts threads.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from lowtide.leakcheck.processes.messages import (
+    Begin,
+    ExplainAsleep,
+    ExplainHeld,
+    Findings,
+    Levels,
+    decode_question,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from lowtide.leakcheck.processes.own_tensors import OwnTensors
+
+_own: OwnTensors | None = None
+
+
+def answer(data: bytes) -> bytes:
+    """The answer to a question.
+
+    Args:
+        data: a message of `lowtide.leakcheck.processes.messages`.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+    """
+    question = decode_question(data)
+    own = _own_tensors()
+    if isinstance(question, Begin):
+        if own is not None:
+            own.begin(question.stage, question.cycle)
+        return encode(Findings())
+    if isinstance(question, ExplainAsleep):
+        found = [] if own is None else own.asleep(question.stage, question.cycle, question.kind)
+        return encode(Findings(findings=tuple(found)))
+    if isinstance(question, ExplainHeld):
+        found = [] if own is None else own.held(question.stage, question.kind, question.most)
+        return encode(Findings(findings=tuple(found)))
+    if own is None:
+        return encode(Levels(tensors={}, arenas={}, reserved={}, has_torch=False))
+    return encode(own.levels())
+
+
+def _own_tensors() -> OwnTensors | None:
+    """Follows this process's tensors from the first question after torch was imported; None before."""
+    global _own
+    if _own is None and hasattr(sys.modules.get("torch"), "Tensor"):
+        from lowtide.leakcheck.processes.own_tensors import OwnTensors
+
+        _own = OwnTensors()
+    return _own

@@ -1,0 +1,106 @@
+"""What an agent is asked, and what it answers: plain data by msgspec, never objects."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from lowtide.reports.schema import Finding
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all messages."""
+
+
+class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
+    """A stage begins: what appears from here on, appeared in it. The first one of a process opens its watch.
+
+    Attributes:
+        stage: its name.
+        cycle: the life, from 1.
+    """
+
+    stage: str
+    cycle: int
+
+
+class Read(_Message, frozen=True, kw_only=True, tag="read"):
+    """How much the process holds; answered by `Levels`."""
+
+
+class ExplainAsleep(_Message, frozen=True, kw_only=True, tag="explain-asleep"):
+    """Who holds what the engine still has from inferring while it sleeps; answered by `Findings`.
+
+    Attributes:
+        stage: the sleep.
+        cycle: the life, from 1.
+        kind: of the engine's device: `cpu` or `cuda`.
+    """
+
+    stage: str
+    cycle: int
+    kind: str
+
+
+class ExplainHeld(_Message, frozen=True, kw_only=True, tag="explain-held"):
+    """Who holds the largest tensors; answered by `Findings`.
+
+    Attributes:
+        stage: since when they should be gone.
+        kind: of their device: `cpu` or `cuda`.
+        most: how many storages are looked at.
+    """
+
+    stage: str
+    kind: str
+    most: int = 16
+
+
+Question: TypeAlias = Begin | Read | ExplainAsleep | ExplainHeld
+
+
+class Levels(_Message, frozen=True, kw_only=True):
+    """What one process holds; bytes.
+
+    Attributes:
+        tensors: under live tensors, by device.
+        arenas: mapped by announced arenas, by device and tag.
+        reserved: what torch's allocator took from the driver, by device; None where it does not say.
+        has_torch: whether the process has imported torch.
+    """
+
+    tensors: dict[str, int]
+    arenas: dict[str, dict[str, int]]
+    reserved: dict[str, int | None]
+    has_torch: bool
+
+    def of(self, kind: str) -> int:
+        """Bytes on all devices of a kind, `cpu` or `cuda`: in arenas, and under tensors that lie in none."""
+        devices = {*self.tensors, *self.arenas}
+        return sum(
+            self.tensors.get(device, 0) + sum(self.arenas.get(device, {}).values())
+            for device in devices
+            if device.partition(":")[0] == kind
+        )
+
+
+class Findings(_Message, frozen=True, kw_only=True):
+    """What a process has found in itself."""
+
+    findings: tuple[Finding, ...] = ()
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """A message as bytes."""
+    return msgspec.msgpack.encode(message)
+
+
+def decode_question(data: bytes) -> Question:
+    """A question from bytes.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+    """
+    question: Question = msgspec.msgpack.decode(data, type=Question)
+    return question

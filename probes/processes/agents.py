@@ -1,0 +1,203 @@
+"""Agents in the Python processes that this one starts: how they get there, and how they are asked.
+
+A folder with a `sitecustomize` comes in front of `PYTHONPATH`, as OpenTelemetry's launcher does it, so an agent starts
+with every Python that is started with this environment: by `subprocess`, by `multiprocessing`'s spawn and forkserver,
+by Ray. A fork of this process starts its own by `os.register_at_fork`.
+
+What is asked and answered are bytes; `lowtide.leakcheck.processes` says what they mean. Nothing is executed that comes
+over a socket, and sockets are answered to this user's processes only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from typing import Any
+
+import lowtide
+from lowtide.probes.host.process_files import stat
+
+BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
+"""The folder in front of `PYTHONPATH`; it imports nothing but what Python starts with."""
+
+ANSWER_S = 5.0
+"""Seconds after which a process that has not answered is called unresponsive."""
+
+_HEADER = 16
+_MOST_BYTES = 256 << 20
+"""Bytes of an answer, at most."""
+
+
+class AgentError(RuntimeError):
+    """A process did not answer; the message says why."""
+
+
+class NoAgentError(AgentError):
+    """A process has no agent: no Python, started without this environment, or before the agents."""
+
+
+class Agents:
+    """Puts agents into processes that start from here on, and asks them.
+
+    Attributes:
+        folder: that of the sockets, open to this user alone; None before `start` and after `stop`.
+    """
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self._before: dict[str, str | None] = {}
+        self._is_registered = False
+
+    def start(self) -> None:
+        """Put an agent into each Python process that starts from here on; legal twice."""
+        if self.folder is not None:
+            return
+        # A short path: that of a Unix socket has 107 bytes at most.
+        self.folder = Path(tempfile.mkdtemp(prefix="lowtide-agents-", dir=_short_temporary_folder()))
+        names = _agent()
+        path = os.environ.get("PYTHONPATH")
+        self._set("PYTHONPATH", os.pathsep.join([str(BOOTSTRAP), *([path] if path else [])]))
+        self._set(names.SOCKETS, str(self.folder))
+        self._set(names.ROOT, str(Path(lowtide.__file__).absolute().parent.parent))
+        if not self._is_registered:
+            self._is_registered = True
+            # Nobody can take it back: it does nothing once nobody has this object any more.
+            start_in_fork = weakref.WeakMethod(self._start_in_fork)
+            os.register_at_fork(after_in_child=lambda: _call(start_in_fork()))
+
+    def stop(self) -> None:
+        """Give no more agents to new processes, and forget those that there are; legal twice."""
+        folder, self.folder = self.folder, None
+        if folder is None:
+            return
+        for name, before in self._before.items():
+            # Whoever has changed it since has changed it for good.
+            if name == "PYTHONPATH":
+                _take_from_path(str(BOOTSTRAP))
+            elif before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
+        if self._before.get("PYTHONPATH") is None and os.environ.get("PYTHONPATH") == "":
+            del os.environ["PYTHONPATH"]
+        self._before.clear()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def has_agent(self, pid: int) -> bool:
+        """Whether a process has an agent; it may not answer all the same."""
+        return self.folder is not None and (self.folder / f"{pid}.sock").exists() and stat(pid) is not None
+
+    def ask(self, pid: int, question: bytes, limit: float = ANSWER_S) -> bytes:
+        """What a process answers.
+
+        Args:
+            pid: the process.
+            question: what `lowtide.leakcheck.processes.answers` understands.
+            limit: seconds.
+
+        Raises:
+            NoAgentError: the process has none.
+            AgentError: it did not answer in time, or failed; the message says which.
+        """
+        if self.folder is None or stat(pid) is None:
+            raise NoAgentError(f"pid {pid} has ended")
+        path = self.folder / f"{pid}.sock"
+        until = time.monotonic() + limit
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(limit)
+                connection.connect(str(path))
+                magic = _agent().MAGIC
+                connection.sendall(magic + len(question).to_bytes(8, "big") + question)
+                header = _read(connection, _HEADER, until)
+                length = int.from_bytes(header[8:], "big")
+                if header[:8] != magic or not 0 < length <= _MOST_BYTES:
+                    raise AgentError(f"the agent of pid {pid} is of another version of lowtide")
+                answer = _read(connection, length, until)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            raise NoAgentError(self._why_none(pid)) from error
+        except TimeoutError as error:
+            raise AgentError(f"pid {pid} did not answer within {limit:g} s{_state(pid)}") from error
+        except OSError as error:
+            raise AgentError(f"the agent of pid {pid} broke off: {error.strerror or error}") from error
+        if answer[:1] != b"=":
+            raise AgentError(f"the agent of pid {pid} failed: {answer[1:].decode(errors='replace')}")
+        return answer[1:]
+
+    def environment(self) -> dict[str, str]:
+        """The variables that put agents into processes which do not inherit the environment, as Ray's `runtime_env`."""
+        names = ("PYTHONPATH", _agent().SOCKETS, _agent().ROOT)
+        return {name: os.environ[name] for name in names if name in os.environ} if self.folder is not None else {}
+
+    def _why_none(self, pid: int) -> str:
+        with contextlib.suppress(OSError):
+            if self.folder is not None:
+                error = (self.folder / f"{pid}.error").read_text(errors="replace")
+                return f"the agent of pid {pid} could not start: {error}"
+        return f"pid {pid} has no agent: no Python, or started without this process's environment"
+
+    def _set(self, name: str, value: str) -> None:
+        self._before.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
+
+    def _start_in_fork(self) -> None:
+        if self.folder is not None:
+            _agent().start()
+
+
+def _agent() -> Any:
+    """The bootstrap's agent, as a module of this process."""
+    name = "lowtide_agent"
+    known = sys.modules.get(name)
+    if known is not None:
+        return known
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location(name, BOOTSTRAP / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _short_temporary_folder() -> str | None:
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) < 60 else "/tmp"
+
+
+def _take_from_path(folder: str) -> None:
+    path = os.environ.get("PYTHONPATH")
+    if path is not None:
+        os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in path.split(os.pathsep) if entry != folder)
+
+
+def _read(connection: socket.socket, length: int, until: float) -> bytes:
+    parts: list[bytes] = []
+    while length:
+        connection.settimeout(max(0.001, until - time.monotonic()))
+        part = connection.recv(min(length, 1 << 20))
+        if not part:
+            raise ConnectionResetError("it ended in the middle of an answer")
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def _state(pid: int) -> str:
+    process = stat(pid)
+    states = {"T": ": it is stopped", "t": ": a debugger has stopped it", "D": ": it waits in the kernel"}
+    return "" if process is None else states.get(process.state, ": it is in a call that does not let others run")
+
+
+def _call(method: Any) -> None:
+    if method is not None:
+        method()

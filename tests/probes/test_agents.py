@@ -1,0 +1,248 @@
+"""Agents come into Python processes however these are started, answer, and are not noticed otherwise."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lowtide.leakcheck.processes.messages import Begin, Levels, Read, encode
+from lowtide.probes.processes import agents as module
+from lowtide.probes.processes.agents import BOOTSTRAP, AgentError, Agents, NoAgentError
+
+READ = encode(Read())
+
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    started = Agents()
+    started.start()
+    yield started
+    started.stop()
+
+
+def program(text: str, *flags: str, **environment: str) -> subprocess.Popen[str]:
+    """Runs it until its input ends; it has printed a line by then."""
+    process = subprocess.Popen(
+        [sys.executable, *flags, "-c", f"{text}\nimport sys; print('ready', flush=True); sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> str:
+    """What it has printed besides."""
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    return out
+
+
+def levels(agents: Agents, pid: int) -> Levels:
+    import msgspec
+
+    return msgspec.msgpack.decode(agents.ask(pid, READ, 60.0), type=Levels)
+
+
+def _waits(connection: object) -> None:
+    connection.recv()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
+def test_a_child_of_multiprocessing_has_one(agents: Agents, method: str) -> None:
+    context = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    child = context.Process(target=_waits, args=(there,))
+    child.start()
+    try:
+        assert child.pid is not None
+        wait_for(lambda: agents.has_agent(child.pid or 0))
+        assert levels(agents, child.pid).tensors is not None
+    finally:
+        here.send(None)
+        child.join()
+        if method == "forkserver":
+            _end_forkserver()
+    assert not agents.has_agent(child.pid)
+
+
+def _end_forkserver() -> None:
+    from multiprocessing import forkserver
+
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+def wait_for(is_so: object, limit: float = 10.0) -> None:
+    until = time.monotonic() + limit
+    while not is_so():  # type: ignore[operator]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+FAMILY = """
+import os, subprocess, sys
+if not os.fork():
+    sys.stdin.read()
+    os._exit(0)
+CHILD = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"])
+"""
+
+
+def test_a_program_has_one_and_so_have_its_forks_and_what_it_starts(agents: Agents) -> None:
+    process = program(FAMILY)
+    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children())]
+    assert len(family) == 3
+    for pid in family:
+        wait_for(functools.partial(agents.has_agent, pid))
+        assert not levels(agents, pid).has_torch
+    end(process)
+
+
+def test_the_program_does_not_see_it(agents: Agents, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.own_sitecustomize = __file__")
+    text = """
+import sys, threading, os
+print(sys.own_sitecustomize, threading.active_count(), [p for p in sys.path if "bootstrap" in p])
+print(sorted(set(sys.modules) & {"torch", "numpy", "msgspec", "socket", "threading", "lowtide", "json"}))
+import sitecustomize
+print(sitecustomize.__file__)
+"""
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(tmp_path)])
+    run = subprocess.run(
+        [sys.executable, "-S", "-c", "import site; site.main()\n" + text],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    own = str(tmp_path / "sitecustomize.py")
+    assert run.stdout.splitlines()[0] == f"{own} 1 []"
+    assert run.stdout.splitlines()[1] == "['threading']"
+    assert run.stdout.splitlines()[2] == own
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize("text", ["raise ValueError('mine')", "import not_there"])
+def test_an_error_of_the_programs_own_sitecustomize_is_its_own(agents: Agents, tmp_path: Path, text: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(text)
+    outputs = []
+    for path in ([os.environ["PYTHONPATH"], str(tmp_path)], [str(tmp_path)]):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+        run = subprocess.run([sys.executable, "-c", "print(1)"], capture_output=True, text=True, env=environment)
+        outputs.append((run.stdout, run.stderr.splitlines()[-1:], run.returncode))
+    assert outputs[0] == outputs[1]
+
+
+FORKS = """
+import os
+for _ in range(3):
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="Python warns of it since 3.12")
+def test_a_fork_of_a_process_with_an_agent_is_one_of_a_single_thread(agents: Agents) -> None:
+    process = program(FORKS, "-W", "error")
+    wait_for(lambda: agents.has_agent(process.pid))
+    levels(agents, process.pid)
+    end(process)
+
+
+def test_after_a_fork_it_answers_again(agents: Agents) -> None:
+    process = program(
+        "import os\nfor _ in range(3):\n    pid = os.fork()\n    if not pid: os._exit(0)\n    os.waitpid(pid, 0)"
+    )
+    assert levels(agents, process.pid).tensors == {}
+    assert psutil.Process(process.pid).num_threads() == 2
+    end(process)
+
+
+def test_a_process_without_one_says_why(agents: Agents) -> None:
+    process = program("", "-I")
+    with pytest.raises(NoAgentError, match=f"pid {process.pid} has no agent: no Python, or started without"):
+        agents.ask(process.pid, READ)
+    end(process)
+    with pytest.raises(NoAgentError, match=f"pid {process.pid} has ended"):
+        agents.ask(process.pid, READ)
+
+
+def test_a_stopped_process_is_unresponsive_within_the_limit(agents: Agents) -> None:
+    process = program("")
+    os.kill(process.pid, signal.SIGSTOP)
+    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    started = time.monotonic()
+    with pytest.raises(AgentError, match=f"pid {process.pid} did not answer within 0.3 s: it is stopped"):
+        agents.ask(process.pid, READ, 0.3)
+    assert time.monotonic() - started < 2
+    os.kill(process.pid, signal.SIGCONT)
+    assert levels(agents, process.pid).tensors == {}
+    end(process)
+
+
+def test_a_question_that_is_none_and_a_failure_come_back_as_text(agents: Agents) -> None:
+    process = program("")
+    with pytest.raises(AgentError, match=rf"the agent of pid {process.pid} failed: ValidationError"):
+        agents.ask(process.pid, encode(Levels(tensors={}, arenas={}, reserved={}, has_torch=False)))
+    assert levels(agents, process.pid).tensors == {}
+    end(process)
+
+
+def test_another_version_is_refused(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = program("")
+    monkeypatch.setattr(module._agent(), "MAGIC", b"LOWTIDE0")
+    with pytest.raises(AgentError, match="is of another version of lowtide"):
+        agents.ask(process.pid, READ)
+    end(process)
+
+
+def test_the_folder_is_this_users_alone_and_goes_with_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    before = dict(os.environ)
+    agents = Agents()
+    agents.start()
+    agents.start()
+    folder = agents.folder
+    assert folder is not None
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert os.environ["PYTHONPATH"] == f"{BOOTSTRAP}{os.pathsep}mine"
+    assert agents.environment().keys() == {"PYTHONPATH", "LOWTIDE_AGENTS", "LOWTIDE_AGENT_ROOT"}
+    agents.stop()
+    agents.stop()
+    assert not folder.exists()
+    assert dict(os.environ) == before
+    assert agents.environment() == {}
+
+
+def test_without_a_path_before_there_is_none_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    agents = Agents()
+    agents.start()
+    agents.stop()
+    assert "PYTHONPATH" not in os.environ
+
+
+def test_a_child_with_tensors_says_how_much_and_follows_stages(agents: Agents) -> None:
+    process = program("import torch; HELD = torch.zeros(3 << 20, dtype=torch.uint8)")
+    agents.ask(process.pid, encode(Begin(stage="infer", cycle=1)), 60.0)
+    found = levels(agents, process.pid)
+    assert found.has_torch
+    assert 3 << 20 <= found.tensors["cpu"] < 4 << 20
+    assert found.of("cpu") == found.tensors["cpu"]
+    assert found.of("cuda") == 0
+    end(process)
