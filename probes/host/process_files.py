@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+
+MARK = "LOWTIDE_TREE"
+"""The environment variable by which a descendant is known whose parent has ended."""
+
+REAPERS = ("systemd", "init")
+"""Names of the processes besides number 1 that become the parent of an orphan."""
+
+_OF_PYTHON = ("python", "pt_", "vllm", "VLLM::", "sglang", "ray::", "pytest", "torchrun")
+"""How the kernel's names begin of processes that are a Python."""
+
+_TITLE_LENGTH = 60
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
-    """A line of `/proc/PID/stat`."""
+    """A line of `/proc/PID/stat`; `started` in ticks since boot."""
 
     pid: int
     command: str
@@ -19,6 +33,7 @@ class ProcessStat:
     parent: int
     group: int
     started: int
+    session: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +42,17 @@ class Rollup:
 
     Attributes:
         layout: first and last address of the process: a fork has its parent's.
+        private: what only it maps, swapped out or not.
+        anonymous: what is no file's, swapped out or not.
+        shared: what is in physical memory and others map, too: libraries' code, shared memory.
+        swapped: the part of `private` and `anonymous` that is swapped out.
     """
 
     layout: str
     private: int
     anonymous: int
+    shared: int
+    swapped: int
 
 
 def stat(pid: int) -> ProcessStat | None:
@@ -44,7 +65,8 @@ def stat(pid: int) -> ProcessStat | None:
     # The command stands in brackets, and may hold any character.
     head, _, tail = text.rpartition(")")
     fields = tail.split()
-    return ProcessStat(pid, head.partition("(")[2], fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
+    parent, group, session = map(int, fields[1:4])
+    return ProcessStat(pid, head.partition("(")[2], fields[0], parent, group, int(fields[19]), session)
 
 
 def lives(pid: int, started: int) -> bool:
@@ -90,16 +112,14 @@ def rollup(pid: int) -> Rollup | None:
     try:
         with open(f"/proc/{pid}/smaps_rollup", encoding="utf-8", errors="replace") as file:
             head, *lines = file.read().splitlines()
-    except (OSError, ValueError):
+    except (OSError, ValueError):  # or it ends: then the file is empty
         return None
     sizes = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
     swapped = sizes.get("Swap", 0)
-    private = ("Private_Clean", "Private_Dirty", "Private_Hugetlb")
-    return Rollup(
-        head.split()[0],
-        sum(sizes.get(name, 0) for name in private) + swapped,
-        sizes.get("Anonymous", 0) + swapped,
+    private, shared = (
+        sum(sizes.get(f"{kind}_{part}", 0) for part in ("Clean", "Dirty", "Hugetlb")) for kind in ("Private", "Shared")
     )
+    return Rollup(head.split()[0], private + swapped, sizes.get("Anonymous", 0) + swapped, shared, swapped)
 
 
 def has_opened_a_card(pid: int) -> bool:
@@ -129,6 +149,91 @@ def command_line(pid: int) -> str:
 def open_files(pid: int) -> set[str]:
     """What its descriptors lead to; empty where that may not be read."""
     try:
-        return {str(link.readlink()) for link in Path(f"/proc/{pid}/fd").iterdir()}
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            return {_target(entry.path) for entry in entries} - {""}
     except OSError:  # it ended meanwhile
         return set()
+
+
+def count_descriptors(pid: int) -> int | None:
+    """How many descriptors it has open; None where that may not be read."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+    except OSError:  # it ended, or is another user's
+        return None
+
+
+def thread_names(pid: int) -> tuple[str, ...]:
+    """The names of its threads as the kernel keeps them, up to 15 characters each; empty where it has ended."""
+    found = []
+    with contextlib.suppress(OSError):  # it ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with (
+                contextlib.suppress(OSError),  # the thread ended
+                open(f"/proc/{pid}/task/{thread}/comm", encoding="utf-8", errors="replace") as file,
+            ):
+                found.append(file.read().rstrip("\n"))
+    return tuple(found)
+
+
+def environment(pid: int) -> dict[str, str] | None:
+    """The variables that it was started with, not what it has set since; None where they may not be read."""
+    try:
+        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it ended, or is another user's
+        return None
+    pairs = (entry.decode(errors="replace").partition("=") for entry in entries if entry)
+    return {name: value for name, _, value in pairs}
+
+
+def runs_python(process: ProcessStat) -> bool:
+    """Whether a process is a Python; by its name where its program may not be read."""
+    try:
+        return os.path.basename(os.readlink(f"/proc/{process.pid}/exe")).startswith("python")
+    except OSError:  # another user's
+        return process.command.startswith(_OF_PYTHON)
+
+
+def name_of(pid: int) -> str:
+    """How a person knows a process: its own title, its name in `multiprocessing`, its module, or its command."""
+    command = _words(pid)
+    try:
+        program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:  # it ended, or is another user's
+        program = ""
+    process = stat(pid)
+    fallback = process.command if process is not None else "gone"
+    first = os.path.basename(command[0])
+    is_python = program.startswith("python")
+    # A fork shows its parent's title until it sets one.
+    is_inherited = pid != os.getpid() and command == _words(os.getpid())
+    if is_python and not first.startswith("python") and command[0] != sys.executable and not is_inherited:
+        # By `setproctitle`, as `VLLM::EngineCore`.
+        return command[0].strip()[:_TITLE_LENGTH] or fallback
+    known = _multiprocessing_name(pid)
+    if known:
+        return known
+    if is_python and "-m" in command[:-1]:
+        return f"python -m {command[command.index('-m') + 1]}"[:_TITLE_LENGTH]
+    scripts = [word for word in command[1:2] if word.endswith(".py")]
+    return f"python {os.path.basename(scripts[0])}" if is_python and scripts else fallback
+
+
+def _words(pid: int) -> list[str]:
+    """The words of its command line, or its title as one word; one empty word where it has ended."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+    except OSError:
+        return [""]
+    return [word.decode(errors="replace") for word in words]
+
+
+def _multiprocessing_name(pid: int) -> str:
+    """The name of the process object for a child that `multiprocessing` has started; empty if it has not."""
+    module: Any = sys.modules.get("multiprocessing.process")
+    for child in list(getattr(module, "_children", ())):
+        facts = vars(child)
+        # A stand-in of a test's has no such fields.
+        if getattr(facts.get("_popen"), "pid", None) == pid:
+            return str(facts.get("_name", ""))
+    return ""

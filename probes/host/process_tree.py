@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.driver.card_holders import count_cards
 from lowtide.probes.host.counters import anonymous_bytes, child_processes
+from lowtide.probes.host.process_files import MARK as MARK
 from lowtide.probes.host.process_files import (
+    REAPERS,
     ProcessStat,
     children_of,
     has_opened_a_card,
@@ -25,19 +27,10 @@ from lowtide.probes.host.process_files import (
     sizes,
     stat,
 )
+from lowtide.probes.host.process_files import name_of as name_of
 from lowtide.probes.host.process_files import rollup as _rollup
 
-MARK = "LOWTIDE_TREE"
-"""The environment variable by which a descendant is known whose parent has ended."""
-
-MOST_CARDS = 16
-"""How many cards of one host are asked for at most."""
-
-_REAPERS = ("systemd", "init")
-"""Names of the processes besides number 1 that become the parent of an orphan."""
-
 _TICKS = os.sysconf("SC_CLK_TCK")
-_TITLE_LENGTH = 60
 
 _BLOCK = 160
 """Bytes of the pages behind one of Python's objects, at most: a fork copies them when it collects or looks at them."""
@@ -179,7 +172,7 @@ class ProcessTree:
         if process.group != own.group or process.started < self._opened:
             return False
         parent = stat(process.parent)
-        if process.parent != 1 and (parent is None or parent.command not in _REAPERS):
+        if process.parent != 1 and (parent is None or parent.command not in REAPERS):
             return False
         layout, of_this = _layout(process.pid), _layout(os.getpid())
         if not layout or layout == of_this:
@@ -313,8 +306,7 @@ class TreeMemory:
 
     def _on_cards(self, family: Sequence[int], driver: Driver) -> dict[int, dict[str, int | None]]:
         if self._cards is None:
-            indices = range(MOST_CARDS)
-            self._cards = next((i for i in indices if driver.read(i).card_total is None), MOST_CARDS)
+            self._cards = count_cards(driver)
         found: dict[int, dict[str, int | None]] = {}
         for index in range(self._cards):
             listed = driver.processes(index)
@@ -336,41 +328,6 @@ def _since_boot() -> float:
 def _call(method: Callable[[], None] | None) -> None:
     if method is not None:
         method()
-
-
-def name_of(pid: int) -> str:
-    """How a person knows a process: its own title, its name in `multiprocessing`, its module, or its command."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
-    except OSError:  # it ended, or is another user's
-        words, program = [b""], ""
-    command = [word.decode(errors="replace") for word in words]
-    process = stat(pid)
-    fallback = process.command if process is not None else "gone"
-    first = os.path.basename(command[0])
-    is_python = program.startswith("python")
-    if is_python and not first.startswith("python") and command[0] != sys.executable:
-        # By `setproctitle`, as `VLLM::EngineCore`.
-        return command[0].strip()[:_TITLE_LENGTH] or fallback
-    known = _multiprocessing_name(pid)
-    if known:
-        return known
-    if is_python and "-m" in command[:-1]:
-        return f"python -m {command[command.index('-m') + 1]}"[:_TITLE_LENGTH]
-    scripts = [word for word in command[1:2] if word.endswith(".py")]
-    return f"python {os.path.basename(scripts[0])}" if is_python and scripts else fallback
-
-
-def _multiprocessing_name(pid: int) -> str:
-    """The name of the process object for a child that `multiprocessing` has started; empty if it has not."""
-    module: Any = sys.modules.get("multiprocessing.process")
-    for child in list(getattr(module, "_children", ())):
-        facts = vars(child)
-        # A stand-in of a test's has no such fields.
-        if getattr(facts.get("_popen"), "pid", None) == pid:
-            return str(facts.get("_name", ""))
-    return ""
 
 
 def _marks() -> list[str]:

@@ -20,6 +20,7 @@ from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.process_tree import MARK, ProcessMemory, ProcessTree, TreeMemory, name_of
+from tests.probes.left_processes import TITLE
 from tests.probes.test_driver import FakeNvml, FakeNvmlError
 
 MIB = 1 << 20
@@ -336,3 +337,19 @@ def test_a_process_of_multiprocessing_has_its_name() -> None:
         process.kill()
         process.join()
     assert name_of(process.pid or 0) == "gone"
+
+
+def test_a_fork_has_its_own_name_and_not_the_title_of_its_parent() -> None:
+    # xdist's workers have a title where setproctitle is installed.
+    code = f"""{TITLE}
+import signal
+from multiprocessing import get_context
+from lowtide.probes.host.process_tree import name_of
+take_title(b"[parent]")
+process = get_context("fork").Process(target=signal.pause, name="loader")
+process.start()
+print(name_of(process.pid))
+process.kill()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "loader\n"

@@ -79,6 +79,16 @@ class NvmlDriver:
         except (self._nvml.NVMLError, DriverError):
             return {}
 
+    def reserved(self, device_index: int) -> int:
+        """Bytes of a card that driver and firmware keep for themselves, which `card_used` counts; 0 where unknown."""
+        version = getattr(self._nvml, "nvmlMemory_v2", None)
+        if version is None or not self._open:
+            return 0
+        try:
+            return int(self._nvml.nvmlDeviceGetMemoryInfo(self._handle(device_index), version).reserved)
+        except (self._nvml.NVMLError, DriverError):
+            return 0
+
     def _listed(self, handle: Any) -> dict[int, int | None]:
         compute = _by_process(self._nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle))
         graphics = _by_process(self._nvml.nvmlDeviceGetGraphicsRunningProcesses_v3(handle))

@@ -1,0 +1,90 @@
+"""Which files below a folder a process maps or has open, by what the kernel lists of it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+FileId = tuple[int, int]
+"""A file's device and inode, by which it is known under any name and in any mount namespace."""
+
+_DELETED = " (deleted)"
+
+
+@dataclass(frozen=True, slots=True)
+class FilesInUse:
+    """Which of some files a process uses.
+
+    Attributes:
+        ids: those that it maps or has open.
+        is_readable: whether all of its maps and descriptors could be read.
+    """
+
+    ids: frozenset[FileId]
+    is_readable: bool
+
+
+def mapped_below(pid: int, folder: str) -> dict[str, int] | None:
+    """Bytes of address space that a process maps of each file below a folder, by its path there.
+
+    A file without a name any more has the kernel's ` (deleted)` behind the one it had.
+
+    Returns:
+        None where that may not be read, or the process has ended.
+    """
+    try:
+        text = Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return None
+    found: dict[str, int] = {}
+    # address perms offset dev inode path
+    pattern = rb"^([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+ +" + re.escape(os.fsencode(folder)) + rb"/(.*)$"
+    for start, end, name in re.findall(pattern, text, re.MULTILINE):
+        path = os.fsdecode(name)
+        found[path] = found.get(path, 0) + int(end, 16) - int(start, 16)
+    return found
+
+
+def files_in_use(pid: int, wanted: Collection[FileId], names: Collection[str]) -> FilesInUse:
+    """Which of some files a process maps or has open.
+
+    Args:
+        pid: its process identifier; one that has ended uses nothing.
+        wanted: the files.
+        names: their names without folders: only descriptors with these are looked at, since to look at a file of a
+            server that does not answer takes for ever.
+    """
+    try:
+        text = Path(f"/proc/{pid}/maps").read_bytes()
+        found = _mapped(text, {device for device, _ in wanted})
+        return FilesInUse(frozenset((found | _open(pid, names)) & set(wanted)), True)
+    except (FileNotFoundError, ProcessLookupError):  # it ended
+        return FilesInUse(frozenset(), True)
+    except OSError:
+        return FilesInUse(frozenset(), False)
+
+
+def _mapped(text: bytes, devices: Collection[int]) -> set[FileId]:
+    found: set[FileId] = set()
+    for device in devices:
+        number = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
+        inodes = re.findall(rb"^\S+ \S+ \S+ " + number + rb" (\d+) ", text, re.MULTILINE)
+        found.update((device, int(inode)) for inode in inodes)
+    return found
+
+
+def _open(pid: int, names: Collection[str]) -> set[FileId]:
+    found: set[FileId] = set()
+    with os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
+            try:
+                target = os.readlink(entry.path)  # noqa: PTH115 - the text as it is: `pipe:[7]` is no path
+                if target.removesuffix(_DELETED).rpartition("/")[2] in names:
+                    facts = os.stat(entry.path)  # noqa: PTH116 - through the link, as `open` would go
+                    found.add((facts.st_dev, facts.st_ino))
+            except (FileNotFoundError, ProcessLookupError):  # closed meanwhile
+                continue
+    return found

@@ -1,0 +1,320 @@
+"""One process as it shows from outside, Python or not; and a whole tree of them, read side by side."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import psutil
+
+from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.driver.card_holders import CardHolders, read_card_holders
+from lowtide.probes.host.process_files import (
+    REAPERS,
+    ProcessStat,
+    Rollup,
+    children_of,
+    command_line,
+    count_descriptors,
+    environment,
+    name_of,
+    rollup,
+    runs_python,
+    sizes,
+    stat,
+    thread_names,
+)
+from lowtide.probes.processes.mapped_files import mapped_below
+from lowtide.probes.processes.roles import Role, read_role
+
+PATIENCE_S = 5.0
+"""Seconds after which a process that the kernel keeps from being read is reported as such."""
+
+SHARED_MEMORY = "/dev/shm"
+
+_STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for a device",
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "Z": "zombie",
+    "I": "idle",
+}
+
+ByCard = Mapping[str, int | None]
+
+_NO_CARDS: ByCard = MappingProxyType({})
+_NOBODY: Mapping[int, ByCard] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """What `smaps_rollup` says of one process, in bytes.
+
+    Attributes:
+        private: what only it maps, swapped out or not: what comes back when it ends.
+        shared: what is in physical memory and others map, too.
+        swapped: the part of `private` that is swapped out.
+    """
+
+    private: int
+    shared: int
+    swapped: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessView:
+    """One process from outside.
+
+    Attributes:
+        pid: its process identifier.
+        parent: that of its parent.
+        created: when it began, in seconds since 1970.
+        name: how a person knows it: its own title (`VLLM::EngineCore`), its module, or its command.
+        command: what it was started with, the words apart by blanks; its title where it has set one.
+        user: whose it is.
+        status: `running`, `sleeping`, `stopped`, `zombie`, …
+        role: its part in an engine, and its rank.
+        is_orphan: whether the process that started it has ended, so that nobody waits for it.
+        cards: bytes by device as `cuda:0`; None where the driver lists it without its memory.
+        resident: bytes in physical memory, shared or not; everybody may read this.
+        memory: bytes by kind; None where they may not be read.
+        descriptors: how many it has open; None where that may not be read.
+        shared_memory: bytes that it maps of each file in /dev/shm, by name; None where that may not be read.
+        not_measured: why something is None, by its field.
+    """
+
+    pid: int
+    parent: int
+    created: float
+    name: str
+    command: str
+    user: str
+    status: str
+    role: Role
+    is_orphan: bool
+    cards: ByCard
+    resident: int
+    memory: HostMemory | None
+    descriptors: int | None
+    shared_memory: Mapping[str, int] | None
+    not_measured: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    @property
+    def private(self) -> int:
+        """What comes back on the host when it ends, in bytes; what is resident, where that may not be read."""
+        return self.resident if self.memory is None else self.memory.private
+
+
+def read_process(pid: int, cards: ByCard = _NO_CARDS) -> ProcessView | None:
+    """One process; None where it has ended, or ends while it is read.
+
+    Args:
+        pid: its process identifier.
+        cards: what the driver counts for it.
+    """
+    begun = stat(pid)
+    if begun is None:
+        return None
+    try:
+        view = _zombie(begun) if begun.state == "Z" else _read(begun, cards)
+    except (OSError, psutil.Error):  # it ended in the middle
+        return None
+    after = stat(pid)
+    if after is None or after.started != begun.started:
+        return None
+    return _zombie(after) if after.state == "Z" and view.status != "zombie" else view
+
+
+def read_tree(pid: int, driver: Driver | None = None, *, patience: float = PATIENCE_S) -> tuple[ProcessView, ...]:
+    """A process and all that descend from it, each read in a thread of its own; sorted by their beginning.
+
+    Args:
+        pid: the process at the top.
+        driver: reports what they hold on cards; None leaves that out.
+        patience: seconds after which one that cannot be read is reported with what is known without it.
+    """
+    by_card = {} if driver is None else by_process(read_card_holders(driver))
+    return read_processes(_tree(pid), by_card, patience=patience)
+
+
+def read_processes(
+    pids: Iterable[int], cards: Mapping[int, ByCard] = _NOBODY, *, patience: float = PATIENCE_S
+) -> tuple[ProcessView, ...]:
+    """Several processes, each read in a thread of its own; sorted by their beginning.
+
+    Args:
+        pids: their process identifiers.
+        cards: what the driver counts for each, by process identifier.
+        patience: seconds after which one that cannot be read is reported with what is known without it.
+    """
+    wanted = sorted(set(pids))
+    found = _side_by_side(lambda pid: read_process(pid, cards.get(pid, _NO_CARDS)), wanted, patience)
+    for pid in wanted:
+        if pid not in found:
+            found[pid] = _unanswered(pid, cards.get(pid, _NO_CARDS), patience)
+    return tuple(sorted((view for view in found.values() if view is not None), key=lambda view: view.created))
+
+
+def by_process(cards: Iterable[CardHolders]) -> dict[int, ByCard]:
+    """What the driver counts for each process that it lists, by device."""
+    found: dict[int, dict[str, int | None]] = {}
+    for card in cards:
+        for pid, size in card.processes.items():
+            found.setdefault(pid, {})[card.device] = size
+    return {pid: MappingProxyType(by_card) for pid, by_card in found.items()}
+
+
+def _tree(top: int) -> list[int]:
+    found, waiting = [], [top]
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found:
+            found.append(pid)
+            waiting += children_of(pid)
+    return found
+
+
+def _side_by_side(
+    read: Callable[[int], ProcessView | None], pids: Sequence[int], patience: float
+) -> dict[int, ProcessView | None]:
+    """What was read within the time; a process that is missing did not let itself be read.
+
+    The kernel lets nobody read the memory maps of a process that changes them, and a driver may keep it there for ever:
+    then the thread stays, as a daemon, and the others' answers count.
+    """
+    found: dict[int, ProcessView | None] = {}
+
+    def run(pid: int) -> None:
+        found[pid] = read(pid)
+
+    threads = [threading.Thread(target=run, args=(pid,), daemon=True, name=f"lowtide-reads-{pid}") for pid in pids]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + patience
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(found)
+
+
+def _read(process: ProcessStat, cards: ByCard) -> ProcessView:
+    pid = process.pid
+    variables, kinds, descriptors = environment(pid), rollup(pid), count_descriptors(pid)
+    mapped = mapped_below(pid, SHARED_MEMORY)
+    name = name_of(pid)
+    command = command_line(pid).strip()
+    role = read_role(
+        name if "::" in name else process.command,
+        command=command,
+        threads=thread_names(pid),
+        environment=variables or {},
+    )
+    not_read = {"memory": kinds, "descriptors": descriptors, "shared_memory": mapped, "environment": variables}
+    return _view(
+        process,
+        name=name,
+        command=command,
+        role=role,
+        cards=cards,
+        memory=_host_memory(kinds),
+        descriptors=descriptors,
+        shared_memory=None if mapped is None else MappingProxyType(mapped),
+        not_measured={
+            what: f"{_user(pid)}'s process {pid} may not be read by user {_own_user()}"
+            for what, value in not_read.items()
+            if value is None
+        },
+    )
+
+
+def _zombie(process: ProcessStat) -> ProcessView:
+    why = "it has ended and holds no memory; its parent has not waited for it"
+    return _view(process, not_measured=dict.fromkeys(("memory", "descriptors", "shared_memory"), why))
+
+
+def _unanswered(pid: int, cards: ByCard, patience: float) -> ProcessView | None:
+    process = stat(pid)
+    if process is None:
+        return None
+    why = f"the kernel did not let it be read for {patience:g} s"
+    names = ("memory", "descriptors", "shared_memory", "role")
+    try:
+        return _view(process, cards=cards, not_measured=dict.fromkeys(names, why))
+    except (OSError, psutil.Error):  # it ended after all
+        return None
+
+
+def _view(
+    process: ProcessStat,
+    *,
+    name: str = "",
+    command: str = "",
+    role: Role | None = None,
+    cards: ByCard = _NO_CARDS,
+    memory: HostMemory | None = None,
+    descriptors: int | None = None,
+    shared_memory: Mapping[str, int] | None = None,
+    not_measured: Mapping[str, str] | None = None,
+) -> ProcessView:
+    role = role or read_role(process.command)
+    return ProcessView(
+        pid=process.pid,
+        parent=process.parent,
+        created=psutil.Process(process.pid).create_time(),
+        name=name or process.command,
+        command=command,
+        user=_user(process.pid),
+        status=_STATES.get(process.state, process.state),
+        role=role,
+        is_orphan=is_orphan(process, role),
+        cards=cards,
+        resident=sizes(process.pid)[0],
+        memory=memory,
+        descriptors=descriptors,
+        shared_memory=shared_memory,
+        not_measured=MappingProxyType(dict(not_measured or {})),
+    )
+
+
+def _host_memory(kinds: Rollup | None) -> HostMemory | None:
+    return None if kinds is None else HostMemory(kinds.private, kinds.shared, kinds.swapped)
+
+
+def _user(pid: int) -> str:
+    return str(psutil.Process(pid).username())
+
+
+def _own_user() -> str:
+    return str(psutil.Process().username())
+
+
+def is_orphan(process: ProcessStat, role: Role | None = None) -> bool:
+    """Whether the process that started another one has ended.
+
+    The kernel then gives it the first process, or a session's, as its parent, which is also the parent of what an init
+    system has started itself.  So the leader of its group or session must have ended, or it must be of a kind that
+    another process of its engine starts, always.  One that was started in a session of its own and is of no known kind
+    passes for a service.
+
+    Args:
+        process: the process.
+        role: its part in an engine, if that is known.
+    """
+    parent = stat(process.parent) if process.parent else None
+    if parent is None or not (parent.pid == 1 or parent.command in REAPERS):
+        return False
+    leaders = {process.group, process.session} - {process.pid, 0}
+    if any(_is_gone(leader, process) for leader in leaders):
+        return True
+    # A container's first process may be the engine itself: then it is the parent of its children.
+    return role is not None and role.is_child and not runs_python(parent)
+
+
+def _is_gone(leader: int, process: ProcessStat) -> bool:
+    found = stat(leader)
+    # A leader is older than who is in its group: a younger one has its number by chance.
+    return found is None or found.state == "Z" or found.started > process.started
