@@ -15,6 +15,7 @@ from lowtide.leakcheck.cli.fuzz import fuzz
 from lowtide.leakcheck.cli.gate import gate
 from lowtide.leakcheck.cli.history import history
 from lowtide.leakcheck.cli.init import init
+from lowtide.leakcheck.cli.ps import ps
 from lowtide.leakcheck.cli.run import run
 from lowtide.leakcheck.cli.suppress import suppress
 
@@ -71,3 +72,4 @@ app.command()(gate)
 app.command()(bisect_step)
 app.command()(history)
 app.command()(init)
+app.command()(ps)

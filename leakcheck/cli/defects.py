@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.exits import refuse
-from lowtide.leakcheck.cli.progress import find_console
+from lowtide.leakcheck.cli.console import find_console, refuse
 from lowtide.leakcheck.targets.devices import Device, device_name
 
 

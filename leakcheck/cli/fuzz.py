@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
-from lowtide.leakcheck.cli.progress import find_console
+from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse
 from lowtide.leakcheck.cli.reporting import check_writable, make_report
 from lowtide.leakcheck.targets.devices import Device, device_name
 

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from lowtide.leakcheck.cli.progress import progress_line
+from lowtide.leakcheck.cli.console import progress_line
 from lowtide.leakcheck.fuzzing.fault_sweep import Swept
 from lowtide.leakcheck.fuzzing.fuzz import Found, as_program, fuzz
 from lowtide.leakcheck.fuzzing.shared_sweep import shared_sweep

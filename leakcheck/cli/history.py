@@ -9,8 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.exits import refuse
-from lowtide.leakcheck.cli.progress import find_console
+from lowtide.leakcheck.cli.console import find_console, refuse
 
 _FILE = "lowtide-history.sqlite"
 _VARIABLE = "LOWTIDE_HISTORY"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.exits import refuse
+from lowtide.leakcheck.cli.console import refuse
 
 
 def init(

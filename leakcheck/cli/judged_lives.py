@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
-from lowtide.leakcheck.cli.progress import find_console, progress_line
+from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, progress_line, refuse
 from lowtide.leakcheck.cli.reporting import make_report
 
 if TYPE_CHECKING:

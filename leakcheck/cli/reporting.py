@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import typer
 
 import lowtide
-from lowtide.leakcheck.cli.exits import refuse
+from lowtide.leakcheck.cli.console import refuse
 
 if TYPE_CHECKING:
     from lowtide.probes.device.driver import Driver

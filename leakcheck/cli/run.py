@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.exits import INTERRUPTED, refuse
+from lowtide.leakcheck.cli.console import INTERRUPTED, refuse
 from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances, snapshots_in
 from lowtide.leakcheck.cli.reporting import check_writable
 from lowtide.leakcheck.targets.devices import Device, device_name

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.exits import refuse
+from lowtide.leakcheck.cli.console import refuse
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.suppressions.writing import Added

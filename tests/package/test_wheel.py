@@ -55,7 +55,8 @@ def test_the_wheel_has_every_file_of_the_product(built: tuple[Path, Path]) -> No
         names = {name for name in wheel.namelist() if not name.endswith("/")}
     packaged = {name for name in names if ".dist-info/" not in name}
     assert packaged == sources()
-    assert {"lowtide/py.typed", "lowtide/reports/lowtide-report-1.schema.json"} <= packaged
+    schemas = {"lowtide-report-1.schema.json", "processes/lowtide-ps-1.schema.json"}
+    assert {"lowtide/py.typed", *(f"lowtide/reports/{name}" for name in schemas)} <= packaged
 
 
 def test_the_wheel_has_no_other_top_level_name(built: tuple[Path, Path]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lowtide.leakcheck.cli.progress import progress_line
+from lowtide.leakcheck.cli.console import progress_line
 from lowtide.reports import schema
 from tests.reports.terminals import in_terminal, tables
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 SHOW = """
 import sys
 from pathlib import Path
-from lowtide.leakcheck.cli.progress import find_console
+from lowtide.leakcheck.cli.console import find_console
 from lowtide.reports import schema
 from lowtide.reports.terminal import render
 find_console().print(render(schema.read(Path(sys.argv[1])), "report: somewhere"))

@@ -1,13 +1,18 @@
-"""What the commands print to, and their one progress line: only where somebody watches, and gone when it is done."""
+"""What all commands share: where they print, their progress line, and how they end where there is nothing to judge."""
 
 from __future__ import annotations
 
 import os
 import sys
+from typing import NoReturn
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells count it: 128 + SIGINT."""
 
 WITHOUT_TERMINAL = 100
 """Columns of a table where nobody says how wide the output is shown, as in a log of a CI."""
@@ -22,7 +27,7 @@ def find_console() -> Console:
 
 
 def progress_line(console: Console) -> Progress:
-    """A line with what is being done, how far it is, and since when."""
+    """A line with what is being done, how far it is and since when; only on a terminal, and gone when it is done."""
     return Progress(
         SpinnerColumn(),
         # What is done gives way to the figures where both do not fit.
@@ -35,3 +40,9 @@ def progress_line(console: Console) -> Progress:
         transient=True,
         expand=True,
     )
+
+
+def refuse(message: str) -> NoReturn:
+    """End with one line and exit code 2."""
+    typer.echo(f"lowtide: {message}", err=True)
+    raise typer.Exit(2)

@@ -1,0 +1,65 @@
+"""`lowtide ps`: who holds memory on this host."""
+
+from __future__ import annotations
+
+import datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+import lowtide
+from lowtide.leakcheck.cli.console import refuse
+
+if TYPE_CHECKING:
+    from lowtide.reports.processes.listing import Listing
+
+
+def ps(
+    fail_above: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Fail where a card, an orphan or all files of the dead hold more: 1GiB."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with stable names (lowtide-ps/1).")] = False,
+) -> None:
+    """List who holds memory on each card, orphans of engines, and files of dead processes in /dev/shm.
+
+    Exit codes: 0 listed; with --fail-above: 1 something holds more, 2 a card could not be measured; 2 nothing could be
+    measured, or bad input.
+    """
+    limit = None if fail_above is None else _limit(fail_above)
+    from lowtide.probes.device.driver import find_driver
+    from lowtide.probes.processes.holders import read_holders
+    from lowtide.reports.processes.listing import encode, make_listing
+    from lowtide.reports.processes.text import render
+
+    driver = find_driver()
+    try:
+        holders = read_holders(driver)
+    finally:
+        driver.close()
+    now = datetime.datetime.now(datetime.timezone.utc)
+    listing = make_listing(holders, version=lowtide.__version__, now=now, limit=limit)
+    typer.echo(encode(listing) if as_json else render(listing), nl=as_json)
+    code = _exit_code(listing)
+    if code == 2:
+        typer.echo("lowtide: what a card holds could not be measured", err=True)
+    raise typer.Exit(code)
+
+
+def _limit(size: str) -> int:
+    from lowtide.reports.sizes import parse_bytes
+
+    try:
+        return parse_bytes(size)
+    except ValueError as error:
+        refuse(f"--fail-above: {error}")
+
+
+def _exit_code(listing: Listing) -> int:
+    if listing.exceeded:
+        return 1
+    unknown = {each.what for each in listing.not_measured}
+    cards = {"cards", *(card.device for card in listing.cards)}
+    if listing.limit is not None and unknown & cards:
+        return 2
+    return 2 if {"cards", "/dev/shm"} <= unknown else 0
