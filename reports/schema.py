@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
+
 SCHEMA = "lowtide-report/1"
 
 _MOST_INDENTED = 256 << 10
@@ -122,7 +124,7 @@ class Readings(_Record, frozen=True, kw_only=True):
 
 
 class Stage(_Record, frozen=True, kw_only=True):
-    """One stage of a life, with the readings on both sides of it."""
+    """One stage of a life, with the readings on both sides of it, and of the engine's other processes after it."""
 
     name: str
     cycle: int
@@ -131,6 +133,7 @@ class Stage(_Record, frozen=True, kw_only=True):
     after: Readings
     tokens_per_second: float | None = None
     bytes_per_second: float | None = None
+    processes: tuple[ProcessStage, ...] = ()
 
 
 class Hop(_Record, frozen=True, kw_only=True):
@@ -182,6 +185,7 @@ class Finding(_Record, frozen=True, kw_only=True):
 
     Attributes:
         bytes: how much of it; 0 where it is counted only.
+        process: where it is, if that is another process than the checked one.
         count: how many things are in it (tensors, threads, …).
         fingerprint: what stays the same about the leak from run to run.
         former_fingerprint: that which lowtide 0.1 would have given, where it is another one.
@@ -215,6 +219,7 @@ class Finding(_Record, frozen=True, kw_only=True):
     trend: Literal["residue", "bounded", "growth"] | None = None
     parts: tuple[Finding, ...] = ()
     former_fingerprint: str = ""
+    process: ProcessName | None = None
 
 
 class Return(_Record, frozen=True, kw_only=True):

@@ -70,16 +70,27 @@ def stage_table(stages: Sequence[Stage]) -> FigureTable:
     )
     seconds = Column("seconds", tuple(f"{stage.seconds:.3f}" for stage in stages))
     rates = [column for column in varying if column.name in ("GB/s", "tok/s")]
+    others = [_process_column(name, stages) for name in _process_names(stages)]
     return FigureTable(
         title="After each stage (MiB)",
         labels=(
             Column("cycle", tuple(str(stage.cycle) for stage in stages)),
             Column("stage", tuple(one_line(stage.name) for stage in stages)),
         ),
-        figures=(*(column for column in varying if column not in rates), seconds, *rates),
+        figures=(*(column for column in varying if column not in rates), *others, seconds, *rates),
         notes=notes,
         sections=frozenset(turn for turn, stage in enumerate(stages) if turn and stage.cycle != stages[turn - 1].cycle),
     )
+
+
+def _process_names(stages: Sequence[Stage]) -> list[str]:
+    return list(dict.fromkeys(each.process.name for stage in stages for each in stage.processes))
+
+
+def _process_column(name: str, stages: Sequence[Stage]) -> Column:
+    """What the engine's processes of one name held in tensors and arenas; blank where there was none."""
+    held = [[each.bytes for each in stage.processes if each.process.name == name] for stage in stages]
+    return Column(one_line(f"in {name}"), tuple(_mib(sum(sizes)) if sizes else "" for sizes in held))
 
 
 def _stage_cells(stage: Stage, arenas: Sequence[str]) -> Iterator[str]:

@@ -37,7 +37,7 @@ class LifeMetrics:
         self._library_items = LibraryItems(makers)
         self._imported = imported
         self._tensors_of_imports = tensors_of_imports
-        self._device = device
+        self.device = device
         # Bytes of imported modules' tensors by device, and by how much imports raised each level, at each snapshot.
         self._imported_bytes: dict[float, dict[str, int]] = {}
         # By resource, what libraries have from their first use, with the life.
@@ -56,8 +56,8 @@ class LifeMetrics:
         found = self._tensors_of_imports()
         # Tensors are counted by themselves.
         of_host = max(0, self._imported.growth("host-memory") - found.get("cpu", 0))
-        of_driver = self._imported.growth(f"driver {self._device}")
-        levels = {**found, "host-memory cpu": of_host, f"driver {self._device}": of_driver}
+        of_driver = self._imported.growth(f"driver {self.device}")
+        levels = {**found, "host-memory cpu": of_host, f"driver {self.device}": of_driver}
         self._imported_bytes[snapshot.taken_at] = levels
 
     def note_first_use(self, cycle: int, baseline: Snapshot, now: Snapshot) -> None:

@@ -15,6 +15,7 @@ from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_events import ProcessEvents
 from lowtide.probes.host.process_tree import ProcessTree, name_of
+from lowtide.probes.processes.agents import Agents
 from lowtide.probes.snapshot import Snapshot
 
 
@@ -28,6 +29,7 @@ class LifeProbes:
 
     def __init__(self, driver: Callable[[], Driver], *, card: bool) -> None:
         self.tree = ProcessTree()
+        self.agents = Agents()
         self._segments = OwnSegments()
         self._remains = OrphanedFiles(self.tree, self._segments)
         self.unseen = UnmeasuredProcesses(self.tree, driver)
@@ -41,6 +43,7 @@ class LifeProbes:
     def start(self) -> None:
         """Begin to notice."""
         self.tree.start()
+        self.agents.start()
         self._segments.start()
         self.makers.start()
         self._events.start()
@@ -56,6 +59,7 @@ class LifeProbes:
         self._events.stop()
         self.environment.stop()
         self.makers.stop()
+        self.agents.stop()
         self.tree.stop()
 
     def judged(self, snapshot: Snapshot) -> Snapshot:

@@ -14,6 +14,7 @@ from lowtide.leakcheck.judging.trend import trend_of
 from lowtide.probes.ledger import LedgerBase, base_from
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.outcomes import judged_as
+from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured, Return, Stage, Subject, TypeGrowth
 
 
@@ -29,6 +30,7 @@ class Lived:
         after: the one after it.
         tokens: how many it generated.
         moved: bytes of weights that it had to move.
+        processes: what the engine's other processes held after it.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Lived:
     after: Snapshot
     tokens: int = 0
     moved: int = 0
+    processes: tuple[ProcessStage, ...] = ()
 
 
 class LifeRecord:
@@ -155,6 +158,7 @@ class LifeRecord:
             after=to_readings(lived.after, self._device, bases),
             tokens_per_second=lived.tokens / lived.seconds if lived.tokens else None,
             bytes_per_second=lived.moved / lived.seconds if lived.moved else None,
+            processes=lived.processes,
         )
 
 

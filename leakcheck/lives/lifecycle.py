@@ -34,6 +34,7 @@ from lowtide.leakcheck.lives.script import (
     was_interrupted,
 )
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
+from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.targets.target import TargetError
 from lowtide.leakcheck.tenant import Tenant, freed_between
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
@@ -45,8 +46,6 @@ from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import Finding, NotMeasured, Return, Subject
 
 __all__ = ["SCRIPT", "Event", "Life", "LifecycleRun"]
-
-_NO_SECOND_LIFE = "libraries move it in a first life, and no whole second life followed to compare it with"
 
 
 class LifecycleRun:
@@ -119,6 +118,7 @@ class LifecycleRun:
             self._snapshot_at_end,
             tolerances,
         )
+        self._processes = EngineProcesses(self._probes.tree, self._probes.agents, device)
         self._survival = PreservedState(device)
         self._growth = GrowthWatch(device)
         self._cycle = 0
@@ -154,8 +154,11 @@ class LifecycleRun:
             self._leftovers.close()
             self._probes.stop()
         untaken = () if self._tenant is None else self._tenant.not_measured.values()
-        unseen = largest_of_each(self._probes.unseen.not_measured)
-        more = (*self._not_compared(), *self._metrics.once_so_far, *unseen, *untaken)
+        unseen = largest_of_each(self._probes.unseen.besides(self._processes.judged, self._processes.answering))
+        self._record.findings += self._processes.findings_at_end()
+        silent = self._processes.not_measured.values()
+        compared = self._judgement.not_compared(self._emptying if self._indices else ())
+        more = (*compared, *self._metrics.once_so_far, *unseen, *untaken, *silent)
         return self._record.subject(self._failure, more, self._metrics.used_before)
 
     def _open_device(self) -> None:
@@ -200,6 +203,7 @@ class LifecycleRun:
         for turn, name in enumerate(self._script[:-1]):
             self._announce(cycle, turn)
             self._leftovers.stage(name, cycle)
+            self._processes.begin_stage(name, cycle)
             if name in self._preserving and name.startswith("sleep"):
                 self._survival.before_sleep(asked(life, "preserved"))
             try:
@@ -217,7 +221,9 @@ class LifecycleRun:
                 moved = before.arena_mapped("weights", self._device)
             elif name == "wake" and self._script[turn - 1] == "sleep(1)":
                 moved = after.arena_mapped("weights", self._device)
-            self._record.stages.append(Lived(name, cycle, seconds, before, after, sum(map(len, tokens)), moved))
+            self._processes.end_stage(name)
+            others = self._processes.readings
+            self._record.stages.append(Lived(name, cycle, seconds, before, after, sum(map(len, tokens)), moved, others))
             if name.startswith("sleep"):
                 # Before the first sleep: what a sleep does not give back is not to be excused at the next.
                 at_work = before if before_sleep is baseline else at_work
@@ -227,6 +233,7 @@ class LifecycleRun:
                 pools = (*before.pools, *after.pools)
                 self._record.findings += self._leftovers.explain_asleep(engine, cycle, self._device, pools)
                 self._record.findings += contract.after_sleep(name, self._device, baseline, after)
+                self._record.findings += self._processes.after_sleep(name, cycle, empties=name in self._emptying)
                 if self._tenant is not None:
                     self._record.findings += self._tenant.after_sleep(name, freed_between(before, after, self._device))
                 if name in self._emptying and cycle > 1:
@@ -387,13 +394,3 @@ class LifecycleRun:
 
     def _snapshot_at_end(self) -> Snapshot:
         return self._snapshot("after shutdown")
-
-    def _not_compared(self) -> list[NotMeasured]:
-        """What the first life left of what libraries move in it, where no second one could say what is theirs."""
-        left = self._judgement.not_compared()
-        if left is None:
-            return []
-        if self._indices:
-            lived = dict.fromkeys(lived.name for lived in self._record.stages if lived.name in self._emptying)
-            left += [f"the driver's level on {self._device} in {name}" for name in lived]
-        return [NotMeasured(what=what, why=_NO_SECOND_LIFE) for what in left]

@@ -31,6 +31,8 @@ from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Finding, NotMeasured
 
+_NO_SECOND_LIFE = "libraries move it in a first life, and no whole second life followed to compare it with"
+
 _OF_PRIVATE_POOLS = "reserved "
 """The beginning of the keys of private pools."""
 
@@ -147,16 +149,23 @@ class ShutdownJudgement:
             self._record.findings += of_tensors
         self._judge_process(metrics, baselines, is_last=is_last)
 
-    def not_compared(self) -> list[str] | None:
-        """What the first life left of what libraries move in it; None once a second one has shown what is theirs."""
+    def not_compared(self, deep_sleeps: Collection[str]) -> list[NotMeasured]:
+        """What the first life left of what libraries move in it, where no second one has shown what is theirs.
+
+        Args:
+            deep_sleeps: the sleeps in which a driver must count no more than before create.
+        """
         if self._cycles == 1 or self._has_compared or self._first_baseline is None or self._first_end is None:
-            return None
+            return []
         late = [metric for metric in self._metrics.all() if metric.first_use]
-        return [
+        left = [
             f"{named_amount(item.metric, item.above)} after the shutdown of cycle 1"
             for item in missing(late, self._first_baseline, self._first_end)
             if item.above is not None
         ]
+        slept = dict.fromkeys(lived.name for lived in self._record.stages if lived.name in deep_sleeps)
+        left += [f"the driver's level on {self._metrics.device} in {name}" for name in slept]
+        return [NotMeasured(what=what, why=_NO_SECOND_LIFE) for what in left]
 
     def _judged(
         self,

@@ -40,7 +40,7 @@ def answer(data: bytes) -> bytes:
             own.begin(question.stage, question.cycle)
         return encode(Findings())
     if isinstance(question, ExplainAsleep):
-        found = [] if own is None else own.asleep(question.stage, question.cycle, question.kind)
+        found = [] if own is None else own.asleep(question.cycle, question.kind)
         return encode(Findings(findings=tuple(found)))
     if isinstance(question, ExplainHeld):
         found = [] if own is None else own.held(question.stage, question.kind, question.most)

@@ -33,12 +33,10 @@ class ExplainAsleep(_Message, frozen=True, kw_only=True, tag="explain-asleep"):
     """Who holds what the engine still has from inferring while it sleeps; answered by `Findings`.
 
     Attributes:
-        stage: the sleep.
         cycle: the life, from 1.
         kind: of the engine's device: `cpu` or `cuda`.
     """
 
-    stage: str
     cycle: int
     kind: str
 

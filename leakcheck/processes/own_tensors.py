@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-import msgspec
-
 from lowtide.leakcheck.baseline.storages import Held, Key, text_of
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.findings.storage_holders import explain_storages
@@ -32,7 +30,7 @@ class OwnTensors:
             self._leftovers.open()
         self._leftovers.stage(stage, cycle)
 
-    def asleep(self, stage: str, cycle: int, kind: str) -> list[Finding]:
+    def asleep(self, cycle: int, kind: str) -> list[Finding]:
         """Who holds what is left of inferring."""
         if self._leftovers is None:
             return []
@@ -40,7 +38,7 @@ class OwnTensors:
         found: list[Finding] = []
         for device in _devices(kind):
             found += self._leftovers.explain_asleep(None, cycle, device, pools)
-        return [msgspec.structs.replace(finding, stage=stage) for finding in found]
+        return found
 
     def held(self, stage: str, kind: str, most: int) -> list[Finding]:
         """Who holds the largest storages on devices of a kind, arenas aside."""

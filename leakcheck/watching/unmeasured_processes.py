@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
+import msgspec
 import psutil
 
 from lowtide.leakcheck.judging.exemptions import exempt
@@ -41,6 +42,9 @@ _ADVICE = {
     "vllm": "run the engine in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0) to have it judged",
     "": "run the engine in this process, or the check in the engine's, to have it judged",
 }
+
+
+_TOO_FEW = "it infers too rarely to say whether it grows: run more cycles, so that three inferences follow its first"
 
 
 class UnmeasuredProcesses:
@@ -122,6 +126,20 @@ class UnmeasuredProcesses:
     def not_measured(self) -> tuple[NotMeasured, ...]:
         """One for each process that was found since the beginning, the largest first."""
         return tuple(map(_not_measured, sorted(self._found.values(), key=_size, reverse=True)))
+
+    def besides(self, measured: Collection[int], answering: Collection[int]) -> tuple[NotMeasured, ...]:
+        """As `not_measured`, where some processes have been asked.
+
+        Args:
+            measured: those that have been judged.
+            answering: those that have said what they hold, and not often enough to be judged.
+        """
+        pids = {item: item.process.pid for item in self.not_measured if item.process is not None}
+        return tuple(
+            msgspec.structs.replace(item, why=_TOO_FEW) if pids.get(item) in answering else item
+            for item in self.not_measured
+            if pids.get(item) not in measured
+        )
 
     def _is_of_reported(self, pid: int) -> bool:
         try:

@@ -21,14 +21,16 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-import lowtide
 from lowtide.probes.host.process_files import stat
 
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 """The folder in front of `PYTHONPATH`; it imports nothing but what Python starts with."""
 
+_ROOT = Path(__file__).absolute().parents[3]
+"""The folder that has the package `lowtide`; not resolved, since its rooms are links in a checkout."""
+
 ANSWER_S = 5.0
-"""Seconds after which a process that has not answered is called unresponsive."""
+"""Seconds after which a process that has not taken a question is called unresponsive."""
 
 _HEADER = 16
 _MOST_BYTES = 256 << 20
@@ -65,7 +67,7 @@ class Agents:
         path = os.environ.get("PYTHONPATH")
         self._set("PYTHONPATH", os.pathsep.join([str(BOOTSTRAP), *([path] if path else [])]))
         self._set(names.SOCKETS, str(self.folder))
-        self._set(names.ROOT, str(Path(lowtide.__file__).absolute().parent.parent))
+        self._set(names.ROOT, str(_ROOT))
         if not self._is_registered:
             self._is_registered = True
             # Nobody can take it back: it does nothing once nobody has this object any more.
@@ -94,13 +96,14 @@ class Agents:
         """Whether a process has an agent; it may not answer all the same."""
         return self.folder is not None and (self.folder / f"{pid}.sock").exists() and stat(pid) is not None
 
-    def ask(self, pid: int, question: bytes, limit: float = ANSWER_S) -> bytes:
+    def ask(self, pid: int, question: bytes, limit: float = 60.0, patience: float | None = None) -> bytes:
         """What a process answers.
 
         Args:
             pid: the process.
             question: what `lowtide.leakcheck.processes.answers` understands.
-            limit: seconds.
+            limit: seconds for the answer, once the process has taken the question.
+            patience: seconds until it has; None for `ANSWER_S`.
 
         Raises:
             NoAgentError: the process has none.
@@ -108,23 +111,20 @@ class Agents:
         """
         if self.folder is None or stat(pid) is None:
             raise NoAgentError(f"pid {pid} has ended")
-        path = self.folder / f"{pid}.sock"
-        until = time.monotonic() + limit
+        allowed = patience = ANSWER_S if patience is None else patience
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(limit)
-                connection.connect(str(path))
-                magic = _agent().MAGIC
-                connection.sendall(magic + len(question).to_bytes(8, "big") + question)
-                header = _read(connection, _HEADER, until)
-                length = int.from_bytes(header[8:], "big")
-                if header[:8] != magic or not 0 < length <= _MOST_BYTES:
-                    raise AgentError(f"the agent of pid {pid} is of another version of lowtide")
-                answer = _read(connection, length, until)
+                connection.settimeout(patience)
+                connection.connect(str(self.folder / f"{pid}.sock"))
+                connection.sendall(_agent().MAGIC + len(question).to_bytes(8, "big") + question)
+                answer = _message(connection, pid, patience)
+                if answer == _agent().ACCEPTED:
+                    allowed = limit
+                    answer = _message(connection, pid, limit)
         except (FileNotFoundError, ConnectionRefusedError) as error:
             raise NoAgentError(self._why_none(pid)) from error
         except TimeoutError as error:
-            raise AgentError(f"pid {pid} did not answer within {limit:g} s{_state(pid)}") from error
+            raise AgentError(f"pid {pid} did not answer within {allowed:g} s{_state(pid)}") from error
         except OSError as error:
             raise AgentError(f"the agent of pid {pid} broke off: {error.strerror or error}") from error
         if answer[:1] != b"=":
@@ -178,6 +178,15 @@ def _take_from_path(folder: str) -> None:
     path = os.environ.get("PYTHONPATH")
     if path is not None:
         os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in path.split(os.pathsep) if entry != folder)
+
+
+def _message(connection: socket.socket, pid: int, limit: float) -> bytes:
+    until = time.monotonic() + limit
+    header = _read(connection, _HEADER, until)
+    length = int.from_bytes(header[8:], "big")
+    if header[:8] != _agent().MAGIC or not 0 < length <= _MOST_BYTES:
+        raise AgentError(f"the agent of pid {pid} is of another version of lowtide")
+    return _read(connection, length, until)
 
 
 def _read(connection: socket.socket, length: int, until: float) -> bytes:

@@ -188,7 +188,7 @@ def test_a_stopped_process_is_unresponsive_within_the_limit(agents: Agents) -> N
     wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
     started = time.monotonic()
     with pytest.raises(AgentError, match=f"pid {process.pid} did not answer within 0.3 s: it is stopped"):
-        agents.ask(process.pid, READ, 0.3)
+        agents.ask(process.pid, READ, patience=0.3)
     assert time.monotonic() - started < 2
     os.kill(process.pid, signal.SIGCONT)
     assert levels(agents, process.pid).tensors == {}

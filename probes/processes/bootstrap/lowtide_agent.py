@@ -31,6 +31,9 @@ ANSWERS = "lowtide.leakcheck.processes.answers"
 MAGIC = b"LOWTIDE1"
 """Begins each message: eight bytes, the last of which is the version; then the length in eight bytes, big-endian."""
 
+ACCEPTED = b"?"
+"""The message that says that the answer follows."""
+
 MOST_BYTES = 16 << 20
 """Bytes of a question, at most."""
 
@@ -140,6 +143,8 @@ def _converse(connection: Any) -> None:
         question = _read(connection, length)
         if question is None:
             return
+        # At once, so that who asks can distinguish a process that works on the answer from one that is stuck.
+        _send(connection, ACCEPTED)
         _send(connection, _answered(question))
 
 

@@ -1,0 +1,232 @@
+"""The other processes of an engine's life: what each holds after a stage, and what it should have given back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.processes.messages import (
+    Begin,
+    ExplainAsleep,
+    ExplainHeld,
+    Findings,
+    Levels,
+    Question,
+    Read,
+    encode,
+)
+from lowtide.leakcheck.processes.process_growth import ProcessGrowth, role_of
+from lowtide.probes.host.process_files import rollup
+from lowtide.probes.host.process_tree import ProcessTree, name_of
+from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
+from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
+from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.sizes import format_bytes
+
+EXPLAIN_S = 60.0
+"""Seconds that a process may take to find who holds something: it goes through its whole heap."""
+
+KEPT_PART = 0.5
+"""The part of what a process held at work from which on it has not slept."""
+
+LEAST = 1 << 20
+"""Bytes at work below which a process is no engine's."""
+
+_Answer = TypeVar("_Answer", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class ProcessLevels:
+    """What one process held after a stage.
+
+    Attributes:
+        pid: its process identifier.
+        name: how a person knows it.
+        levels: what it holds.
+    """
+
+    pid: int
+    name: str
+    levels: Levels
+
+
+@dataclass
+class EngineProcesses:
+    """Asks the processes of a tree, side by side, through the stages of lives.
+
+    Attributes:
+        tree: whose descendants they are.
+        agents: through whom.
+        device: where the engine keeps its memory: "cpu" or "cuda:N".
+        not_measured: who did not answer, and why, by process.
+    """
+
+    tree: ProcessTree
+    agents: Agents
+    device: str
+    not_measured: dict[int, NotMeasured] = field(default_factory=dict)
+    _now: dict[int, ProcessLevels] = field(default_factory=dict)
+    _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
+    _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
+
+    @property
+    def kind(self) -> str:
+        """Of the engine's device: `cpu` or `cuda`. A rank's own number is its own matter."""
+        return self.device.partition(":")[0]
+
+    @property
+    def judged(self) -> frozenset[int]:
+        """The processes that have always answered, in turns enough to say whether they grow."""
+        return frozenset(self._growth.judged) - self.not_measured.keys()
+
+    @property
+    def answering(self) -> frozenset[int]:
+        """The processes that have always answered."""
+        return frozenset(self._growth.noted) - self.not_measured.keys()
+
+    def findings_at_end(self) -> list[Finding]:
+        """What grows from inference to inference."""
+        return self._growth.findings()
+
+    @property
+    def readings(self) -> tuple[ProcessStage, ...]:
+        """What each held when it was read last, for a report."""
+        return tuple(
+            ProcessStage(
+                process=ProcessName(pid=each.pid, name=each.name),
+                tensors=each.levels.tensors,
+                arenas=each.levels.arenas,
+                reserved=each.levels.reserved,
+            )
+            for each in self._now.values()
+            if each.levels.has_torch
+        )
+
+    def begin_stage(self, stage: str, cycle: int) -> None:
+        """What appears in any of them from here on, appeared in this stage."""
+        self._each(self._pids(), Begin(stage=stage, cycle=cycle), Findings, EXPLAIN_S)
+
+    def end_stage(self, stage: str) -> None:
+        """Read what each holds after a stage."""
+        levels = self._each(self._pids(), Read(), Levels, EXPLAIN_S)
+        names = {pid: name_of(pid) for pid in levels}
+        self._now = {pid: ProcessLevels(pid, names[pid], levels[pid]) for pid in sorted(levels)}
+        if not stage.startswith("sleep"):
+            self._at_work = self._now
+        if stage == "infer":
+            for pid, now in self._now.items():
+                # After the question, whose own memory is in the first level then, too.
+                host = rollup(pid)
+                if host is not None:
+                    self._growth.note(ProcessName(pid=pid, name=now.name), host.private, now.levels.of("cpu"))
+
+    def after_sleep(self, stage: str, cycle: int, *, empties: bool) -> list[Finding]:
+        """What each has kept that a sleep gives up; right after `end_stage`.
+
+        Args:
+            stage: the sleep.
+            cycle: the life, from 1.
+            empties: whether it leaves nothing on the engine's device.
+        """
+        found: list[Finding] = []
+        of_inferring = self._each(list(self._now), ExplainAsleep(cycle=cycle, kind=self.kind), Findings, EXPLAIN_S)
+        for pid, answer in of_inferring.items():
+            found += [self._placed(finding, pid) for finding in answer.findings]
+        if empties:
+            for pid, before in self._at_work.items():
+                now = self._now.get(pid)
+                if now is not None:
+                    # What inferring left is reported by itself.
+                    left = sum(finding.bytes for finding in of_inferring[pid].findings) if pid in of_inferring else 0
+                    found += self._kept(stage, before, now, left)
+        return found
+
+    def _kept(self, stage: str, before: ProcessLevels, now: ProcessLevels, left: int) -> list[Finding]:
+        """Whether one process has given back less than half of what it held; with the holders of the largest."""
+        held, holds = before.levels.of(self.kind), now.levels.of(self.kind)
+        if held - left < LEAST or holds - left <= (held - left) * KEPT_PART:
+            return []
+        question = ExplainHeld(stage=stage, kind=self.kind)
+        answers = self._each([now.pid], question, Findings, EXPLAIN_S)
+        holders = answers[now.pid].findings if now.pid in answers else ()
+        asked = f"{stage} gave back {format_bytes(held - holds)} of {format_bytes(held)} that {_who(now)} held at work"
+        largest = max(holders, key=lambda finding: finding.bytes, default=None)
+        mark = fingerprint(
+            resource="tensors", device=self.kind, stage=stage, suspects=("kept asleep", role_of(now.name))
+        )
+        arenas = {tag: size for device in now.levels.arenas.values() for tag, size in device.items() if size}
+        if largest is None:
+            holder = f"arena {max(arenas, key=lambda tag: arenas[tag])!r}" if arenas else None
+            return [
+                Finding(
+                    resource="arena" if arenas else "tensors",
+                    cause="unknown",
+                    bytes=holds,
+                    count=1,
+                    device=self.device,
+                    stage=stage,
+                    message=asked + (f"; {format_bytes(holds)} stay, held by {holder}" if holder else ""),
+                    fingerprint=mark,
+                    holder=holder,
+                    advice=f"let go of it in {stage}, in that process",
+                    process=ProcessName(pid=now.pid, name=now.name),
+                )
+            ]
+        message = f"{asked}; {format_bytes(holds)} stay, the largest held by {largest.holder or 'no name'}"
+        return [
+            msgspec.structs.replace(
+                largest,
+                bytes=holds,
+                count=sum(finding.count for finding in holders),
+                stage=stage,
+                message=message,
+                fingerprint=mark,
+                former_fingerprint="",
+                process=ProcessName(pid=now.pid, name=now.name),
+                advice=f"let go of {largest.holder or 'it'} in {stage}, in that process",
+            )
+        ]
+
+    def _placed(self, finding: Finding, pid: int) -> Finding:
+        now = self._now[pid]
+        process = ProcessName(pid=pid, name=now.name)
+        return msgspec.structs.replace(finding, message=f"{_who(now)}: {finding.message}", process=process)
+
+    def _pids(self) -> list[int]:
+        return [pid for pid in self.tree.descendants() if self.agents.has_agent(pid)]
+
+    def _each(self, pids: Sequence[int], question: Question, kind: type[_Answer], limit: float) -> dict[int, _Answer]:
+        """What each answers, side by side; without those that do not, which are noted."""
+        if not pids:
+            return {}
+
+        def ask(pid: int) -> tuple[int, _Answer | AgentError]:
+            return pid, self._ask(pid, question, kind, limit)
+
+        answers: dict[int, _Answer] = {}
+        with ThreadPoolExecutor(len(pids), thread_name_prefix="lowtide-agents") as threads:
+            for pid, answer in threads.map(ask, pids):
+                if isinstance(answer, NoAgentError):
+                    continue
+                if isinstance(answer, AgentError):
+                    self.not_measured[pid] = NotMeasured(what=f"memory of pid {pid} ({name_of(pid)})", why=str(answer))
+                else:
+                    answers[pid] = answer
+        return answers
+
+    def _ask(self, pid: int, question: Question, kind: type[_Answer], limit: float) -> _Answer | AgentError:
+        try:
+            return msgspec.msgpack.decode(self.agents.ask(pid, encode(question), limit), type=kind)
+        except AgentError as error:
+            return error
+        except msgspec.DecodeError as error:
+            return AgentError(f"the agent of pid {pid} answered something else: {error}")
+
+
+def _who(process: ProcessLevels) -> str:
+    return f"pid {process.pid} ({process.name})"

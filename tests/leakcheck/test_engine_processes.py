@@ -1,0 +1,182 @@
+"""An engine whose model lives in a child process: judged there, and named by process and holder."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+from lowtide.leakcheck.lives.target_life import check_run
+from lowtide.probes.device.driver.none import NoDriver
+from lowtide.reports.schema import Subject
+from lowtide.reports.terminal import stage_table
+from tests.leakcheck.spawned_target import LEAKED, SpawnedTarget
+
+MIB = 1 << 20
+
+SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "infer", "shutdown")
+
+CACHE: list[torch.Tensor] = []
+
+
+class Model:
+    """In the child: 24 MiB of weights, which a deep sleep drops."""
+
+    def __init__(self, faults: frozenset[str]) -> None:
+        self.faults = faults
+        self.weights: torch.Tensor | None = torch.ones(24 * MIB, dtype=torch.uint8)
+
+    def infer(self) -> list[int]:
+        if "infer leaks" in self.faults:
+            CACHE.append(torch.zeros(16 * MIB, dtype=torch.uint8))
+        assert self.weights is not None
+        return self.weights[:3].tolist()
+
+    def sleep(self, level: int) -> None:
+        if level == 2 and "sleep keeps" not in self.faults:
+            self.weights = None
+
+    def wake(self) -> None:
+        if self.weights is None:
+            self.weights = torch.ones(24 * MIB, dtype=torch.uint8)
+
+
+def serve(connection: Connection, faults: frozenset[str]) -> None:
+    model = Model(faults)
+    while True:
+        name, *arguments = connection.recv()
+        if name == "shutdown":
+            return
+        if name == "stop yourself":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            connection.send(getattr(model, name)(*arguments))
+
+
+class ClientLife:
+    """In this process: asks the child, and has nothing itself."""
+
+    def __init__(self, *faults: str) -> None:
+        self.faults = frozenset(faults)
+        self.child: Any = None
+
+    def create(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, there = context.Pipe()
+        self.child = context.Process(target=serve, args=(there, self.faults), name="engine-core")
+        self.child.start()
+        there.close()
+        self.asked("wake")
+
+    def asked(self, *call: object) -> Any:
+        self.connection.send(call)
+        return self.connection.recv()
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        return [self.asked("infer")]
+
+    def sleep(self, level: int) -> None:
+        self.asked("sleep", level)
+        if "stops" in self.faults and level == 2:
+            self.connection.send(("stop yourself",))
+
+    def wake(self) -> None:
+        if "stops" in self.faults:
+            os.kill(self.child.pid, signal.SIGCONT)
+        self.asked("wake")
+
+    def shutdown(self) -> None:
+        if self.child is None:
+            return
+        self.connection.send(("shutdown",))
+        self.child.join()
+        self.child.close()
+        self.connection.close()
+        self.child = None
+
+
+def lived(make: Callable[[], Any], cycles: int = 1, script: Sequence[str] = SCRIPT) -> Subject:
+    return LifecycleRun("client", make, device="cpu", driver=NoDriver("a test"), cycles=cycles, script=script).run()
+
+
+def test_an_engine_in_a_child_that_gives_all_back_is_clean() -> None:
+    subject = lived(ClientLife, cycles=2)
+    assert (subject.outcome, subject.reason, subject.findings) == ("clean", "", ())
+    assert [item for item in subject.not_measured if item.process is not None] == []
+    held: dict[str, list[tuple[str, int]]] = {}
+    for stage in subject.stages:
+        for each in stage.processes:
+            held.setdefault(stage.name, []).append((each.process.name, each.tensors.get("cpu", 0) // MIB))
+    assert held.pop("shutdown", None) is None
+    assert set(held["infer"]) == {("engine-core", 24)}
+    assert held["sleep(1)"] == [("engine-core", 24)] * 2
+    assert held["sleep(2)"] == [("engine-core", 0)] * 2
+    column = next(figure for figure in stage_table(subject.stages).figures if figure.name == "in engine-core")
+    assert column.cells[-4:] == ("0.0", "24.0", "24.0", "")
+
+
+def test_what_infer_leaves_in_a_child_is_named_with_its_path() -> None:
+    subject = lived(lambda: ClientLife("infer leaks"))
+    assert subject.outcome == "leak"
+    (finding,) = subject.findings
+    assert (finding.resource, finding.cause, finding.stage) == ("tensors", "module-global", "infer")
+    # Two of the three inferences are followed by a sleep.
+    assert finding.bytes == 32 * MIB
+    assert finding.holder is not None
+    assert finding.holder.endswith("test_engine_processes.CACHE")
+    assert finding.process is not None
+    assert finding.process.name == "engine-core"
+    assert f"pid {finding.process.pid} (engine-core)" in finding.message
+
+
+class NothingLeaks(SpawnedTarget):
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        self.ask("nothing")
+        return [list(range(max_tokens)) for _ in prompt_lengths]
+
+
+def test_bytes_that_each_infer_leaves_in_a_child_without_torch_are_growth() -> None:
+    subject = check_run("check", SpawnedTarget, driver=NoDriver("a test"), cycles=3).run()
+    (finding,) = subject.findings
+    assert (finding.resource, finding.stage, finding.trend) == ("host-memory", "infer", "growth")
+    assert abs(finding.bytes - 3 * LEAKED) <= 3 * MIB
+    assert (
+        "host memory that is under no tensor grows by 16.0 MiB with each infer, 48.0 MiB in 3 of 3" in finding.message
+    )
+    assert [item for item in subject.not_measured if item.process is not None] == []
+
+
+def test_a_child_without_torch_that_does_not_grow_is_clean() -> None:
+    subject = check_run("check", NothingLeaks, driver=NoDriver("a test"), cycles=3).run()
+    assert (subject.outcome, subject.reason, subject.findings) == ("clean", "", ())
+
+
+def test_a_child_that_infers_too_rarely_is_not_judged_and_the_report_says_what_to_do() -> None:
+    subject = check_run("check", NothingLeaks, driver=NoDriver("a test"), cycles=2).run()
+    assert subject.outcome == "unsupported"
+    assert "run more cycles, so that three inferences follow its first" in subject.reason
+
+
+def test_a_sleep_that_keeps_everything_in_a_child_is_a_finding() -> None:
+    subject = lived(lambda: ClientLife("sleep keeps"))
+    (finding,) = subject.findings
+    assert (finding.stage, finding.bytes) == ("sleep(2)", 24 * MIB)
+    assert "sleep(2) gave back 0 B of 24.0 MiB that pid" in finding.message
+    assert finding.holder is not None
+    assert "local 'model' of serve()" in finding.holder
+    assert [hop.edge for hop in finding.path][-1] == ".weights"
+
+
+def test_a_child_that_does_not_answer_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.probes.processes.agents.ANSWER_S", 0.5)
+    subject = lived(lambda: ClientLife("stops"))
+    reasons = [item.why for item in subject.not_measured]
+    assert any("did not answer within 0.5 s: it is stopped" in why for why in reasons)
+    assert subject.outcome != "clean"
