@@ -118,7 +118,7 @@ class LifecycleRun:
             self._snapshot_at_end,
             tolerances,
         )
-        self._processes = EngineProcesses(self._probes.tree, self._probes.agents, device)
+        self._processes = EngineProcesses(self._probes.tree, self._probes.agents, device, lambda: self._driver)
         self._survival = PreservedState(device)
         self._growth = GrowthWatch(device)
         self._cycle = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -21,6 +21,8 @@ from lowtide.leakcheck.processes.messages import (
     encode,
 )
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, role_of
+from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import rollup
 from lowtide.probes.host.process_tree import ProcessTree, name_of
 from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
@@ -48,11 +50,31 @@ class ProcessLevels:
         pid: its process identifier.
         name: how a person knows it.
         levels: what it holds.
+        cards: what the driver counts for it, by card; None where it does not say.
     """
 
     pid: int
     name: str
     levels: Levels
+    cards: Mapping[str, int | None] = field(default_factory=dict)
+
+    def held(self, kind: str) -> int | None:
+        """Bytes on the devices of a kind; None where the driver does not say.
+
+        On cards by the driver: a tensor whose pages are gone while an engine sleeps is alive all the same.
+        """
+        if kind == "cpu":
+            return self.levels.of(kind)
+        sizes = list(self.cards.values())
+        return None if not sizes or None in sizes else sum(size or 0 for size in sizes)
+
+    @property
+    def of_libraries(self) -> int:
+        """Of what the driver counts, what is neither in torch's segments nor in arenas: contexts and libraries."""
+        cards = self.held("cuda")
+        arenas = sum(sum(tags.values()) for device, tags in self.levels.arenas.items() if device != "cpu")
+        own = sum(size or 0 for size in self.levels.reserved.values()) + arenas
+        return max(0, cards - own) if cards is not None else 0
 
 
 @dataclass
@@ -63,12 +85,14 @@ class EngineProcesses:
         tree: whose descendants they are.
         agents: through whom.
         device: where the engine keeps its memory: "cpu" or "cuda:N".
+        driver: whom to ask for what each holds on cards.
         not_measured: who did not answer, and why, by process.
     """
 
     tree: ProcessTree
     agents: Agents
     device: str
+    driver: Callable[[], Driver]
     not_measured: dict[int, NotMeasured] = field(default_factory=dict)
     _now: dict[int, ProcessLevels] = field(default_factory=dict)
     _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
@@ -102,6 +126,7 @@ class EngineProcesses:
                 tensors=each.levels.tensors,
                 arenas=each.levels.arenas,
                 reserved=each.levels.reserved,
+                cards=dict(each.cards),
             )
             for each in self._now.values()
             if each.levels.has_torch
@@ -115,7 +140,8 @@ class EngineProcesses:
         """Read what each holds after a stage."""
         levels = self._each(self._pids(), Read(), Levels, EXPLAIN_S)
         names = {pid: name_of(pid) for pid in levels}
-        self._now = {pid: ProcessLevels(pid, names[pid], levels[pid]) for pid in sorted(levels)}
+        cards = self._cards() if levels and self.kind == "cuda" else {}
+        self._now = {pid: ProcessLevels(pid, names[pid], levels[pid], cards.get(pid, {})) for pid in sorted(levels)}
         if not stage.startswith("sleep"):
             self._at_work = self._now
         if stage == "infer":
@@ -137,24 +163,31 @@ class EngineProcesses:
         of_inferring = self._each(list(self._now), ExplainAsleep(cycle=cycle, kind=self.kind), Findings, EXPLAIN_S)
         for pid, answer in of_inferring.items():
             found += [self._placed(finding, pid) for finding in answer.findings]
-        if empties:
+        # On a card each sleep gives up what it keeps on the host.
+        if empties or self.kind == "cuda":
             for pid, before in self._at_work.items():
                 now = self._now.get(pid)
                 if now is not None:
                     # What inferring left is reported by itself.
                     left = sum(finding.bytes for finding in of_inferring[pid].findings) if pid in of_inferring else 0
-                    found += self._kept(stage, before, now, left)
+                    found += self.kept(stage, before, now, left)
         return found
 
-    def _kept(self, stage: str, before: ProcessLevels, now: ProcessLevels, left: int) -> list[Finding]:
+    def kept(self, stage: str, before: ProcessLevels, now: ProcessLevels, left: int) -> list[Finding]:
         """Whether one process has given back less than half of what it held; with the holders of the largest."""
-        held, holds = before.levels.of(self.kind), now.levels.of(self.kind)
-        if held - left < LEAST or holds - left <= (held - left) * KEPT_PART:
+        held, holds = before.held(self.kind), now.held(self.kind)
+        if held is None or holds is None:
+            return []
+        excused = left + (before.of_libraries if self.kind == "cuda" else 0)
+        # What is reported elsewhere, or is a context's, is neither asked for nor kept.
+        asked_for, stays = held - excused, holds - excused
+        if asked_for < LEAST or stays <= asked_for * KEPT_PART:
             return []
         question = ExplainHeld(stage=stage, kind=self.kind)
         answers = self._each([now.pid], question, Findings, EXPLAIN_S)
         holders = answers[now.pid].findings if now.pid in answers else ()
-        asked = f"{stage} gave back {format_bytes(held - holds)} of {format_bytes(held)} that {_who(now)} held at work"
+        back = format_bytes(max(0, asked_for - stays))
+        asked = f"{stage} gave back {back} of {format_bytes(asked_for)} that {_who(now)} held at work"
         largest = max(holders, key=lambda finding: finding.bytes, default=None)
         mark = fingerprint(
             resource="tensors", device=self.kind, stage=stage, suspects=("kept asleep", role_of(now.name))
@@ -164,24 +197,24 @@ class EngineProcesses:
             holder = f"arena {max(arenas, key=lambda tag: arenas[tag])!r}" if arenas else None
             return [
                 Finding(
-                    resource="arena" if arenas else "tensors",
+                    resource="arena" if arenas else "driver" if self.kind == "cuda" else "tensors",
                     cause="unknown",
-                    bytes=holds,
+                    bytes=stays,
                     count=1,
                     device=self.device,
                     stage=stage,
-                    message=asked + (f"; {format_bytes(holds)} stay, held by {holder}" if holder else ""),
+                    message=asked + (f"; {format_bytes(stays)} stay, held by {holder}" if holder else ""),
                     fingerprint=mark,
                     holder=holder,
                     advice=f"let go of it in {stage}, in that process",
                     process=ProcessName(pid=now.pid, name=now.name),
                 )
             ]
-        message = f"{asked}; {format_bytes(holds)} stay, the largest held by {largest.holder or 'no name'}"
+        message = f"{asked}; {format_bytes(stays)} stay, the largest held by {largest.holder or 'no name'}"
         return [
             msgspec.structs.replace(
                 largest,
-                bytes=holds,
+                bytes=stays,
                 count=sum(finding.count for finding in holders),
                 stage=stage,
                 message=message,
@@ -191,6 +224,14 @@ class EngineProcesses:
                 advice=f"let go of {largest.holder or 'it'} in {stage}, in that process",
             )
         ]
+
+    def _cards(self) -> dict[int, dict[str, int | None]]:
+        """What the driver counts for each process, by card."""
+        found: dict[int, dict[str, int | None]] = {}
+        for card in read_card_holders(self.driver()):
+            for pid, size in card.processes.items():
+                found.setdefault(pid, {})[card.device] = size
+        return found
 
     def _placed(self, finding: Finding, pid: int) -> Finding:
         now = self._now[pid]

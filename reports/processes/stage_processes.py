@@ -23,14 +23,18 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
         tensors: bytes under live tensors outside of arenas, by device.
         arenas: bytes mapped by announced arenas, by device and tag.
         reserved: bytes that torch's allocator took from the driver, by device; None where it does not say.
+        cards: bytes that the driver counts for the process, by device; None where it does not say.
     """
 
     process: ProcessName
     tensors: dict[str, int]
     arenas: dict[str, dict[str, int]]
     reserved: dict[str, int | None]
+    cards: dict[str, int | None] = {}
 
     @property
     def bytes(self) -> int:
-        """Bytes under its tensors and in its arenas."""
+        """Bytes on cards, as the driver counts them; on the CPU those under tensors and in arenas."""
+        if self.cards:
+            return sum(size or 0 for size in self.cards.values())
         return sum(self.tensors.values()) + sum(sum(tags.values()) for tags in self.arenas.values())
