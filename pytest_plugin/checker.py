@@ -373,7 +373,7 @@ class Checker:
             not_measured = (*verdict.not_measured, *self._records.not_measured())
             own = msgspec.structs.replace(own, stages=tuple(self._records.stages), not_measured=not_measured)
             self._records.close()
-        return [own, *self._owner_subjects(verdict, ended)]
+        return [self._results.with_snapshot(own), *self._owner_subjects(verdict, ended)]
 
     def _owner_subjects(self, verdict: Verdict, ended: Sequence[FixtureOwner]) -> list[Subject]:
         subjects = []

@@ -13,12 +13,13 @@ import pytest
 import lowtide
 from lowtide.leakcheck.baseline.readings import this_machine
 from lowtide.leakcheck.suppressions.entries import SuppressionError, Suppressions, find, load, problems, shipped
+from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import find_driver
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.proven import Proven, retell, with_proven
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.reports.folder import write_folder
-from lowtide.reports.schema import Finding, Report, ReportError, Subject
+from lowtide.reports.schema import Finding, NotMeasured, Report, ReportError, Subject
 
 _SUBJECTS = "lowtide_subjects"
 """The attribute under which a test's report carries what was judged, as JSON, also from an xdist worker."""
@@ -46,12 +47,23 @@ class Results:
         self._settings = settings
         self._suppressions = _suppressions(config, settings.suppressions)
         self._used: set[str] = set()
+        if settings.report is not None and not hasattr(config, "workerinput"):
+            AllocatorSnapshots(settings.report).remove_old()
 
     def subject(self, name: str, findings: Sequence[Finding]) -> Subject:
         """What was judged, with the findings that a suppression covers marked so."""
         findings = self._suppressed(findings)
         leaks = any(finding.suppressed_by is None for finding in findings)
         return Subject(id=name, outcome="leak" if leaks else "clean", findings=tuple(findings))
+
+    def with_snapshot(self, subject: Subject) -> Subject:
+        """The subject of a leak on a card, with what torch's allocator has there kept beside the report."""
+        on_card = any(finding.device.startswith("cuda") for finding in subject.findings)
+        if self._settings.report is None or subject.outcome != "leak" or not on_card:
+            return subject
+        why = AllocatorSnapshots(self._settings.report).keep(subject.id)
+        missing = NotMeasured(what="torch's snapshot after the test", why=why)
+        return msgspec.structs.replace(subject, not_measured=(*subject.not_measured, missing)) if why else subject
 
     def add(self, subjects: Sequence[Subject]) -> None:
         """Note what was judged."""

@@ -43,7 +43,11 @@ def snapshots_in(report: Path | None) -> AllocatorSnapshots | None:
     """Where torch's snapshots of stages that leave something come; nowhere without a report."""
     from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 
-    return None if report is None else AllocatorSnapshots(report)
+    if report is None:
+        return None
+    snapshots = AllocatorSnapshots(report)
+    snapshots.remove_old()
+    return snapshots
 
 
 def live(

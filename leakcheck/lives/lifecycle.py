@@ -309,7 +309,7 @@ class LifecycleRun:
 
     def _keep_snapshot(self, cycle: int, stage: str, *, leaves: bool) -> None:
         """Before anything is done about what stays: after the remedies it would not be in it."""
-        why = self._snapshots.keep(cycle, stage) if leaves and self._snapshots is not None else ""
+        why = self._snapshots.keep(f"cycle {cycle} {stage}") if leaves and self._snapshots is not None else ""
         if why:
             self._record.not_measured[stage] = NotMeasured(what=f"torch's snapshot after {stage}", why=why)
 

@@ -12,8 +12,11 @@ from typing import Any
 FOLDER = "snapshots"
 """Where they are, in a report's folder."""
 
-_OF_LIVES = "cycle-"
-"""Begins the names of what was written here: others may have files of their own in a folder of that name."""
+_OURS = "lowtide-"
+"""Begins the names of what is written here: others may have files of their own in a folder of that name."""
+
+_LONGEST = 200
+"""Characters of a file's name, at most."""
 
 
 class AllocatorSnapshots:
@@ -22,20 +25,22 @@ class AllocatorSnapshots:
     With the Python stacks of the blocks that were allocated while torch's history was on.
 
     Args:
-        folder: of the report; the files come into `snapshots/` in it. Those of an earlier run are removed.
+        folder: of the report; the files come into `snapshots/` in it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
-        for old in self._folder.glob(f"{_OF_LIVES}*.pickle"):
+
+    def remove_old(self) -> None:
+        """Remove those of an earlier run."""
+        for old in self._folder.glob(f"{_OURS}*.pickle"):
             old.unlink(missing_ok=True)
 
-    def keep(self, cycle: int, stage: str) -> str:
+    def keep(self, name: str) -> str:
         """Write what the allocator has now, as a whole or not at all; nothing where CUDA is not in use.
 
         Args:
-            cycle: the life in which it is.
-            stage: after which; in the file's name, `-` for what a name cannot have.
+            name: what it is of, as `cycle 1 shutdown`; in the file's name, `-` for what that cannot have.
 
         Returns:
             Why it could not be written; "" where it was, or there is none.
@@ -43,8 +48,8 @@ class AllocatorSnapshots:
         torch: Any = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
             return ""
-        of_stage = re.sub(r"[^A-Za-z0-9_.-]+", "-", stage).strip("-")
-        path = self._folder / f"{_OF_LIVES}{cycle}-{of_stage}.pickle"
+        words = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-")
+        path = self._folder / f"{_OURS}{words[-_LONGEST:]}.pickle"
         partial = path.with_suffix(".partial")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -80,8 +80,10 @@ def test_torch_s_snapshot_of_a_leaking_stage_has_the_block_and_who_allocated_it(
     config = EngineConfig(device="cuda:0")
     make = KeepsATensor if leaks else ReferenceLife
     (tmp_path / "snapshots").mkdir()
-    (tmp_path / "snapshots" / "cycle-9-shutdown.pickle").touch()
+    (tmp_path / "snapshots" / "lowtide-cycle-9-shutdown.pickle").touch()
     (tmp_path / "snapshots" / "rank0.pickle").touch()
+    snapshots = AllocatorSnapshots(tmp_path)
+    snapshots.remove_old()
     LifecycleRun(
         "tiny",
         lambda: make(config, 1024),
@@ -89,11 +91,11 @@ def test_torch_s_snapshot_of_a_leaking_stage_has_the_block_and_who_allocated_it(
         driver=driver,
         cycles=1,
         script=("create", "infer", "shutdown"),
-        snapshots=AllocatorSnapshots(tmp_path),
+        snapshots=snapshots,
     ).run()
     KeepsATensor.kept.clear()
     # The file of an earlier run is gone; another one is nobody's to remove.
-    names = ["cycle-1-shutdown.pickle", "rank0.pickle"] if leaks else ["rank0.pickle"]
+    names = ["lowtide-cycle-1-shutdown.pickle", "rank0.pickle"] if leaks else ["rank0.pickle"]
     assert sorted(path.name for path in (tmp_path / "snapshots").iterdir()) == names
     if not leaks:
         return
@@ -114,7 +116,7 @@ def test_a_snapshot_that_cannot_be_written_is_named(tmp_path: Path, fails: bool)
     snapshots = AllocatorSnapshots(tmp_path)
     if fails:
         (tmp_path / "snapshots").write_text("a file in the folder's place")
-    assert bool(snapshots.keep(1, "shutdown")) is fails
+    assert bool(snapshots.keep("cycle 1 shutdown")) is fails
 
 
 BETWEEN_TOKENS = ("create", "reload", "sleep(1)", "wake from 1", "wake from 2", "shutdown", "shutdown asleep")

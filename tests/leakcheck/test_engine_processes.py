@@ -16,6 +16,7 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.target_life import check_run
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses, ProcessLevels
 from lowtide.leakcheck.processes.messages import Levels
+from lowtide.probes.device.driver import find_driver
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
@@ -36,21 +37,27 @@ class Model:
 
     def __init__(self, faults: frozenset[str]) -> None:
         self.faults = faults
-        self.weights: torch.Tensor | None = torch.ones(24 * MIB, dtype=torch.uint8)
+        self.device = "cuda:0" if "on a card" in faults else "cpu"
+        self.weights: torch.Tensor | None = self.loaded()
+
+    def loaded(self) -> torch.Tensor:
+        return torch.ones(24 * MIB, dtype=torch.uint8, device=self.device)
 
     def infer(self) -> list[int]:
         if "infer leaks" in self.faults:
-            CACHE.append(torch.zeros(16 * MIB, dtype=torch.uint8))
+            CACHE.append(torch.zeros(16 * MIB, dtype=torch.uint8, device=self.device))
         assert self.weights is not None
         return self.weights[:3].tolist()
 
     def sleep(self, level: int) -> None:
         if level == 2 and "sleep keeps" not in self.faults:
             self.weights = None
+            if self.device != "cpu":
+                torch.cuda.empty_cache()
 
     def wake(self) -> None:
         if self.weights is None:
-            self.weights = torch.ones(24 * MIB, dtype=torch.uint8)
+            self.weights = self.loaded()
 
 
 def serve(connection: Connection, faults: frozenset[str]) -> None:
@@ -177,6 +184,36 @@ def test_a_sleep_that_keeps_everything_in_a_child_is_a_finding() -> None:
     assert finding.holder is not None
     assert "local 'model' of serve()" in finding.holder
     assert [hop.edge for hop in finding.path][-1] == ".weights"
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card; torch sees none")
+@pytest.mark.parametrize(
+    "faults", [(), ("infer leaks",), ("sleep keeps",)], ids=["clean", "infer leaks", "sleep keeps"]
+)
+def test_an_engine_on_a_card_in_a_child(faults: tuple[str, ...]) -> None:
+    driver = find_driver()
+    script = ("create", "infer", "sleep(2)", "wake", "infer", "sleep(2)", "wake", "infer", "shutdown")
+    run = LifecycleRun(
+        "client", lambda: ClientLife("on a card", *faults), device="cuda:0", driver=driver, cycles=2, script=script
+    )
+    subject = run.run()
+    driver.close()
+    assert [item for item in subject.not_measured if item.process is not None] == []
+    at_work = [each.cards["cuda:0"] for stage in subject.stages if stage.name == "infer" for each in stage.processes]
+    asleep = [each.cards["cuda:0"] for stage in subject.stages if stage.name == "sleep(2)" for each in stage.processes]
+    assert all(isinstance(size, int) and size > 24 * MIB for size in at_work)
+    if not faults:
+        assert (subject.outcome, subject.findings) == ("clean", ())
+        assert max(filter(None, asleep)) <= min(filter(None, at_work)) - 24 * MIB
+        return
+    (finding,) = subject.findings
+    assert finding.process is not None
+    assert finding.process.name == "engine-core"
+    assert finding.resource == "tensors"
+    assert finding.device == "cuda:0"
+    wanted = "CACHE" if faults == ("infer leaks",) else "local 'model'"
+    assert wanted in (finding.holder or "")
 
 
 def test_a_child_that_does_not_answer_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:

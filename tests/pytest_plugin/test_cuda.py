@@ -323,3 +323,16 @@ def test_what_libraries_keep_is_reported_as_known(clean: Report) -> None:
     }
     assert any(holder.startswith("workspace at ") for holder in known), known
     assert all("shipped_suppressions.toml" in (reason or "") for reason in known.values()), known
+
+
+def test_torch_s_snapshot_is_kept_after_a_test_that_leaks_on_the_card(tmp_path: Path) -> None:
+    snapshots = tmp_path / "report" / "snapshots"
+    snapshots.mkdir(parents=True)
+    (snapshots / "lowtide-of-an-earlier-run.pickle").touch()
+    inner = (
+        "import torch\nKEPT = []\n"
+        "def test_clean(): torch.zeros(1 << 20, device='cuda')\n"
+        "def test_leak(): KEPT.append(torch.zeros(1 << 20, device='cuda'))\n"
+    )
+    judge(tmp_path, inner, "")
+    assert [path.name for path in snapshots.iterdir()] == ["lowtide-test_inner.py-test_leak.pickle"]
