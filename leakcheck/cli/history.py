@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -57,10 +58,12 @@ def history(
         refuse(f"there is no history in {address}: add a report with --add DIR")
     console = find_console()
     try:
-        engine = open_database(address)
-        for folder in add or ():
-            console.print(_add(engine, folder, _commit() if commit is None else commit), highlight=False)
-        trends = read_trends(engine, subject, last)
+        with ExitStack() as stack:
+            engine = open_database(address)
+            stack.callback(engine.dispose)
+            for folder in add or ():
+                console.print(_add(engine, folder, _commit() if commit is None else commit), highlight=False)
+            trends = read_trends(engine, subject, last)
         for line in trend_lines(trends):
             console.print(line, soft_wrap=False)
         if page is not None:
