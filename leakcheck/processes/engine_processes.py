@@ -203,7 +203,7 @@ class EngineProcesses:
                     count=1,
                     device=self.device,
                     stage=stage,
-                    message=asked + (f"; {format_bytes(stays)} stay, held by {holder}" if holder else ""),
+                    message=f"{asked}; {format_bytes(stays)} stay, held by {holder}" if holder else asked,
                     fingerprint=mark,
                     holder=holder,
                     advice=f"let go of it in {stage}, in that process",
