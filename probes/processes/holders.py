@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import CardHolders, read_card_holders
-from lowtide.probes.host.process_files import MARK, REAPERS, count_descriptors, environment, open_files, stat
-from lowtide.probes.processes.outside_view import ByCard, ProcessView, by_process, read_processes
+from lowtide.probes.host.process_files import REAPERS, count_descriptors, open_files, stat
+from lowtide.probes.processes.outside_view import ByCard, ProcessView, by_process, is_left_by_an_engine, read_processes
 from lowtide.probes.processes.shared_memory_files import SharedMemoryReading, read_shared_memory
+from lowtide.probes.processes.side_by_side import PATIENCE_S, read_side_by_side
 
 _CARD_DEVICES = (Path("/dev/nvidiactl"), Path("/dev/kfd"), Path("/dev/dxg"))
 _CARD_FILES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/dxg")
@@ -70,17 +71,15 @@ def _is_here(pid: int) -> bool:
 
 
 def _left_processes() -> list[int]:
-    """Processes of engines, and of programs that lowtide has watched, of which some may be orphans."""
-    found = []
+    """Orphans of engines, and of programs that lowtide has watched."""
+    left = read_side_by_side(is_left_by_an_engine, _children_of_init(), PATIENCE_S)
+    return [pid for pid, is_left in left.items() if is_left]
+
+
+def _children_of_init() -> Iterator[int]:
+    """Processes that the system has started, and orphans."""
     for entry in Path("/proc").iterdir():
         process = stat(int(entry.name)) if entry.name.isdigit() else None
-        if process is None or process.state == "Z":
-            continue
-        parent = stat(process.parent)
-        if parent is not None and (parent.pid == 1 or parent.command in REAPERS):
-            found.append(process.pid)
-    return [view.pid for view in read_processes(found) if _is_of_an_engine(view)]
-
-
-def _is_of_an_engine(view: ProcessView) -> bool:
-    return bool(view.role.engine) or MARK in (environment(view.pid) or {})
+        parent = stat(process.parent) if process is not None else None
+        if process is not None and parent is not None and (parent.pid == 1 or parent.command in REAPERS):
+            yield process.pid

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -13,6 +11,7 @@ import psutil
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import CardHolders, read_card_holders
 from lowtide.probes.host.process_files import (
+    MARK,
     REAPERS,
     ProcessStat,
     Rollup,
@@ -29,9 +28,7 @@ from lowtide.probes.host.process_files import (
 )
 from lowtide.probes.processes.mapped_files import mapped_below
 from lowtide.probes.processes.roles import Role, read_role
-
-PATIENCE_S = 5.0
-"""Seconds after which a process that the kernel keeps from being read is reported as such."""
+from lowtide.probes.processes.side_by_side import PATIENCE_S, read_side_by_side
 
 SHARED_MEMORY = "/dev/shm"
 
@@ -130,6 +127,16 @@ def read_process(pid: int, cards: ByCard = _NO_CARDS) -> ProcessView | None:
     return _zombie(after) if after.state == "Z" and view.status != "zombie" else view
 
 
+def is_left_by_an_engine(pid: int) -> bool:
+    """Whether a process is the orphan of an engine, or of a program that lowtide has watched."""
+    process = stat(pid)
+    if process is None or process.state == "Z":
+        return False
+    variables = environment(pid) or {}
+    role = _role(process, name_of(pid), command_line(pid).strip(), variables)
+    return bool(role.engine or MARK in variables) and is_orphan(process, role)
+
+
 def read_tree(pid: int, driver: Driver | None = None, *, patience: float = PATIENCE_S) -> tuple[ProcessView, ...]:
     """A process and all that descend from it, each read in a thread of its own; sorted by their beginning.
 
@@ -153,7 +160,7 @@ def read_processes(
         patience: seconds after which one that cannot be read is reported with what is known without it.
     """
     wanted = sorted(set(pids))
-    found = _side_by_side(lambda pid: read_process(pid, cards.get(pid, _NO_CARDS)), wanted, patience)
+    found = read_side_by_side(lambda pid: read_process(pid, cards.get(pid, _NO_CARDS)), wanted, patience)
     for pid in wanted:
         if pid not in found:
             found[pid] = _unanswered(pid, cards.get(pid, _NO_CARDS), patience)
@@ -179,40 +186,12 @@ def _tree(top: int) -> list[int]:
     return found
 
 
-def _side_by_side(
-    read: Callable[[int], ProcessView | None], pids: Sequence[int], patience: float
-) -> dict[int, ProcessView | None]:
-    """What was read within the time; a process that is missing did not let itself be read.
-
-    The kernel lets nobody read the memory maps of a process that changes them, and a driver may keep it there for ever:
-    then the thread stays, as a daemon, and the others' answers count.
-    """
-    found: dict[int, ProcessView | None] = {}
-
-    def run(pid: int) -> None:
-        found[pid] = read(pid)
-
-    threads = [threading.Thread(target=run, args=(pid,), daemon=True, name=f"lowtide-reads-{pid}") for pid in pids]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + patience
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(found)
-
-
 def _read(process: ProcessStat, cards: ByCard) -> ProcessView:
     pid = process.pid
     variables, kinds, descriptors = environment(pid), rollup(pid), count_descriptors(pid)
     mapped = mapped_below(pid, SHARED_MEMORY)
-    name = name_of(pid)
-    command = command_line(pid).strip()
-    role = read_role(
-        name if "::" in name else process.command,
-        command=command,
-        threads=thread_names(pid),
-        environment=variables or {},
-    )
+    name, command = name_of(pid), command_line(pid).strip()
+    role = _role(process, name, command, variables or {})
     not_read = {"memory": kinds, "descriptors": descriptors, "shared_memory": mapped, "environment": variables}
     return _view(
         process,
@@ -229,6 +208,11 @@ def _read(process: ProcessStat, cards: ByCard) -> ProcessView:
             if value is None
         },
     )
+
+
+def _role(process: ProcessStat, name: str, command: str, variables: Mapping[str, str]) -> Role:
+    title = name if "::" in name else process.command
+    return read_role(title, command=command, threads=thread_names(process.pid), environment=variables)
 
 
 def _zombie(process: ProcessStat) -> ProcessView:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from lowtide.probes.host.process_files import runs_python, stat
 from lowtide.probes.processes.mapped_files import FileId, files_in_use
+from lowtide.probes.processes.side_by_side import PATIENCE_S, read_side_by_side
 
 FOLDER = Path("/dev/shm")
 
@@ -130,7 +131,7 @@ class _Entry:
     is_open_to_others: bool
 
 
-def read_shared_memory(folder: Path = FOLDER) -> SharedMemoryReading:
+def read_shared_memory(folder: Path = FOLDER, *, patience: float = PATIENCE_S) -> SharedMemoryReading:
     """Which entries of /dev/shm nobody uses any more.
 
     An entry is used while a living process maps it or has it open, and while the process lives whose number its name
@@ -138,16 +139,17 @@ def read_shared_memory(folder: Path = FOLDER) -> SharedMemoryReading:
 
     Args:
         folder: the one to read.
+        patience: seconds after which a process that cannot be read counts as one that may not be read.
     """
     try:
         entries = list(_entries(folder))
     except OSError as error:
         return SharedMemoryReading((), (), 0, f"{folder} cannot be read: {error.strerror}")
-    users = _Users.look(entries)
+    users = _Users.look(entries, patience)
     unused = [entry for entry in entries if not users.use(entry)]
     if unused:
         # Again, for who has opened one since it was looked at.
-        users = _Users.look(unused)
+        users = _Users.look(unused, patience)
         unused = [entry for entry in unused if not users.use(entry) and _is_there(entry)]
     reasons = {entry.file.path: users.doubt(entry) for entry in unused}
     unused.sort(key=lambda entry: (-entry.file.bytes, entry.file.path))
@@ -162,25 +164,23 @@ def read_shared_memory(folder: Path = FOLDER) -> SharedMemoryReading:
 
 @dataclass(frozen=True, slots=True)
 class _Users:
-    """What the living processes use of some entries; by user, a process that may not be read."""
+    """What the living processes use of some entries; by user, a process that could not be read."""
 
     ids: frozenset[FileId]
     unreadable: Mapping[int, int]
 
     @classmethod
-    def look(cls, entries: Sequence[_Entry]) -> _Users:
+    def look(cls, entries: Sequence[_Entry], patience: float) -> _Users:
         wanted = {each for entry in entries for each in entry.ids}
         names = {name for entry in entries for name in entry.names}
-        found: set[FileId] = set()
+        pids = [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()] if wanted else []
+        files = read_side_by_side(lambda pid: files_in_use(pid, wanted, names), pids, patience)
         unreadable: dict[int, int] = {}
-        if wanted:
-            for pid in [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]:
-                files = files_in_use(pid, wanted, names)
-                found |= files.ids
-                user = None if files.is_readable else _user_of(pid)
-                if user is not None and not _shares_nothing(pid):
-                    unreadable.setdefault(user, pid)
-        return cls(frozenset(found), unreadable)
+        for pid in pids:
+            user = None if pid in files and files[pid].is_readable else _user_of(pid)
+            if user is not None and not _shares_nothing(pid):
+                unreadable.setdefault(user, pid)
+        return cls(frozenset(each for found in files.values() for each in found.ids), unreadable)
 
     def use(self, entry: _Entry) -> bool:
         return not self.ids.isdisjoint(entry.ids) or _maker_lives(entry)
@@ -198,7 +198,7 @@ class _Users:
             # Neither root nor a service of the system takes part in a person's shared memory.
             suspects += [user for user in self.unreadable if user >= _FIRST_PERSON and user != entry.user]
         if suspects:
-            return f"process {self.unreadable[suspects[0]]} of {_name(suspects[0])} may not be read, and may use it"
+            return f"process {self.unreadable[suspects[0]]} of {_name(suspects[0])} could not be read, and may use it"
         return ""
 
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from lowtide.leakcheck.cli.commands import app
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
+from lowtide.probes.host.process_files import MARK
 from lowtide.probes.processes import holders, shared_memory_files
 from lowtide.reports.processes import listing
 from tests.probes import left_processes
@@ -142,6 +143,19 @@ def test_an_orphan_of_an_engine_is_listed_without_a_card(ps: Ps) -> None:
     assert "orphans of engines, without a card:" in done.stdout
     assert words(done.stdout, str(orphan))[1].strip() == "VLLM::EngineCore [vllm engine-core]"
     assert str(twin) not in clean.stdout
+
+
+def test_an_orphan_of_a_program_that_was_watched_is_listed_and_another_is_not(
+    ps: Ps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # These tests may be watched themselves.
+    monkeypatch.delenv(MARK, raising=False)
+    with holder("lowtide-ps-any", MIB, left=True) as stranger:
+        monkeypatch.setenv(MARK, "0123456789abcdef")
+        with holder("lowtide-ps-watched", MIB, left=True) as watched:
+            listed = {each["pid"] for each in document(ps)["processes"]}
+    assert watched in listed
+    assert stranger not in listed
 
 
 def test_files_of_dead_libraries_are_listed_and_count_and_others_are_only_listed(

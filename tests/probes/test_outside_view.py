@@ -192,7 +192,7 @@ def test_a_process_that_the_kernel_does_not_let_be_read_holds_up_nobody(
     assert views[child.pid].not_measured["memory"] == "the kernel did not let it be read for 0.2 s"
     assert views[child.pid].resident > MIB
     assert views[os.getpid()].memory is not None
-    assert until(lambda: not any(thread.name.startswith("lowtide-reads") for thread in threading.enumerate()))
+    assert until(lambda: not any(thread.name.startswith("lowtide-reader") for thread in threading.enumerate()))
 
 
 def test_a_process_that_is_not_there_is_nobody() -> None:

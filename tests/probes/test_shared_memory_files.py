@@ -5,14 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lowtide.probes.processes import shared_memory_files
 from lowtide.probes.processes.mapped_files import FilesInUse, files_in_use
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile, SharedMemoryReading, read_shared_memory
+from tests.probes.left_processes import until
 
 MIB = 1 << 20
 
@@ -43,6 +48,20 @@ def test_what_a_living_process_has_open_is_not_dead(shm: Path) -> None:
     with path.open("rb"):
         assert found(path) is None
     assert found(path) is not None
+
+
+def test_who_opens_one_while_the_others_are_looked_at_is_seen(monkeypatch: pytest.MonkeyPatch, shm: Path) -> None:
+    path, real, opened = made(shm / "nccl-a1B2c3"), shared_memory_files.files_in_use, ExitStack()
+
+    def looked_at(pid: int, *rest: Any) -> FilesInUse:
+        files = real(pid, *rest)
+        if pid == os.getpid():
+            opened.enter_context(path.open("rb"))
+        return files
+
+    monkeypatch.setattr(shared_memory_files, "files_in_use", looked_at)
+    with opened:
+        assert found(path) is None
 
 
 def test_an_open_file_is_known_in_the_folder_of_another_name(shm: Path) -> None:
@@ -130,6 +149,25 @@ def test_where_a_process_of_its_owner_may_not_be_read_it_is_undecided(shm: Path)
     assert why_undecided(path).startswith(f"process {os.getpid()} of ")
 
 
+def test_a_process_that_the_kernel_does_not_let_be_read_holds_up_nobody(
+    monkeypatch: pytest.MonkeyPatch, shm: Path
+) -> None:
+    real, released = shared_memory_files.files_in_use, threading.Event()
+    monkeypatch.setattr(
+        shared_memory_files,
+        "files_in_use",
+        lambda pid, *rest: (pid == os.getpid() and released.wait(30)) or real(pid, *rest),
+    )
+    made(shm / "psm_0123abcd")
+    started = time.monotonic()
+    reading = read_shared_memory(shm, patience=0.3)
+    took = time.monotonic() - started
+    released.set()
+    assert took < 3
+    assert (reading.dead, len(reading.undecided)) == ((), 1)
+    assert until(lambda: not any(thread.name.startswith("lowtide-reader") for thread in threading.enumerate()))
+
+
 @pytest.mark.usefixtures("unreadable")
 def test_a_private_file_is_decided_where_a_stranger_s_process_may_not_be_read(
     monkeypatch: pytest.MonkeyPatch, shm: Path
@@ -138,7 +176,7 @@ def test_a_private_file_is_decided_where_a_stranger_s_process_may_not_be_read(
     monkeypatch.setattr(shared_memory_files, "_user_of", lambda pid: 54321 if pid == os.getpid() else real(pid))
     path = made(shm / "psm_0123abcd")
     path.chmod(0o666)
-    assert why_undecided(path) == f"process {os.getpid()} of 54321 may not be read, and may use it"
+    assert why_undecided(path) == f"process {os.getpid()} of 54321 could not be read, and may use it"
     path.chmod(0o600)
     assert found(path) is not None
 
