@@ -333,17 +333,15 @@ def exit_code(report: Report) -> int:
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of a report, as shipped in `lowtide-report-1.schema.json`."""
-    schema = _with_clean_texts(msgspec.json.schema(Report))
+    schema = with_clean_texts(msgspec.json.schema(Report))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA, **schema}
 
 
-def _with_clean_texts(schema: Any) -> Any:
+def with_clean_texts(schema: Any) -> Any:
     """A schema without the indentation of docstrings, which Python 3.13 takes away and earlier ones keep."""
     if isinstance(schema, dict):
         return {
-            key: inspect.cleandoc(value)
-            if key == "description" and isinstance(value, str)
-            else _with_clean_texts(value)
+            key: inspect.cleandoc(value) if key == "description" and isinstance(value, str) else with_clean_texts(value)
             for key, value in schema.items()
         }
     return schema
