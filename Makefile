@@ -35,7 +35,7 @@ NIGHTLY := tests/package/test_cli.py $(addprefix tests/engine/test_, block_table
 	$(addprefix tests/pytest_plugin/test_, causes.py growth.py hidden_holders.py later_tests.py library_insides.py \
 	library_tables.py passes.py remedies.py retention.py run_by_another.py settings.py settings_left.py shapes.py \
 	spent.py xdist.py) \
-	$(addprefix tests/leakcheck/test_, bisect_run.py check.py checked_life.py damage.py defects.py empty_pools_in_lives.py \
+	$(addprefix tests/leakcheck/test_, bisect_run.py check.py checked_life.py damage.py defects.py empty_pools_in_lives.py engine_processes.py \
 	first_use_in_lives.py fuzz.py history_postgresql.py host_figure.py imports_in_lives.py leftovers.py lifecycle.py \
 	planted_leaks.py ray_cells.py shared_sweep.py sleeping_lives.py target_life.py transformers_target.py witness.py)
 

@@ -14,13 +14,8 @@ import torch
 
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.target_life import check_run
-from lowtide.leakcheck.processes.engine_processes import EngineProcesses, ProcessLevels
-from lowtide.leakcheck.processes.messages import Levels
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.device.driver.none import NoDriver
-from lowtide.probes.host.process_tree import ProcessTree
-from lowtide.probes.processes.agents import Agents
-from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Subject
 from lowtide.reports.terminal import stage_table
 from tests.leakcheck.spawned_target import LEAKED, SpawnedTarget
@@ -222,29 +217,3 @@ def test_a_child_that_does_not_answer_is_not_measured(monkeypatch: pytest.Monkey
     reasons = [item.why for item in subject.not_measured]
     assert any("did not answer within 0.5 s: it is stopped" in why for why in reasons)
     assert subject.outcome != "clean"
-
-
-@pytest.mark.parametrize(
-    ("at_work", "asleep", "found"),
-    [
-        # vLLM 0.24 with 1B shapes on an H200: what stays is the context and what libraries hold.
-        (6866 * MIB, 942 * MIB, None),
-        (6866 * MIB, 6866 * MIB, 5000 * MIB),
-        (6866 * MIB, 1866 * MIB + 2000 * MIB, None),
-        (6866 * MIB, 1866 * MIB + 3000 * MIB, 3000 * MIB),
-        (None, None, None),
-    ],
-    ids=["sleeps", "keeps all", "gives more than half", "keeps more than half", "the driver does not say"],
-)
-def test_on_a_card_the_driver_says_what_a_sleep_has_kept(
-    at_work: int | None, asleep: int | None, found: int | None
-) -> None:
-    levels = Levels(tensors={"cuda:0": 5000 * MIB}, arenas={}, reserved={"cuda:0": 5000 * MIB}, has_torch=True)
-    tree = ProcessTree()
-    processes = EngineProcesses(tree, Agents(), "cuda:1", lambda: NoDriver("a test"))
-    before = ProcessLevels(7, "VLLM::EngineCore", levels, {"cuda:0": at_work})
-    now = ProcessLevels(7, "VLLM::EngineCore", levels, {"cuda:0": asleep})
-    findings = processes.kept("sleep(1)", before, now, 0)
-    assert [finding.bytes for finding in findings] == ([] if found is None else [found])
-    if findings:
-        assert findings[0].process == ProcessName(pid=7, name="VLLM::EngineCore")

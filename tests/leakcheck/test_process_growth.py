@@ -1,0 +1,95 @@
+"""What other processes keep on a card while they sleep, and whether they grow: by levels alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.leakcheck.processes.engine_processes import EngineProcesses, ProcessLevels
+from lowtide.leakcheck.processes.messages import Levels
+from lowtide.leakcheck.processes.process_growth import ProcessGrowth
+from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.host.process_tree import ProcessTree
+from lowtide.probes.processes.agents import Agents
+from lowtide.reports.processes.stage_processes import ProcessName
+
+MIB = 1 << 20
+
+
+def grown(*lives: tuple[int, ...], tensors: int = 0) -> ProcessGrowth:
+    """Levels in MiB after the inferences of each life, which has a process of its own."""
+    growth = ProcessGrowth()
+    for number, levels in enumerate(lives):
+        for turn, level in enumerate(levels):
+            process = ProcessName(pid=100 + number, name=f"worker {number}")
+            growth.note(process, level * MIB, turn * tensors * MIB)
+    return growth
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        pytest.param([(100, 116, 132, 148)], id="one life"),
+        pytest.param([(100, 116), (101, 117), (99, 115)], id="three lives of two inferences"),
+        pytest.param([(100, 116, 132), (100, 117, 133)], id="about the same"),
+    ],
+)
+def test_what_each_inference_adds_is_growth(lives: list[tuple[int, ...]]) -> None:
+    growth = grown(*lives)
+    (finding,) = growth.findings()
+    steps = sum(len(levels) - 1 for levels in lives)
+    assert (finding.resource, finding.trend, finding.count) == ("host-memory", "growth", steps)
+    assert abs(finding.bytes - steps * 16 * MIB) <= 2 * MIB
+    assert "host memory that is under no tensor grows by 16.0 MiB with each infer" in finding.message
+    assert set(growth.judged) == {100 + number for number in range(len(lives))}
+
+
+@pytest.mark.parametrize(
+    ("lives", "tensors"),
+    [
+        pytest.param([(100, 300, 300, 301, 300)], 0, id="fills once"),
+        pytest.param([(100, 103, 107, 110)], 0, id="within what is allowed"),
+        pytest.param([(100, 116, 100, 116, 100)], 0, id="comes and goes"),
+        pytest.param([(100, 116, 132, 148)], 16, id="tensors, which are followed by themselves"),
+    ],
+)
+def test_what_does_not_repeat_is_none(lives: list[tuple[int, ...]], tensors: int) -> None:
+    growth = grown(*lives, tensors=tensors)
+    assert growth.findings() == []
+    assert set(growth.judged) == {100}
+
+
+def test_two_steps_say_nothing() -> None:
+    growth = grown((100, 116), (100, 116))
+    assert growth.findings() == []
+    assert (set(growth.judged), set(growth.noted)) == (set(), {100, 101})
+
+
+def test_the_fingerprint_is_that_of_the_role_and_not_of_the_process() -> None:
+    first, second = (grown((100, 116, 132, 148)), grown((5, 5), (100, 116, 132, 148)))
+    assert first.findings()[0].fingerprint == second.findings()[0].fingerprint
+
+
+@pytest.mark.parametrize(
+    ("at_work", "asleep", "found"),
+    [
+        # vLLM 0.24 with 1B shapes on an H200: what stays is the context and what libraries hold.
+        (6866 * MIB, 942 * MIB, None),
+        (6866 * MIB, 6866 * MIB, 5000 * MIB),
+        (6866 * MIB, 1866 * MIB + 2000 * MIB, None),
+        (6866 * MIB, 1866 * MIB + 3000 * MIB, 3000 * MIB),
+        (None, None, None),
+    ],
+    ids=["sleeps", "keeps all", "gives more than half", "keeps more than half", "the driver does not say"],
+)
+def test_on_a_card_the_driver_says_what_a_sleep_has_kept(
+    at_work: int | None, asleep: int | None, found: int | None
+) -> None:
+    levels = Levels(tensors={"cuda:0": 5000 * MIB}, arenas={}, reserved={"cuda:0": 5000 * MIB}, has_torch=True)
+    tree = ProcessTree()
+    processes = EngineProcesses(tree, Agents(), "cuda:1", lambda: NoDriver("a test"))
+    before = ProcessLevels(7, "VLLM::EngineCore", levels, {"cuda:0": at_work})
+    now = ProcessLevels(7, "VLLM::EngineCore", levels, {"cuda:0": asleep})
+    findings = processes.kept("sleep(1)", before, now, 0)
+    assert [finding.bytes for finding in findings] == ([] if found is None else [found])
+    if findings:
+        assert findings[0].process == ProcessName(pid=7, name="VLLM::EngineCore")
