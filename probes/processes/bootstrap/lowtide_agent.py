@@ -86,12 +86,10 @@ def _listen() -> None:
     path = f"{folder}/{os.getpid()}.sock"
     try:
         listening = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
-        try:
-            os.unlink(path)
-        except OSError:
-            pass
-        listening.bind(path)
+        # Under its name only once it listens: whoever sees it may ask.
+        listening.bind(f"{path}.new")
         listening.listen(8)
+        os.rename(f"{path}.new", path)
         _ended = _thread.allocate_lock()
         _ended.acquire()
         _thread.start_new_thread(_serve, (listening, _ended))
