@@ -31,13 +31,15 @@ LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
 WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(sort $(shell find tests -name "test_*.py")))
 # Whole lives, commands and other runners' suites, which take 40 % of the time of all tests: `make test-all` runs them,
 # every night.
-NIGHTLY := tests/package/test_cli.py $(addprefix tests/engine/test_, block_table.py golden.py golden_life.py kv_offload.py) \
+NIGHTLY := tests/package/test_cli.py tests/probes/test_buffers.py \
+	$(addprefix tests/engine/test_, block_table.py golden.py golden_life.py kv_offload.py) \
 	$(addprefix tests/pytest_plugin/test_, causes.py growth.py hidden_holders.py later_tests.py library_insides.py \
 	library_tables.py passes.py remedies.py retention.py run_by_another.py settings.py settings_left.py shapes.py \
 	spent.py xdist.py) \
-	$(addprefix tests/leakcheck/test_, bisect_run.py check.py checked_life.py damage.py defects.py empty_pools_in_lives.py engine_processes.py \
-	first_use_in_lives.py fuzz.py history_postgresql.py host_figure.py imports_in_lives.py leftovers.py lifecycle.py \
-	planted_leaks.py ray_cells.py shared_sweep.py sleeping_lives.py target_life.py transformers_target.py witness.py)
+	$(addprefix tests/leakcheck/test_, bisect_run.py check.py checked_life.py damage.py defects.py empty_pools_in_lives.py \
+	engine_processes.py filled_caches.py first_use_in_lives.py fuzz.py history_postgresql.py host_figure.py \
+	imports_in_lives.py leftovers.py library_items.py lifecycle.py owner_growth.py planted_leaks.py ray_cells.py \
+	remains.py shared_sweep.py sleeping_lives.py target_life.py transformers_target.py unseen.py witness.py)
 
 test: $(STAMP)
 	$(PYTEST) $(filter-out $(NIGHTLY),$(WITHOUT_TORCH))
