@@ -119,17 +119,17 @@ class TargetLife:
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
         """What must survive a sleep, by name, if the target reports it."""
-        return self._reported("preserved")  # type: ignore[no-any-return]
+        return self._asked("preserved")  # type: ignore[no-any-return]
 
     def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
         """Address and bytes of what captured graphs read, by name, if the target reports it."""
-        return self._reported("graph_buffers")  # type: ignore[no-any-return]
+        return self._asked("graph_buffers")  # type: ignore[no-any-return]
 
     def kv_blocks_held(self) -> Mapping[str, int]:
         """Who holds KV blocks although no request does, with how many; the target forgets its prefixes first."""
         if not self._able.prefix_cache or self._target.reset_prefix_cache():
             return {}
-        usage = self._reported("kv_usage")
+        usage = self._asked("kv_usage")
         return holders(usage) if usage else {"a holder that the engine does not name": 0}
 
     def step(self) -> None:
@@ -137,6 +137,6 @@ class TargetLife:
         if self._able.unfinished:
             self._target.step()
 
-    def _reported(self, name: str) -> Any:
+    def _asked(self, name: str) -> Any:
         method = getattr(self._target, name, None)
         return {} if method is None else method()

@@ -192,7 +192,12 @@ class EngineProcesses:
         mark = fingerprint(
             resource="tensors", device=self.kind, stage=stage, suspects=("kept asleep", role_of(now.name))
         )
-        arenas = {tag: size for device in now.levels.arenas.values() for tag, size in device.items() if size}
+        arenas = {
+            tag: size
+            for device, tags in now.levels.arenas.items()
+            for tag, size in tags.items()
+            if size and device.partition(":")[0] == self.kind
+        }
         if largest is None:
             holder = f"arena {max(arenas, key=lambda tag: arenas[tag])!r}" if arenas else None
             return [
@@ -239,7 +244,8 @@ class EngineProcesses:
         return msgspec.structs.replace(finding, message=f"{_who(now)}: {finding.message}", process=process)
 
     def _pids(self) -> list[int]:
-        return [pid for pid in self.tree.descendants() if self.agents.has_agent(pid)]
+        """Whom to ask; not again who has not answered once: the engine would wait at each stage."""
+        return [pid for pid in self.tree.descendants() if pid not in self.not_measured and self.agents.has_agent(pid)]
 
     def _each(self, pids: Sequence[int], question: Question, kind: type[_Answer], limit: float) -> dict[int, _Answer]:
         """What each answers, side by side; without those that do not, which are noted."""

@@ -32,9 +32,10 @@ class AllocatorSnapshots:
         self._folder = folder / FOLDER
 
     def remove_old(self) -> None:
-        """Remove those of an earlier run."""
-        for old in self._folder.glob(f"{_OURS}*.pickle"):
-            old.unlink(missing_ok=True)
+        """Remove those of an earlier run; what cannot be removed stays, and its writing will say why it failed."""
+        with contextlib.suppress(OSError):
+            for old in self._folder.glob(f"{_OURS}*.pickle"):
+                old.unlink(missing_ok=True)
 
     def keep(self, name: str) -> str:
         """Write what the allocator has now, as a whole or not at all; nothing where CUDA is not in use.

@@ -16,6 +16,7 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.target_life import check_run
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.processes.agents import AgentError, Agents
 from lowtide.reports.schema import Subject
 from lowtide.reports.terminal import stage_table
 from tests.leakcheck.spawned_target import LEAKED, SpawnedTarget
@@ -213,7 +214,20 @@ def test_an_engine_on_a_card_in_a_child(faults: tuple[str, ...]) -> None:
 
 def test_a_child_that_does_not_answer_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.probes.processes.agents.ANSWER_S", 0.5)
+    silent: list[int] = []
+    ask = Agents.ask
+
+    def noted(agents: Agents, pid: int, *arguments: Any) -> bytes:
+        assert pid not in silent, "asked again, at the cost of another wait"
+        try:
+            return ask(agents, pid, *arguments)
+        except AgentError:
+            silent.append(pid)
+            raise
+
+    monkeypatch.setattr(Agents, "ask", noted)
     subject = lived(lambda: ClientLife("stops"))
+    assert len(silent) == 1
     reasons = [item.why for item in subject.not_measured]
     assert any("did not answer within 0.5 s: it is stopped" in why for why in reasons)
     assert subject.outcome != "clean"

@@ -6,10 +6,12 @@ import functools
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -57,8 +59,8 @@ def levels(agents: Agents, pid: int) -> Levels:
     return msgspec.msgpack.decode(agents.ask(pid, READ, 60.0), type=Levels)
 
 
-def _waits(connection: object) -> None:
-    connection.recv()  # type: ignore[attr-defined]
+def _waits(connection: Connection) -> None:
+    connection.recv()
 
 
 @pytest.mark.parametrize("method", ["spawn", "fork", "forkserver"])
@@ -88,9 +90,9 @@ def _end_forkserver() -> None:
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
-def wait_for(is_so: object, limit: float = 10.0) -> None:
+def wait_for(is_so: Callable[[], bool], limit: float = 10.0) -> None:
     until = time.monotonic() + limit
-    while not is_so():  # type: ignore[operator]
+    while not is_so():
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -211,6 +213,45 @@ def test_another_version_is_refused(agents: Agents, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module._agent(), "MAGIC", b"LOWTIDE0")
     with pytest.raises(AgentError, match="is of another version of lowtide"):
         agents.ask(process.pid, READ)
+    end(process)
+
+
+ASKS_AS_ANOTHER_USER = """
+import os, socket, sys
+os.setgid(65534), os.setuid(65534)
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect(sys.argv[1])
+    connection.sendall(bytes.fromhex(sys.argv[2]))
+    try:
+        print(connection.recv(100))
+    except ConnectionResetError:
+        print(b"")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask as another user")
+def test_another_user_is_not_answered(agents: Agents) -> None:
+    process = program("")
+    assert agents.folder is not None
+    path = agents.folder / f"{process.pid}.sock"
+    # The folder alone keeps others out; here it does not.
+    agents.folder.chmod(0o777)
+    path.chmod(0o777)
+    question = module._agent().MAGIC + len(READ).to_bytes(8, "big") + READ
+    command = [sys.executable, "-c", ASKS_AS_ANOTHER_USER, str(path), question.hex()]
+    assert subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout == "b''\n"
+    assert levels(agents, process.pid).tensors == {}
+    end(process)
+
+
+def test_a_question_over_the_limit_is_refused_before_it_is_read(agents: Agents) -> None:
+    process = program("")
+    assert agents.folder is not None
+    agent = module._agent()
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(agents.folder / f"{process.pid}.sock"))
+        connection.sendall(agent.MAGIC + (agent.MOST_BYTES + 1).to_bytes(8, "big"))
+        assert b"!this agent speaks LOWTIDE1" in connection.recv(100)
     end(process)
 
 
