@@ -221,10 +221,10 @@ import os, socket, sys
 os.setgid(65534), os.setuid(65534)
 with socket.socket(socket.AF_UNIX) as connection:
     connection.connect(sys.argv[1])
-    connection.sendall(bytes.fromhex(sys.argv[2]))
     try:
+        connection.sendall(bytes.fromhex(sys.argv[2]))
         print(connection.recv(100))
-    except ConnectionResetError:
+    except ConnectionError:
         print(b"")
 """
 
