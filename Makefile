@@ -33,7 +33,7 @@ WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(sort $(shell find 
 # every night.
 NIGHTLY := tests/package/test_cli.py tests/probes/test_buffers.py \
 	$(addprefix tests/engine/test_, block_table.py golden.py golden_life.py kv_offload.py) \
-	$(addprefix tests/pytest_plugin/test_, causes.py growth.py hidden_holders.py later_tests.py library_insides.py \
+	$(addprefix tests/pytest_plugin/test_, causes.py growth.py growth_in_processes.py hidden_holders.py later_tests.py library_insides.py \
 	library_tables.py passes.py remedies.py retention.py run_by_another.py settings.py settings_left.py shapes.py \
 	spent.py xdist.py) \
 	$(addprefix tests/leakcheck/test_, bisect_run.py check.py checked_life.py damage.py defects.py empty_pools_in_lives.py \

@@ -124,7 +124,8 @@ RENAMED = {
     "lowtide.leakcheck.trend": "lowtide.leakcheck.judging.trend",
     "lowtide.leakcheck.type_growth": "lowtide.leakcheck.explaining.type_growth",
     "lowtide.leakcheck.unproven": "lowtide.leakcheck.findings.deferred_remedies",
-    "lowtide.leakcheck.unseen": "lowtide.leakcheck.watching.unmeasured_processes",
+    "lowtide.leakcheck.unseen": "lowtide.leakcheck.processes.unmeasured_processes",
+    "lowtide.leakcheck.watching.unmeasured_processes": "lowtide.leakcheck.processes.unmeasured_processes",
     "lowtide.leakcheck.verify": "lowtide.leakcheck.lives.verify",
     "lowtide.leakcheck.warm_up": "lowtide.leakcheck.libraries.warm_up",
     "lowtide.leakcheck.watch": "lowtide.leakcheck.watching.watch",
@@ -192,7 +193,7 @@ RENAMED_MEMBERS: Mapping[str, Mapping[str, str]] = {
     "lowtide.leakcheck.findings.life_findings": {"Leftovers": "LeftoverTensors"},
     "lowtide.leakcheck.findings.tensor_findings": {"restaged": "with_stage", "told_as_frozen": "marked_as_frozen"},
     "lowtide.leakcheck.libraries.cards_without_torch": {"PastTorch": "CardsWithoutTorch"},
-    "lowtide.leakcheck.watching.unmeasured_processes": {"UnseenMemory": "UnmeasuredProcesses"},
+    "lowtide.leakcheck.processes.unmeasured_processes": {"UnseenMemory": "UnmeasuredProcesses"},
 }
 """By module, the old names of classes and functions in it, with the new ones: for whoever has the old module's name."""
 

@@ -80,6 +80,10 @@ class Checker:
         """What is measured here, and what cannot be."""
         return terminal.header(self.settings, shares_card=self.shares_card)
 
+    def pytest_sessionstart(self) -> None:
+        """From here on the program's modules may start processes."""
+        self._session.start_agents()
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:
         """Refuse markers that make no sense before anything runs."""
@@ -184,7 +188,9 @@ class Checker:
         self._session.failure = ""
         self._checked.clear()
         self._setup = None
-        self._records = StageRecords(card=self.settings.device != "cpu") if self.settings.report is not None else None
+        others = lambda: self._session.watch.others.readings  # noqa: E731
+        card = self.settings.device != "cpu"
+        self._records = StageRecords(card=card, others=others) if self.settings.report is not None else None
         wrong = ""
         tolerance, judged = None, True
         try:

@@ -35,6 +35,11 @@ _SETTINGS = (
         "(default: when the fixture ends)",
     ),
     (
+        "processes",
+        "auto|off",
+        "judge what tests leave in the program's other processes too, by a thread in each of them (default: auto)",
+    ),
+    (
         "budget",
         "SECONDS",
         "how long to look for what the holders of one test's leaks retain; four times as long for trying all remedies "

@@ -45,6 +45,10 @@ class SessionWatch:
         self._spent = spent
         self._stages: list[str] = []
 
+    def start_agents(self) -> None:
+        """Before test modules are imported, which may start processes."""
+        self.watch.others.start()
+
     def open(self) -> None:
         """Before the first test."""
         self.watch.open()
@@ -88,6 +92,7 @@ class SessionWatch:
             with self.guarded():
                 self.watch.stage("/".join(stage.path), again=True)
                 self.sleeps.entered(stage)
+                self.watch.others.entered(stage)
 
     def stage_left(self, stage: Stage, error: BaseException | None) -> None:
         """And that it is there no more."""
@@ -95,6 +100,7 @@ class SessionWatch:
             with self.guarded():
                 self.watch.stage(self._stages.pop())
                 self.sleeps.left(stage, error)
+                self.watch.others.left(stage, error)
 
     def _import_entered(self, owner: Owner) -> None:
         with self._spent.on_judging():
@@ -121,6 +127,7 @@ def watch_policy(config: pytest.Config, settings: Settings, *, shares_card: bool
         card=settings.device != "cpu",
         warm_up=_warm_up(settings),
         driver=not shares_card,
+        processes=settings.processes,
         growth=settings.growth,
         budget=settings.budget,
         # It puts them back after each test.

@@ -46,6 +46,7 @@ class Settings:
         warmup: whether a card is used once before a test uses it.
         growth: bytes by which a fixture of a wider scope may grow, test after test, before that is reported at once;
             None: when its scope ends.
+        processes: whether what tests leave in other processes is judged, by agents in these.
         budget: seconds for one test's explanations; a session's remedies may take four times as many.
     """
 
@@ -60,6 +61,7 @@ class Settings:
     remedies: bool
     warmup: bool = True
     growth: int | None = None
+    processes: bool = True
     budget: float = 30.0
 
 
@@ -87,6 +89,7 @@ def read_settings(config: pytest.Config) -> Settings:
         remedies=_read(config, "remedies", _one_of("on", "off"), "on") == "on",
         warmup=_read(config, "warmup", _one_of("on", "off"), "on") == "on",
         growth=_read(config, "growth", _size, None),
+        processes=_read(config, "processes", _one_of("auto", "off"), "auto") == "auto",
         budget=_read(config, "budget", _seconds, 30.0),
     )
 
@@ -177,6 +180,7 @@ def _own_table(root: Path) -> dict[str, Any]:
         "remedies",
         "warmup",
         "growth",
+        "processes",
         "suppressions",
     )
     unknown = sorted(set(table) - set(known))

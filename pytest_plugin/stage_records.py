@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lowtide.leakcheck.baseline.readings import to_readings
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.pytest_plugin.spent import Spent
+from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import NotMeasured, Stage
 
 MOST_STAGES = 32
@@ -22,10 +23,12 @@ class StageRecords:
 
     Args:
         card: whether to read cards.
+        others: what the program's other processes held at the end of the last stage.
     """
 
-    def __init__(self, *, card: bool) -> None:
+    def __init__(self, *, card: bool, others: Callable[[], tuple[ProcessStage, ...]]) -> None:
         self._card = card
+        self._others = others
         self._driver: Driver | None = None
         self.stages: list[Stage] = []
         self.left_out = 0
@@ -54,6 +57,7 @@ class StageRecords:
                     seconds=seconds,
                     before=to_readings(before, device, ()),
                     after=to_readings(after, device, ()),
+                    processes=self._others(),
                 )
             )
 

@@ -228,6 +228,7 @@ class Claims:
                 kinds = (socket.socket, io.FileIO, select.epoll)
                 names = [f"{number} ->" for kind in kinds for number in map(_number, behind.instances_of(kind))]
                 names += [f"/dev/shm/{name}" for name in _segments(census)]
+                names += [f"{number} ->" for number in _of_processes(census)]
             elif key == "shared-memory":
                 names = _segments(census)
             else:
@@ -262,6 +263,14 @@ def _number(file: Any) -> int:
         return int(file.fileno())
     except (ValueError, OSError):  # closed
         return -1
+
+
+def _of_processes(census: Census) -> list[int]:
+    """The descriptors between `multiprocessing` and its processes, by which each notices that the other has ended."""
+    processes = census.instances_of(BaseProcess)
+    finalizers = [getattr(getattr(item, "_popen", None), "finalizer", None) for item in processes]
+    numbers = [number for each in finalizers for number in getattr(each, "_args", None) or ()]
+    return [number for number in numbers if isinstance(number, int)]
 
 
 def _segments(census: Census) -> list[str]:

@@ -14,6 +14,7 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.tensor_findings import Context, names_known, older_than
 from lowtide.probes.memory.buffers import Buffer, large_buffers
 from lowtide.probes.objects.foreign import type_name
+from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import format_bytes
 
 _NEAR = 0.1
@@ -57,23 +58,38 @@ def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     """
     if leak.key != "host-memory" or not leak.finding.bytes:
         return leak
-    found = _arrays(leak.finding.bytes, context)
-    if not found:
+    found = held_by_arrays(leak.finding, leak.finding.bytes, context)
+    if found is None:
         return leak
-    first, size = found[0], sum(each.bytes for each in found)
-    arrays = f"{format_bytes(size)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
+    finding, reported = found
+    finding = msgspec.structs.replace(finding, former_fingerprint=leak.finding.fingerprint)
+    return with_fingerprint(dataclasses.replace(leak, finding=finding, explanation=reported), leak.module)
+
+
+def held_by_arrays(finding: Finding, size: int, context: Context) -> tuple[Finding, Explanation] | None:
+    """A finding about host memory with the arrays that are of a size, and their holder; None where none are.
+
+    Args:
+        finding: about host memory; its fingerprint is left as it is.
+        size: bytes of the arrays, of one alone or of several in one place.
+        context: what is known around it.
+    """
+    found = _arrays(size, context)
+    if not found:
+        return None
+    first, amount = found[0], sum(each.bytes for each in found)
+    arrays = f"{format_bytes(amount)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
     reported = first.reported
-    finding = msgspec.structs.replace(
-        leak.finding,
+    named = msgspec.structs.replace(
+        finding,
         cause=reported.cause,
         verdict=reported.verdict,
         holder=reported.holder,
         path=reported.path,
-        message=f"{leak.finding.message}; {arrays} held by {reported.holder}",
+        message=f"{finding.message}; {arrays} held by {reported.holder}",
         advice=_advice(reported),
-        former_fingerprint=leak.finding.fingerprint,
     )
-    return with_fingerprint(dataclasses.replace(leak, finding=finding, explanation=reported), leak.module)
+    return named, reported
 
 
 def _advice(reported: Explanation) -> str:

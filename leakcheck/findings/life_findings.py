@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -139,13 +139,7 @@ class LeftoverTensors:
             device: where it keeps its memory.
             pools: those that were announced before it slept or are now: what lies in them is judged by them.
         """
-        pooled = sorted(part for pool in pools for part in pool.ranges)
-        starts = [start for start, _ in pooled]
-
-        def is_pooled(address: int) -> bool:
-            place = bisect.bisect_right(starts, address) - 1
-            return place >= 0 and address < sum(pooled[place])
-
+        is_pooled = _within(pools)
         self.read(Rung.RAW)
         self._found.rows = [
             tuple(held for held in row if held.stage == "infer" and not is_pooled(held.key[1]))
@@ -154,6 +148,30 @@ class LeftoverTensors:
         leaks = self._leaks(dataclasses.replace(self.context(engine), living=True), {device}, only=cycle)
         self._found = _Found()
         return [_advised(leak.finding) for leak in leaks]
+
+    def explain_turns(self, cycle: int | None, pools: Sequence[PoolReading]) -> list[tuple[Finding, dict[int, int]]]:
+        """Says of what appeared in one cycle, or in any, and is there, who holds it; with its bytes by cycle.
+
+        Args:
+            cycle: which; None: all of them.
+            pools: those that are announced: what lies in them is judged by them.
+        """
+        is_pooled = _within(pools)
+        self.read(Rung.RAW)
+        self._found.rows = [
+            tuple(held for held in row if not is_pooled(held.key[1]) and (cycle is None or held.turn == cycle))
+            for row in self._found.rows
+        ]
+        turns = {held.key: held.turn for row in self._found.rows for held in row}
+        leaks = self._leaks(dataclasses.replace(self.context(None), living=True), {key[0] for key in turns})
+        self._found = _Found()
+        found = []
+        for leak in leaks:
+            sizes: dict[int, int] = {}
+            for key, size in leak.sizes.items():
+                sizes[turns[key]] = sizes.get(turns[key], 0) + size
+            found.append((leak.finding, sizes))
+        return found
 
     def conclude(self, engine: object, cycle: int, devices: Collection[str]) -> tuple[list[Finding], tuple[str, ...]]:
         """The findings of all lives, what gives each back tried; and the changes that this made, as actions.
@@ -205,6 +223,18 @@ class LeftoverTensors:
             stacks=self._stacks.stacks_at,
             lives=lives,
         )
+
+
+def _within(pools: Sequence[PoolReading]) -> Callable[[int], bool]:
+    """Whether an address lies in one of some pools."""
+    pooled = sorted(part for pool in pools for part in pool.ranges)
+    starts = [start for start, _ in pooled]
+
+    def is_pooled(address: int) -> bool:
+        place = bisect.bisect_right(starts, address) - 1
+        return place >= 0 and address < sum(pooled[place])
+
+    return is_pooled
 
 
 def _advised(finding: Finding) -> Finding:

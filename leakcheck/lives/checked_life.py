@@ -302,7 +302,7 @@ class CheckedLife(LifeChecks):
             self._judge_error(name, error, injection)
             failed = True
         # What another process has now, no check below sees: also where the call is found to have failed.
-        self._lives.not_measured.update(dict.fromkeys(self._lives.watch.unseen()))
+        self._lives.not_measured.update(dict.fromkeys(self._lives.watch.others.unseen()))
         self.points = 0 if injection is None else len(injection.passed)
         if injection is not None and injection.raised is not None and not failed:
             if injection.kind == "interrupt":

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles
 from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
-from lowtide.leakcheck.watching.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.host.makers import Makers

@@ -5,6 +5,7 @@ A process without torch answers that it has no tensors, and imports nothing for 
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import TYPE_CHECKING
 
@@ -12,8 +13,12 @@ from lowtide.leakcheck.processes.messages import (
     Begin,
     ExplainAsleep,
     ExplainHeld,
+    ExplainHostMemory,
+    ExplainLeft,
     Findings,
+    Left,
     Levels,
+    Trim,
     decode_question,
     encode,
 )
@@ -39,12 +44,26 @@ def answer(data: bytes) -> bytes:
         if own is not None:
             own.begin(question.stage, question.cycle)
         return encode(Findings())
+    if isinstance(question, Trim):
+        from lowtide.leakcheck.judging.ladder import trim_heap
+
+        gc.collect()
+        trim_heap()
+        return encode(Findings())
     if isinstance(question, ExplainAsleep):
         found = [] if own is None else own.asleep(question.cycle, question.kind)
         return encode(Findings(findings=tuple(found)))
     if isinstance(question, ExplainHeld):
         found = [] if own is None else own.held(question.stage, question.kind, question.most)
         return encode(Findings(findings=tuple(found)))
+    if isinstance(question, ExplainLeft):
+        left = [] if own is None else own.left(question.cycle)
+        return encode(Left(findings=tuple(each for each, _ in left), by_cycle=tuple(sizes for _, sizes in left)))
+    if isinstance(question, ExplainHostMemory):
+        from lowtide.leakcheck.processes.own_arrays import named_by_arrays
+
+        named = named_by_arrays(question.finding, question.bytes)
+        return encode(Findings(findings=() if named is None else (named,)))
     if own is None:
         return encode(Levels(tensors={}, arenas={}, reserved={}, has_torch=False))
     return encode(own.levels())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -14,10 +14,14 @@ from lowtide.leakcheck.processes.messages import (
     Begin,
     ExplainAsleep,
     ExplainHeld,
+    ExplainHostMemory,
+    ExplainLeft,
     Findings,
+    Left,
     Levels,
     Question,
     Read,
+    Trim,
     encode,
 )
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, role_of
@@ -84,24 +88,27 @@ class EngineProcesses:
     Attributes:
         tree: whose descendants they are.
         agents: through whom.
-        device: where the engine keeps its memory: "cpu" or "cuda:N".
-        driver: whom to ask for what each holds on cards.
+        device: where the engine keeps its memory: "cpu" or "cuda:N"; None: on cards if any process has one.
+        driver: whom to ask for what each holds on cards; None: nobody.
         not_measured: who did not answer, and why, by process.
     """
 
     tree: ProcessTree
     agents: Agents
-    device: str
-    driver: Callable[[], Driver]
+    device: str | None
+    driver: Callable[[], Driver] | None
     not_measured: dict[int, NotMeasured] = field(default_factory=dict)
     _now: dict[int, ProcessLevels] = field(default_factory=dict)
     _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
+    _holders: dict[str, Finding] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
         """Of the engine's device: `cpu` or `cuda`. A rank's own number is its own matter."""
-        return self.device.partition(":")[0]
+        if self.device is not None:
+            return self.device.partition(":")[0]
+        return "cuda" if any(each.cards for each in self._now.values()) else "cpu"
 
     @property
     def judged(self) -> frozenset[int]:
@@ -115,7 +122,7 @@ class EngineProcesses:
 
     def findings_at_end(self) -> list[Finding]:
         """What grows from inference to inference."""
-        return self._growth.findings()
+        return [self._with_holder(finding) for finding in self._growth.findings()]
 
     @property
     def readings(self) -> tuple[ProcessStage, ...]:
@@ -132,15 +139,51 @@ class EngineProcesses:
             if each.levels.has_torch
         )
 
+    @property
+    def has_answered(self) -> Collection[int]:
+        """The processes that answered at the end of the last stage."""
+        return self._now.keys()
+
     def begin_stage(self, stage: str, cycle: int) -> None:
         """What appears in any of them from here on, appeared in this stage."""
-        self._each(self._pids(), Begin(stage=stage, cycle=cycle), Findings, EXPLAIN_S)
+        self.announce(self._pids(), stage, cycle)
+
+    def announce(self, pids: Collection[int], stage: str, cycle: int) -> None:
+        """What appears in some of them from here on, appeared in this stage."""
+        asked = [pid for pid in pids if pid not in self.not_measured]
+        self._each(asked, Begin(stage=stage, cycle=cycle), Findings, EXPLAIN_S)
+
+    def left(self, pid: int, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:
+        """What appeared in a process in one cycle, or in any, and is there; with its bytes by cycle."""
+        answer = self._each([pid], ExplainLeft(cycle=cycle), Left, EXPLAIN_S).get(pid, Left())
+        placed = [_placed(finding, ProcessName(pid=pid, name=name_of(pid))) for finding in answer.findings]
+        return list(zip(placed, answer.by_cycle, strict=True))
+
+    def trim(self, pid: int) -> bool:
+        """Let a process give back what is free in its heap, which from outside looks like what it keeps.
+
+        Returns:
+            Whether it has.
+        """
+        if pid in self.not_measured or not self.agents.has_agent(pid):
+            return False
+        return pid in self._each([pid], Trim(), Findings, EXPLAIN_S)
+
+    def named_by_arrays(self, finding: Finding, size: int) -> Finding:
+        """A finding about the host memory of a process with the holder of arrays of a size, if there are such."""
+        if finding.process is None or finding.resource != "host-memory":
+            return finding
+        pid = finding.process.pid
+        if pid in self.not_measured or not self.agents.has_agent(pid):
+            return finding
+        answer = self._each([pid], ExplainHostMemory(finding=finding, bytes=size), Findings, EXPLAIN_S)
+        return next(iter(answer[pid].findings), finding) if pid in answer else finding
 
     def end_stage(self, stage: str) -> None:
         """Read what each holds after a stage."""
         levels = self._each(self._pids(), Read(), Levels, EXPLAIN_S)
         names = {pid: name_of(pid) for pid in levels}
-        cards = self._cards() if levels and self.kind == "cuda" else {}
+        cards = self._cards() if levels and self.device != "cpu" else {}
         self._now = {pid: ProcessLevels(pid, names[pid], levels[pid], cards.get(pid, {})) for pid in sorted(levels)}
         if not stage.startswith("sleep"):
             self._at_work = self._now
@@ -150,6 +193,32 @@ class EngineProcesses:
                 host = rollup(pid)
                 if host is not None:
                     self._growth.note(ProcessName(pid=pid, name=now.name), host.private, now.levels.of("cpu"))
+            self._find_holders()
+
+    def _find_holders(self) -> None:
+        """Looks for who holds what has grown by now: at the end its process is gone."""
+        for suspect in self._growth.findings():
+            process = suspect.process
+            if process is not None and process.pid in self._now and self.trim(process.pid):
+                host = rollup(process.pid)
+                if host is not None:
+                    self._growth.correct(process, host.private, self._now[process.pid].levels.of("cpu"))
+        for finding in self._growth.findings():
+            named = self.named_by_arrays(finding, finding.bytes // finding.count)
+            if named.holder:
+                self._holders[finding.fingerprint] = named
+
+    def _with_holder(self, finding: Finding) -> Finding:
+        known = self._holders.get(finding.fingerprint)
+        if known is None:
+            return finding
+        return msgspec.structs.replace(
+            known,
+            bytes=finding.bytes,
+            count=finding.count,
+            message=f"{finding.message}; {known.message.rpartition('; ')[2]}",
+            process=finding.process,
+        )
 
     def after_sleep(self, stage: str, cycle: int, *, empties: bool) -> list[Finding]:
         """What each has kept that a sleep gives up; right after `end_stage`.
@@ -162,7 +231,8 @@ class EngineProcesses:
         found: list[Finding] = []
         of_inferring = self._each(list(self._now), ExplainAsleep(cycle=cycle, kind=self.kind), Findings, EXPLAIN_S)
         for pid, answer in of_inferring.items():
-            found += [self._placed(finding, pid) for finding in answer.findings]
+            process = ProcessName(pid=pid, name=self._now[pid].name)
+            found += [_placed(finding, process) for finding in answer.findings]
         # On a card each sleep gives up what it keeps on the host.
         if empties or self.kind == "cuda":
             for pid, before in self._at_work.items():
@@ -206,7 +276,7 @@ class EngineProcesses:
                     cause="unknown",
                     bytes=stays,
                     count=1,
-                    device=self.device,
+                    device=self.device or self.kind,
                     stage=stage,
                     message=f"{asked}; {format_bytes(stays)} stay, held by {holder}" if holder else asked,
                     fingerprint=mark,
@@ -233,15 +303,10 @@ class EngineProcesses:
     def _cards(self) -> dict[int, dict[str, int | None]]:
         """What the driver counts for each process, by card."""
         found: dict[int, dict[str, int | None]] = {}
-        for card in read_card_holders(self.driver()):
+        for card in () if self.driver is None else read_card_holders(self.driver()):
             for pid, size in card.processes.items():
                 found.setdefault(pid, {})[card.device] = size
         return found
-
-    def _placed(self, finding: Finding, pid: int) -> Finding:
-        now = self._now[pid]
-        process = ProcessName(pid=pid, name=now.name)
-        return msgspec.structs.replace(finding, message=f"{_who(now)}: {finding.message}", process=process)
 
     def _pids(self) -> list[int]:
         """Whom to ask; not again who has not answered once: the engine would wait at each stage."""
@@ -275,5 +340,9 @@ class EngineProcesses:
             return AgentError(f"the agent of pid {pid} answered something else: {error}")
 
 
-def _who(process: ProcessLevels) -> str:
+def _who(process: ProcessLevels | ProcessName) -> str:
     return f"pid {process.pid} ({process.name})"
+
+
+def _placed(finding: Finding, process: ProcessName) -> Finding:
+    return msgspec.structs.replace(finding, message=f"{_who(process)}: {finding.message}", process=process)

@@ -55,7 +55,35 @@ class ExplainHeld(_Message, frozen=True, kw_only=True, tag="explain-held"):
     most: int = 16
 
 
-Question: TypeAlias = Begin | Read | ExplainAsleep | ExplainHeld
+class ExplainLeft(_Message, frozen=True, kw_only=True, tag="explain-left"):
+    """Who holds the tensors that appeared in one cycle, or in any, and are there; answered by `Left`.
+
+    The process collects its garbage first.
+
+    Attributes:
+        cycle: which; None: all since the first `Begin`.
+    """
+
+    cycle: int | None = None
+
+
+class ExplainHostMemory(_Message, frozen=True, kw_only=True, tag="explain-host-memory"):
+    """Which arrays are some new host memory, by their size; answered by `Findings`, empty where none is of that size.
+
+    Attributes:
+        finding: about the host memory; the answer is the same with a holder.
+        bytes: of the arrays.
+    """
+
+    finding: Finding
+    bytes: int
+
+
+class Trim(_Message, frozen=True, kw_only=True, tag="trim"):
+    """Collect garbage, and give what is free in the heap back to the system; answered by empty `Findings`."""
+
+
+Question: TypeAlias = Begin | Read | ExplainAsleep | ExplainHeld | ExplainLeft | ExplainHostMemory | Trim
 
 
 class Levels(_Message, frozen=True, kw_only=True):
@@ -87,6 +115,18 @@ class Findings(_Message, frozen=True, kw_only=True):
     """What a process has found in itself."""
 
     findings: tuple[Finding, ...] = ()
+
+
+class Left(_Message, frozen=True, kw_only=True):
+    """What has appeared and is there.
+
+    Attributes:
+        findings: one for each holder.
+        by_cycle: for each of them, its bytes by the cycle in which they appeared.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    by_cycle: tuple[dict[int, int], ...] = ()
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from lowtide.leakcheck.baseline.storages import Held, Key, text_of
@@ -22,12 +23,14 @@ class OwnTensors:
 
     def __init__(self) -> None:
         self._leftovers: LeftoverTensors | None = None
+        self._modules: frozenset[str] = frozenset()
 
     def begin(self, stage: str, cycle: int) -> None:
         """From here on, what appears belongs to this stage."""
         if self._leftovers is None:
             self._leftovers = LeftoverTensors(card=_uses_cards())
             self._leftovers.open()
+            self._modules = frozenset(sys.modules)
         self._leftovers.stage(stage, cycle)
 
     def asleep(self, cycle: int, kind: str) -> list[Finding]:
@@ -39,6 +42,20 @@ class OwnTensors:
         for device in _devices(kind):
             found += self._leftovers.explain_asleep(None, cycle, device, pools)
         return found
+
+    def left(self, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:
+        """Who holds what appeared in one cycle, or in any, and is not garbage; with its bytes by cycle."""
+        if self._leftovers is None:
+            return []
+        gc.collect()
+        found = self._leftovers.explain_turns(cycle, announced_pools())
+        return [(finding, sizes) for finding, sizes in found if not self._is_of_import(finding)]
+
+    def _is_of_import(self, finding: Finding) -> bool:
+        """Whether a module that was imported since the watch began has it in its namespace, as from its import."""
+        holder = finding.holder or ""
+        imported = [name for name in list(sys.modules) if name not in self._modules]
+        return finding.cause == "module-global" and any(holder.startswith(f"{name}.") for name in imported)
 
     def held(self, stage: str, kind: str, most: int) -> list[Finding]:
         """Who holds the largest storages on devices of a kind, arenas aside."""

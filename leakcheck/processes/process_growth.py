@@ -6,12 +6,13 @@ Each life may have processes of its own: those of one name are turns of one.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.level_growth import grows
+from lowtide.leakcheck.judging.level_growth import grows, kept_steps
 from lowtide.leakcheck.judging.trend import FEWEST_TURNS
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding
@@ -60,6 +61,13 @@ class ProcessGrowth:
             role.steps.append(level - before)
             role.last = process
 
+    def correct(self, process: ProcessName, host: int, tensors: int) -> None:
+        """Another reading after the same inference, as of a heap that was trimmed; as `note`."""
+        role = self._roles[role_of(process.name)]
+        level = host - tensors
+        role.steps[-1] += level - self._levels[process.pid]
+        self._levels[process.pid] = level
+
     @property
     def noted(self) -> Collection[int]:
         """The processes whose level is known."""
@@ -74,8 +82,10 @@ class ProcessGrowth:
         """One for each name whose processes grow."""
         found = []
         for name, role in self._roles.items():
-            kept = [step for step in role.steps if step > ALLOWED]
-            if role.last is None or not grows(role.steps, [ALLOWED] * len(role.steps)):
+            # What one inference gave back of what an earlier one had added was not kept.
+            steps = kept_steps(list(itertools.accumulate(role.steps, initial=0)))
+            kept = [step for step in steps if step > ALLOWED]
+            if role.last is None or not grows(steps, [ALLOWED] * len(steps)):
                 continue
             usual = sorted(kept)[len(kept) // 2]
             found.append(

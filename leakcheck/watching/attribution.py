@@ -11,7 +11,7 @@ from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import is_tensor, storage_keys
 from lowtide.leakcheck.libraries.first_use import FirstUse
-from lowtide.leakcheck.watching.unmeasured_processes import UnmeasuredProcesses
+from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import CounterReader, Counters
@@ -31,7 +31,7 @@ class Attribution:
         caches: the filled caches.
         cards: what is on the cards besides tensors.
         first_use: which libraries were used for the first time.
-        unseen: the other processes.
+        others: the other processes.
 
     Attributes:
         turns: how often each stage has run since the test began.
@@ -45,7 +45,7 @@ class Attribution:
         caches: FilledCaches,
         cards: DeviceMemory,
         first_use: FirstUse,
-        unseen: UnmeasuredProcesses,
+        others: OtherProcesses,
     ) -> None:
         self._counters = counters
         self._births = births
@@ -53,7 +53,7 @@ class Attribution:
         self._caches = caches
         self._cards = cards
         self._first_use = first_use
-        self._unseen = unseen
+        self._others = others
         self._labels: list[str] = []
         self._begun = self._forgetting = 0.0
         self.turns: dict[str, int] = {}
@@ -76,7 +76,7 @@ class Attribution:
             label: the stage.
             again: whether this is a new turn of it, not the return from a stage inside it.
         """
-        self._unseen.look()
+        self._others.look()
         self._attribute_births(label, again=again)
 
     def _attribute_births(self, label: str, *, again: bool = False) -> None:
@@ -108,7 +108,7 @@ class Attribution:
         ending = self._births.label
         last = self._books.last
         now = self._counters.read_in_part(last, settings="none") if settings_later else self._counters.read(last)
-        self._unseen.look(always=True, now=now)
+        self._others.look(always=True, now=now)
         self._attribute_births(label, again=again)
         self._caches.note(ending)
         self._books.attribute(ending, now, settings_later=settings_later)
@@ -127,7 +127,7 @@ class Attribution:
         self._labels.append(self._births.label)
         if owner.only_adds:
             now = self._counters.read()
-            self._unseen.look(now=now)
+            self._others.look(now=now)
             self._caches.note(self._births.label)
             self._books.attribute(self._births.label, now)
             # Modules are imported by the thousand, so that this must not look at all young objects each time.
@@ -145,6 +145,8 @@ class Attribution:
             self.stage(before)
         now = self._counters.read()
         owner = self._books.leave(now)
+        if not owner.only_adds:
+            self._others.follow()
         self._books.attribute(owner.stage, now)
         for device in devices_of(now):
             # Listing takes some tenths of a second.

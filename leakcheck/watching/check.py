@@ -42,6 +42,7 @@ class LeakCheck:
         stacks: whose memory's allocation is recorded with its stack: "auto" (cards), "all" (the host too), "off".
         remedies: whether to try what would give a leak back, right after the block.  That changes the program: it
             deletes what the block left, and what it changed is listed with the finding.
+        processes: whether what the block leaves in other processes is judged, by agents in those that start in it.
     """
 
     def __init__(
@@ -52,10 +53,17 @@ class LeakCheck:
         settle: float = 0.5,
         stacks: Literal["auto", "all", "off"] = "auto",
         remedies: bool = False,
+        processes: bool = True,
     ) -> None:
         self._name = name
         self._watch = Watch(
-            Policy(tolerance=tolerance, settle=settle, stacks=stacks, remedies="now" if remedies else "never")
+            Policy(
+                tolerance=tolerance,
+                settle=settle,
+                stacks=stacks,
+                remedies="now" if remedies else "never",
+                processes=processes,
+            )
         )
         self._imports = ImportWatch(self._watch.enter, self._watch.leave)
         self._stack = ExitStack()
@@ -121,12 +129,14 @@ class LeakCheck:
             self._outer.append(self._watch.stage_now)
             self._watch.phase("/".join(stage.path), again=True)
             self._sleeps.entered(stage)
+            self._watch.others.entered(stage)
 
     def stage_left(self, stage: Stage, error: BaseException | None) -> None:
         """And from here on in the one around it."""
         if stage.thread == threading.main_thread().ident:
             self._watch.phase(self._outer.pop())
             self._sleeps.left(stage, error)
+            self._watch.others.left(stage, error)
 
     def _reported(self, subject: Subject) -> Report:
         driver = find_driver()

@@ -80,6 +80,11 @@ class OwnersInUse:
         self._grown[owner.label] = growth_of(owner, self._stacks.stacks_at, now)
         self._report([owner])
 
+    def add(self, owner: Owner, grown: Sequence[Finding]) -> None:
+        """More that has grown under an owner that is about to end."""
+        if grown:
+            self._grown.setdefault(owner.label, []).extend(grown)
+
     def note(self, claims: Claims, heap: HeapReading, now: Counters) -> None:
         """Writes down what lies under the owners that the test used, or under which it left something."""
         before = self._books.baseline

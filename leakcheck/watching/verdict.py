@@ -26,6 +26,7 @@ class Policy:
         card: whether cards are judged.
         warm_up: whether a card is used once before a test uses it: `now`, as soon as the watch opens; `first-use`, when
             torch initialises it; `off`.
+        processes: whether agents in the program's other processes are asked what these keep.
         driver: whether the driver's figures are; not where several workers share a card, and make what nobody has open.
         growth: bytes by which an owner may grow, test after test, before that is reported at once; None: it is reported
             when the owner ends.
@@ -41,6 +42,7 @@ class Policy:
     explain: bool = True
     card: bool = True
     warm_up: Literal["now", "first-use", "off"] = "off"
+    processes: bool = True
     driver: bool = True
     growth: int | None = None
     warnings_filters: bool = True

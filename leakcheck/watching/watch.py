@@ -7,6 +7,7 @@ appears while a module is imported belongs to the process.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable, Iterable, Sequence
 
@@ -25,6 +26,7 @@ from lowtide.leakcheck.judging.ladder import Rung, collect, release, trim_heap
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
 from lowtide.leakcheck.libraries.first_use import FirstUse, driver_is_open, excused_by_libraries
 from lowtide.leakcheck.libraries.library_caches import empty_library_caches
+from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.watching.attribution import Attribution
 from lowtide.leakcheck.watching.card_arrival import CardArrival
@@ -35,7 +37,6 @@ from lowtide.leakcheck.watching.judgement import Case, Judgement
 from lowtide.leakcheck.watching.owners_in_use import OwnersInUse
 from lowtide.leakcheck.watching.remedy_trials import RemedyTrials
 from lowtide.leakcheck.watching.suspects import Suspects
-from lowtide.leakcheck.watching.unmeasured_processes import UnmeasuredProcesses
 from lowtide.leakcheck.watching.verdict import Policy, Thing, Verdict
 from lowtide.leakcheck.watching.waiting import wait_for_return
 from lowtide.probes.allocation_stacks import AllocationStacks
@@ -84,9 +85,10 @@ class Watch:
         self._stacks = AllocationStacks(
             card=self.policy.card and self.policy.stacks != "off", cpu=self.policy.stacks == "all"
         )
-        self._unseen = UnmeasuredProcesses(self._tree, self._ask_driver if self.policy.card else None)
+        ask = self._ask_driver if self.policy.card else None
+        self.others = OtherProcesses(self._tree, ask, asks=self.policy.processes, tolerance=self.policy.tolerance)
         # An engine's process may begin and end between two stages.
-        self._events = ProcessEvents(self._unseen.look)
+        self._events = ProcessEvents(self.others.look)
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None
@@ -94,7 +96,7 @@ class Watch:
         self._makers = Makers()
         self._in_use = OwnersInUse(self._read, self._books, self._stacks, self.policy.growth)
         self._attribution = Attribution(
-            self._counters, self._births, self._books, self._caches, self._cards, self._first_use, self._unseen
+            self._counters, self._births, self._books, self._caches, self._cards, self._first_use, self.others
         )
         self._arrival = CardArrival(
             self.policy, self._read, self._books, self._cards, self._first_use, self._handles, self._attribution
@@ -125,6 +127,7 @@ class Watch:
         self._births.start()
         self._segments.start()
         self._tree.start()
+        self.others.start()
         self._makers.start()
         self._events.start()
         self._remains.start()
@@ -143,6 +146,7 @@ class Watch:
         self._births.stop()
         self._segments.stop()
         self._remains.stop()
+        self.others.stop()
         self._tree.stop()
         self._events.stop()
         self._makers.stop()
@@ -190,7 +194,7 @@ class Watch:
         now = self._counters.read_in_part(settings="no library's") if follows else self._read()
         if self._arrival.joins(now):
             now = self._read()
-        self._unseen.begin(now)
+        self.others.begin(now)
         self._host.begin(subject, now, judged=judged)
         self._books.begin(stage, now)
         if any(not self._cards.knows(device) or self._cards.has_shrunk(device, now) for device in devices_of(now)):
@@ -234,11 +238,14 @@ class Watch:
             owners: those that are alive.
             allowed: bytes that it may leave there, if not what it may leave of its own.
         """
-        self._in_use.used(owners, allowed=allowed)
+        used = list(owners)
+        self._in_use.used(used, allowed=allowed)
+        self.others.used(used)
 
     def ending(self, owner: Owner) -> None:
         """An owner is about to end, and still holds all that it held for the tests: judge what has grown under it."""
         self._in_use.ending(owner)
+        self._in_use.add(owner, self.others.growth_of(owner))
 
     def end(
         self,
@@ -256,18 +263,16 @@ class Watch:
             hints: advice to give where a finding is held by the object beside it.
         """
         try:
-            return self._in_use.with_growth(self._judge(self._books.close(ended), let_go, hints, final=True))
+            closed = self._books.close(ended)
+            in_others = self.others.judge([*self._books.live, *closed])
+            verdict = self._in_use.with_growth(self._judge(closed, let_go, hints, final=True))
+            return dataclasses.replace(verdict, findings=(*verdict.findings, *in_others))
         finally:
             self._arrival.end_test()
             self._caches.forget()
             # The hints hold caches.
             self._readings.forget()
             self._in_use.forget()
-
-    def unseen(self) -> tuple[NotMeasured, ...]:
-        """The other processes whose memory had to be seen since the test began, as of now."""
-        self._unseen.look()
-        return self._unseen.not_measured
 
     def check(self) -> Verdict:
         """Judge in the middle of a test: as `end`, but nothing ends, and nothing is changed to prove a remedy."""
@@ -279,12 +284,12 @@ class Watch:
         stage = self._births.label
         now = self._host.read_trimmed(ended)
         self._books.attribute(stage, now)
-        self._unseen.look(always=True, now=now)
+        self.others.look(always=True, now=now)
         self._caches.note(stage)
         # Before anything is collected: what is young now will be old then.
         self._caches.born(self._births.born() if self._caches.any_filled else ())
         unmeasured = tuple(NotMeasured(what=key, why=why) for key, why in now.unmeasured.items())
-        unmeasured += self._arrival.reported(now) + self._unseen.not_measured
+        unmeasured += self._arrival.reported(now) + self.others.not_measured
         if not self._suspects.find(now, ended, self._tolerance):
             return Verdict(not_measured=unmeasured, findings=self._host.kept_in_all(now, ended, final=final))
         born = self._births.born()
@@ -345,12 +350,8 @@ class Watch:
             for part in finding.parts:
                 about[finding.fingerprint] |= about[part.fingerprint]
         self._adopt(self._read(), judged.heap)
-        self._unseen.is_reported(
-            int(name)
-            for subject in case.subjects
-            for name in self._books.new_items("processes", self._read(), subject, case.ended)
-            if case.final
-        )
+        left = [self._books.new_items("processes", self._read(), subject, case.ended) for subject in case.subjects]
+        self.others.is_reported(int(name) for names in left if case.final for name in names)
         if any(finding.changed for found in findings for finding in found):
             self._seen &= live_keys()
         # Of before the climb, which takes memory itself; and a finding is not reported again as part of a sum.

@@ -48,6 +48,20 @@ def mapped_below(pid: int, folder: str) -> dict[str, int] | None:
     return found
 
 
+def maps_library(pid: int, name: str) -> bool:
+    """Whether a process maps a file with this in its name; False where that may not be read.
+
+    Args:
+        pid: its process identifier.
+        name: part of the file's name without its folder.
+    """
+    try:
+        text = Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return False
+    return re.search(rb"/[^/\n]*" + re.escape(os.fsencode(name)) + rb"[^/\n]*$", text, re.MULTILINE) is not None
+
+
 def files_in_use(pid: int, wanted: Collection[FileId], names: Collection[str]) -> FilesInUse:
     """Which of some files a process maps or has open.
 

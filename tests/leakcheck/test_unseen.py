@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader
 from lowtide import LeakCheck, stage
 from lowtide.leakcheck.fuzzing.fuzz import fuzz
 from lowtide.leakcheck.lives.target_life import check_run
+from lowtide.leakcheck.processes import unmeasured_processes as unseen
+from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
-from lowtide.leakcheck.watching import unmeasured_processes as unseen
-from lowtide.leakcheck.watching.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.process_tree import ProcessMemory, ProcessTree

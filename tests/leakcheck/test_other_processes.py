@@ -1,0 +1,119 @@
+"""What tests leave in other processes: growth under a fixture, and what one test leaves in a process of nobody's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import pytest
+
+from lowtide import LeakCheck
+from lowtide.leakcheck.processes.process_turns import ProcessTurns, growing_tensors
+from lowtide.reports.processes.stage_processes import ProcessName
+from lowtide.reports.schema import Finding
+
+MIB = 1 << 20
+
+CHILD = ProcessName(pid=4711, name="engine-core")
+
+KEPT: list[Any] = []
+
+
+def turns(*levels: int | None, cards: bool = False) -> ProcessTurns:
+    """In MiB."""
+    noted = ProcessTurns()
+    for turn, level in enumerate(levels, 1):
+        size = None if level is None else level * MIB
+        noted.note(turn, 100 * MIB if cards else size, {"cuda:0": size} if cards else {})
+    return noted
+
+
+def test_a_level_that_rises_with_each_test_is_growth() -> None:
+    ((finding, step),) = turns(100, 116, 132, 148).findings(CHILD, "tests with module fixture 'engine'", 0)
+    assert (finding.resource, finding.bytes, finding.trend, step) == ("host-memory", 48 * MIB, "growth", 16 * MIB)
+    assert "pid 4711 (engine-core): host memory +16.0 MiB in each of 3 tests" in finding.message
+    ((finding, _),) = turns(100, 116, 132, 148, cards=True).findings(CHILD, "tests", 0)
+    assert (finding.resource, finding.device) == ("driver", "cuda:0")
+
+
+@pytest.mark.parametrize(
+    "levels",
+    [(100, 116, 132), (100, 160, 161, 162, 163), (100, 116, 100, 116, 100, 116), (100, 116, None, 148, 164)],
+    ids=["two steps", "filled once", "up and down", "not always known"],
+)
+def test_other_levels_are_none(levels: tuple[int | None, ...]) -> None:
+    assert turns(*levels).findings(CHILD, "tests", 0) == []
+
+
+def test_growth_that_tensors_explain_is_not_reported_again() -> None:
+    assert turns(100, 116, 132, 148).findings(CHILD, "tests", named=48 * MIB) == []
+    assert len(turns(100, 116, 132, 148).findings(CHILD, "tests", named=8 * MIB)) == 1
+
+
+def test_the_last_reading_of_a_test_counts() -> None:
+    noted = turns(100, 116, 132)
+    noted.note(3, 116 * MIB, {})
+    noted.note(4, 148 * MIB, {})
+    assert noted.findings(CHILD, "tests", 0) == []
+
+
+def left(by_turn: dict[int, int]) -> list[tuple[Finding, dict[int, int]]]:
+    finding = Finding(
+        resource="tensors",
+        cause="module-global",
+        bytes=sum(by_turn.values()),
+        count=len(by_turn),
+        device="cpu",
+        stage="test",
+        message="as the process says",
+        fingerprint="0" * 16,
+        holder="engine.CACHE",
+    )
+    return [(finding, by_turn)]
+
+
+def test_a_holder_that_keeps_some_of_each_test_grows() -> None:
+    (finding,) = growing_tensors(left({2: MIB, 3: MIB, 4: MIB, 5: MIB}), [1, 2, 3, 4, 5], 0, CHILD, "tests")
+    assert (finding.bytes, finding.count, finding.trend, finding.process) == (4 * MIB, 4, "growth", CHILD)
+    assert "+1.0 MiB in each of 4 of 5 tests, 4.0 MiB on cpu in all, held by engine.CACHE" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("by_turn", "tolerance"),
+    [({1: MIB}, 0), ({8: MIB, 9: MIB, 10: MIB}, 0), (dict.fromkeys(range(1, 11), MIB), MIB)],
+    ids=["filled once", "a full cache", "tolerated"],
+)
+def test_other_holders_do_not(by_turn: dict[int, int], tolerance: int) -> None:
+    assert growing_tensors(left(by_turn), range(1, 11), tolerance, CHILD, "tests") == []
+
+
+def keep_bytes(size: int) -> None:
+    KEPT.append(bytearray(size))
+
+
+@pytest.fixture
+def pool() -> Iterator[ProcessPoolExecutor]:
+    """One process that is there before any block."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        pool.submit(time.sleep, 0).result()
+        yield pool
+
+
+def test_what_has_no_agent_and_grows_is_not_judged(pool: ProcessPoolExecutor) -> None:
+    with LeakCheck("block") as check:
+        pool.submit(keep_bytes, 160 * MIB).result()
+    (subject,) = check.report.subjects
+    assert subject.outcome == "unsupported"
+    (item,) = [item for item in subject.not_measured if item.process is not None]
+    assert "MiB that pid" in item.what
+    assert item.why.startswith("it has no agent")
+
+
+def test_a_block_that_only_uses_such_a_process_is_clean(pool: ProcessPoolExecutor) -> None:
+    with LeakCheck("block") as check:
+        pool.submit(bytes, 16 * MIB).result()
+    (subject,) = check.report.subjects
+    assert (subject.outcome, subject.findings, subject.not_measured) == ("clean", (), ())

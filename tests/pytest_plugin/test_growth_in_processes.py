@@ -1,0 +1,123 @@
+"""`pytest --leakcheck` judges what tests leave in other processes, where their own agents name it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.pytest_plugin.conftest import InnerRun, RunInner
+
+WORKER = """
+import os
+
+KEPT = []
+
+def keeps_bytes(size):
+    KEPT.append(bytearray(size))
+
+def keeps_tensor(size):
+    import torch
+    KEPT.append(torch.ones(size, dtype=torch.uint8))
+
+def keeps_the_last(size):
+    import torch
+    KEPT[:] = [torch.ones(size, dtype=torch.uint8)]
+
+def gives_back(size):
+    import torch
+    return int(torch.ones(size, dtype=torch.uint8).sum())
+"""
+
+UNDER_A_FIXTURE = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import worker
+
+@pytest.fixture(scope="module")
+def engine():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("{method}")) as pool:
+        pool.submit(worker.gives_back, 1 << 20).result()
+        yield pool
+
+@pytest.mark.parametrize("turn", range(5))
+def test_infer(engine, turn):
+    engine.submit(worker.{function}, 8 << 20).result()
+"""
+
+OF_NOBODY = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import worker
+
+POOL = None
+if multiprocessing.current_process().name == "MainProcess":
+    POOL = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    POOL.submit(worker.gives_back, 1 << 20).result()
+
+def test_first():
+    POOL.submit(worker.{function}, {size} << 20).result()
+
+def test_second():
+    POOL.submit(worker.gives_back, 8 << 20).result()
+"""
+
+
+def ran(run_inner: RunInner, test: str, *options: str) -> InnerRun:
+    return run_inner({"worker.py": WORKER, "test_it.py": test}, *options)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_tensors_that_grow_in_a_fixtures_process_are_named(run_inner: RunInner, method: str) -> None:
+    run = ran(run_inner, UNDER_A_FIXTURE.format(method=method, function="keeps_tensor"))
+    assert run.blamed == ["module fixture 'engine' (test_it.py)"]
+    (finding,) = run.subject("module fixture 'engine'").findings
+    assert (finding.resource, finding.cause, finding.trend) == ("tensors", "module-global", "growth")
+    assert "+8.0 MiB in each of 5 tests" in finding.message
+    assert finding.holder == "worker.KEPT"
+    assert finding.process is not None
+    assert f"pid {finding.process.pid} " in finding.message
+
+
+def test_bytes_that_grow_there_are_named_by_their_size(run_inner: RunInner) -> None:
+    run = ran(run_inner, UNDER_A_FIXTURE.format(method="spawn", function="keeps_bytes"))
+    (finding,) = run.subject("module fixture 'engine'").findings
+    assert (finding.resource, finding.cause, finding.trend) == ("host-memory", "module-global", "growth")
+    assert "bytearray held by worker.KEPT" in finding.message
+
+
+@pytest.mark.parametrize("function", ["gives_back", "keeps_the_last"])
+def test_a_process_that_does_not_grow_is_clean(run_inner: RunInner, function: str) -> None:
+    run = ran(run_inner, UNDER_A_FIXTURE.format(method="spawn", function=function))
+    assert run.blamed == []
+    # Before, too few tests have used it to show growth.
+    assert run.subject("test_it.py::test_infer[2]").outcome == "unsupported"
+    assert all(run.is_clean(f"test_it.py::test_infer[{turn}]") for turn in (3, 4))
+
+
+@pytest.mark.parametrize(("function", "size"), [("keeps_tensor", 8), ("keeps_bytes", 160)])
+def test_what_a_test_leaves_in_a_process_of_nobodys_is_its_leak(run_inner: RunInner, function: str, size: int) -> None:
+    run = ran(run_inner, OF_NOBODY.format(function=function, size=size))
+    assert run.blamed == ["test_it.py::test_first"]
+    (finding,) = run.subject("test_it.py::test_first").findings
+    assert (finding.holder or "").startswith("worker.KEPT")
+
+
+def test_what_it_gives_back_is_none(run_inner: RunInner) -> None:
+    run = ran(run_inner, OF_NOBODY.format(function="gives_back", size=8))
+    assert run.is_clean("test_it.py::test_first")
+
+
+def test_the_pipes_of_a_process_that_a_fixtures_pool_starts_later_are_the_fixtures(run_inner: RunInner) -> None:
+    test = UNDER_A_FIXTURE.format(method="spawn", function="gives_back")
+    run = ran(run_inner, test.replace("        pool.submit(worker.gives_back, 1 << 20).result()\n", ""))
+    assert run.blamed == []
+
+
+def test_without_agents_it_is_not_judged(run_inner: RunInner) -> None:
+    test = UNDER_A_FIXTURE.format(method="spawn", function="keeps_tensor")
+    run = ran(run_inner, test, "--leakcheck-processes=off")
+    subject = run.subject("test_it.py::test_infer[3]")
+    assert subject.outcome == "unsupported"
+    assert "memory of pid" in subject.reason
