@@ -82,7 +82,7 @@ class Checker:
 
     def pytest_sessionstart(self) -> None:
         """From here on the program's modules may start processes."""
-        self._session.start_agents()
+        self._session.start_agents(self._config)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:

@@ -45,9 +45,14 @@ class SessionWatch:
         self._spent = spent
         self._stages: list[str] = []
 
-    def start_agents(self) -> None:
-        """Before test modules are imported, which may start processes."""
-        self.watch.others.start()
+    def start_agents(self, config: pytest.Config) -> None:
+        """Before test modules are imported, which may start processes.
+
+        Args:
+            config: pytest's. xdist's controller runs no tests, and would put agents into the workers that it starts.
+        """
+        if hasattr(config, "workerinput") or not config.getoption("tx", None):
+            self.watch.others.start()
 
     def open(self) -> None:
         """Before the first test."""

@@ -177,7 +177,11 @@ def _short_temporary_folder() -> str | None:
 def _take_from_path(folder: str) -> None:
     path = os.environ.get("PYTHONPATH")
     if path is not None:
-        os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in path.split(os.pathsep) if entry != folder)
+        entries = path.split(os.pathsep)
+        if folder in entries:
+            # Once: whoever watches this process may have put it there, too.
+            entries.remove(folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join(entries)
 
 
 def _message(connection: socket.socket, pid: int, limit: float) -> bytes:
