@@ -143,7 +143,10 @@ class CounterReader:
             return last.items["file-descriptors"]
         self._numbers = numbers
         files: dict[int, tuple[int, int, str]] = {}
+        of_agent = agents_descriptor()
         for number in map(int, numbers):
+            if number == of_agent:
+                continue
             try:
                 facts = os.fstat(number)
             except OSError:  # this listing's own, or another thread's
@@ -273,6 +276,16 @@ def describe_process_group(name: str) -> str:
             backend, ranks = world.pg_map[group][0], len(world.pg_group_ranks[group])
             return f"{name} ({backend}, {ranks} rank{'s' if ranks != 1 else ''})"
     return name
+
+
+def agents_descriptor() -> int:
+    """The socket of an agent of lowtide's in this process, which comes back under another number after a fork.
+
+    Returns:
+        Its number; -1 where there is none.
+    """
+    agent = sys.modules.get("lowtide_agent")
+    return -1 if agent is None else int(agent.descriptor())
 
 
 def _target(number: int) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from lowtide.probes.host.counters import own_bytes
+from lowtide.probes.host.counters import agents_descriptor, own_bytes
 from lowtide.probes.memory.ranges import Range, common, merge
 from lowtide.probes.objects.thread_names import thread_key
 
@@ -190,6 +190,7 @@ class _may_end:  # noqa: N801 - reads as a statement
 
 def _descriptors() -> tuple[str, ...]:
     found = []
+    of_agent = agents_descriptor()
     own = f"/proc/{os.getpid()}/fd"
     ours: list[int] = []
     with os.scandir("/proc/self/fd") as entries:
@@ -198,6 +199,8 @@ def _descriptors() -> tuple[str, ...]:
             try:
                 target = os.readlink(entry.path)  # noqa: PTH115 - the text as it is: `pipe:[7]` is no path
             except FileNotFoundError:  # another thread closed it since
+                continue
+            if number == of_agent:
                 continue
             if target == own:
                 ours.append(number)

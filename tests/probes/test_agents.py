@@ -290,3 +290,28 @@ def test_a_child_with_tensors_says_how_much_and_follows_stages(agents: Agents) -
     assert found.of("cpu") == found.tensors["cpu"]
     assert found.of("cuda") == 0
     end(process)
+
+
+FORKS_AND_COUNTS = """
+import atexit, os
+from lowtide.probes.host.counters import CounterReader
+from lowtide.probes.host.readings import read_host
+
+def counted():
+    return sorted(CounterReader(None, card=False).read().items["file-descriptors"]), read_host().descriptors
+
+before = counted()
+kept = os.open("/dev/null", os.O_RDONLY)
+for _ in range(2):
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    os.waitpid(pid, 0)
+os.close(kept)
+atexit.register(print, before == counted())
+"""
+
+
+def test_its_socket_is_no_descriptor_of_the_program(agents: Agents) -> None:
+    process = program(FORKS_AND_COUNTS)
+    assert end(process) == "True\n"

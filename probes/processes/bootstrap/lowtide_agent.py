@@ -78,6 +78,11 @@ def stop() -> None:
         time.sleep(0.0002)
 
 
+def descriptor() -> int:
+    """Of the socket on which this process is asked; -1 where it is not."""
+    return -1 if _listening is None else int(_listening.fileno())
+
+
 def _listen() -> None:
     global _listening, _ended
     if _listening is not None:
