@@ -119,11 +119,13 @@ class TargetLife:
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
         """What must survive a sleep, by name, if the target reports it."""
-        return self._asked("preserved")  # type: ignore[no-any-return]
+        tensors: Mapping[str, torch.Tensor] = self._asked("preserved")
+        return tensors
 
     def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
         """Address and bytes of what captured graphs read, by name, if the target reports it."""
-        return self._asked("graph_buffers")  # type: ignore[no-any-return]
+        buffers: Mapping[str, tuple[int, int]] = self._asked("graph_buffers")
+        return buffers
 
     def kv_blocks_held(self) -> Mapping[str, int]:
         """Who holds KV blocks although no request does, with how many; the target forgets its prefixes first."""

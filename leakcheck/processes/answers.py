@@ -5,8 +5,9 @@ A process without torch answers that it has no tensors, and imports nothing for 
 
 from __future__ import annotations
 
-import gc
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.leakcheck.processes.messages import (
@@ -19,6 +20,7 @@ from lowtide.leakcheck.processes.messages import (
     Left,
     Levels,
     Trim,
+    Trimmed,
     decode_question,
     encode,
 )
@@ -45,11 +47,7 @@ def answer(data: bytes) -> bytes:
             own.begin(question.stage, question.cycle)
         return encode(Findings())
     if isinstance(question, Trim):
-        from lowtide.leakcheck.judging.ladder import trim_heap
-
-        gc.collect()
-        trim_heap()
-        return encode(Findings())
+        return encode(Trimmed(imported=_trim()))
     if isinstance(question, ExplainAsleep):
         found = [] if own is None else own.asleep(question.cycle, question.kind)
         return encode(Findings(findings=tuple(found)))
@@ -67,6 +65,25 @@ def answer(data: bytes) -> bytes:
     if own is None:
         return encode(Levels(tensors={}, arenas={}, reserved={}, has_torch=False))
     return encode(own.levels())
+
+
+def _trim() -> int:
+    """Give back what is free; returns the bytes that importing what this and a later explanation need has taken."""
+    before = _resident()
+    from lowtide.leakcheck.judging.ladder import Rung, release, trim_heap
+    from lowtide.leakcheck.processes import own_arrays  # noqa: F401 - who asks for this asks for that next
+
+    imported = max(0, _resident() - before)
+    for rung in (Rung.COLLECT, Rung.EMPTY_CACHE):
+        release(rung)
+    trim_heap()
+    return imported
+
+
+def _resident() -> int:
+    """Bytes in memory that are no file's; without a module that is not there yet, since it would count."""
+    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _own_tensors() -> OwnTensors | None:

@@ -22,6 +22,7 @@ from lowtide.leakcheck.processes.messages import (
     Question,
     Read,
     Trim,
+    Trimmed,
     encode,
 )
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, role_of
@@ -101,7 +102,8 @@ class EngineProcesses:
     _now: dict[int, ProcessLevels] = field(default_factory=dict)
     _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
-    _holders: dict[str, Finding] = field(default_factory=dict)
+    _imported: dict[int, int] = field(default_factory=dict)
+    _holders: dict[str, tuple[Finding, str]] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -155,19 +157,24 @@ class EngineProcesses:
 
     def left(self, pid: int, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:
         """What appeared in a process in one cycle, or in any, and is there; with its bytes by cycle."""
-        answer = self._each([pid], ExplainLeft(cycle=cycle), Left, EXPLAIN_S).get(pid, Left())
+        asked = [] if pid in self.not_measured else [pid]
+        answer = self._each(asked, ExplainLeft(cycle=cycle), Left, EXPLAIN_S).get(pid, Left())
         placed = [_placed(finding, ProcessName(pid=pid, name=name_of(pid))) for finding in answer.findings]
         return list(zip(placed, answer.by_cycle, strict=True))
 
-    def trim(self, pid: int) -> bool:
-        """Let a process give back what is free in its heap, which from outside looks like what it keeps.
+    def trim(self, pid: int) -> int | None:
+        """Let a process give back what is free in its heap and in torch's, which from outside looks like what it keeps.
 
         Returns:
-            Whether it has.
+            Bytes that the process has ever taken to answer this; None where it does not answer.
         """
         if pid in self.not_measured or not self.agents.has_agent(pid):
-            return False
-        return pid in self._each([pid], Trim(), Findings, EXPLAIN_S)
+            return None
+        answer = self._each([pid], Trim(), Trimmed, EXPLAIN_S).get(pid)
+        if answer is None:
+            return None
+        self._imported[pid] = self._imported.get(pid, 0) + answer.imported
+        return self._imported[pid]
 
     def named_by_arrays(self, finding: Finding, size: int) -> Finding:
         """A finding about the host memory of a process with the holder of arrays of a size, if there are such."""
@@ -192,31 +199,32 @@ class EngineProcesses:
                 # After the question, whose own memory is in the first level then, too.
                 host = rollup(pid)
                 if host is not None:
-                    self._growth.note(ProcessName(pid=pid, name=now.name), host.private, now.levels.of("cpu"))
+                    private = host.private - self._imported.get(pid, 0)
+                    self._growth.note(ProcessName(pid=pid, name=now.name), private, now.levels.of("cpu"))
             self._find_holders()
 
     def _find_holders(self) -> None:
         """Looks for who holds what has grown by now: at the end its process is gone."""
-        for suspect in self._growth.findings():
-            process = suspect.process
-            if process is not None and process.pid in self._now and self.trim(process.pid):
-                host = rollup(process.pid)
-                if host is not None:
-                    self._growth.correct(process, host.private, self._now[process.pid].levels.of("cpu"))
+        for process in self._growth.suspects:
+            imported = self.trim(process.pid) if process.pid in self._now else None
+            host = rollup(process.pid)
+            if imported is not None and host is not None:
+                tensors = self._now[process.pid].levels.of("cpu")
+                self._growth.correct(process, host.private - imported, tensors)
         for finding in self._growth.findings():
             named = self.named_by_arrays(finding, finding.bytes // finding.count)
             if named.holder:
-                self._holders[finding.fingerprint] = named
+                self._holders[finding.fingerprint] = named, named.message.removeprefix(finding.message)
 
     def _with_holder(self, finding: Finding) -> Finding:
-        known = self._holders.get(finding.fingerprint)
-        if known is None:
+        if finding.fingerprint not in self._holders:
             return finding
+        known, by_whom = self._holders[finding.fingerprint]
         return msgspec.structs.replace(
             known,
             bytes=finding.bytes,
             count=finding.count,
-            message=f"{finding.message}; {known.message.rpartition('; ')[2]}",
+            message=finding.message + by_whom,
             process=finding.process,
         )
 

@@ -80,7 +80,10 @@ class ExplainHostMemory(_Message, frozen=True, kw_only=True, tag="explain-host-m
 
 
 class Trim(_Message, frozen=True, kw_only=True, tag="trim"):
-    """Collect garbage, and give what is free in the heap back to the system; answered by empty `Findings`."""
+    """Collect garbage, and give back what is free in torch's allocator and in the heap; answered by `Trimmed`.
+
+    What is free there looks from outside like what the process keeps.
+    """
 
 
 Question: TypeAlias = Begin | Read | ExplainAsleep | ExplainHeld | ExplainLeft | ExplainHostMemory | Trim
@@ -127,6 +130,16 @@ class Left(_Message, frozen=True, kw_only=True):
 
     findings: tuple[Finding, ...] = ()
     by_cycle: tuple[dict[int, int], ...] = ()
+
+
+class Trimmed(_Message, frozen=True, kw_only=True):
+    """What is free has been given back.
+
+    Attributes:
+        imported: bytes that the process has taken for lowtide's own modules meanwhile.
+    """
+
+    imported: int
 
 
 def encode(message: msgspec.Struct) -> bytes:

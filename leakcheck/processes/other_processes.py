@@ -9,12 +9,14 @@ it holds nothing any more, and may have leaked all along.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.judging.tolerances import host_memory_tolerance
+from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
-from lowtide.leakcheck.processes.process_turns import ProcessTurns, growing_tensors
+from lowtide.leakcheck.processes.process_turns import HOST, ProcessTurns, growing_tensors, left_by_test
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
@@ -26,14 +28,13 @@ from lowtide.probes.processes.mapped_files import maps_library
 from lowtide.probes.stages import Stage
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured, OtherProcess
-from lowtide.reports.sizes import format_bytes
 
-TORCH = "libtorch"
+_TORCH = "libtorch"
 """Part of the names of the libraries that a process with torch maps: only such a one is asked for tensors."""
 
 _UNNAMED = "no large array in it is of that size: a leak, or a library that it has loaded; use it once before"
-_NOT_TRIMMED = "it has no agent that could give back what is free in its heap: start it after the check has begun"
-_NO_AGENT = "it has no agent: start it after the check has begun to have it named"
+_FIRST_USE = "a leak, or what its first use of the card takes; use it once before"
+_NO_AGENT = "it has no agent that could give back what is free: start it after the check has begun to have it judged"
 
 
 @dataclass(frozen=True)
@@ -112,12 +113,22 @@ class OtherProcesses:
         self._unmeasured.begin(now)
         self._turn += 1
         self._is_marked = False
-        self._engine = EngineProcesses(self._tree, self._agents, None, self._driver, dict(self._engine.not_measured))
+        self._forget_dead(now)
+        silent = {pid: why for pid, why in self._engine.not_measured.items() if stat(pid) is not None}
+        self._engine = EngineProcesses(self._tree, self._agents, None, self._driver, silent)
         self._found, self._unexplained, self._before = [], [], {}
         if self._asks and now.items["processes"]:
             self.follow()
             # What an agent takes that is asked for the first time is there before.
             self._before = self._outside()
+
+    def _forget_dead(self, now: Counters) -> None:
+        """Another process may get the number of one that has ended."""
+        if self._reported or self._judged or self._followed:
+            alive = set(self._tree.descendants()) if now.items["processes"] else set()
+            self._reported &= alive
+            self._judged &= alive
+            self._followed = {pid: turn for pid, turn in self._followed.items() if pid in alive}
 
     def follow(self) -> None:
         """What appears in any process with torch from here on, appears in this test."""
@@ -161,7 +172,7 @@ class OtherProcesses:
 
     def used(self, owners: Iterable[Owner]) -> None:
         """The test uses these owners: what it leaves in their processes may be growth."""
-        for owner in owners:
+        for owner in owners if self._asks else ():
             turns = self._owned.setdefault(owner.label, _Owned()).turns
             if self._turn not in turns[-1:]:
                 turns.append(self._turn)
@@ -172,7 +183,8 @@ class OtherProcesses:
         Args:
             owners: those that are alive; what has grown in their processes is theirs.
         """
-        now = self._outside() if self._before or self._owned else {}
+        is_any = self._before or any(owner.items.get("processes") for owner in owners)
+        now = self._outside() if self._asks and is_any else {}
         stayed = [
             pid
             for pid, before in self._before.items()
@@ -198,33 +210,39 @@ class OtherProcesses:
                 continue
             process = ProcessName(pid=pid, name=name_of(pid))
             stage = f"tests with {owner.name}"
+            # Before it is asked for more, for which it takes memory itself.
+            is_trimmed = not turns.findings(process, stage, {}) or self._trim(pid, turns)
             tensors = []
             if self._has_torch(pid):
                 left = self._engine.left(pid, None)
                 seen = [turn for turn in owned.turns if turn >= self._followed.get(pid, self._turn)]
                 tensors = growing_tensors(left, seen, self._tolerance, process, stage)
             found += tensors
-            on_host = sum(finding.bytes for finding in tensors if finding.device == "cpu")
-            found += self._grown(process, turns, stage, on_host)
+            for finding, step in turns.findings(process, stage, _by_device(tensors)):
+                if is_trimmed:
+                    found.append(self._engine.named_by_arrays(finding, step))
+                else:
+                    self._leave_unexplained(process, finding, _NO_AGENT)
         return found
 
-    def _grown(self, process: ProcessName, turns: ProcessTurns, stage: str, named: int) -> list[Finding]:
-        """Which levels of a process grow, once what is free in its heap is given back."""
-        suspects = turns.findings(process, stage, named)
-        memory = rollup(process.pid)
-        if not suspects or memory is None:
-            return []
-        if self._engine.trim(process.pid):
-            trimmed = rollup(process.pid)
-            turns.correct(memory.private if trimmed is None else trimmed.private)
-            found = turns.findings(process, stage, named)
-            return [self._engine.named_by_arrays(finding, step) for finding, step in found]
-        self._unexplained += [
-            NotMeasured(what=finding.message, why=_NOT_TRIMMED, process=_other(process, memory.private))
-            for finding, _ in suspects
-            if finding.resource == "host-memory"
-        ]
-        return [finding for finding, _ in suspects if finding.resource != "host-memory"]
+    def _trim(self, pid: int, turns: ProcessTurns) -> bool:
+        """Note anew the levels of a process that has given back what is free in it; False where it did not."""
+        trimmed = self._trimmed(pid)
+        if trimmed is not None:
+            turns.note(turns.last_turn, trimmed.private, trimmed.cards)
+        return trimmed is not None
+
+    def _trimmed(self, pid: int) -> _Outside | None:
+        """What a process has once it has given back what is free; without what it has taken to answer this."""
+        imported = self._engine.trim(pid)
+        now = self._outside().get(pid) if imported is not None else None
+        if now is None or imported is None or now.private is None:
+            return now
+        return replace(now, private=now.private - imported)
+
+    def _leave_unexplained(self, process: ProcessName, finding: Finding, why: str) -> None:
+        other = OtherProcess(pid=process.pid, name=process.name, host=None, cards=())
+        self._unexplained.append(NotMeasured(what=finding.message, why=why, process=other))
 
     def unseen(self) -> tuple[NotMeasured, ...]:
         """The processes whose memory had to be seen since the test began, and could not be; as of now."""
@@ -236,8 +254,16 @@ class OtherProcesses:
         """The processes of which something had to be seen that could not be."""
         if not self._asks:
             return self._unmeasured.not_measured
-        kept = [item for item in self._unmeasured.not_measured if self._is_unknown(item)]
-        return (*kept, *self._engine.not_measured.values(), *self._unexplained)
+        silent = self._engine.not_measured
+        kept = [
+            msgspec.structs.replace(item, why=silent[item.process.pid].why)
+            if item.process is not None and item.process.pid in silent
+            else item
+            for item in self._unmeasured.not_measured
+            if self._is_unknown(item)
+        ]
+        listed = {item.process.pid for item in kept if item.process is not None}
+        return (*kept, *(why for pid, why in silent.items() if pid not in listed), *self._unexplained)
 
     def _is_unknown(self, item: NotMeasured) -> bool:
         """Whether nobody has judged a process: one that has begun and ended within a test may have leaked all along."""
@@ -245,7 +271,7 @@ class OtherProcesses:
             return True
         pid = item.process.pid
         if pid in self._engine.not_measured:
-            return False  # which says why
+            return True
         if item.process.host is None or None in [card.bytes for card in item.process.cards]:
             return True
         # What a process keeps asleep, only its agent can say.
@@ -276,27 +302,40 @@ class OtherProcesses:
         """What a test has left in a process that was there before it, and that no fixture owns."""
         self._judged.add(pid)
         process = ProcessName(pid=pid, name=name_of(pid))
+        # Before it is asked for more, for which it takes memory itself.
+        if self._more(before, now, {}):
+            now = self._trimmed(pid) or now
         found: list[Finding] = []
         if self._has_torch(pid) and self._followed.get(pid, self._turn + 1) <= self._turn:
             found = [finding for finding, _ in self._engine.left(pid, self._turn) if finding.bytes > self._tolerance]
-        allowed = max(self._tolerance, host_memory_tolerance(()))
-        on_host = sum(finding.bytes for finding in found if finding.device == "cpu")
-        grown = (now.private or 0) - (before.private or 0) - on_host
-        if before.private is not None and grown > allowed and self._engine.trim(pid):
-            memory = rollup(pid)
-            grown = (0 if memory is None else memory.private) - before.private - on_host
-        if before.private is not None and grown > allowed:
-            finding = ProcessTurns.left(process, grown)
-            named = self._engine.named_by_arrays(finding, grown)
-            if named.holder:
-                return [*found, named]
-            what = f"{format_bytes(grown)} that pid {pid} ({process.name}) has more of host memory than before"
-            why = _UNNAMED if self._agents.has_agent(pid) else _NO_AGENT
-            self._unexplained.append(NotMeasured(what=what, why=why, process=_other(process, now.private)))
+        named = _by_device(found)
+        for key, size in self._more(before, now, named).items():
+            finding = self._engine.named_by_arrays(left_by_test(process, key, size), size)
+            if not self._agents.has_agent(pid):
+                self._leave_unexplained(process, finding, _NO_AGENT)
+            elif finding.holder:
+                found.append(finding)
+            else:
+                self._leave_unexplained(process, finding, _UNNAMED if key == HOST else _FIRST_USE)
         return found
 
+    def _more(self, before: _Outside, now: _Outside, named: Mapping[str, int]) -> dict[str, int]:
+        """By how many bytes each level of a process has risen, where that is more than it may."""
+        risen: dict[str, int] = {}
+        if before.private is not None and now.private is not None:
+            on_host = now.private - before.private - named.get("cpu", 0)
+            if on_host > max(self._tolerance, host_memory_tolerance(())):
+                risen[HOST] = on_host
+        for device, size in now.cards.items():
+            then = before.cards.get(device, 0)
+            if size is not None and then is not None:
+                on_card = size - then - named.get(device, 0)
+                if on_card > max(self._tolerance, DRIVER_TOLERANCE):
+                    risen[device] = on_card
+        return risen
+
     def _has_torch(self, pid: int) -> bool:
-        return pid in self._followed or (self._agents.has_agent(pid) and maps_library(pid, TORCH))
+        return pid in self._followed or (self._agents.has_agent(pid) and maps_library(pid, _TORCH))
 
     def _outside(self) -> dict[int, _Outside]:
         """What is seen of each descendant."""
@@ -315,5 +354,9 @@ class OtherProcesses:
         return found
 
 
-def _other(process: ProcessName, private: int | None) -> OtherProcess:
-    return OtherProcess(pid=process.pid, name=process.name, host=private, cards=())
+def _by_device(findings: Sequence[Finding]) -> dict[str, int]:
+    """Bytes of some findings, by their device."""
+    found: dict[str, int] = {}
+    for finding in findings:
+        found[finding.device] = found.get(finding.device, 0) + finding.bytes
+    return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 
+import msgspec
+
 from lowtide.leakcheck.baseline.storages import Held, Key, text_of
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.findings.storage_holders import explain_storages
@@ -23,14 +25,16 @@ class OwnTensors:
 
     def __init__(self) -> None:
         self._leftovers: LeftoverTensors | None = None
-        self._modules: frozenset[str] = frozenset()
+        self._imported: dict[str, int] = {}
+        self._cycle = 0
 
     def begin(self, stage: str, cycle: int) -> None:
         """From here on, what appears belongs to this stage."""
         if self._leftovers is None:
             self._leftovers = LeftoverTensors(card=_uses_cards())
             self._leftovers.open()
-            self._modules = frozenset(sys.modules)
+        self._note_imports()
+        self._cycle = cycle
         self._leftovers.stage(stage, cycle)
 
     def asleep(self, cycle: int, kind: str) -> list[Finding]:
@@ -48,14 +52,27 @@ class OwnTensors:
         if self._leftovers is None:
             return []
         gc.collect()
-        found = self._leftovers.explain_turns(cycle, announced_pools())
-        return [(finding, sizes) for finding, sizes in found if not self._is_of_import(finding)]
+        self._note_imports()
+        found = []
+        for finding, sizes in self._leftovers.explain_turns(cycle, announced_pools()):
+            imported_in = self._imported_in(finding)
+            left = {turn: size for turn, size in sizes.items() if turn != imported_in}
+            if left:
+                found.append((msgspec.structs.replace(finding, bytes=sum(left.values())), left))
+        return found
 
-    def _is_of_import(self, finding: Finding) -> bool:
-        """Whether a module that was imported since the watch began has it in its namespace, as from its import."""
-        holder = finding.holder or ""
-        imported = [name for name in list(sys.modules) if name not in self._modules]
-        return finding.cause == "module-global" and any(holder.startswith(f"{name}.") for name in imported)
+    def _note_imports(self) -> None:
+        """What is new among the modules was imported in the cycle that goes on."""
+        for name in list(sys.modules):
+            self._imported.setdefault(name, self._cycle)
+
+    def _imported_in(self, finding: Finding) -> int | None:
+        """In which cycle the module was imported that has it in its namespace: what it made then is the import's."""
+        if finding.cause != "module-global" or not finding.holder:
+            return None
+        parts = finding.holder.split(".")
+        names = [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
+        return next((self._imported[name] for name in names if name in self._imported), None)
 
     def held(self, stage: str, kind: str, most: int) -> list[Finding]:
         """Who holds the largest storages on devices of a kind, arenas aside."""

@@ -6,7 +6,6 @@ Each life may have processes of its own: those of one name are turns of one.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -27,14 +26,32 @@ class _Role:
     """The processes of one name.
 
     Attributes:
-        pids: all of them.
-        steps: how much each inference but the first of a process has added, less what tensors there account for.
-        last: the process of the last step.
+        levels: of each process, in the order in which they were first seen, the levels after its inferences.
     """
 
-    pids: set[int] = field(default_factory=set)
-    steps: list[int] = field(default_factory=list)
-    last: ProcessName | None = None
+    levels: dict[ProcessName, list[int]] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> dict[ProcessName, list[int]]:
+        """What each inference but the first of a process has added to it for good."""
+        return {process: kept_steps(levels) for process, levels in self.levels.items() if len(levels) > 1}
+
+    def growing(self) -> tuple[ProcessName, list[int]] | None:
+        """The process that grows most and its steps; the last one and those of all, if only all together show it.
+
+        One rank of several may grow alone; and of lives with two inferences each, no process shows growth by itself.
+        """
+        steps = self.steps
+        alone = {process: own for process, own in steps.items() if _grows(own)}
+        if alone:
+            process = max(alone, key=lambda each: sum(alone[each]))
+            return process, alone[process]
+        together = [step for own in steps.values() for step in own]
+        return (list(steps)[-1], together) if _grows(together) else None
+
+
+def _grows(steps: list[int]) -> bool:
+    return grows(steps, [ALLOWED] * len(steps))
 
 
 class ProcessGrowth:
@@ -42,7 +59,6 @@ class ProcessGrowth:
 
     def __init__(self) -> None:
         self._roles: dict[str, _Role] = {}
-        self._levels: dict[int, int] = {}
 
     def note(self, process: ProcessName, host: int, tensors: int) -> None:
         """A process's level after an inference.
@@ -53,40 +69,41 @@ class ProcessGrowth:
             tensors: bytes of that under live tensors and in arenas: what stays of them is followed by itself.
         """
         role = self._roles.setdefault(role_of(process.name), _Role())
-        role.pids.add(process.pid)
-        level = host - tensors
-        before = self._levels.get(process.pid)
-        self._levels[process.pid] = level
-        if before is not None:
-            role.steps.append(level - before)
-            role.last = process
+        role.levels.setdefault(process, []).append(host - tensors)
 
     def correct(self, process: ProcessName, host: int, tensors: int) -> None:
         """Another reading after the same inference, as of a heap that was trimmed; as `note`."""
-        role = self._roles[role_of(process.name)]
-        level = host - tensors
-        role.steps[-1] += level - self._levels[process.pid]
-        self._levels[process.pid] = level
+        self._roles[role_of(process.name)].levels[process][-1] = host - tensors
 
     @property
     def noted(self) -> Collection[int]:
         """The processes whose level is known."""
-        return self._levels.keys()
+        return {process.pid for role in self._roles.values() for process in role.levels}
 
     @property
     def judged(self) -> Collection[int]:
         """The processes of which there were enough turns to say whether they grow."""
-        return {pid for role in self._roles.values() if len(role.steps) >= FEWEST_TURNS for pid in role.pids}
+        return {
+            process.pid
+            for role in self._roles.values()
+            if sum(map(len, role.steps.values())) >= FEWEST_TURNS
+            for process in role.levels
+        }
+
+    @property
+    def suspects(self) -> Collection[ProcessName]:
+        """The processes of all names that grow."""
+        return [process for role in self._roles.values() if role.growing() is not None for process in role.levels]
 
     def findings(self) -> list[Finding]:
         """One for each name whose processes grow."""
         found = []
         for name, role in self._roles.items():
-            # What one inference gave back of what an earlier one had added was not kept.
-            steps = kept_steps(list(itertools.accumulate(role.steps, initial=0)))
-            kept = [step for step in steps if step > ALLOWED]
-            if role.last is None or not grows(steps, [ALLOWED] * len(steps)):
+            growing = role.growing()
+            if growing is None:
                 continue
+            process, steps = growing
+            kept = [step for step in steps if step > ALLOWED]
             usual = sorted(kept)[len(kept) // 2]
             found.append(
                 Finding(
@@ -97,16 +114,16 @@ class ProcessGrowth:
                     device="cpu",
                     stage="infer",
                     message=(
-                        f"pid {role.last.pid} ({role.last.name}): host memory that is under no tensor grows by "
+                        f"pid {process.pid} ({process.name}): host memory that is under no tensor grows by "
                         f"{format_bytes(usual)} with each infer, {format_bytes(sum(kept))} in "
-                        f"{len(kept)} of {len(role.steps)} that were not a process's first"
+                        f"{len(kept)} of {len(steps)} that were not a process's first"
                     ),
                     fingerprint=fingerprint(
                         resource="host-memory", device="cpu", stage="infer", suspects=("other process", name)
                     ),
                     trend="growth",
                     advice="look in that process for what keeps bytes of each request, as with `memray attach`",
-                    process=role.last,
+                    process=process,
                 )
             )
         return found

@@ -12,10 +12,11 @@ from lowtide.leakcheck.judging.level_growth import adding_turns, grows, kept_ste
 from lowtide.leakcheck.judging.trend import FEWEST_TURNS
 from lowtide.leakcheck.processes.process_growth import ALLOWED, role_of
 from lowtide.reports.processes.stage_processes import ProcessName
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, Resource
 from lowtide.reports.sizes import format_bytes
 
 HOST = "host-memory"
+"""The key of the level that is no card's."""
 
 
 class ProcessTurns:
@@ -50,17 +51,18 @@ class ProcessTurns:
         """Whether so many tests were noted that growth would show."""
         return len(self._levels.get(HOST, ())) > FEWEST_TURNS
 
-    def correct(self, private: int) -> None:
-        """Another reading of the host memory after the last test, as of a heap that was trimmed."""
-        self._levels[HOST][-1] = private
+    @property
+    def last_turn(self) -> int:
+        """The number of the test that was noted last; 0 before the first."""
+        return self._last_turn
 
-    def findings(self, process: ProcessName, stage: str, named: int) -> list[tuple[Finding, int]]:
+    def findings(self, process: ProcessName, stage: str, named: Mapping[str, int]) -> list[tuple[Finding, int]]:
         """What grows, each with the usual step.
 
         Args:
             process: which it is.
             stage: since when.
-            named: bytes of host memory that are reported by name.
+            named: bytes of tensors that are reported by name, by device.
         """
         found = []
         for key, levels in self._levels.items():
@@ -71,51 +73,48 @@ class ProcessTurns:
             if not grows(steps, allowed) or not rises(levels):
                 continue
             sizes = [steps[turn - 1] for turn in adding_turns(steps, allowed)]
-            if key == HOST and sum(sizes) <= named * 2:
+            if sum(sizes) <= named.get(_device(key), 0) * 2:
                 continue
-            what = "host memory" if key == HOST else key
-            finding = Finding(
-                resource="host-memory" if key == HOST else "driver",
-                cause="unknown",
-                bytes=sum(sizes),
-                count=len(sizes),
-                device="cpu" if key == HOST else key,
-                stage=stage,
-                message=f"pid {process.pid} ({process.name}): {what} {rate(steps, allowed, format_bytes)}",
-                fingerprint=fingerprint(
-                    resource="host-memory" if key == HOST else "driver",
-                    device="cpu" if key == HOST else key,
-                    stage=stage,
-                    suspects=("other process", role_of(process.name)),
-                ),
-                trend="growth",
-                advice=ADVICE,
-                process=process,
-            )
-            found.append((finding, sorted(sizes)[len(sizes) // 2]))
+            message = f"{_what(key)} {rate(steps, allowed, format_bytes)}"
+            finding = _finding(process, key, stage, sum(sizes), message)
+            grown = msgspec.structs.replace(finding, count=len(sizes), trend="growth", advice=ADVICE)
+            found.append((grown, sorted(sizes)[len(sizes) // 2]))
         return found
 
-    @staticmethod
-    def left(process: ProcessName, size: int) -> Finding:
-        """What one test has left in the host memory of a process that no fixture owns.
 
-        Args:
-            process: which it is.
-            size: bytes.
-        """
-        return Finding(
-            resource="host-memory",
-            cause="unknown",
-            bytes=size,
-            count=1,
-            device="cpu",
-            stage="test",
-            message=f"pid {process.pid} ({process.name}): {format_bytes(size)} more host memory than before the test",
-            fingerprint=fingerprint(
-                resource="host-memory", device="cpu", stage="test", suspects=("other process", role_of(process.name))
-            ),
-            process=process,
-        )
+def left_by_test(process: ProcessName, key: str, size: int) -> Finding:
+    """What one test has left in a process that no fixture owns.
+
+    Args:
+        process: which it is.
+        key: `HOST`, or a card as `cuda:0`.
+        size: bytes.
+    """
+    return _finding(process, key, "test", size, f"{format_bytes(size)} more {_what(key)} than before the test")
+
+
+def _finding(process: ProcessName, key: str, stage: str, size: int, message: str) -> Finding:
+    resource: Resource = "host-memory" if key == HOST else "driver"
+    suspects = ("other process", role_of(process.name))
+    return Finding(
+        resource=resource,
+        cause="unknown",
+        bytes=size,
+        count=1,
+        device=_device(key),
+        stage=stage,
+        message=f"pid {process.pid} ({process.name}): {message}",
+        fingerprint=fingerprint(resource=resource, device=_device(key), stage=stage, suspects=suspects),
+        process=process,
+    )
+
+
+def _device(key: str) -> str:
+    return "cpu" if key == HOST else key
+
+
+def _what(key: str) -> str:
+    return "host memory" if key == HOST else f"memory on {key}"
 
 
 def growing_tensors(

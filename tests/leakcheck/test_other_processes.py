@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 
 from lowtide import LeakCheck
+from lowtide.leakcheck.processes.other_processes import OtherProcesses, _Outside
 from lowtide.leakcheck.processes.process_turns import ProcessTurns, growing_tensors
+from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding
 
@@ -32,10 +35,10 @@ def turns(*levels: int | None, cards: bool = False) -> ProcessTurns:
 
 
 def test_a_level_that_rises_with_each_test_is_growth() -> None:
-    ((finding, step),) = turns(100, 116, 132, 148).findings(CHILD, "tests with module fixture 'engine'", 0)
+    ((finding, step),) = turns(100, 116, 132, 148).findings(CHILD, "tests with module fixture 'engine'", {})
     assert (finding.resource, finding.bytes, finding.trend, step) == ("host-memory", 48 * MIB, "growth", 16 * MIB)
     assert "pid 4711 (engine-core): host memory +16.0 MiB in each of 3 tests" in finding.message
-    ((finding, _),) = turns(100, 116, 132, 148, cards=True).findings(CHILD, "tests", 0)
+    ((finding, _),) = turns(100, 116, 132, 148, cards=True).findings(CHILD, "tests", {})
     assert (finding.resource, finding.device) == ("driver", "cuda:0")
 
 
@@ -45,19 +48,19 @@ def test_a_level_that_rises_with_each_test_is_growth() -> None:
     ids=["two steps", "filled once", "up and down", "not always known"],
 )
 def test_other_levels_are_none(levels: tuple[int | None, ...]) -> None:
-    assert turns(*levels).findings(CHILD, "tests", 0) == []
+    assert turns(*levels).findings(CHILD, "tests", {}) == []
 
 
 def test_growth_that_tensors_explain_is_not_reported_again() -> None:
-    assert turns(100, 116, 132, 148).findings(CHILD, "tests", named=48 * MIB) == []
-    assert len(turns(100, 116, 132, 148).findings(CHILD, "tests", named=8 * MIB)) == 1
+    assert turns(100, 116, 132, 148).findings(CHILD, "tests", named={"cpu": 48 * MIB}) == []
+    assert len(turns(100, 116, 132, 148).findings(CHILD, "tests", named={"cpu": 8 * MIB})) == 1
 
 
 def test_the_last_reading_of_a_test_counts() -> None:
     noted = turns(100, 116, 132)
     noted.note(3, 116 * MIB, {})
     noted.note(4, 148 * MIB, {})
-    assert noted.findings(CHILD, "tests", 0) == []
+    assert noted.findings(CHILD, "tests", {}) == []
 
 
 def left(by_turn: dict[int, int]) -> list[tuple[Finding, dict[int, int]]]:
@@ -90,6 +93,29 @@ def test_other_holders_do_not(by_turn: dict[int, int], tolerance: int) -> None:
     assert growing_tensors(left(by_turn), range(1, 11), tolerance, CHILD, "tests") == []
 
 
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process of nobody's and without an agent."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("cards", "what"),
+    [({"cuda:0": 1064 * MIB}, "1.0 GiB more memory on cuda:0"), ({"cuda:0": 60 * MIB}, ""), ({"cuda:0": None}, "")],
+    ids=["more", "tolerated", "not known"],
+)
+def test_more_on_a_card_in_a_process_of_nobodys_is_not_judged(
+    child: subprocess.Popen[bytes], cards: dict[str, int | None], what: str
+) -> None:
+    others = OtherProcesses(ProcessTree(), None, asks=True)
+    before, now = _Outside(1, 0, {"cuda:0": 40 * MIB}), _Outside(1, 0, cards)
+    assert others._left_in(child.pid, before, now) == []
+    found = [item.what for item in others.not_measured]
+    assert [bool(what) and what in text for text in found] == ([True] if what else [])
+
+
 def keep_bytes(size: int) -> None:
     KEPT.append(bytearray(size))
 
@@ -108,7 +134,7 @@ def test_what_has_no_agent_and_grows_is_not_judged(pool: ProcessPoolExecutor) ->
     (subject,) = check.report.subjects
     assert subject.outcome == "unsupported"
     (item,) = [item for item in subject.not_measured if item.process is not None]
-    assert "MiB that pid" in item.what
+    assert "MiB more host memory than before the test" in item.what
     assert item.why.startswith("it has no agent")
 
 

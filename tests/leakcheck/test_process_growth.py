@@ -58,6 +58,30 @@ def test_what_does_not_repeat_is_none(lives: list[tuple[int, ...]], tensors: int
     assert set(growth.judged) == {100}
 
 
+def test_what_another_life_gives_back_hides_no_growth() -> None:
+    (finding,) = grown((100, 116, 132, 148), (600, 100, 100)).findings()
+    assert (finding.bytes, finding.count) == (48 * MIB, 3)
+    assert finding.process == ProcessName(pid=100, name="worker 0")
+
+
+def test_one_rank_may_grow_alone() -> None:
+    growth = ProcessGrowth()
+    for turn in range(4):
+        for rank in range(4):
+            level = 100 + (16 * turn if rank == 1 else 0)
+            growth.note(ProcessName(pid=100 + rank, name=f"VLLM::Worker_TP{rank}"), level * MIB, 0)
+    (finding,) = growth.findings()
+    assert (finding.bytes, finding.count) == (48 * MIB, 3)
+    assert finding.process == ProcessName(pid=101, name="VLLM::Worker_TP1")
+
+
+def test_a_heap_that_is_trimmed_corrects_what_came_before() -> None:
+    growth = grown((100, 116, 132, 148))
+    (process,) = growth.suspects
+    growth.correct(process, 101 * MIB, 0)
+    assert (growth.findings(), list(growth.suspects)) == ([], [])
+
+
 def test_two_steps_say_nothing() -> None:
     growth = grown((100, 116), (100, 116))
     assert growth.findings() == []

@@ -7,7 +7,7 @@ import pytest
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
 WORKER = """
-import os
+import os, signal
 
 KEPT = []
 
@@ -21,6 +21,14 @@ def keeps_tensor(size):
 def keeps_the_last(size):
     import torch
     KEPT[:] = [torch.ones(size, dtype=torch.uint8)]
+
+def keeps_in_a_module_of_its_own(size):
+    import cache, torch
+    cache.KEPT.append(torch.ones(size, dtype=torch.uint8))
+
+def stops(size):
+    if size:
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 def gives_back(size):
     import torch
@@ -43,6 +51,46 @@ def engine():
 @pytest.mark.parametrize("turn", range(5))
 def test_infer(engine, turn):
     engine.submit(worker.{function}, 8 << 20).result()
+"""
+
+STOPPED = """
+import multiprocessing, os, signal, time
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import worker
+
+@pytest.fixture(scope="module")
+def engine():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(worker.gives_back, 64 << 20).result()
+        yield pool
+        for pid in pool._processes:
+            os.kill(pid, signal.SIGCONT)
+
+@pytest.mark.parametrize("turn", range(6))
+def test_infer(engine, turn):
+    if turn == 4:
+        engine.submit(worker.stops, 1)
+        time.sleep(0.5)
+"""
+
+MARKED = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import worker
+from lowtide import stage
+
+def test_life():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with stage("create"):
+            pool.submit(worker.gives_back, 1 << 20).result()
+        for _ in range(4):
+            with stage("infer"):
+                pool.submit(worker.{function}, 8 << 20).result()
+        with stage("sleep(1)"):
+            pool.submit(worker.stops, 0).result()
 """
 
 OF_NOBODY = """
@@ -113,6 +161,34 @@ def test_the_pipes_of_a_process_that_a_fixtures_pool_starts_later_are_the_fixtur
     test = UNDER_A_FIXTURE.format(method="spawn", function="gives_back")
     run = ran(run_inner, test.replace("        pool.submit(worker.gives_back, 1 << 20).result()\n", ""))
     assert run.blamed == []
+
+
+def test_a_module_that_a_later_test_imports_is_no_excuse(run_inner: RunInner) -> None:
+    test = UNDER_A_FIXTURE.format(method="spawn", function="keeps_in_a_module_of_its_own")
+    run = run_inner({"worker.py": WORKER, "cache.py": "KEPT = []", "test_it.py": test})
+    (finding,) = run.subject("module fixture 'engine'").findings
+    assert finding.holder == "cache.KEPT"
+    # The test that imported it may have filled it once.
+    assert "+8.0 MiB in each of 4 of 5 tests" in finding.message
+
+
+def test_a_process_that_does_not_answer_is_not_judged_however_often_it_was_used(run_inner: RunInner) -> None:
+    run = ran(run_inner, STOPPED)
+    assert run.is_clean("test_it.py::test_infer[3]")
+    subject = run.subject("test_it.py::test_infer[5]")
+    assert subject.outcome == "unsupported"
+    assert "did not answer within 5 s: it is stopped" in subject.reason
+
+
+@pytest.mark.parametrize("function", ["keeps_tensor", "gives_back"])
+def test_a_test_that_marks_its_stages_is_judged_as_a_life(run_inner: RunInner, function: str) -> None:
+    run = ran(run_inner, MARKED.format(function=function))
+    if function == "gives_back":
+        assert run.is_clean("test_it.py::test_life")
+        return
+    (finding,) = run.subject("test_it.py::test_life").findings
+    assert (finding.resource, finding.stage, finding.bytes) == ("tensors", "infer", 32 << 20)
+    assert finding.holder == "worker.KEPT"
 
 
 def test_without_agents_it_is_not_judged(run_inner: RunInner) -> None:
