@@ -44,8 +44,14 @@ def test_a_level_that_rises_with_each_test_is_growth() -> None:
 
 @pytest.mark.parametrize(
     "levels",
-    [(100, 116, 132), (100, 160, 161, 162, 163), (100, 116, 100, 116, 100, 116), (100, 116, None, 148, 164)],
-    ids=["two steps", "filled once", "up and down", "not always known"],
+    [
+        (100, 116, 132),
+        (100, 160, 161, 162, 163),
+        (100, 116, 100, 116, 100, 116),
+        (100, 140, 116, 156, 132, 172, 148, 188, 164),
+        (100, 116, None, 148, 164),
+    ],
+    ids=["two steps", "filled once", "up and down", "replaced by another size", "not always known"],
 )
 def test_other_levels_are_none(levels: tuple[int | None, ...]) -> None:
     assert turns(*levels).findings(CHILD, "tests", {}) == []
@@ -58,8 +64,8 @@ def test_growth_that_tensors_explain_is_not_reported_again() -> None:
 
 def test_the_last_reading_of_a_test_counts() -> None:
     noted = turns(100, 116, 132)
-    noted.note(3, 116 * MIB, {})
-    noted.note(4, 148 * MIB, {})
+    noted.note(3, 148 * MIB, {})
+    noted.note(3, 164 * MIB, {})
     assert noted.findings(CHILD, "tests", {}) == []
 
 

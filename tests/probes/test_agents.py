@@ -273,6 +273,14 @@ def test_the_folder_is_this_users_alone_and_goes_with_the_agents(monkeypatch: py
     assert agents.environment() == {}
 
 
+def test_an_outer_run_keeps_its_place_in_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BOOTSTRAP), "mine"]))
+    agents = Agents()
+    agents.start()
+    agents.stop()
+    assert os.environ["PYTHONPATH"] == os.pathsep.join([str(BOOTSTRAP), "mine"])
+
+
 def test_without_a_path_before_there_is_none_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     agents = Agents()
