@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -88,6 +88,18 @@ class ModelConfig:
     def torch_dtype(self) -> torch.dtype:
         """The dtype of weights, activations and KV cache."""
         return DTYPES[self.dtype]
+
+    def shard(self, size: int) -> ModelConfig:
+        """The shape of the layers that one of `size` ranks has: its heads and neurons; the vocabulary stays whole.
+
+        Raises:
+            ConfigError: the ranks cannot have equal parts.
+        """
+        parts = {name: getattr(self, name) for name in ("num_heads", "num_kv_heads", "intermediate_size")}
+        for name, whole in parts.items():
+            if whole % size:
+                raise ConfigError(f"tensor_parallel_size {size} does not divide the model's {name} {whole}")
+        return replace(self, **{name: whole // size for name, whole in parts.items()})
 
 
 _MODEL_SIZES = (

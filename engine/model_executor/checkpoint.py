@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from lowtide.engine.errors import CheckpointError, ConfigError
+from lowtide.engine.model_executor.tensor_parallel import Shard
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -88,10 +89,17 @@ def _files(folder: Path, names: Mapping[str, tuple[int, ...]]) -> dict[Path, lis
     return files
 
 
-def copy_tensors(files: Mapping[Path, list[str]], parameters: Mapping[str, torch.Tensor]) -> None:
+def copy_tensors(
+    files: Mapping[Path, list[str]], parameters: Mapping[str, torch.Tensor], shards: Mapping[str, Shard]
+) -> None:
     """Copies tensors of safetensors files in place into `parameters`, cast to each parameter's dtype.
 
     Files are opened one after the other and closed again; no more than one tensor is held besides the parameters.
+
+    Args:
+        files: the tensors' names by file.
+        parameters: to be filled, by name.
+        shards: which part of each tensor its parameter is.
 
     Raises:
         CheckpointError: a file cannot be read, or a tensor in it has another shape than its parameter: it was another
@@ -100,11 +108,12 @@ def copy_tensors(files: Mapping[Path, list[str]], parameters: Mapping[str, torch
     for path, names in files.items():
         with open_safetensors(path) as file:
             for name in names:
-                tensor, parameter = file.get_tensor(name), parameters[name]
-                if tensor.shape != parameter.shape:
-                    found, wanted = _said(tuple(tensor.shape)), _said(tuple(parameter.shape))
-                    raise CheckpointError(f"{path}: tensor {name} has shape {found}; the model has {wanted}")
-                parameter.copy_(tensor)
+                stored, shard = file.get_slice(name), shards[name]
+                found = tuple(stored.get_shape())
+                if found != shard.full_shape:
+                    wanted = _said(shard.full_shape)
+                    raise CheckpointError(f"{path}: tensor {name} has shape {_said(found)}; the model has {wanted}")
+                parameters[name].copy_(stored[shard.index])
 
 
 @contextmanager

@@ -4,43 +4,19 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import silu
 
 from lowtide.engine.config import Allocator, ModelConfig
 from lowtide.engine.model_executor.attention import StepMetadata, Workspace, paged_attention
+from lowtide.engine.model_executor.parallel_layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_logits,
+    parameter,
+)
 from lowtide.engine.model_executor.rope import RotaryEmbedding, rotate
-
-
-def _parameter(shape: tuple[int, ...], dtype: torch.dtype, allocate: Allocator) -> nn.Parameter:
-    """A parameter that lives where the allocator says from the start; contents come from a `WeightSource` later."""
-    return nn.Parameter(allocate(shape, dtype), requires_grad=False)
-
-
-class Linear(nn.Module):
-    """y = x W^T + b, weight [out, in]; torch's own would allocate and initialise by itself."""
-
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype, allocate: Allocator
-    ) -> None:
-        super().__init__()
-        self.weight = _parameter((out_features, in_features), dtype, allocate)
-        self.bias = _parameter((out_features,), dtype, allocate) if bias else None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]."""
-        return linear(x, self.weight, self.bias)
-
-
-class Embedding(nn.Module):
-    """Rows of a table [vocab_size, hidden_size]."""
-
-    def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
-        super().__init__()
-        self.weight = _parameter((config.vocab_size, config.hidden_size), config.torch_dtype, allocate)
-
-    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, hidden_size]."""
-        return embedding(token_ids, self.weight)
+from lowtide.engine.model_executor.tensor_parallel import SingleRank, TensorParallelGroup, split
 
 
 class RMSNorm(nn.Module):
@@ -52,7 +28,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
         super().__init__()
-        self.weight = _parameter((config.hidden_size,), config.torch_dtype, allocate)
+        self.weight = parameter((config.hidden_size,), config.torch_dtype, allocate)
         self.eps = config.rms_norm_eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,16 +45,16 @@ class LlamaAttention(nn.Module):
         kv_cache: keys and values, both of `kv_cache_shape`; bound by the `StaticForwardContext`.
     """
 
-    def __init__(self, config: ModelConfig, layer_index: int, allocate: Allocator) -> None:
+    def __init__(self, config: ModelConfig, layer_index: int, allocate: Allocator, group: TensorParallelGroup) -> None:
         super().__init__()
         self.layer_index = layer_index
         self.head_dim = config.head_dim
         hidden, dtype = config.hidden_size, config.torch_dtype
         query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = Linear(hidden, query, config.attention_bias, dtype, allocate)
-        self.k_proj = Linear(hidden, kv, config.attention_bias, dtype, allocate)
-        self.v_proj = Linear(hidden, kv, config.attention_bias, dtype, allocate)
-        self.o_proj = Linear(query, hidden, config.attention_output_bias, dtype, allocate)
+        self.q_proj = ColumnParallelLinear(hidden, query, config.attention_bias, dtype, allocate)
+        self.k_proj = ColumnParallelLinear(hidden, kv, config.attention_bias, dtype, allocate)
+        self.v_proj = ColumnParallelLinear(hidden, kv, config.attention_bias, dtype, allocate)
+        self.o_proj = RowParallelLinear(query, hidden, config.attention_output_bias, dtype, allocate, group)
         self.kv_cache: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(
@@ -109,12 +85,12 @@ class LlamaAttention(nn.Module):
 class LlamaMLP(nn.Module):
     """SwiGLU (Shazeer, "GLU Variants Improve Transformer", 2020)."""
 
-    def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
+    def __init__(self, config: ModelConfig, allocate: Allocator, group: TensorParallelGroup) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = Linear(hidden, inner, config.mlp_bias, config.torch_dtype, allocate)
-        self.up_proj = Linear(hidden, inner, config.mlp_bias, config.torch_dtype, allocate)
-        self.down_proj = Linear(inner, hidden, config.mlp_bias, config.torch_dtype, allocate)
+        hidden, inner, dtype = config.hidden_size, config.intermediate_size, config.torch_dtype
+        self.gate_proj = ColumnParallelLinear(hidden, inner, config.mlp_bias, dtype, allocate)
+        self.up_proj = ColumnParallelLinear(hidden, inner, config.mlp_bias, dtype, allocate)
+        self.down_proj = RowParallelLinear(inner, hidden, config.mlp_bias, dtype, allocate, group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden_size] -> [T, hidden_size]."""
@@ -125,10 +101,10 @@ class LlamaMLP(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each on the normalised residual stream and added back to it."""
 
-    def __init__(self, config: ModelConfig, layer_index: int, allocate: Allocator) -> None:
+    def __init__(self, config: ModelConfig, layer_index: int, allocate: Allocator, group: TensorParallelGroup) -> None:
         super().__init__()
-        self.self_attn = LlamaAttention(config, layer_index, allocate)
-        self.mlp = LlamaMLP(config, allocate)
+        self.self_attn = LlamaAttention(config, layer_index, allocate, group)
+        self.mlp = LlamaMLP(config, allocate, group)
         self.input_layernorm = RMSNorm(config, allocate)
         self.post_attention_layernorm = RMSNorm(config, allocate)
 
@@ -148,10 +124,11 @@ class LlamaDecoderLayer(nn.Module):
 class LlamaModel(nn.Module):
     """Embedding, decoder layers, final norm."""
 
-    def __init__(self, config: ModelConfig, allocate: Allocator) -> None:
+    def __init__(self, config: ModelConfig, allocate: Allocator, group: TensorParallelGroup) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config, allocate)
-        self.layers = nn.ModuleList(LlamaDecoderLayer(config, index, allocate) for index in range(config.num_layers))
+        dtype, own = config.torch_dtype, config.shard(group.size)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, dtype, allocate, group)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(own, index, allocate, group) for index in range(own.num_layers))
         self.norm = RMSNorm(config, allocate)
 
     def forward(
@@ -175,16 +152,30 @@ class LlamaForCausalLM(nn.Module):
     Its parameters have the names of a Hugging Face checkpoint and the shapes of `parameter_shapes(config)`; they are
     asked of `allocate` one by one and hold nothing until a `WeightSource` fills them. The rotary table is no part of
     the module: the engine owns it and lends it.
+
+    Args:
+        config: of the whole model.
+        allocate: gives the parameters' memory.
+        rotary: the positions' table.
+        group: the ranks that have a part of the model each; None is one that has all of it.
     """
 
-    def __init__(self, config: ModelConfig, allocate: Allocator, rotary: RotaryEmbedding) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        allocate: Allocator,
+        rotary: RotaryEmbedding,
+        group: TensorParallelGroup | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.rotary = rotary
-        self.model = LlamaModel(config, allocate)
+        self._group = group or SingleRank()
+        self.model = LlamaModel(config, allocate, self._group)
         self.lm_head = None
         if not config.tie_word_embeddings:
-            self.lm_head = Linear(config.hidden_size, config.vocab_size, False, config.torch_dtype, allocate)
+            start, stop = split(config.vocab_size, self._group.rank, self._group.size)
+            self.lm_head = ColumnParallelLinear(config.hidden_size, stop - start, False, config.torch_dtype, allocate)
 
     def forward(
         self,
@@ -217,4 +208,4 @@ class LlamaForCausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden_size] -> [N, vocab_size], in the model's dtype."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return linear(hidden, head.weight)
+        return gather_logits(hidden, head.weight, self.config.vocab_size, self._group)

@@ -22,6 +22,7 @@ from lowtide.engine.model_executor.checkpoint import INDEX_FILE
 from lowtide.engine.model_executor.model import LlamaForCausalLM
 from lowtide.engine.model_executor.rope import RotaryEmbedding
 from lowtide.engine.model_executor.sampling import Sampler
+from lowtide.engine.model_executor.tensor_parallel import TensorParallelGroup
 from lowtide.engine.model_executor.weights import CheckpointWeights, RandomWeights, WeightSource
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.runner import ModelRunner
@@ -194,17 +195,21 @@ def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 class Loop:
-    """Scheduler and runner with memory from torch: the step loop of an engine without its life."""
+    """Scheduler and runner with memory from torch: the step loop of an engine, or of one rank, without its life."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, group: TensorParallelGroup | None = None) -> None:
         model_config = load_model_config(config)
         num_blocks = num_kv_cache_blocks(config, model_config)
         max_model_len = resolve_max_model_len(config, model_config, num_blocks)
         preset = not Path(config.model).is_dir()
+        rank, size = (0, 1) if group is None else (group.rank, group.size)
         source: WeightSource = (
-            RandomWeights(model_config, config.seed) if preset else CheckpointWeights(config.model, model_config)
+            RandomWeights(model_config, config.seed, rank, size)
+            if preset
+            else CheckpointWeights(config.model, model_config, rank, size)
         )
-        self.model = LlamaForCausalLM(model_config, poisoned, RotaryEmbedding(model_config, max_model_len, poisoned))
+        rotary = RotaryEmbedding(model_config, max_model_len, poisoned)
+        self.model = LlamaForCausalLM(model_config, poisoned, rotary, group)
         source.fill(dict(self.model.named_parameters()))
         self.kv_cache_manager = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
         self.scheduler = Scheduler(
@@ -218,7 +223,7 @@ class Loop:
         self.runner = ModelRunner(
             config,
             self.model,
-            KVCache(model_config, num_blocks, config.block_size, poisoned),
+            KVCache(model_config.shard(size), num_blocks, config.block_size, poisoned),
             BlockTable(config.max_num_seqs, -(-max_model_len // config.block_size), config.block_size, poisoned),
             Sampler(config.seed),
             [TorchWorkspace() for _ in range(config.num_micro_batches)],
@@ -248,8 +253,8 @@ class Loop:
 
 @pytest.fixture
 def make_loop() -> Callable[..., Loop]:
-    """Builds a step loop from the settings of an `EngineConfig`."""
-    return lambda **settings: Loop(EngineConfig(**settings))
+    """Builds a step loop from the settings of an `EngineConfig`, and for a rank its group."""
+    return lambda group=None, **settings: Loop(EngineConfig(**settings), group)
 
 
 @pytest.fixture

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
+from lowtide.engine.config import read_model_config
 from lowtide.engine.request import SamplingParams
+from tests.engine.rank_threads import on_ranks
 
 GREEDY = SamplingParams(max_tokens=64, ignore_eos=True)
 SMALL = {"block_size": 8, "num_blocks": 256, "max_num_seqs": 16}
@@ -45,3 +49,14 @@ def test_a_second_time_from_the_prefix_cache(golden: Any, make_loop: Callable[..
     outputs = loop.generate(golden.prompts, GREEDY)
     assert [output.token_ids for output in outputs] == list(golden.tokens)
     assert all(output.num_cached_tokens > 0 for output in outputs if len(output.prompt_token_ids) > 8)
+
+
+def test_two_ranks(golden: Any, make_loop: Callable[..., Any]) -> None:
+    if read_model_config(golden.folder).num_kv_heads % 2:
+        pytest.skip("this variety has one key head, which is not divided")
+
+    def generate(rank: Any) -> list[tuple[int, ...]]:
+        loop = make_loop(model=str(golden.folder), group=rank, max_num_batched_tokens=24, **SMALL)
+        return [output.token_ids for output in loop.generate(golden.prompts, GREEDY)]
+
+    assert on_ranks(2, generate) == [list(golden.tokens)] * 2
