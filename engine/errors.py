@@ -44,3 +44,11 @@ class DriverError(EngineError):
 
 class KVTransferError(EngineError):
     """A copy of KV blocks to or from the host failed or does not end; the cause is the copy's own error."""
+
+
+class EngineDeadError(EngineError):
+    """A process of the engine has ended without being asked to; the message names it and how it ended."""
+
+
+class ChannelError(EngineError):
+    """Two processes of the engine do not understand each other, or one does not answer in time."""

@@ -1,0 +1,167 @@
+"""A framed connection between two processes of the engine, on which neither waits for one that has ended.
+
+A socket alone does not show that its other end is dead: any process that was forked meanwhile holds a copy of it. So
+each side also watches the other process itself, by a pidfd (Linux 5.3), which becomes readable as that process ends.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from typing import Any, TypeVar
+
+import msgspec
+
+from lowtide.engine.errors import ChannelError, EngineDeadError
+
+VERSION = 1
+"""Of the frames and of what is in them; both sides are of one installation, and a mismatch is refused."""
+
+MOST_BYTES = 1 << 30
+"""Bytes of one message, at most."""
+
+_HEADER = struct.Struct("!4sHxxQ")
+_MAGIC = b"LTEP"
+
+_Message = TypeVar("_Message")
+
+
+class Connection:
+    """Messages of msgspec over a stream socket, to one process.
+
+    Not thread-safe: one thread sends and receives.
+
+    Args:
+        stream: connected to the other process; the connection owns it.
+        peer: process identifier of the other process.
+        name: of the other process, for messages.
+
+    Raises:
+        EngineDeadError: there is no such process any more.
+        ChannelError: this kernel cannot watch a process.
+    """
+
+    def __init__(self, stream: socket.socket, peer: int, name: str) -> None:
+        self.name = name
+        self.peer = peer
+        self._stream = stream
+        self._pidfd = watch_process(peer, name)
+        self._received = bytearray()
+        stream.setblocking(False)
+
+    def fileno(self) -> int:
+        """The socket's descriptor, to wait for several connections at the same time."""
+        return self._stream.fileno()
+
+    def send(self, message: object) -> None:
+        """Send a message.
+
+        Args:
+            message: anything that msgspec encodes.
+
+        Raises:
+            EngineDeadError: the other process has ended.
+            ChannelError: the message is too large.
+        """
+        payload = msgspec.msgpack.encode(message)
+        if len(payload) > MOST_BYTES:
+            raise ChannelError(f"a message of {len(payload)} bytes for {self.name} is above the limit of {MOST_BYTES}")
+        view = memoryview(_HEADER.pack(_MAGIC, VERSION, len(payload)) + payload)
+        while view:
+            try:
+                view = view[self._stream.send(view) :]
+            except BlockingIOError:
+                if self._wait(select.POLLOUT, None) == select.POLLHUP:
+                    raise self._ended() from None
+            except OSError as error:
+                raise self._ended() from error
+
+    def receive(self, kind: type[_Message] | Any, timeout_s: float | None = None) -> _Message:
+        """The next message.
+
+        Args:
+            kind: the type that it must have, or a union of types.
+            timeout_s: seconds to wait at most; None waits as long as the other process lives.
+
+        Raises:
+            EngineDeadError: the other process has ended, and what it had sent before has been received.
+            ChannelError: it sent something else, or nothing in time; a message that comes later can still be received.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        length = self._header(deadline, timeout_s)
+        while len(self._received) < _HEADER.size + length:
+            self._read(deadline, timeout_s)
+        payload = bytes(self._received[_HEADER.size : _HEADER.size + length])
+        del self._received[: _HEADER.size + length]
+        try:
+            message: _Message = msgspec.msgpack.decode(payload, type=kind)
+        except msgspec.DecodeError as error:
+            raise ChannelError(f"{self.name} sent a message that does not belong here: {error}") from error
+        return message
+
+    def close(self) -> None:
+        """Let go of the descriptors; the other process sees the end. Calling it again does nothing."""
+        self._stream.close()
+        pidfd, self._pidfd = self._pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+
+    def _header(self, deadline: float | None, timeout_s: float | None) -> int:
+        while len(self._received) < _HEADER.size:
+            self._read(deadline, timeout_s)
+        magic, version, length = _HEADER.unpack_from(self._received)
+        if magic != _MAGIC or length > MOST_BYTES:
+            raise ChannelError(f"{self.name} sent something that is no message of the engine")
+        if version != VERSION:
+            raise ChannelError(f"{self.name} speaks version {version}, and this process {VERSION}: reinstall lowtide")
+        return int(length)
+
+    def _read(self, deadline: float | None, timeout_s: float | None) -> None:
+        ready = self._wait(select.POLLIN, deadline)
+        if not ready:
+            raise ChannelError(f"{self.name} (pid {self.peer}) did not answer within {timeout_s:g} s")
+        try:
+            part = self._stream.recv(1 << 20)
+        except BlockingIOError:
+            if ready == select.POLLHUP:
+                raise self._ended() from None
+            return
+        except OSError as error:
+            raise self._ended() from error
+        if not part:
+            raise self._ended()
+        self._received += part
+
+    def _wait(self, event: int, deadline: float | None) -> int:
+        """Wait for the socket: its events, POLLHUP where only the process's end has come, 0 where nothing has."""
+        if self._pidfd < 0:
+            raise self._ended()
+        poll = select.poll()
+        poll.register(self._stream, event)
+        poll.register(self._pidfd, select.POLLIN)
+        left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+        ready = dict(poll.poll(left))
+        if not ready:
+            return 0
+        return ready.get(self._stream.fileno(), select.POLLHUP) or select.POLLHUP
+
+    def _ended(self) -> EngineDeadError:
+        return EngineDeadError(f"{self.name} (pid {self.peer}) has ended, or closed its connection")
+
+
+def watch_process(pid: int, name: str) -> int:
+    """A pidfd of a process: a descriptor that becomes readable as it ends.
+
+    Raises:
+        EngineDeadError: there is no such process.
+        ChannelError: this kernel has no pidfds.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise EngineDeadError(f"{name} (pid {pid}) has ended") from None
+    except OSError as error:
+        raise ChannelError(f"a process cannot be watched here (pidfd_open needs Linux 5.3): {error}") from error

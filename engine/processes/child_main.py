@@ -1,0 +1,79 @@
+"""The main program of a process that the engine starts: it runs one function, and ends when its parent ends."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lowtide.engine.errors import EngineDeadError
+from lowtide.engine.processes.channel import Connection, watch_process
+
+PARENT_ENDED = 3
+"""Exit code of a process whose parent ended first."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a function until it returns.
+
+    Args:
+        arguments: the socket's descriptor, the parent's process identifier, the function as `module:function`, the
+            name of this process, and further arguments of the function.
+    """
+    descriptor, parent, entry, name, *others = arguments
+    # The parent hears of Ctrl-C too, and decides what is interrupted here.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    set_process_name(name)
+    try:
+        end_with(int(parent))
+        connection = Connection(socket.socket(fileno=int(descriptor)), int(parent), "the engine's client")
+    except EngineDeadError:
+        os._exit(PARENT_ENDED)
+    module, _, function = entry.partition(":")
+    run: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    try:
+        run(connection, *others)
+    finally:
+        connection.close()
+
+
+def end_with(parent: int) -> None:
+    """End this process at once when its parent has ended, whatever its main thread does meanwhile.
+
+    Args:
+        parent: process identifier of the parent.
+
+    Raises:
+        EngineDeadError: the parent has ended already.
+    """
+    pidfd = watch_process(parent, "the parent")
+    if os.getppid() != parent:
+        raise EngineDeadError(f"the parent (pid {parent}) has ended")
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        while not poll.poll():
+            pass
+        # Not `sys.exit`: nobody is left to whom a teardown would report, and the kernel takes all memory back.
+        os._exit(PARENT_ENDED)
+
+    threading.Thread(target=watch, name="lowtide-parent-watch", daemon=True).start()
+
+
+def set_process_name(name: str) -> None:
+    """Name the process as tools show it: its title where `setproctitle` is installed, and its main thread."""
+    threading.main_thread().name = name
+    try:
+        from setproctitle import setproctitle
+    except ImportError:
+        # The kernel's own name of the main thread, which `ps` and `top` show, needs no package.
+        with open("/proc/self/comm", "w") as comm:  # noqa: PTH123 - no new line may be appended
+            comm.write(name[:15])
+    else:
+        setproctitle(name)
