@@ -209,6 +209,7 @@ class PoolReading:
         reserved: bytes of address range.
         mapped: bytes with physical pages behind them.
         ranges: address and length in bytes of each mapped part.
+        span: address and length of the whole address range, whose other parts have no pages; None where it has none.
     """
 
     kind: PoolKind
@@ -217,6 +218,12 @@ class PoolReading:
     reserved: int
     mapped: int
     ranges: tuple[tuple[int, int], ...]
+    span: tuple[int, int] | None = None
+
+    @property
+    def addresses(self) -> tuple[tuple[int, int], ...]:
+        """Address and length of what lies in the pool, with pages or without."""
+        return self.ranges if self.span is None else (self.span,)
 
 
 @runtime_checkable

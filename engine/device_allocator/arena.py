@@ -47,8 +47,8 @@ class _Record:
 
     def read_pools(self) -> tuple[stages.PoolReading, ...]:
         ranges = tuple((self.address + part.offset, part.size) for part in self.parts)
-        reading = stages.PoolReading("arena", self.tag, str(self.backend.device), self.size, self.mapped, ranges)
-        return (reading,)
+        device, span = str(self.backend.device), (self.address, self.size)
+        return (stages.PoolReading("arena", self.tag, device, self.size, self.mapped, ranges, span),)
 
     def dispose(self) -> None:
         """Run when the lease is gone: by the arena's close, or later by the last tensor."""

@@ -24,6 +24,7 @@ from lowtide.leakcheck.findings.tensor_findings import (
 from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.heap.births import Births
+from lowtide.probes.memory.ranges import merge
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects
 from lowtide.probes.stages import PoolReading
@@ -226,8 +227,8 @@ class LeftoverTensors:
 
 
 def _within(pools: Sequence[PoolReading]) -> Callable[[int], bool]:
-    """Whether an address lies in one of some pools."""
-    pooled = sorted(part for pool in pools for part in pool.ranges)
+    """Whether an address lies in one of some pools; the pages behind it may be gone."""
+    pooled = merge(part for pool in pools for part in pool.addresses)
     starts = [start for start, _ in pooled]
 
     def is_pooled(address: int) -> bool:

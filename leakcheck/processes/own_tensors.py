@@ -14,6 +14,7 @@ from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.probes.device.torch_allocator import read_allocators
+from lowtide.probes.memory.ranges import Range, total, without
 from lowtide.probes.memory.tensors import StorageReading, summarize, survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.stages import announced_pools
@@ -80,7 +81,7 @@ class OwnTensors:
         context = leftovers.context(None)
         with collector_paused():
             survey = survey_storages(Census(all_objects()))
-        pooled = [part for pool in announced_pools() for part in pool.ranges]
+        pooled = [part for pool in announced_pools() for part in pool.addresses]
         rows: dict[str, list[Held]] = {}
         for storage in sorted(survey.storages, key=lambda each: -each.bytes):
             device = storage.device
@@ -101,13 +102,18 @@ class OwnTensors:
             survey = survey_storages(Census(all_objects()))
         tensors = summarize(survey, pools)
         arenas: dict[str, dict[str, int]] = {}
+        pooled: dict[str, list[Range]] = {}
         for pool in pools:
+            pooled.setdefault(pool.device, []).extend(pool.addresses)
             if pool.kind == "arena":
                 of_device = arenas.setdefault(pool.device, {})
                 of_device[pool.tag] = of_device.get(pool.tag, 0) + pool.mapped
         allocators = read_allocators({storage.address for storage in survey.storages})
         return Levels(
-            tensors={each.device: each.bytes - each.in_pools for each in tensors.per_device},
+            # Of a tensor in a pool the pool's own pages count: an engine that sleeps keeps it, and they are gone.
+            tensors={
+                each.device: total(without(each.ranges, pooled.get(each.device, ()))) for each in tensors.per_device
+            },
             arenas=arenas,
             reserved={each.device: each.reserved for each in allocators},
             has_torch=True,

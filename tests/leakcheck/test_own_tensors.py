@@ -1,0 +1,46 @@
+"""What a process of an engine says that it holds: of memory in arenas, the pages that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lowtide.engine.device_allocator.arena import Arena
+from lowtide.engine.pages.cpu import CpuPages
+from lowtide.leakcheck.processes.own_tensors import OwnTensors
+
+SIZE = 4 << 20
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    arena = Arena("weights", SIZE, CpuPages())
+    yield arena
+    arena.close()
+
+
+def test_a_tensor_whose_pages_are_gone_holds_nothing(arena: Arena) -> None:
+    own = OwnTensors()
+    own.begin("infer", 1)
+    before = own.levels()
+    tensor = arena.allocate((SIZE,), torch.uint8)
+    at_work = own.levels()
+    assert at_work.of("cpu") - before.of("cpu") == SIZE
+    arena.unmap_to(0)
+    assert own.levels().of("cpu") == before.of("cpu")
+    assert own.asleep(1, "cpu") == []
+    assert all(finding.bytes < SIZE for finding in own.held("sleep(1)", "cpu", 5))
+    del tensor
+
+
+def test_a_tensor_beside_the_arenas_is_still_there_asleep(arena: Arena) -> None:
+    own = OwnTensors()
+    own.begin("infer", 1)
+    tensor = torch.zeros(SIZE, dtype=torch.uint8)
+    arena.unmap_to(0)
+    (finding,) = own.asleep(1, "cpu")
+    assert finding.bytes == SIZE
+    assert own.held("sleep(1)", "cpu", 1)[0].bytes == SIZE
+    del tensor
