@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from lowtide.engine.errors import KVTransferError
+from lowtide.engine.ranks.executor import MultiprocExecutor
 from lowtide.engine.request import Request, RequestOutput
 from lowtide.engine.scheduler import Scheduler
 from lowtide.engine.worker import Worker
@@ -15,10 +16,10 @@ class EngineCore:
 
     Args:
         scheduler: owns the requests and the accounting of KV blocks.
-        worker: owns all that is on the device.
+        worker: owns all that is on the device, or the ranks that do.
     """
 
-    def __init__(self, scheduler: Scheduler, worker: Worker) -> None:
+    def __init__(self, scheduler: Scheduler, worker: Worker | MultiprocExecutor) -> None:
         self.scheduler = scheduler
         self.worker = worker
 

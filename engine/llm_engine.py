@@ -14,8 +14,9 @@ from lowtide.engine.kv.block_pool import KVCacheUsage
 from lowtide.engine.kv.kv_cache import KVCacheManager, num_host_kv_blocks, num_kv_cache_blocks
 from lowtide.engine.model_executor.checkpoint import load_tokenizer
 from lowtide.engine.model_executor.cuda_graphs import check_cuda_graphs
-from lowtide.engine.model_executor.weights import CheckpointWeights, RandomWeights, WeightSource
+from lowtide.engine.model_executor.weights import WeightSource, create_weight_source
 from lowtide.engine.pages import check_device, open_backend
+from lowtide.engine.ranks.executor import MultiprocExecutor
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.scheduler import Scheduler
 from lowtide.engine.teardown import Teardown, rolled_back
@@ -99,13 +100,17 @@ class LLMEngine:
                 vocab_size=plan.model_config.vocab_size,
                 eos_token_ids=plan.model_config.eos_token_ids,
             )
-            backend = open_backend(self.config.device)
             # Last, so that nothing can fail once there is memory to give back.
-            worker = Worker(self.config, plan.model_config, backend, plan.source, plan.num_blocks, plan.max_model_len)
-            self._core = EngineCore(scheduler, worker)
+            self._core = EngineCore(scheduler, self._create_worker(plan))
             self._tokenizer = plan.tokenizer
             self._awake_tags = set(SLEEPING_TAGS)
             self._state = EngineState.RUNNING
+
+    def _create_worker(self, plan: _Plan) -> Worker | MultiprocExecutor:
+        if self.config.tensor_parallel_size > 1:
+            return MultiprocExecutor(self.config, plan.num_blocks, plan.max_model_len)
+        backend = open_backend(self.config.device)
+        return Worker(self.config, plan.model_config, backend, plan.source, plan.num_blocks, plan.max_model_len)
 
     def check(self) -> None:
         """Find out whether `create` can work, as far as that is possible without taking memory.
@@ -121,17 +126,17 @@ class LLMEngine:
         if self.config.cuda_graphs:
             check_cuda_graphs(self.config.device)
         model_config = load_model_config(self.config)
-        num_blocks = num_kv_cache_blocks(self.config, model_config)
+        own = model_config.shard(self.config.tensor_parallel_size)
+        num_blocks = num_kv_cache_blocks(self.config, own)
         sizes = (
             num_blocks,
-            num_host_kv_blocks(self.config, model_config),
+            num_host_kv_blocks(self.config, own),
             resolve_max_model_len(self.config, model_config, num_blocks),
         )
-        if self.config.model in PRESETS:
-            return _Plan(model_config, *sizes, RandomWeights(model_config, self.config.seed), None)
-        source = CheckpointWeights(self.config.model, model_config)
+        source = create_weight_source(self.config, model_config)
         source.check()
-        return _Plan(model_config, *sizes, source, load_tokenizer(self.config.model))
+        tokenizer = None if self.config.model in PRESETS else load_tokenizer(self.config.model)
+        return _Plan(model_config, *sizes, source, tokenizer)
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -362,7 +367,7 @@ class LLMEngine:
 
     def memory_mapped(self) -> dict[str, int]:
         """Bytes with pages behind them, by arena tag; empty before `create`."""
-        return {} if self._core is None else self._core.worker.memory.mapped()
+        return {} if self._core is None else self._core.worker.memory_mapped()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids.

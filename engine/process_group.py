@@ -1,34 +1,64 @@
-"""A process group of the engine's own, on which the ranks agree on the sampled tokens."""
+"""A process group of the engine's own, on which the ranks add up what they compute and agree on the tokens."""
 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from torch import distributed
-from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs leave it out
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]  # torch's stubs leave them out
 
 from lowtide.engine.errors import EngineError
 
 
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank's place among those that compute a model together.
+
+    Attributes:
+        rank: from 0 on.
+        size: how many ranks there are.
+        store: path of the file in which the ranks find each other; the ranks share it, and only they.
+    """
+
+    rank: int
+    size: int
+    store: str
+
+
 class ProcessGroup:
-    """A group of one rank so far; gloo on a CPU, NCCL on a card.
+    """The ranks of one engine, or one alone; gloo on a CPU, NCCL on a card.
 
     Where the program has no default group yet, the engine's is it, since torch wants one; else it is one beside it, and
     the program's own stays untouched.  The store belongs to the group and goes with it.
+
+    Args:
+        device: of this rank.
+        place: among several ranks, each in a process of its own; None is one rank alone.
 
     Raises:
         EngineError: torch cannot make the group here.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, place: RankPlace | None = None) -> None:
         backend = "gloo" if device.type == "cpu" else "nccl"
         if not distributed.is_available() or not distributed.is_backend_available(backend):
-            raise EngineError(f"this torch has no {backend} process groups: leave process_group off")
+            hint = "leave process_group off" if place is None else "set tensor_parallel_size to 1"
+            raise EngineError(f"this torch has no {backend} process groups: {hint}")
+        self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)
         self._device = device
         self._group: distributed.ProcessGroup | None = None
         try:
-            if distributed.is_initialized():
+            if place is not None:
+                store = FileStore(place.store, place.size)
+                # A card's communicator is made now, and not by the first step.
+                bound = device if backend == "nccl" else None
+                distributed.init_process_group(
+                    backend, store=store, rank=place.rank, world_size=place.size, device_id=bound
+                )
+                self._group = distributed.group.WORLD
+            elif distributed.is_initialized():
                 ranks = [distributed.get_rank()]
                 self._group = distributed.new_group(ranks, backend=backend, use_local_synchronization=True)
             else:
@@ -37,6 +67,17 @@ class ProcessGroup:
                 self._group = distributed.group.WORLD
         except RuntimeError as error:
             raise EngineError(f"a {backend} process group cannot be made here: {error}") from error
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' tensors, in place."""
+        distributed.all_reduce(partial, group=self._group)
+        return partial
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """All ranks' tensors, of one shape [N, n], side by side in the order of ranks: [N, size x n]."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        distributed.all_gather(parts, part.contiguous(), group=self._group)
+        return torch.cat(parts, dim=-1)
 
     def broadcast(self, tokens: torch.Tensor) -> None:
         """All ranks get rank 0's tokens, in place: draws from equal logits must not differ in a last bit."""

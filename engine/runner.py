@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,57 @@ from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
 from lowtide.engine.model_executor.forward_context import StaticForwardContext
 from lowtide.engine.model_executor.model import LlamaForCausalLM
-from lowtide.engine.model_executor.sampling import Sampler
+from lowtide.engine.model_executor.sampling import SampledRequest, Sampler
 from lowtide.engine.process_group import ProcessGroup
-from lowtide.engine.request import Request
-from lowtide.engine.scheduler import ScheduledRequest, SchedulerOutput
 from lowtide.engine.teardown import Teardown
+
+
+class StepRequest(SampledRequest, Protocol):
+    """What the runner must know of a request; see `Request`."""
+
+    @property
+    def request_id(self) -> str:
+        """Of the request."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that are in the KV cache before the step."""
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often it lost its KV blocks."""
+
+
+class StepItem(Protocol):
+    """What one step computes of one request; see `ScheduledRequest`, which the ranks get as a message."""
+
+    @property
+    def request(self) -> StepRequest:
+        """The request as it is before the step."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute."""
+
+    @property
+    def new_token_ids(self) -> Sequence[int]:
+        """These tokens."""
+
+    @property
+    def block_ids(self) -> Sequence[int]:
+        """All its KV blocks."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether the request's last token is among them."""
+
+
+class Step(Protocol):
+    """What one step computes; see `SchedulerOutput`."""
+
+    @property
+    def scheduled(self) -> Sequence[StepItem]:
+        """In order of arrival."""
 
 
 class ModelRunner:
@@ -136,7 +182,7 @@ class ModelRunner:
     # Not inference mode: tensors made in it can never be written outside it, and a workspace that grows during a step
     # makes tensors that live on.
     @torch.no_grad()
-    def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
+    def execute_model(self, output: Step) -> dict[str, int]:
         """Computes a step; the device is waited for once, at the end, for the sampled tokens.
 
         Args:
@@ -146,7 +192,7 @@ class ModelRunner:
             Next token by request id, for each request whose last token was computed.
         """
         self._assign_rows(output.scheduled)
-        sampled: list[ScheduledRequest] = []
+        sampled: list[StepItem] = []
         hidden: list[torch.Tensor] = []
         first_token = first_seq = 0
         for micro_batch, workspace in zip(
@@ -170,16 +216,16 @@ class ModelRunner:
         return {request.request_id: token for request, token in zip(requests, tokens.tolist(), strict=True)}
 
     def _compute(
-        self, micro_batch: Sequence[ScheduledRequest], first_token: int, first_seq: int, workspace: WorkspaceViews
+        self, micro_batch: Sequence[StepItem], first_token: int, first_seq: int, workspace: WorkspaceViews
     ) -> torch.Tensor:
         """Hidden states of a micro-batch; its inputs go into the buffers from `first_token` and `first_seq` on."""
         starts = [item.request.num_computed_tokens for item in micro_batch]
         stops = [start + item.num_tokens for start, item in zip(starts, micro_batch, strict=True)]
         rows = [self._row_of[_life(item.request)] for item in micro_batch]
-        spans = list(zip(micro_batch, rows, starts, stops, strict=True))
-        token_ids = [token for item, _, start, stop in spans for token in item.request.token_ids[start:stop]]
-        positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, _, start, stop in spans])
-        slots = np.concatenate([self.block_table.slots(row, start, stop) for _, row, start, stop in spans])
+        spans = list(zip(rows, starts, stops, strict=True))
+        token_ids = [token for item in micro_batch for token in item.new_token_ids]
+        positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, start, stop in spans])
+        slots = np.concatenate([self.block_table.slots(row, start, stop) for row, start, stop in spans])
         if self.decode_graphs is not None and all(item.num_tokens == 1 for item in micro_batch):
             return self.decode_graphs.run(token_ids, positions, slots, rows, stops)
         input_ids = _upload(self._input_ids, first_token, np.array(token_ids, dtype=np.int64))
@@ -198,7 +244,7 @@ class ModelRunner:
     def _lent(self, workspace: WorkspaceViews) -> dict[str, Any]:
         return {"workspace": workspace} if self._lends_workspace else {}
 
-    def _assign_rows(self, scheduled: Sequence[ScheduledRequest]) -> None:
+    def _assign_rows(self, scheduled: Sequence[StepItem]) -> None:
         """Gives each scheduled request a row of the block table that lists its blocks."""
         present = {_life(item.request) for item in scheduled}
         for life in [life for life in self._row_of if life not in present]:
@@ -214,7 +260,7 @@ class ModelRunner:
         self.block_table.commit()
 
 
-def _life(request: Request) -> tuple[int, int]:
+def _life(request: StepRequest) -> tuple[int, int]:
     """What one row of the block table is for.
 
     Not the request's id, which a later request may have again, and not the request alone: one that was preempted has
@@ -223,14 +269,14 @@ def _life(request: Request) -> tuple[int, int]:
     return request.arrival_index, request.num_preemptions
 
 
-def split_micro_batches(scheduled: Sequence[ScheduledRequest], count: int) -> list[list[ScheduledRequest]]:
+def split_micro_batches(scheduled: Sequence[StepItem], count: int) -> list[list[StepItem]]:
     """Splits a step into at most `count` parts with about as many tokens, none of them empty.
 
     Within each part, requests with one new token come first and the longest of them at the front, as the attention
     wants them.
     """
     total = sum(item.num_tokens for item in scheduled)
-    parts: list[list[ScheduledRequest]] = [[] for _ in range(count)]
+    parts: list[list[StepItem]] = [[] for _ in range(count)]
     before = 0
     for item in scheduled:
         # By the middle of its tokens, so that one long prompt does not drag all that follows it into the last part.
@@ -239,7 +285,7 @@ def split_micro_batches(scheduled: Sequence[ScheduledRequest], count: int) -> li
     return [sorted(part, key=_attention_order) for part in parts if part]
 
 
-def _attention_order(item: ScheduledRequest) -> tuple[bool, int]:
+def _attention_order(item: StepItem) -> tuple[bool, int]:
     return item.num_tokens > 1, -(item.request.num_computed_tokens + item.num_tokens)
 
 

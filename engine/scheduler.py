@@ -26,6 +26,12 @@ class ScheduledRequest:
     block_ids: Sequence[int]
 
     @property
+    def new_token_ids(self) -> Sequence[int]:
+        """The tokens to compute."""
+        start = self.request.num_computed_tokens
+        return self.request.token_ids[start : start + self.num_tokens]
+
+    @property
     def samples(self) -> bool:
         """Whether the step computes the request's last token, so that the next one can be sampled."""
         return self.request.num_computed_tokens + self.num_tokens == self.request.num_tokens

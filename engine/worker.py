@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -22,9 +23,8 @@ from lowtide.engine.model_executor.rope import RotaryEmbedding
 from lowtide.engine.model_executor.sampling import Sampler
 from lowtide.engine.model_executor.weights import WeightSource
 from lowtide.engine.pages import PageBackend
-from lowtide.engine.process_group import ProcessGroup
-from lowtide.engine.runner import ModelRunner
-from lowtide.engine.scheduler import SchedulerOutput
+from lowtide.engine.process_group import ProcessGroup, RankPlace
+from lowtide.engine.runner import ModelRunner, Step
 from lowtide.engine.teardown import Teardown
 from lowtide.probes.stages import stage
 
@@ -42,6 +42,7 @@ class Worker:
         source: what fills the weights, now and after a level 2 sleep.
         num_blocks: KV blocks.
         max_model_len: tokens that one request may span.
+        place: of this worker among several ranks, which have a part of the model each; None is all of it.
 
     Attributes:
         memory: all that the engine has on the device, and the host copy of the weights.
@@ -61,6 +62,7 @@ class Worker:
         source: WeightSource,
         num_blocks: int,
         max_model_len: int,
+        place: RankPlace | None = None,
     ) -> None:
         self._source = source
         self._keep_host_copy = config.keep_host_copy
@@ -69,12 +71,13 @@ class Worker:
         self.group: ProcessGroup | None = None
         self.transport: KVTransport | None = None
         dtype = model_config.torch_dtype
-        cache_shape = kv_cache_shape(model_config, num_blocks, config.block_size)
-        kv_cache_bytes = 2 * model_config.num_layers * padded(cache_shape, dtype)
-        self.memory = _create_memory(config, model_config, backend, source, kv_cache_bytes, max_model_len)
+        own = model_config if place is None else model_config.shard(place.size)
+        cache_shape = kv_cache_shape(own, num_blocks, config.block_size)
+        kv_cache_bytes = 2 * own.num_layers * padded(cache_shape, dtype)
+        self.memory = _create_memory(config, own, backend, source, kv_cache_bytes, max_model_len)
         try:
-            if config.process_group:
-                self.group = ProcessGroup(backend.device)
+            if config.process_group or place is not None:
+                self.group = ProcessGroup(backend.device, place)
             if config.kv_transport_bytes:
                 self.transport = KVTransport(backend, config.kv_transport_bytes)
             runtime = self.memory.arena("runtime").allocate
@@ -82,11 +85,12 @@ class Worker:
                 rotary = RotaryEmbedding(model_config, max_model_len, runtime)
                 # One mapping of the whole arena instead of one per tensor.
                 self.memory.arena("weights").map_to(self.memory.arena("weights").capacity)
-                model = LlamaForCausalLM(model_config, self.memory.arena("weights").allocate, rotary)
+                ranks = None if place is None else self.group
+                model = LlamaForCausalLM(model_config, self.memory.arena("weights").allocate, rotary, ranks)
                 source.fill(dict(model.named_parameters()))
             with stage("allocate_kv_cache"):
                 self.memory.arena("kv_cache").map_to(kv_cache_bytes)
-                kv_cache = KVCache(model_config, num_blocks, config.block_size, self.memory.arena("kv_cache").allocate)
+                kv_cache = KVCache(own, num_blocks, config.block_size, self.memory.arena("kv_cache").allocate)
             self.model_runner = ModelRunner(
                 config,
                 model,
@@ -97,7 +101,7 @@ class Worker:
                 runtime,
                 self.group,
             )
-            num_host_blocks = num_host_kv_blocks(config, model_config)
+            num_host_blocks = num_host_kv_blocks(config, own)
             if num_host_blocks:
                 self.kv_connector = OffloadingConnector(kv_cache, num_host_blocks, backend)
             if config.cuda_graphs:
@@ -143,7 +147,11 @@ class Worker:
         """Whether weights and KV cache have all their pages."""
         return all(self.memory.arena(tag).mapped >= self.memory.arena(tag).used for tag in SLEEPING_TAGS)
 
-    def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
+    def memory_mapped(self) -> dict[str, int]:
+        """Bytes with pages behind them, by arena tag."""
+        return self.memory.mapped()
+
+    def execute_model(self, output: Step) -> dict[str, int]:
         """Compute one step; the next token by request id."""
         return self.model_runner.execute_model(output)
 
@@ -157,6 +165,10 @@ class Worker:
             self.memory.save_weights()
         else:
             self._source.check()
+
+    def undo_prepare_sleep(self) -> None:
+        """Undo `prepare_sleep`, where another rank's has failed; a later sleep saves the weights anew."""
+        self.memory.forget_weights()
 
     def sleep(self, level: int) -> None:
         """Give up the pages of weights, KV cache and workspaces, after `prepare_sleep`.
@@ -180,16 +192,34 @@ class Worker:
             OutOfMemoryError: the device has no room; what was asleep still is.
             CheckpointError: the weights cannot be read again; likewise.
         """
-        try:
+        self.begin_wake(tags)
+        with self._dropped_on_error(tags):
+            self.end_wake(tags)
+
+    def begin_wake(self, tags: Sequence[str]) -> None:
+        """As `wake`, but what `undo_wake` needs is kept until `end_wake`: other ranks may fail."""
+        with self._dropped_on_error(tags):
             for tag in tags:
                 self.memory.restore(tag, self._reload_weights if tag == "weights" else None)
-            if "weights" in tags and not self._keep_host_copy:
-                self.memory.forget_weights()
+
+    @contextmanager
+    def _dropped_on_error(self, tags: Sequence[str]) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             undo = Teardown("waking the worker")
             undo.run("giving the pages back", partial(self.memory.drop, tags))
             undo.finish_into(error)
             raise
+
+    def undo_wake(self, tags: Sequence[str]) -> None:
+        """Put what `begin_wake` has woken to sleep again."""
+        self.memory.drop(tags)
+
+    def end_wake(self, tags: Sequence[str]) -> None:
+        """Give up the host copy of weights that are awake, unless it is to be kept."""
+        if "weights" in tags and not self._keep_host_copy:
+            self.memory.forget_weights()
 
     def reload_weights(self) -> None:
         """Fill the weights from where they came.  The present ones are kept on the host until that has worked.
@@ -198,18 +228,31 @@ class Worker:
             OutOfMemoryError: the host has no room for them; nothing has changed.
             CheckpointError: the weights cannot be read; the present ones are there as before.
         """
+        try:
+            self.begin_reload()
+        finally:
+            self.end_reload()
+
+    def begin_reload(self) -> None:
+        """As `reload_weights`, but the former weights are kept for `undo_reload` until `end_reload`."""
         self._source.check()
         self.memory.save_weights()
         try:
             self._reload_weights()
         except BaseException as error:
             undo = Teardown("reloading the weights")
-            undo.run("putting the weights back", partial(self.memory.restore, "weights"))
+            undo.run("putting the weights back", self.undo_reload)
             undo.finish_into(error)
             raise
-        finally:
-            if not self._keep_host_copy:
-                self.memory.forget_weights()
+
+    def undo_reload(self) -> None:
+        """Put the weights back that were there before `begin_reload`."""
+        self.memory.restore("weights")
+
+    def end_reload(self) -> None:
+        """Give up the host copy of the weights, unless it is to be kept."""
+        if not self._keep_host_copy:
+            self.memory.forget_weights()
 
     def shutdown(self) -> None:
         """Give everything up.

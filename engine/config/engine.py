@@ -48,6 +48,9 @@ class EngineConfig:
             restores cannot pass for zeros.
         cuda_graphs: whether steps that compute one token of each request run as CUDA graphs, captured at create for
             batches of 1, 2, 4, 8, ... `max_num_seqs`. Needs a card, Triton, and one micro-batch.
+        tensor_parallel_size: ranks that have a part of the model each, and a process of its own each. The KV cache's
+            sizes are then those of one rank. On cards, rank 0 takes the one that `device` names, and the others the
+            next ones.
 
     Raises:
         ConfigError: a value that cannot work; names the field and what is allowed.
@@ -72,6 +75,7 @@ class EngineConfig:
     kv_transport_bytes: int = 0
     poison_pages: bool = False
     cuda_graphs: bool = False
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -101,6 +105,12 @@ class EngineConfig:
             raise ConfigError(
                 f"cuda_graphs takes a step as one batch, and num_micro_batches is {self.num_micro_batches}; set it to 1"
             )
+
+        int_between("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
+        if self.tensor_parallel_size > 1:
+            for name in ("cuda_graphs", "kv_offload_bytes"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name} does not work with tensor_parallel_size above 1: leave one of them off")
 
     @property
     def kv_cache_budget(self) -> int:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from lowtide.engine.config import ModelConfig
+from lowtide.engine.config import PRESETS, EngineConfig, ModelConfig
 from lowtide.engine.model_executor.checkpoint import copy_tensors, locate_tensors
 from lowtide.engine.model_executor.tensor_parallel import Shard, shard_parameter
 
@@ -169,3 +169,10 @@ class RandomWeights:
             return self.EMBEDDING_STD
         gain = self.QUERY_KEY_GAIN if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.0
         return gain / math.sqrt(fan_in)
+
+
+def create_weight_source(config: EngineConfig, model: ModelConfig, rank: int = 0, size: int = 1) -> WeightSource:
+    """What fills the weights of one rank: random numbers for a preset, else the checkpoint folder."""
+    if config.model in PRESETS:
+        return RandomWeights(model, config.seed, rank, size)
+    return CheckpointWeights(config.model, model, rank, size)

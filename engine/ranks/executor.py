@@ -1,0 +1,266 @@
+"""Makes the ranks work as one worker: sends each order to all of them, and undoes what not all of them could do."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.errors import EngineDeadError
+from lowtide.engine.processes.channel import watch_process
+from lowtide.engine.processes.child_process import END_S, ChildProcess
+from lowtide.engine.ranks import messages
+from lowtide.engine.ranks.messages import Answer, Order
+from lowtide.engine.ranks.rank_process import rank_devices
+from lowtide.engine.ranks.remote_errors import restore_error
+from lowtide.engine.scheduler import SchedulerOutput
+from lowtide.engine.teardown import Teardown
+from lowtide.engine.worker import SLEEPING_TAGS
+
+STUCK_S = 5.0
+"""Seconds that the other ranks get for their answers once one has failed: they may wait for it in a collective."""
+
+
+class MultiprocExecutor:
+    """One process per rank, and all of them as one worker; has the methods of `Worker` that the engine calls.
+
+    An order that a rank fails is undone on the others, and the rank's error is raised.  When a rank ends without being
+    asked to, or waits in a collective for one that failed, all are killed: from then on every call raises
+    `EngineDeadError`, and only `shutdown` is of use.
+
+    Args:
+        config: of the engine.
+        num_blocks: KV blocks of every rank.
+        max_model_len: tokens that one request may span.
+
+    Raises:
+        OutOfMemoryError: a rank's device or the host has no room; no process is left.
+        CheckpointError: the weights cannot be read; likewise.
+        EngineDeadError: a rank has ended; likewise.
+    """
+
+    kv_connector = None
+
+    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
+        self._size = config.tensor_parallel_size
+        self._ranks: list[_Rank] = []
+        self._death: EngineDeadError | None = None
+        # The ranks find each other in a file that has no name: nothing of it stays, however they end.
+        self._store = os.memfd_create("lowtide-ranks")
+        path = f"/proc/{os.getpid()}/fd/{self._store}"
+        try:
+            for rank in range(self._size):
+                self._ranks.append(_Rank(rank, self._size))
+            self._all(
+                [
+                    messages.Create(replace(config, device=device), num_blocks, max_model_len, rank, path)
+                    for rank, device in enumerate(rank_devices(config))
+                ]
+            )
+        except BaseException as error:
+            undo = Teardown("creating the ranks")
+            self._end(undo)
+            undo.finish_into(error)
+            raise
+
+    @property
+    def awake(self) -> bool:
+        """Whether weights and KV cache have all their pages, on every rank."""
+        return all(rank.answer.awake for rank in self._ranks)
+
+    def memory_mapped(self) -> dict[str, int]:
+        """Bytes with pages behind them on all ranks together, by arena tag, as they were after the last call."""
+        if self._death is not None or not self._ranks:
+            return {}
+        return {tag: sum(rank.answer.mapped[tag] for rank in self._ranks) for tag in self._ranks[0].answer.mapped}
+
+    def preserved_tensors(self) -> dict[str, torch.Tensor]:
+        """None: the tensors are in other processes."""
+        return {}
+
+    def graph_addresses(self) -> dict[str, tuple[int, int]]:
+        """None: ranks compute without graphs."""
+        return {}
+
+    def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
+        """Compute one step; the next token by request id, as rank 0 has sampled it."""
+        return self._all(messages.step_message(output))[0].tokens
+
+    def prepare_sleep(self, level: int) -> None:
+        """As `Worker.prepare_sleep`, on all ranks or on none."""
+        self._all(messages.PrepareSleep(level), messages.UndoPrepareSleep())
+
+    def sleep(self, level: int) -> None:
+        """As `Worker.sleep`; where one rank cannot, the others are awake again."""
+        self._all(messages.Sleep(level), messages.BeginWake(list(SLEEPING_TAGS)))
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """As `Worker.wake`; where one rank cannot, the others sleep again."""
+        undo = messages.UndoWake(list(tags))
+        self._all(messages.BeginWake(list(tags)), undo)
+        self._all(messages.EndWake(list(tags)), undo)
+
+    def reload_weights(self) -> None:
+        """As `Worker.reload_weights`; where one rank cannot, the others have their former weights again."""
+        try:
+            self._all(messages.BeginReload(), messages.UndoReload())
+        finally:
+            if self._death is None:
+                self._all(messages.EndReload())
+
+    def shutdown(self) -> None:
+        """Give everything up; no process is left.  Calling it again does nothing.
+
+        Raises:
+            ExceptionGroup: the errors of the ranks that failed; the processes are gone all the same.
+        """
+        teardown = Teardown("shutting the ranks down")
+        if self._ranks and self._death is None:
+            teardown.run("the ranks", partial(self._all, messages.Shutdown()))
+        self._end(teardown, END_S)
+        teardown.finish()
+
+    def _all(self, order: Order | Sequence[Order], undo: Order | None = None) -> list[Answer]:
+        """Have every rank do the same, or each its own order.
+
+        Args:
+            order: for all, or one per rank.
+            undo: what the ranks that could do it are told when others could not.
+        """
+        orders = list(order) if isinstance(order, Sequence) else [order] * self._size
+        failed = self._exchange(dict(zip(self._ranks, orders, strict=True)))
+        if failed:
+            error = self._first_error(failed)
+            if undo is not None and self._death is None:
+                self._undo(undo, [rank for rank in self._ranks if rank not in failed], error)
+            raise error
+        return [rank.answer for rank in self._ranks]
+
+    def _undo(self, order: Order, ranks: Sequence[_Rank], error: BaseException) -> None:
+        undo = Teardown("undoing it on the other ranks")
+        for rank in ranks:
+            undo.run(rank.name, partial(self._one, rank, order))
+        undo.finish_into(error)
+
+    def _one(self, rank: _Rank, order: Order) -> None:
+        failed = self._exchange({rank: order})
+        if failed:
+            raise self._first_error(failed)
+
+    def _first_error(self, failed: Sequence[_Rank]) -> BaseException:
+        """The error of the first rank that failed; the others' are noted in it."""
+        errors = [rank.error() for rank in failed]
+        first = errors[0]
+        notes = [f"{rank.name} failed too: {other!r}" for rank, other in zip(failed[1:], errors[1:], strict=True)]
+        if self._death is not None:
+            notes.append(str(self._death))
+        first.__notes__ = [*getattr(first, "__notes__", ()), *notes]  # type: ignore[attr-defined]
+        return first
+
+    def _exchange(self, orders: Mapping[_Rank, Order]) -> list[_Rank]:
+        """Send orders and wait for all answers; the ranks that failed.
+
+        An interrupt waits for the answers too: else the next call would take them for its own.
+        """
+        if self._death is not None:
+            raise self._death.with_traceback(None)
+        interrupt: KeyboardInterrupt | None = None
+        for rank, order in orders.items():
+            try:
+                rank.process.connection.send(order)
+            except EngineDeadError as error:
+                raise self._ended(rank) from error
+        waiting = list(orders)
+        failed: list[_Rank] = []
+        deadline: float | None = None
+        while waiting:
+            try:
+                ready = _wait(waiting, deadline)
+            except KeyboardInterrupt as error:
+                interrupt, ready = error, []
+                deadline = time.monotonic() + STUCK_S
+                continue
+            if not ready:
+                self._give_up(waiting, failed)
+                break
+            for rank in ready:
+                try:
+                    answer: Answer = rank.process.connection.receive(Answer)
+                except EngineDeadError as error:
+                    raise self._ended(rank) from error
+                rank.answer = answer
+                waiting.remove(rank)
+                if answer.error is not None:
+                    failed.append(rank)
+                    deadline = time.monotonic() + STUCK_S
+        if interrupt is not None:
+            raise interrupt
+        return failed
+
+    def _ended(self, ended: _Rank) -> EngineDeadError:
+        """The error for a rank that is gone; the others are killed."""
+        for rank in self._ranks:
+            if rank is not ended:
+                rank.process.end(timeout_s=0.0)
+        self._death = ended.process.death()
+        return self._death
+
+    def _give_up(self, waiting: Sequence[_Rank], failed: Sequence[_Rank]) -> None:
+        """Kill all ranks: some have failed or were interrupted, and others wait for them."""
+        cause = f"after {failed[0].name} had failed" if failed else "after an interrupt"
+        self._death = EngineDeadError(
+            f"{', '.join(rank.name for rank in waiting)} did not answer within {STUCK_S:g} s {cause}, and all ranks "
+            "were killed: shut the engine down and create another"
+        )
+        for rank in self._ranks:
+            rank.process.end(timeout_s=0.0)
+
+    def _end(self, teardown: Teardown, timeout_s: float = 0.0) -> None:
+        for rank in self._ranks:
+            teardown.run(rank.name, partial(rank.process.end, timeout_s))
+            teardown.run(f"the watch on {rank.name}", rank.close)
+        self._ranks = []
+        if self._store >= 0:
+            store, self._store = self._store, -1
+            os.close(store)
+
+
+class _Rank:
+    """One rank's process, and the last that was heard from it."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+        # gloo otherwise asks for the address of this host's name, which not every host knows.
+        env.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+        self.process = ChildProcess("lowtide.engine.ranks.rank_process:main", f"lowtide::Worker_TP{rank}", env)
+        self.name = f"rank {rank} of {size} (pid {self.process.pid})"
+        self.answer = Answer()
+        self.pidfd = watch_process(self.process.pid, self.process.name)
+
+    def error(self) -> BaseException:
+        """What the last order has failed with."""
+        assert self.answer.error is not None
+        return restore_error(self.answer.error, self.name)
+
+    def close(self) -> None:
+        """Stop watching the process; calling it again does nothing."""
+        pidfd, self.pidfd = self.pidfd, -1
+        if pidfd >= 0:
+            os.close(pidfd)
+
+
+def _wait(ranks: Sequence[_Rank], deadline: float | None) -> list[_Rank]:
+    """The ranks that have answered or ended; none when the deadline has passed."""
+    poll = select.poll()
+    for rank in ranks:
+        poll.register(rank.process.connection, select.POLLIN)
+        poll.register(rank.pidfd, select.POLLIN)
+    left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+    ready = {descriptor for descriptor, _ in poll.poll(left)}
+    return [rank for rank in ranks if ready & {rank.process.connection.fileno(), rank.pidfd}]
