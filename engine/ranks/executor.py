@@ -23,6 +23,9 @@ from lowtide.engine.scheduler import SchedulerOutput
 from lowtide.engine.teardown import Teardown
 from lowtide.engine.worker import SLEEPING_TAGS
 
+ENTRY = "lowtide.engine.ranks.rank_process:main"
+"""What runs in the process of each rank."""
+
 STUCK_S = 5.0
 """Seconds that the other ranks get for their answers once one has failed: they may wait for it in a collective."""
 
@@ -104,7 +107,12 @@ class MultiprocExecutor:
         """As `Worker.wake`; where one rank cannot, the others sleep again."""
         undo = messages.UndoWake(list(tags))
         self._all(messages.BeginWake(list(tags)), undo)
-        self._all(messages.EndWake(list(tags)), undo)
+        try:
+            self._all(messages.EndWake(list(tags)))
+        except BaseException as error:
+            # Also on those that failed: all of them are awake.
+            self._undo(undo, self._ranks, error)
+            raise
 
     def reload_weights(self) -> None:
         """As `Worker.reload_weights`; where one rank cannot, the others have their former weights again."""
@@ -137,14 +145,14 @@ class MultiprocExecutor:
         failed = self._exchange(dict(zip(self._ranks, orders, strict=True)))
         if failed:
             error = self._first_error(failed)
-            if undo is not None and self._death is None:
+            if undo is not None:
                 self._undo(undo, [rank for rank in self._ranks if rank not in failed], error)
             raise error
         return [rank.answer for rank in self._ranks]
 
     def _undo(self, order: Order, ranks: Sequence[_Rank], error: BaseException) -> None:
-        undo = Teardown("undoing it on the other ranks")
-        for rank in ranks:
+        undo = Teardown("undoing it on the ranks")
+        for rank in ranks if self._death is None else ():
             undo.run(rank.name, partial(self._one, rank, order))
         undo.finish_into(error)
 
@@ -238,7 +246,7 @@ class _Rank:
         env = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
         # gloo otherwise asks for the address of this host's name, which not every host knows.
         env.setdefault("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
-        self.process = ChildProcess("lowtide.engine.ranks.rank_process:main", f"lowtide::Worker_TP{rank}", env)
+        self.process = ChildProcess(ENTRY, f"lowtide::Worker_TP{rank}", env)
         self.name = f"rank {rank} of {size} (pid {self.process.pid})"
         self.answer = Answer()
         self.pidfd = watch_process(self.process.pid, self.process.name)

@@ -1,0 +1,318 @@
+"""Ranks that fail or are killed at every stage: our error within seconds, all ranks alike after it, nothing left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lowtide.engine import EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
+from lowtide.engine.errors import EngineDeadError
+from tests.engine.failing_rank import failing
+
+if sys.version_info < (3, 11):
+    from exceptiongroup import BaseExceptionGroup, ExceptionGroup
+
+CONFIG = EngineConfig(kv_cache_bytes=1 << 20, tensor_parallel_size=2)
+PROMPTS = ([1, 2, 3], list(range(40)))
+LIMIT_S = 10.0
+
+
+def ranks() -> list[psutil.Process]:
+    """The ranks' processes in the order of ranks."""
+    found = {}
+    for child in psutil.Process().children():
+        environ = child.environ()
+        if environ.get("WORLD_SIZE") == "2":
+            found[environ["RANK"]] = child
+    return [found[rank] for rank in sorted(found)]
+
+
+def files_of(process: psutil.Process) -> set[str]:
+    """What a process has open or mapped in the folders where something could stay."""
+    maps = Path(f"/proc/{process.pid}/maps").read_text().split()
+    opened = [str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
+    return {path for path in (*maps, *opened) if path.startswith(("/dev/shm/", "/tmp/"))}
+
+
+def tokens(engine: LLMEngine) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in engine.generate(PROMPTS, SamplingParams(max_tokens=8))]
+
+
+@contextmanager
+def nothing_stays() -> Iterator[None]:
+    """Every rank that appears meanwhile is gone at the end, with every file that it had in a folder for all."""
+    own = psutil.Process()
+    descriptors = own.num_fds()
+    seen: dict[int, psutil.Process] = {}
+    files: set[str] = set()
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            for child in own.children():
+                seen[child.pid] = child
+                try:
+                    files.update(files_of(child))
+                except (OSError, psutil.Error):
+                    continue  # gone since
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+    assert len(seen) >= 2
+    assert not [child for child in seen.values() if child.is_running()]
+    assert not [path for path in files if Path(path).exists() and "lowtide_" not in path]
+    assert own.num_fds() == descriptors
+
+
+def killed_during(engine: LLMEngine, rank: int, call: Callable[[], object]) -> float:
+    """Makes a call in the middle of which a rank is killed; the seconds until it raised."""
+    victim = ranks()[rank]
+    # Stopped, it cannot have finished its part when the signal comes.
+    victim.suspend()
+    timer = threading.Timer(0.3, victim.kill)
+    timer.start()
+    with pytest.raises((EngineDeadError, ExceptionGroup)) as raised:
+        call()
+    seconds = time.monotonic()
+    error: BaseException = raised.value
+    while isinstance(error, BaseExceptionGroup):
+        (error,) = error.exceptions
+    assert isinstance(error, EngineDeadError)
+    assert f"lowtide::Worker_TP{rank} (pid {victim.pid}) has ended: killed by SIGKILL" in str(error)
+    timer.join()
+    return seconds
+
+
+STAGES: dict[str, tuple[Callable[[LLMEngine], object], Callable[[LLMEngine], object]]] = {
+    "infer": (lambda engine: None, tokens),
+    "sleep": (lambda engine: None, lambda engine: engine.sleep(1)),
+    "asleep, then wake": (lambda engine: engine.sleep(2), lambda engine: engine.wake()),
+    "awake again": (lambda engine: (engine.sleep(1), engine.wake()), tokens),
+    "reload": (lambda engine: None, lambda engine: engine.reload_weights()),
+    "shutdown": (lambda engine: None, lambda engine: engine.shutdown()),
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_is_killed_in_a_call_ends_it_with_our_error(stage: str, rank: int) -> None:
+    before, call = STAGES[stage]
+    with nothing_stays():
+        engine = LLMEngine(CONFIG)
+        engine.create()
+        tokens(engine)
+        before(engine)
+        start = time.monotonic()
+        assert killed_during(engine, rank, lambda: call(engine)) - start < LIMIT_S
+        assert ranks() == []
+        if stage != "shutdown":
+            state = EngineState.ASLEEP if stage.startswith("asleep") else EngineState.RUNNING
+            assert engine.state is state
+            assert engine.memory_mapped() == {}
+            with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+                call(engine)
+        engine.shutdown()
+        assert engine.state is EngineState.CLOSED
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_rank_that_is_killed_between_calls(asleep: bool, rank: int) -> None:
+    with nothing_stays():
+        engine = LLMEngine(CONFIG)
+        engine.create()
+        if asleep:
+            engine.sleep(1)
+        ranks()[rank].kill()
+        start = time.monotonic()
+        with pytest.raises(EngineDeadError, match=f"Worker_TP{rank} .* killed by SIGKILL"):
+            engine.wake() if asleep else tokens(engine)
+        assert time.monotonic() - start < LIMIT_S
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("after_s", [0.05, 0.6, 1.2])
+def test_a_rank_that_is_killed_while_it_is_created(rank: int, after_s: float) -> None:
+    with nothing_stays():
+        engine = LLMEngine(CONFIG)
+
+        def kill() -> None:
+            while len(ranks()) < 2:
+                time.sleep(0.01)
+            time.sleep(after_s)
+            victim = ranks()[rank]
+            victim.suspend()
+            time.sleep(0.3)
+            victim.kill()
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with pytest.raises(EngineDeadError, match=f"Worker_TP{rank} .* has ended"):
+            engine.create()
+        killer.join()
+        assert engine.state is EngineState.NEW
+        assert ranks() == []
+        engine.shutdown()
+
+
+CLIENT = """
+import sys, psutil
+from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
+engine = LLMEngine(EngineConfig(kv_cache_bytes=4 << 20, tensor_parallel_size=2))
+engine.create()
+if sys.argv[1] == "asleep":
+    engine.sleep(1)
+print(*[child.pid for child in psutil.Process().children()], flush=True)
+if sys.argv[1] == "infer":
+    engine.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=200, ignore_eos=True))
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("stage", ["create", "infer", "infer, waiting", "asleep"])
+def test_ranks_end_when_their_engine_is_killed(stage: str) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", CLIENT, stage], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as client:
+        assert client.stdout is not None
+        if stage == "create":
+            children: list[psutil.Process] = []
+            while len(children) < 2:
+                children = psutil.Process(client.pid).children()
+        else:
+            children = [psutil.Process(int(pid)) for pid in client.stdout.readline().split()]
+        children.sort(key=lambda child: child.environ()["RANK"])
+        files = set().union(*map(files_of, children))
+        time.sleep(0.2)
+        if stage == "infer, waiting":
+            children[1].suspend()
+            time.sleep(0.2)
+        client.send_signal(signal.SIGKILL)
+        if stage == "infer, waiting":
+            # It waits in a collective, and must not wait for ever.
+            children[0].wait(LIMIT_S)
+            children[1].resume()
+        _, alive = psutil.wait_procs(children, timeout=LIMIT_S)
+    assert len(children) == 2
+    assert not alive
+    assert not [path for path in files if Path(path).exists() and "lowtide_" not in path]
+
+
+CALLS: dict[str, tuple[Callable[[LLMEngine], object], Callable[[LLMEngine], object]]] = {
+    "PrepareSleep": (lambda engine: None, lambda engine: engine.sleep(1)),
+    "Sleep": (lambda engine: None, lambda engine: engine.sleep(2)),
+    "BeginWake": (lambda engine: engine.sleep(1), lambda engine: engine.wake()),
+    "EndWake": (lambda engine: engine.sleep(1), lambda engine: engine.wake()),
+    "BeginReload": (lambda engine: None, lambda engine: engine.reload_weights()),
+}
+
+
+@pytest.mark.parametrize("order", CALLS)
+def test_what_one_rank_cannot_do_is_undone_on_the_other_and_can_be_done_again(
+    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, call = CALLS[order]
+    failing(1, order, monkeypatch, once_in=tmp_path / "failed", before=True)
+    with LLMEngine(EngineConfig(kv_cache_bytes=1 << 20, tensor_parallel_size=2, poison_pages=True)) as engine:
+        expected = tokens(engine)
+        before(engine)
+        state, mapped = engine.state, engine.memory_mapped()
+        with pytest.raises(OutOfMemoryError, match="no room, as it was asked for") as raised:
+            call(engine)
+        assert any(note.startswith("raised in rank 1 of 2 (pid") for note in raised.value.__notes__)
+        assert engine.state is state
+        assert {**engine.memory_mapped(), "workspace": 0} == {**mapped, "workspace": 0}
+        call(engine)
+        if engine.state is EngineState.ASLEEP:
+            engine.wake()
+        assert tokens(engine) == expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_a_rank_fails_after_the_last_exchange_can_be_made_again(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(rank, "Execute", monkeypatch, once_in=tmp_path / "failed")
+    with LLMEngine(CONFIG) as engine:
+        with pytest.raises(OutOfMemoryError, match="no room"):
+            tokens(engine)
+        again = tokens(engine)
+    with LLMEngine(EngineConfig(kv_cache_bytes=1 << 20)) as single:
+        assert tokens(single) == again
+
+
+def test_a_rank_that_waits_for_one_that_failed_is_killed_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing(0, "Execute", monkeypatch, once_in=tmp_path / "failed", before=True)
+    with nothing_stays():
+        engine = LLMEngine(CONFIG)
+        engine.create()
+        start = time.monotonic()
+        with pytest.raises(OutOfMemoryError, match="no room") as raised:
+            tokens(engine)
+        assert time.monotonic() - start < LIMIT_S
+        assert "rank 1 of 2" in raised.value.__notes__[-1]
+        assert "did not answer within 5 s after rank 0 of 2" in raised.value.__notes__[-1]
+        with pytest.raises(EngineDeadError, match="all ranks were killed: shut the engine down and create another"):
+            tokens(engine)
+        engine.shutdown()
+
+
+def test_a_rank_that_cannot_be_created_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(1, "Create", monkeypatch, once_in=tmp_path / "failed", before=True)
+    with nothing_stays():
+        engine = LLMEngine(CONFIG)
+        start = time.monotonic()
+        with pytest.raises(OutOfMemoryError, match="no room"):
+            engine.create()
+        assert time.monotonic() - start < LIMIT_S
+        assert ranks() == []
+        engine.create()
+        assert len(tokens(engine)) == 2
+        engine.shutdown()
+
+
+def test_an_interrupt_waits_for_the_ranks_and_the_engine_goes_on() -> None:
+    with LLMEngine(CONFIG) as engine:
+        expected = tokens(engine)
+        victim = ranks()[1]
+        victim.suspend()
+        timers = [
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)),
+            threading.Timer(0.8, victim.resume),
+        ]
+        for timer in timers:
+            timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            tokens(engine)
+        for timer in timers:
+            timer.join()
+        assert tokens(engine) == expected
+
+
+def test_errors_of_a_shutdown_come_out_and_the_ranks_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(1, "Shutdown", monkeypatch, once_in=tmp_path / "failed")
+    with nothing_stays():
+        engine = LLMEngine(CONFIG)
+        engine.create()
+        with pytest.raises(ExceptionGroup, match="the worker failed"):
+            engine.shutdown()
+        assert ranks() == []
+        engine.shutdown()
