@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -11,6 +12,7 @@ from lowtide.leakcheck.baseline.readings import to_readings
 from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_each_level
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
 from lowtide.leakcheck.judging.trend import trend_of
+from lowtide.leakcheck.lives.script import Life, asked
 from lowtide.probes.ledger import LedgerBase, base_from
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.outcomes import judged_as
@@ -93,6 +95,15 @@ class LifeRecord:
                 level = (metric.resource, metric.device, metric.unit, metric.what)
                 self.level_of[finding.fingerprint] = level
         self.not_measured.update({item.what: item for item in judgement.not_measured})
+
+    def note_preserved(self, life: Life) -> Mapping[str, Any]:
+        """What a life says must survive a sleep; where it has none of it in this process, the report says so."""
+        preserved = asked(life, "preserved")
+        if not preserved and hasattr(life, "preserved"):
+            what = "contents after a wake"
+            why = "the engine has no tensors in this process; the tokens after a wake are compared"
+            self.not_measured[what] = NotMeasured(what=what, why=why)
+        return preserved
 
     def subject(
         self, failure: str, more_not_measured: Sequence[NotMeasured], used_before: dict[str, set[int]]

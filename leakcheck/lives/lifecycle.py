@@ -205,7 +205,7 @@ class LifecycleRun:
             self._leftovers.stage(name, cycle)
             self._processes.begin_stage(name, cycle)
             if name in self._preserving and name.startswith("sleep"):
-                self._survival.before_sleep(asked(life, "preserved"))
+                self._survival.before_sleep(self._record.note_preserved(life))
             try:
                 tokens, seconds = self._performed(life, name, cycle, before)
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
