@@ -17,6 +17,7 @@ from lowtide.engine.model_executor.cuda_graphs import check_cuda_graphs
 from lowtide.engine.model_executor.weights import WeightSource, create_weight_source
 from lowtide.engine.pages import check_device, open_backend
 from lowtide.engine.ranks.executor import MultiprocExecutor
+from lowtide.engine.ranks.rank_process import rank_devices
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.scheduler import Scheduler
 from lowtide.engine.teardown import Teardown, rolled_back
@@ -120,7 +121,8 @@ class LLMEngine:
             CheckpointError: the checkpoint cannot be used.
         """
         self._plan()
-        check_device(self.config.device)
+        for device in rank_devices(self.config):
+            check_device(device)
 
     def _plan(self) -> _Plan:
         if self.config.cuda_graphs:

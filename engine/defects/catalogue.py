@@ -134,6 +134,16 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 devices=("cuda",),
             ),
             Defect(
+                "rank-keeps",
+                "sglang#28902, NeMo-RL#223",
+                "a sleep does not reach one of two ranks, which keeps its weights and its KV cache",
+                memory.rank_keeps,
+                (("arena", "unknown"),),
+                settings={"tensor_parallel_size": 2},
+                # One card is what most machines have.
+                devices=("cpu",),
+            ),
+            Defect(
                 "worker-keeps-everything",
                 "vllm#38503",
                 "the worker's shutdown drops neither weights nor KV cache, rope table or workspaces",

@@ -21,6 +21,8 @@ from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.pages import Part
 from lowtide.engine.pages.vmm import VmmPages
+from lowtide.engine.ranks import messages
+from lowtide.engine.ranks.executor import MultiprocExecutor
 from lowtide.engine.worker import Worker
 
 LATE_BY = 2.0
@@ -124,6 +126,16 @@ def block_table_moved() -> AbstractContextManager[None]:
         self.model_runner.block_table.create_pointers(self.memory.arena("runtime").allocate)
 
     return replaced(Worker, "wake", wake)
+
+
+def rank_keeps() -> AbstractContextManager[None]:
+    """A sleep reaches all ranks but the last one, which keeps its weights and its KV cache."""
+
+    def sleep(self: MultiprocExecutor, level: int) -> None:
+        failed = self.exchange(dict.fromkeys(self.ranks[:-1], messages.Sleep(level)))
+        assert not failed
+
+    return replaced(MultiprocExecutor, "sleep", sleep)
 
 
 def late_release() -> AbstractContextManager[None]:

@@ -74,6 +74,12 @@ def set_process_name(name: str) -> None:
     except ImportError:
         # The kernel's own name of the main thread, which `ps` and `top` show, needs no package.
         with open("/proc/self/comm", "w") as comm:  # noqa: PTH123 - no new line may be appended
-            comm.write(name[:15])
+            comm.write(_shortened(name))
     else:
         setproctitle(name)
+
+
+def _shortened(name: str) -> str:
+    """A name as the kernel keeps it (TASK_COMM_LEN), with what tells it from its peers: `lowtide::Wo_TP0`."""
+    head, separator, tail = name.rpartition("_")
+    return f"{head[: 15 - len(separator) - len(tail)]}{separator}{tail}"[:15]

@@ -42,6 +42,9 @@ class MultiprocExecutor:
         num_blocks: KV blocks of every rank.
         max_model_len: tokens that one request may span.
 
+    Attributes:
+        ranks: their processes, in order; none after `shutdown`.
+
     Raises:
         OutOfMemoryError: a rank's device or the host has no room; no process is left.
         CheckpointError: the weights cannot be read; likewise.
@@ -52,14 +55,14 @@ class MultiprocExecutor:
 
     def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
         self._size = config.tensor_parallel_size
-        self._ranks: list[_Rank] = []
+        self.ranks: list[Rank] = []
         self._death: EngineDeadError | None = None
         # The ranks find each other in a file that has no name: nothing of it stays, however they end.
         self._store = os.memfd_create("lowtide-ranks")
         path = f"/proc/{os.getpid()}/fd/{self._store}"
         try:
             for rank in range(self._size):
-                self._ranks.append(_Rank(rank, self._size))
+                self.ranks.append(Rank(rank, self._size))
             self._all(
                 [
                     messages.Create(replace(config, device=device), num_blocks, max_model_len, rank, path)
@@ -75,13 +78,13 @@ class MultiprocExecutor:
     @property
     def awake(self) -> bool:
         """Whether weights and KV cache have all their pages, on every rank."""
-        return all(rank.answer.awake for rank in self._ranks)
+        return all(rank.answer.awake for rank in self.ranks)
 
     def memory_mapped(self) -> dict[str, int]:
         """Bytes with pages behind them on all ranks together, by arena tag, as they were after the last call."""
-        if self._death is not None or not self._ranks:
+        if self._death is not None or not self.ranks:
             return {}
-        return {tag: sum(rank.answer.mapped[tag] for rank in self._ranks) for tag in self._ranks[0].answer.mapped}
+        return {tag: sum(rank.answer.mapped[tag] for rank in self.ranks) for tag in self.ranks[0].answer.mapped}
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
         """None: the tensors are in other processes."""
@@ -111,7 +114,7 @@ class MultiprocExecutor:
             self._all(messages.EndWake(list(tags)))
         except BaseException as error:
             # Also on those that failed: all of them are awake.
-            self._undo(undo, self._ranks, error)
+            self._undo(undo, self.ranks, error)
             raise
 
     def reload_weights(self) -> None:
@@ -129,7 +132,7 @@ class MultiprocExecutor:
             ExceptionGroup: the errors of the ranks that failed; the processes are gone all the same.
         """
         teardown = Teardown("shutting the ranks down")
-        if self._ranks and self._death is None:
+        if self.ranks and self._death is None:
             teardown.run("the ranks", partial(self._all, messages.Shutdown()))
         self._end(teardown, END_S)
         teardown.finish()
@@ -142,26 +145,26 @@ class MultiprocExecutor:
             undo: what the ranks that could do it are told when others could not.
         """
         orders = list(order) if isinstance(order, Sequence) else [order] * self._size
-        failed = self._exchange(dict(zip(self._ranks, orders, strict=True)))
+        failed = self.exchange(dict(zip(self.ranks, orders, strict=True)))
         if failed:
             error = self._first_error(failed)
             if undo is not None:
-                self._undo(undo, [rank for rank in self._ranks if rank not in failed], error)
+                self._undo(undo, [rank for rank in self.ranks if rank not in failed], error)
             raise error
-        return [rank.answer for rank in self._ranks]
+        return [rank.answer for rank in self.ranks]
 
-    def _undo(self, order: Order, ranks: Sequence[_Rank], error: BaseException) -> None:
+    def _undo(self, order: Order, ranks: Sequence[Rank], error: BaseException) -> None:
         undo = Teardown("undoing it on the ranks")
         for rank in ranks if self._death is None else ():
             undo.run(rank.name, partial(self._one, rank, order))
         undo.finish_into(error)
 
-    def _one(self, rank: _Rank, order: Order) -> None:
-        failed = self._exchange({rank: order})
+    def _one(self, rank: Rank, order: Order) -> None:
+        failed = self.exchange({rank: order})
         if failed:
             raise self._first_error(failed)
 
-    def _first_error(self, failed: Sequence[_Rank]) -> BaseException:
+    def _first_error(self, failed: Sequence[Rank]) -> BaseException:
         """The error of the first rank that failed; the others' are noted in it."""
         errors = [rank.error() for rank in failed]
         first = errors[0]
@@ -171,7 +174,7 @@ class MultiprocExecutor:
         first.__notes__ = [*getattr(first, "__notes__", ()), *notes]  # type: ignore[attr-defined]
         return first
 
-    def _exchange(self, orders: Mapping[_Rank, Order]) -> list[_Rank]:
+    def exchange(self, orders: Mapping[Rank, Order]) -> list[Rank]:
         """Send orders and wait for all answers; the ranks that failed.
 
         An interrupt waits for the answers too: else the next call would take them for its own.
@@ -185,7 +188,7 @@ class MultiprocExecutor:
             except EngineDeadError as error:
                 raise self._ended(rank) from error
         waiting = list(orders)
-        failed: list[_Rank] = []
+        failed: list[Rank] = []
         deadline: float | None = None
         while waiting:
             try:
@@ -211,35 +214,35 @@ class MultiprocExecutor:
             raise interrupt
         return failed
 
-    def _ended(self, ended: _Rank) -> EngineDeadError:
+    def _ended(self, ended: Rank) -> EngineDeadError:
         """The error for a rank that is gone; the others are killed."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             if rank is not ended:
                 rank.process.end(timeout_s=0.0)
         self._death = ended.process.death()
         return self._death
 
-    def _give_up(self, waiting: Sequence[_Rank], failed: Sequence[_Rank]) -> None:
+    def _give_up(self, waiting: Sequence[Rank], failed: Sequence[Rank]) -> None:
         """Kill all ranks: some have failed or were interrupted, and others wait for them."""
         cause = f"after {failed[0].name} had failed" if failed else "after an interrupt"
         self._death = EngineDeadError(
             f"{', '.join(rank.name for rank in waiting)} did not answer within {STUCK_S:g} s {cause}, and all ranks "
             "were killed: shut the engine down and create another"
         )
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.process.end(timeout_s=0.0)
 
     def _end(self, teardown: Teardown, timeout_s: float = 0.0) -> None:
-        for rank in self._ranks:
+        for rank in self.ranks:
             teardown.run(rank.name, partial(rank.process.end, timeout_s))
             teardown.run(f"the watch on {rank.name}", rank.close)
-        self._ranks = []
+        self.ranks = []
         if self._store >= 0:
             store, self._store = self._store, -1
             os.close(store)
 
 
-class _Rank:
+class Rank:
     """One rank's process, and the last that was heard from it."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -263,7 +266,7 @@ class _Rank:
             os.close(pidfd)
 
 
-def _wait(ranks: Sequence[_Rank], deadline: float | None) -> list[_Rank]:
+def _wait(ranks: Sequence[Rank], deadline: float | None) -> list[Rank]:
     """The ranks that have answered or ended; none when the deadline has passed."""
     poll = select.poll()
     for rank in ranks:

@@ -128,6 +128,8 @@ def _create_worker(order: messages.Create) -> Worker:
 
 def rank_devices(config: EngineConfig) -> list[str]:
     """The device of each rank: the CPU, or the card that the setting names and the next ones."""
+    if config.tensor_parallel_size == 1:
+        return [config.device]
     kind, _, first = config.device.partition(":")
     ranks = range(config.tensor_parallel_size)
     return [kind if kind == "cpu" else f"{kind}:{int(first or 0) + rank}" for rank in ranks]

@@ -39,6 +39,9 @@ def run(
     model: Annotated[Path | None, typer.Option(help="A Hugging Face checkpoint folder instead of a preset.")] = None,
     cycles: Annotated[int, typer.Option(help="Whole lives, one after the other; the first warms libraries up.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of random weights and prompts.")] = 0,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="Ranks that have a part of the model each, in a process of its own each.")
+    ] = 1,
     defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
     twin: Annotated[
         bool, typer.Option("--twin", help="With --defect: the engine that the bug needs, without the bug.")
@@ -72,7 +75,7 @@ def run(
 
     try:
         name = str(model) if model else (preset or Preset.TINY).value
-        code = _run(device, name, cycles, seed, defect, twin, report, known, tenant, calibration)
+        code = _run(device, name, cycles, seed, tensor_parallel_size, defect, twin, report, known, tenant, calibration)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
@@ -84,6 +87,7 @@ def _run(
     model: str,
     cycles: int,
     seed: int,
+    tensor_parallel_size: int,
     defect: str | None,
     twin: bool,
     report: Path | None,
@@ -100,7 +104,7 @@ def _run(
 
     try:
         active = find_defect(defect) if defect is not None else None
-        config, vocab_size = _configure(device, model, seed, active)
+        config, vocab_size = _configure(device, model, seed, tensor_parallel_size, active)
     except EngineError as error:
         refuse(str(error))
     tolerances = load_tolerances(calibration, config.device)
@@ -124,7 +128,9 @@ def _run(
         return live(make_run, report, suppressions)
 
 
-def _configure(device: Device, model: str, seed: int, defect: Defect | None) -> tuple[EngineConfig, int]:
+def _configure(
+    device: Device, model: str, seed: int, tensor_parallel_size: int, defect: Defect | None
+) -> tuple[EngineConfig, int]:
     """The engine's settings and its vocabulary, checked as far as that goes without memory.
 
     Raises:
@@ -133,7 +139,7 @@ def _configure(device: Device, model: str, seed: int, defect: Defect | None) -> 
     from lowtide.engine import EngineConfig, LLMEngine
     from lowtide.engine.config import load_model_config
 
-    config = EngineConfig(model=model, device=device_name(device), seed=seed)
+    config = EngineConfig(model=model, device=device_name(device), seed=seed, tensor_parallel_size=tensor_parallel_size)
     if defect is not None:
         config = defect.configure(config)
     LLMEngine(config).check()

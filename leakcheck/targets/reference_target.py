@@ -112,8 +112,8 @@ class ReferenceTarget:
             if settings.get("cuda_graphs"):
                 # Graphs are captured for one micro-batch.
                 settings["num_micro_batches"] = 1
-            if not settings.get("enable_prefix_caching", True):
-                # A block on the host is found by its prefix alone.
+            if settings.get("tensor_parallel_size", 1) > 1 or not settings.get("enable_prefix_caching", True):
+                # Ranks do not offload, and a block on the host is found by its prefix alone.
                 settings["kv_offload_bytes"] = 0
             self.engine = LLMEngine(EngineConfig(**settings))
         self.engine.create()

@@ -25,6 +25,7 @@ def test_two_ranks_live_as_one_and_leave_no_process() -> None:
     engine.create()
     ranks = [child for child in psutil.Process().children() if child.environ().get("WORLD_SIZE") == "2"]
     assert sorted(child.environ()["RANK"] for child in ranks) == ["0", "1"]
+    assert sorted(child.name() for child in ranks) == ["lowtide::Wo_TP0", "lowtide::Wo_TP1"]
     assert all(child.environ()["LOCAL_RANK"] == child.environ()["RANK"] for child in ranks)
     assert generate(engine, 64) == expected
     # Norms are on both ranks, all else is cut; the KV caches of both hold as many blocks as the one.

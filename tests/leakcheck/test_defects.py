@@ -23,6 +23,7 @@ from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Finding, Remedy, Return, Subject
 
 ON_CPU = [name for name, defect in DEFECTS.items() if "cpu" in defect.devices]
+WITH_RANKS = [name for name, defect in DEFECTS.items() if "tensor_parallel_size" in defect.settings]
 
 
 # Loads what every run loads, once, and makes a process of its own for each.
@@ -84,7 +85,7 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ver
     forking = Forking(tmp_path_factory.mktemp("forking"))
 
     def run_one(defect: Defect, device: str, is_twin: bool) -> Run:
-        return twin if is_twin else real(defect, device, is_twin)
+        return twin if is_twin and defect.name not in WITH_RANKS else real(defect, device, is_twin)
 
     with pytest.MonkeyPatch.context() as patched, closing(forking):
         patched.setattr(module, "_run", run_one)
@@ -93,8 +94,8 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ver
 
 
 def clean_twin() -> Run:
-    """Two lives of an engine with all that any of the bugs needs, and with what makes them show."""
-    defects = [DEFECTS[name] for name in ON_CPU]
+    """Two lives of an engine with all that any of the bugs of one process needs, and with what makes them show."""
+    defects = [DEFECTS[name] for name in ON_CPU if name not in WITH_RANKS]
     config = EngineConfig(**{key: value for defect in defects for key, value in defect.settings.items()})
     make = lambda: ReferenceLife(config, 1024)  # noqa: E731
     with ExitStack() as stack:
@@ -206,6 +207,16 @@ def is_an_arena_half_mapped(findings: tuple[Finding, ...]) -> None:
     assert found.advice == "unmap in wake what it has mapped, where it fails, before its error leaves it"
 
 
+def is_a_rank_that_stays_awake(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.stage) == ("arena", "unknown", "sleep(2)")
+    assert found.holder == "arena 'kv_cache'"
+    assert found.process is not None
+    assert found.process.name == "lowtide::Wo_TP1"
+    # Its KV cache, and its half of the weights.
+    assert found.bytes > (64 << 20) + (2 << 20)
+
+
 EXPECTED: dict[str, Callable[[tuple[Finding, ...]], None]] = {
     "bound-method-cache": is_a_bound_method_in_a_cache,
     "frozen-heap": is_a_frozen_heap,
@@ -216,6 +227,7 @@ EXPECTED: dict[str, Callable[[tuple[Finding, ...]], None]] = {
     "workspace-views": is_a_view_of_an_old_workspace,
     "block-table-contents": is_a_lost_block_table,
     "wake-oom": is_an_arena_half_mapped,
+    "rank-keeps": is_a_rank_that_stays_awake,
     "worker-keeps-everything": is_everything_that_the_engine_holds,
     "undrained-offload": is_blocks_of_an_offload,
     "transport-registration": is_memory_of_a_transport,
@@ -236,8 +248,9 @@ def test_a_defect_is_found_and_named(name: str, verified: dict[str, Verified]) -
     EXPECTED[name](item.bug.subject.findings)
 
 
-def test_without_any_of_the_defects_nothing_is_found(verified: dict[str, Verified]) -> None:
-    twin = verified["frozen-heap"].twin
+@pytest.mark.parametrize("name", ["frozen-heap", *WITH_RANKS])
+def test_without_any_of_the_defects_nothing_is_found(name: str, verified: dict[str, Verified]) -> None:
+    twin = verified[name].twin
     assert twin is not None
     assert twin.subject is not None
     assert (twin.subject.outcome, twin.subject.reason, twin.subject.findings) == ("clean", "", ())
