@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import distributed
-from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]  # torch's stubs leave them out
+from torch.distributed import FileStore, HashStore, PrefixStore  # type: ignore[attr-defined]  # torch's stubs leave them out
 
 from lowtide.engine.errors import EngineError
 
@@ -48,25 +48,49 @@ class ProcessGroup:
             raise EngineError(f"this torch has no {backend} process groups: {hint}")
         self.rank, self.size = (0, 1) if place is None else (place.rank, place.size)
         self._device = device
+        self._backend = backend
+        self._place = place
+        self._num_made = 0
         self._group: distributed.ProcessGroup | None = None
+        self._make()
+
+    def _make(self) -> None:
         try:
-            if place is not None:
-                store = FileStore(place.store, place.size)
-                # A card's communicator is made now, and not by the first step.
-                bound = device if backend == "nccl" else None
-                distributed.init_process_group(
-                    backend, store=store, rank=place.rank, world_size=place.size, device_id=bound
-                )
-                self._group = distributed.group.WORLD
+            if self._place is not None:
+                self._group = self._join(self._place)
             elif distributed.is_initialized():
                 ranks = [distributed.get_rank()]
-                self._group = distributed.new_group(ranks, backend=backend, use_local_synchronization=True)
+                self._group = distributed.new_group(ranks, backend=self._backend, use_local_synchronization=True)
             else:
                 # In this process's memory: no port, no file.
-                distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+                distributed.init_process_group(self._backend, store=HashStore(), rank=0, world_size=1)
                 self._group = distributed.group.WORLD
         except RuntimeError as error:
-            raise EngineError(f"a {backend} process group cannot be made here: {error}") from error
+            raise EngineError(f"a {self._backend} process group cannot be made here: {error}") from error
+
+    def _join(self, place: RankPlace) -> distributed.ProcessGroup | None:
+        # What the ranks told each other to make the last group is still in the file.
+        store = PrefixStore(str(self._num_made), FileStore(place.store, place.size))
+        self._num_made += 1
+        # A card's communicator is made now, and not by the first step.
+        bound = self._device if self._backend == "nccl" else None
+        distributed.init_process_group(
+            self._backend, store=store, rank=place.rank, world_size=place.size, device_id=bound
+        )
+        return distributed.group.WORLD
+
+    def suspend(self) -> None:
+        """Give up what the group holds, NCCL's buffers on a card above all, until `resume`; as `destroy`."""
+        self.destroy()
+
+    def resume(self) -> None:
+        """Make the group again after `suspend`, together with the other ranks; else does nothing.
+
+        Raises:
+            EngineError: torch cannot make it.
+        """
+        if self._group is None:
+            self._make()
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' tensors, in place."""

@@ -221,6 +221,16 @@ class Worker:
         if "weights" in tags and not self._keep_host_copy:
             self.memory.forget_weights()
 
+    def suspend_group(self) -> None:
+        """Give up what the ranks' process group holds, after a sleep."""
+        if self.group is not None:
+            self.group.suspend()
+
+    def resume_group(self) -> None:
+        """Make the ranks' process group again, once all ranks are awake."""
+        if self.group is not None:
+            self.group.resume()
+
     def reload_weights(self) -> None:
         """Fill the weights from where they came.  The present ones are kept on the host until that has worked.
 

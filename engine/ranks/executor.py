@@ -105,12 +105,19 @@ class MultiprocExecutor:
     def sleep(self, level: int) -> None:
         """As `Worker.sleep`; where one rank cannot, the others are awake again."""
         self._all(messages.Sleep(level), messages.BeginWake(list(SLEEPING_TAGS)))
+        self.suspend_groups()
+
+    def suspend_groups(self) -> None:
+        """Give up what the ranks' communicators hold on their cards (vllm#51485: up to 1 GiB of each)."""
+        self._all(messages.SuspendGroup())
 
     def wake(self, tags: Sequence[str]) -> None:
         """As `Worker.wake`; where one rank cannot, the others sleep again."""
         undo = messages.UndoWake(list(tags))
         self._all(messages.BeginWake(list(tags)), undo)
         try:
+            if self.awake:
+                self._all(messages.ResumeGroup())
             self._all(messages.EndWake(list(tags)))
         except BaseException as error:
             # Also on those that failed: all of them are awake.

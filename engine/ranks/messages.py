@@ -94,6 +94,14 @@ class EndWake(msgspec.Struct, frozen=True, tag=True):
     tags: list[str]
 
 
+class SuspendGroup(msgspec.Struct, frozen=True, tag=True):
+    """Give up what the process group holds: all ranks are asleep."""
+
+
+class ResumeGroup(msgspec.Struct, frozen=True, tag=True):
+    """Make the process group again: all ranks are awake, and come to it together."""
+
+
 class BeginReload(msgspec.Struct, frozen=True, tag=True):
     """Fill the weights from where they came."""
 
@@ -119,6 +127,8 @@ Order: TypeAlias = (
     | BeginWake
     | UndoWake
     | EndWake
+    | SuspendGroup
+    | ResumeGroup
     | BeginReload
     | UndoReload
     | EndReload

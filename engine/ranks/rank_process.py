@@ -19,6 +19,9 @@ from lowtide.engine.teardown import release_frames
 from lowtide.engine.worker import Worker
 from lowtide.probes.stages import stage
 
+SLEEP_ORDERS = (messages.PrepareSleep, messages.Sleep, messages.UndoPrepareSleep, messages.SuspendGroup)
+WAKE_ORDERS = (messages.BeginWake, messages.UndoWake, messages.EndWake, messages.ResumeGroup)
+
 
 def main(connection: Connection) -> None:
     """Answer the executor's orders, until it says `Shutdown` or closes the connection."""
@@ -66,10 +69,10 @@ class RankProcess:
         if isinstance(order, messages.Execute):
             with stage("infer"):
                 return worker.execute_model(order)
-        if isinstance(order, messages.PrepareSleep | messages.Sleep | messages.UndoPrepareSleep):
+        if isinstance(order, SLEEP_ORDERS):
             with stage("sleep"):
                 _follow_sleep(worker, order)
-        elif isinstance(order, messages.BeginWake | messages.UndoWake | messages.EndWake):
+        elif isinstance(order, WAKE_ORDERS):
             with stage("wake"):
                 _follow_wake(worker, order)
         elif isinstance(order, messages.Shutdown):
@@ -83,20 +86,28 @@ class RankProcess:
         return {}
 
 
-def _follow_sleep(worker: Worker, order: messages.PrepareSleep | messages.Sleep | messages.UndoPrepareSleep) -> None:
+def _follow_sleep(
+    worker: Worker, order: messages.PrepareSleep | messages.Sleep | messages.UndoPrepareSleep | messages.SuspendGroup
+) -> None:
     if isinstance(order, messages.PrepareSleep):
         worker.prepare_sleep(order.level)
     elif isinstance(order, messages.Sleep):
         worker.sleep(order.level)
+    elif isinstance(order, messages.SuspendGroup):
+        worker.suspend_group()
     else:
         worker.undo_prepare_sleep()
 
 
-def _follow_wake(worker: Worker, order: messages.BeginWake | messages.UndoWake | messages.EndWake) -> None:
+def _follow_wake(
+    worker: Worker, order: messages.BeginWake | messages.UndoWake | messages.EndWake | messages.ResumeGroup
+) -> None:
     if isinstance(order, messages.BeginWake):
         worker.begin_wake(order.tags)
     elif isinstance(order, messages.UndoWake):
         worker.undo_wake(order.tags)
+    elif isinstance(order, messages.ResumeGroup):
+        worker.resume_group()
     else:
         worker.end_wake(order.tags)
 

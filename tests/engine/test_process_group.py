@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import distributed
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's stubs leave it out
 
 from lowtide.engine import EngineConfig, EngineError, LLMEngine, SamplingParams
-from lowtide.engine.process_group import ProcessGroup
+from lowtide.engine.process_group import ProcessGroup, RankPlace
 from lowtide.probes.host.counters import process_groups
 from lowtide.probes.host.readings import read_host
 
@@ -53,6 +54,20 @@ def test_tokens_go_through_it_unchanged() -> None:
     group.broadcast(tokens)
     assert tokens.tolist() == [3, 1, 2]
     group.destroy()
+
+
+def test_ranks_can_suspend_it_and_make_it_again(tmp_path: Path) -> None:
+    group = ProcessGroup(CPU, RankPlace(0, 1, str(tmp_path / "store")))
+    for _ in range(2):
+        assert len(process_groups()) == 1
+        assert group.all_reduce(torch.tensor([2.0])).tolist() == [2.0]
+        assert group.all_gather(torch.tensor([[1.0, 2.0]])).tolist() == [[1.0, 2.0]]
+        group.suspend()
+        assert process_groups() == []
+        group.resume()
+    group.resume()
+    group.destroy()
+    assert process_groups() == []
 
 
 def test_an_engine_samples_through_it(monkeypatch: pytest.MonkeyPatch) -> None:

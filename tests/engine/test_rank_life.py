@@ -25,6 +25,7 @@ def test_two_ranks_live_as_one_and_leave_no_process() -> None:
     engine.create()
     ranks = [child for child in psutil.Process().children() if child.environ().get("WORLD_SIZE") == "2"]
     assert sorted(child.environ()["RANK"] for child in ranks) == ["0", "1"]
+    assert all(child.net_connections("tcp") for child in ranks)
     assert sorted(child.name() for child in ranks) == ["lowtide::Wo_TP0", "lowtide::Wo_TP1"]
     assert all(child.environ()["LOCAL_RANK"] == child.environ()["RANK"] for child in ranks)
     assert generate(engine, 64) == expected
@@ -35,6 +36,8 @@ def test_two_ranks_live_as_one_and_leave_no_process() -> None:
     for level in (1, 2):
         engine.sleep(level)
         assert engine.memory_mapped()["weights"] == engine.memory_mapped()["kv_cache"] == 0
+        # What gloo talks over; on cards, NCCL's buffers go with it.
+        assert not any(child.net_connections("tcp") for child in ranks)
         engine.wake(["weights"])
         assert engine.state is EngineState.ASLEEP
         engine.wake()
