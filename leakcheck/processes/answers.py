@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from lowtide.leakcheck.processes.messages import (
     Begin,
     ExplainAsleep,
@@ -24,6 +26,7 @@ from lowtide.leakcheck.processes.messages import (
     decode_question,
     encode,
 )
+from lowtide.probes.processes.roles import RANK_VARIABLES
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.processes.own_tensors import OwnTensors
@@ -62,9 +65,12 @@ def answer(data: bytes) -> bytes:
 
         named = named_by_arrays(question.finding, question.bytes)
         return encode(Findings(findings=() if named is None else (named,)))
-    if own is None:
-        return encode(Levels(tensors={}, arenas={}, reserved={}, has_torch=False))
-    return encode(own.levels())
+    levels = Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
+    return encode(msgspec.structs.replace(levels, variables=_rank_variables()))
+
+
+def _rank_variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
 
 
 def _trim() -> int:

@@ -26,6 +26,7 @@ from lowtide.leakcheck.processes.messages import (
     encode,
 )
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, role_of
+from lowtide.leakcheck.processes.process_names import describe_process
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import rollup
@@ -52,14 +53,12 @@ class ProcessLevels:
     """What one process held after a stage.
 
     Attributes:
-        pid: its process identifier.
-        name: how a person knows it.
+        process: which it is.
         levels: what it holds.
         cards: what the driver counts for it, by card; None where it does not say.
     """
 
-    pid: int
-    name: str
+    process: ProcessName
     levels: Levels
     cards: Mapping[str, int | None] = field(default_factory=dict)
 
@@ -131,7 +130,7 @@ class EngineProcesses:
         """What each held when it was read last, for a report."""
         return tuple(
             ProcessStage(
-                process=ProcessName(pid=each.pid, name=each.name),
+                process=each.process,
                 tensors=each.levels.tensors,
                 arenas=each.levels.arenas,
                 reserved=each.levels.reserved,
@@ -159,7 +158,7 @@ class EngineProcesses:
         """What appeared in a process in one cycle, or in any, and is there; with its bytes by cycle."""
         asked = [] if pid in self.not_measured else [pid]
         answer = self._each(asked, ExplainLeft(cycle=cycle), Left, EXPLAIN_S).get(pid, Left())
-        placed = [_placed(finding, ProcessName(pid=pid, name=name_of(pid))) for finding in answer.findings]
+        placed = [_placed(finding, describe_process(pid)) for finding in answer.findings]
         return list(zip(placed, answer.by_cycle, strict=True))
 
     def trim(self, pid: int) -> int | None:
@@ -189,9 +188,8 @@ class EngineProcesses:
     def end_stage(self, stage: str) -> None:
         """Read what each holds after a stage."""
         levels = self._each(self._pids(), Read(), Levels, EXPLAIN_S)
-        names = {pid: name_of(pid) for pid in levels}
         cards = self._cards() if levels and self.device != "cpu" else {}
-        self._now = {pid: ProcessLevels(pid, names[pid], levels[pid], cards.get(pid, {})) for pid in sorted(levels)}
+        self._now = {pid: _levels_of(pid, levels[pid], cards.get(pid, {})) for pid in sorted(levels)}
         if not stage.startswith("sleep"):
             self._at_work = self._now
         if stage == "infer":
@@ -200,7 +198,7 @@ class EngineProcesses:
                 host = rollup(pid)
                 if host is not None:
                     private = host.private - self._imported.get(pid, 0)
-                    self._growth.note(ProcessName(pid=pid, name=now.name), private, now.levels.of("cpu"))
+                    self._growth.note(now.process, private, now.levels.of("cpu"))
             self._find_holders()
 
     def _find_holders(self) -> None:
@@ -239,7 +237,7 @@ class EngineProcesses:
         found: list[Finding] = []
         of_inferring = self._each(list(self._now), ExplainAsleep(cycle=cycle, kind=self.kind), Findings, EXPLAIN_S)
         for pid, answer in of_inferring.items():
-            process = ProcessName(pid=pid, name=self._now[pid].name)
+            process = self._now[pid].process
             found += [_placed(finding, process) for finding in answer.findings]
         # On a card each sleep gives up what it keeps on the host.
         if empties or self.kind == "cuda":
@@ -262,13 +260,13 @@ class EngineProcesses:
         if asked_for < LEAST or stays <= asked_for * KEPT_PART:
             return []
         question = ExplainHeld(stage=stage, kind=self.kind)
-        answers = self._each([now.pid], question, Findings, EXPLAIN_S)
-        holders = answers[now.pid].findings if now.pid in answers else ()
+        answers = self._each([now.process.pid], question, Findings, EXPLAIN_S)
+        holders = answers[now.process.pid].findings if now.process.pid in answers else ()
         back = format_bytes(max(0, asked_for - stays))
-        asked = f"{stage} gave back {back} of {format_bytes(asked_for)} that {_who(now)} held at work"
+        asked = f"{stage} gave back {back} of {format_bytes(asked_for)} that {now.process.text} held at work"
         largest = max(holders, key=lambda finding: finding.bytes, default=None)
         mark = fingerprint(
-            resource="tensors", device=self.kind, stage=stage, suspects=("kept asleep", role_of(now.name))
+            resource="tensors", device=self.kind, stage=stage, suspects=("kept asleep", role_of(now.process.name))
         )
         arenas = {
             tag: size
@@ -290,7 +288,7 @@ class EngineProcesses:
                     fingerprint=mark,
                     holder=holder,
                     advice=f"let go of it in {stage}, in that process",
-                    process=ProcessName(pid=now.pid, name=now.name),
+                    process=now.process,
                 )
             ]
         message = f"{asked}; {format_bytes(stays)} stay, the largest held by {largest.holder or 'no name'}"
@@ -303,7 +301,7 @@ class EngineProcesses:
                 message=message,
                 fingerprint=mark,
                 former_fingerprint="",
-                process=ProcessName(pid=now.pid, name=now.name),
+                process=now.process,
                 advice=f"let go of {largest.holder or 'it'} in {stage}, in that process",
             )
         ]
@@ -348,9 +346,12 @@ class EngineProcesses:
             return AgentError(f"the agent of pid {pid} answered something else: {error}")
 
 
-def _who(process: ProcessLevels | ProcessName) -> str:
-    return f"pid {process.pid} ({process.name})"
+def _levels_of(pid: int, levels: Levels, cards: Mapping[str, int | None]) -> ProcessLevels:
+    held = {device for device, size in levels.tensors.items() if size} | levels.arenas.keys()
+    # Each process numbers the cards that it may use from 0; the driver's number is this process's.
+    devices = {*cards, *(device for device in held if device == "cpu" or not cards)}
+    return ProcessLevels(describe_process(pid, variables=levels.variables, devices=devices), levels, cards)
 
 
 def _placed(finding: Finding, process: ProcessName) -> Finding:
-    return msgspec.structs.replace(finding, message=f"{_who(process)}: {finding.message}", process=process)
+    return msgspec.structs.replace(finding, message=f"{process.text}: {finding.message}", process=process)

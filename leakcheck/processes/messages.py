@@ -97,12 +97,14 @@ class Levels(_Message, frozen=True, kw_only=True):
         arenas: mapped by announced arenas, by device and tag.
         reserved: what torch's allocator took from the driver, by device; None where it does not say.
         has_torch: whether the process has imported torch.
+        variables: those of its environment that say its rank, as they are now: an engine may set them in the process.
     """
 
     tensors: dict[str, int]
     arenas: dict[str, dict[str, int]]
     reserved: dict[str, int | None]
     has_torch: bool
+    variables: dict[str, str] = {}
 
     def of(self, kind: str) -> int:
         """Bytes on all devices of a kind, `cpu` or `cuda`: in arenas, and under tensors that lie in none."""

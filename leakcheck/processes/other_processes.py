@@ -16,13 +16,14 @@ import msgspec
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
+from lowtide.leakcheck.processes.process_names import describe_process
 from lowtide.leakcheck.processes.process_turns import HOST, ProcessTurns, growing_tensors, left_by_test
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.process_files import rollup, stat
-from lowtide.probes.host.process_tree import ProcessTree, name_of
+from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.mapped_files import maps_library
 from lowtide.probes.stages import Stage
@@ -208,7 +209,7 @@ class OtherProcesses:
         for pid, turns in owned.levels.items():
             if stat(pid) is None or pid in self._reported:
                 continue
-            process = ProcessName(pid=pid, name=name_of(pid))
+            process = describe_process(pid)
             stage = f"tests with {owner.name}"
             # Before it is asked for more, for which it takes memory itself.
             is_trimmed = not turns.findings(process, stage, {}) or self._trim(pid, turns)
@@ -301,7 +302,7 @@ class OtherProcesses:
     def _left_in(self, pid: int, before: _Outside, now: _Outside) -> list[Finding]:
         """What a test has left in a process that was there before it, and that no fixture owns."""
         self._judged.add(pid)
-        process = ProcessName(pid=pid, name=name_of(pid))
+        process = describe_process(pid)
         # Before it is asked for more, for which it takes memory itself.
         if self._more(before, now, {}):
             now = self._trimmed(pid) or now

@@ -27,14 +27,16 @@ class _Role:
 
     Attributes:
         levels: of each process, in the order in which they were first seen, the levels after its inferences.
+        processes: each of them as it was described last: its device may be known only later.
     """
 
-    levels: dict[ProcessName, list[int]] = field(default_factory=dict)
+    levels: dict[int, list[int]] = field(default_factory=dict)
+    processes: dict[int, ProcessName] = field(default_factory=dict)
 
     @property
     def steps(self) -> dict[ProcessName, list[int]]:
         """What each inference but the first of a process has added to it for good."""
-        return {process: kept_steps(levels) for process, levels in self.levels.items() if len(levels) > 1}
+        return {self.processes[pid]: kept_steps(levels) for pid, levels in self.levels.items() if len(levels) > 1}
 
     def growing(self) -> tuple[ProcessName, list[int]] | None:
         """The process that grows most and its steps; the last one and those of all, if only all together show it.
@@ -69,31 +71,33 @@ class ProcessGrowth:
             tensors: bytes of that under live tensors and in arenas: what stays of them is followed by itself.
         """
         role = self._roles.setdefault(role_of(process.name), _Role())
-        role.levels.setdefault(process, []).append(host - tensors)
+        role.levels.setdefault(process.pid, []).append(host - tensors)
+        role.processes[process.pid] = process
 
     def correct(self, process: ProcessName, host: int, tensors: int) -> None:
         """Another reading after the same inference, as of a heap that was trimmed; as `note`."""
-        self._roles[role_of(process.name)].levels[process][-1] = host - tensors
+        self._roles[role_of(process.name)].levels[process.pid][-1] = host - tensors
 
     @property
     def noted(self) -> Collection[int]:
         """The processes whose level is known."""
-        return {process.pid for role in self._roles.values() for process in role.levels}
+        return {pid for role in self._roles.values() for pid in role.levels}
 
     @property
     def judged(self) -> Collection[int]:
         """The processes of which there were enough turns to say whether they grow."""
         return {
-            process.pid
+            pid
             for role in self._roles.values()
             if sum(map(len, role.steps.values())) >= FEWEST_TURNS
-            for process in role.levels
+            for pid in role.levels
         }
 
     @property
     def suspects(self) -> Collection[ProcessName]:
         """The processes of all names that grow."""
-        return [process for role in self._roles.values() if role.growing() is not None for process in role.levels]
+        growing = [role for role in self._roles.values() if role.growing() is not None]
+        return [process for role in growing for process in role.processes.values()]
 
     def findings(self) -> list[Finding]:
         """One for each name whose processes grow."""
@@ -114,7 +118,7 @@ class ProcessGrowth:
                     device="cpu",
                     stage="infer",
                     message=(
-                        f"pid {process.pid} ({process.name}): host memory that is under no tensor grows by "
+                        f"{process.text}: host memory that is under no tensor grows by "
                         f"{format_bytes(usual)} with each infer, {format_bytes(sum(kept))} in "
                         f"{len(kept)} of {len(steps)} that were not a process's first"
                     ),

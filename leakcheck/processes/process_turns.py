@@ -103,7 +103,7 @@ def _finding(process: ProcessName, key: str, stage: str, size: int, message: str
         count=1,
         device=_device(key),
         stage=stage,
-        message=f"pid {process.pid} ({process.name}): {message}",
+        message=f"{process.text}: {message}",
         fingerprint=fingerprint(resource=resource, device=_device(key), stage=stage, suspects=suspects),
         process=process,
     )
@@ -151,7 +151,7 @@ def growing_tensors(
                 bytes=total,
                 count=len(adding),
                 stage=stage,
-                message=f"pid {process.pid} ({process.name}): {message}{held}",
+                message=f"{process.text}: {message}{held}",
                 fingerprint=fingerprint(
                     resource="tensors",
                     device=finding.device,

@@ -127,6 +127,19 @@ def read_process(pid: int, cards: ByCard = _NO_CARDS) -> ProcessView | None:
     return _zombie(after) if after.state == "Z" and view.status != "zombie" else view
 
 
+def read_role_of(pid: int, variables: Mapping[str, str] = MappingProxyType({})) -> Role:
+    """The part that a process plays; that of an unknown one where it has ended.
+
+    Args:
+        pid: its process identifier.
+        variables: of its environment as it says itself; what it was started with is read here.
+    """
+    process = stat(pid)
+    if process is None:
+        return Role()
+    return _role(process, name_of(pid), command_line(pid).strip(), {**(environment(pid) or {}), **variables})
+
+
 def is_left_by_an_engine(pid: int) -> bool:
     """Whether a process is the orphan of an engine, or of a program that lowtide has watched."""
     process = stat(pid)

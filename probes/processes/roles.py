@@ -35,12 +35,20 @@ class Role:
     world_size: int | None = None
     ranks: Mapping[str, int] = field(default_factory=lambda: _NO_RANKS)
 
+    @property
+    def part(self) -> str:
+        """`vllm worker`; empty if unknown."""
+        return " ".join(filter(None, (self.engine, self.name)))
+
+    @property
+    def dimensions(self) -> str:
+        """Its rank by dimension in one text, as `dp0 tp1`; empty if its title shows none."""
+        return " ".join(f"{name}{rank}" for name, rank in self.ranks.items())
+
     def __str__(self) -> str:
         """`vllm worker, rank 1`; empty where nothing is known."""
-        known = " ".join(filter(None, (self.engine, self.name)))
-        dimensions = " ".join(f"{name}{rank}" for name, rank in self.ranks.items())
-        rank = dimensions or ("" if self.rank is None else str(self.rank))
-        return ", ".join(filter(None, (known, rank and f"rank {rank}")))
+        rank = self.dimensions or ("" if self.rank is None else str(self.rank))
+        return ", ".join(filter(None, (self.part, rank and f"rank {rank}")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,12 @@ _ENVIRONMENT = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS"),
+    # vllm/envs.py, of data-parallel engines that are started one by one.
+    ("VLLM_DP_RANK", "VLLM_DP_RANK_LOCAL", "VLLM_DP_SIZE"),
 )
+
+RANK_VARIABLES = tuple(name for names in _ENVIRONMENT for name in names)
+"""The environment variables that say a process's rank."""
 
 _VLLM_PREFIX = "VLLM_PROCESS_NAME_PREFIX"
 _RANK_IN_TITLE = re.compile(r"_(DP|PP|PCP|TP|DCP|EP)(\d+)(?=_|$)")

@@ -10,10 +10,31 @@ class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class ProcessName(_Record, frozen=True, kw_only=True):
-    """A process of the program's other than the checked one, and how a person knows it."""
+    """A process of the program's other than the checked one, and how a person knows it.
+
+    Attributes:
+        pid: its process identifier.
+        name: its own title (`VLLM::Worker_TP1`), its name in `multiprocessing`, or its command.
+        parent: the process identifier of its parent; None where that is not known.
+        role: its part in an engine, as `vllm worker`; empty if unknown.
+        rank: its rank among all, or in the one dimension that its title shows; None if unknown.
+        ranks: its rank in each dimension that its title shows, as `dp0 tp1`; empty if it shows none.
+        device: where it holds memory, as `cuda:1` or `cpu`; empty if unknown.
+    """
 
     pid: int
     name: str
+    parent: int | None = None
+    role: str = ""
+    rank: int | None = None
+    ranks: str = ""
+    device: str = ""
+
+    @property
+    def text(self) -> str:
+        """`pid 123 (VLLM::Worker_TP1, rank 1)`; without a rank where none is known."""
+        rank = str(self.rank) if self.rank is not None else self.ranks
+        return f"pid {self.pid} ({self.name}{f', rank {rank}' if rank else ''})"
 
 
 class ProcessStage(_Record, frozen=True, kw_only=True):

@@ -111,8 +111,8 @@ def test_on_a_card_the_driver_says_what_a_sleep_has_kept(
     levels = Levels(tensors={"cuda:0": 5000 * MIB}, arenas={}, reserved={"cuda:0": 5000 * MIB}, has_torch=True)
     tree = ProcessTree()
     processes = EngineProcesses(tree, Agents(), "cuda:1", lambda: NoDriver("a test"))
-    before = ProcessLevels(7, "VLLM::EngineCore", levels, {"cuda:0": at_work})
-    now = ProcessLevels(7, "VLLM::EngineCore", levels, {"cuda:0": asleep})
+    before = ProcessLevels(ProcessName(pid=7, name="VLLM::EngineCore"), levels, {"cuda:0": at_work})
+    now = ProcessLevels(ProcessName(pid=7, name="VLLM::EngineCore"), levels, {"cuda:0": asleep})
     findings = processes.kept("sleep(1)", before, now, 0)
     assert [finding.bytes for finding in findings] == ([] if found is None else [found])
     if findings:
