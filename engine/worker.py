@@ -68,6 +68,8 @@ class Worker:
         self._keep_host_copy = config.keep_host_copy
         self.kv_connector: KVConnector | None = None
         self._heap = HeapFreeze()
+        self._is_rank = place is not None
+        self._backend = backend
         self.group: ProcessGroup | None = None
         self.transport: KVTransport | None = None
         dtype = model_config.torch_dtype
@@ -87,7 +89,7 @@ class Worker:
                 self.memory.arena("weights").map_to(self.memory.arena("weights").capacity)
                 ranks = None if place is None else self.group
                 model = LlamaForCausalLM(model_config, self.memory.arena("weights").allocate, rotary, ranks)
-                source.fill(dict(model.named_parameters()))
+                self._fill(model)
             with stage("allocate_kv_cache"):
                 self.memory.arena("kv_cache").map_to(kv_cache_bytes)
                 kv_cache = KVCache(own, num_blocks, config.block_size, self.memory.arena("kv_cache").allocate)
@@ -294,7 +296,13 @@ class Worker:
             teardown.run("the process group", self.group.destroy)
 
     def _reload_weights(self) -> None:
-        self._source.fill(dict(self.model_runner.model.named_parameters()))
+        self._fill(self.model_runner.model)
+
+    def _fill(self, model: LlamaForCausalLM) -> None:
+        self._source.fill(dict(model.named_parameters()))
+        if self._is_rank:
+            # A part is cut from a whole tensor, whose memory torch would keep.
+            self._backend.empty_cache()
 
 
 def _create_memory(
