@@ -27,6 +27,7 @@ from lowtide.leakcheck.processes.messages import (
 )
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, role_of
 from lowtide.leakcheck.processes.process_names import describe_process
+from lowtide.leakcheck.processes.uneven_ranks import RankLevels, explain_uneven_rank, uneven_ranks
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import rollup
@@ -71,6 +72,15 @@ class ProcessLevels:
             return self.levels.of(kind)
         sizes = list(self.cards.values())
         return None if not sizes or None in sizes else sum(size or 0 for size in sizes)
+
+    def arenas(self, kind: str) -> dict[str, int]:
+        """Bytes mapped by announced arenas on the devices of a kind, by tag; without empty ones."""
+        return {
+            tag: size
+            for device, tags in self.levels.arenas.items()
+            for tag, size in tags.items()
+            if size and device.partition(":")[0] == kind
+        }
 
     @property
     def of_libraries(self) -> int:
@@ -239,26 +249,52 @@ class EngineProcesses:
         for pid, answer in of_inferring.items():
             process = self._now[pid].process
             found += [_placed(finding, process) for finding in answer.findings]
+        # What inferring left is reported by itself.
+        left = {pid: sum(finding.bytes for finding in answer.findings) for pid, answer in of_inferring.items()}
+        reported: set[int] = set()
         # On a card each sleep gives up what it keeps on the host.
         if empties or self.kind == "cuda":
             for pid, before in self._at_work.items():
                 now = self._now.get(pid)
-                if now is not None:
-                    # What inferring left is reported by itself.
-                    left = sum(finding.bytes for finding in of_inferring[pid].findings) if pid in of_inferring else 0
-                    found += self.kept(stage, before, now, left)
-        return found
+                kept = [] if now is None else self.kept(stage, before, now, left.get(pid, 0))
+                reported.update([pid] if kept else ())
+                found += kept
+        return [*found, *self._uneven(stage, left, reported)]
+
+    def _uneven(self, stage: str, left: Mapping[int, int], reported: Collection[int]) -> list[Finding]:
+        """The ranks that have kept more than their peers, without those that are reported for what they kept."""
+        levels = []
+        for pid, now in self._now.items():
+            before = self._at_work.get(pid)
+            sizes = None if before is None else self._asked_and_kept(before, now, left.get(pid, 0))
+            if sizes is not None:
+                levels.append(RankLevels(now.process, *sizes, now.arenas(self.kind)))
+
+        def held_by(pid: int) -> Sequence[Finding]:
+            answers = self._each([pid], ExplainHeld(stage=stage, kind=self.kind), Findings, EXPLAIN_S)
+            return answers[pid].findings if pid in answers else ()
+
+        return [
+            explain_uneven_rank(uneven, stage, self.kind, self.device or self.kind, held_by)
+            for uneven in uneven_ranks(levels, self.kind)
+            if uneven.rank.process.pid not in reported
+        ]
+
+    def _asked_and_kept(self, before: ProcessLevels, now: ProcessLevels, left: int) -> tuple[int, int] | None:
+        """Bytes that a sleep asks one process for, and those of them that are there; None where that is not known."""
+        held, holds = before.held(self.kind), now.held(self.kind)
+        if held is None or holds is None:
+            return None
+        # What is reported elsewhere, or is a context's, is neither asked for nor kept.
+        excused = left + (before.of_libraries if self.kind == "cuda" else 0)
+        return held - excused, holds - excused
 
     def kept(self, stage: str, before: ProcessLevels, now: ProcessLevels, left: int) -> list[Finding]:
         """Whether one process has given back less than half of what it held; with the holders of the largest."""
-        held, holds = before.held(self.kind), now.held(self.kind)
-        if held is None or holds is None:
+        sizes = self._asked_and_kept(before, now, left)
+        if sizes is None or sizes[0] < LEAST or sizes[1] <= sizes[0] * KEPT_PART:
             return []
-        excused = left + (before.of_libraries if self.kind == "cuda" else 0)
-        # What is reported elsewhere, or is a context's, is neither asked for nor kept.
-        asked_for, stays = held - excused, holds - excused
-        if asked_for < LEAST or stays <= asked_for * KEPT_PART:
-            return []
+        asked_for, stays = sizes
         question = ExplainHeld(stage=stage, kind=self.kind)
         answers = self._each([now.process.pid], question, Findings, EXPLAIN_S)
         holders = answers[now.process.pid].findings if now.process.pid in answers else ()
@@ -268,12 +304,7 @@ class EngineProcesses:
         mark = fingerprint(
             resource="tensors", device=self.kind, stage=stage, suspects=("kept asleep", role_of(now.process.name))
         )
-        arenas = {
-            tag: size
-            for device, tags in now.levels.arenas.items()
-            for tag, size in tags.items()
-            if size and device.partition(":")[0] == self.kind
-        }
+        arenas = now.arenas(self.kind)
         if largest is None:
             holder = f"arena {max(arenas, key=lambda tag: arenas[tag])!r}" if arenas else None
             return [
