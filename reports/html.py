@@ -19,6 +19,7 @@ from lowtide.reports.finding_lines import (
     trend_text,
 )
 from lowtide.reports.markdown import count_outcomes, not_measured, verdict
+from lowtide.reports.processes.tree_table import tree_tables
 from lowtide.reports.schema import Outcome, Readings, Report, Stage, Subject
 from lowtide.reports.sizes import format_bytes
 
@@ -108,6 +109,8 @@ def render_html(report: Report) -> str:
         advice_text=advice_text,
         growth_title=GROWTH_TITLE,
         growth_head=GROWTH_HEAD,
+        tree_tables=tree_tables,
+        mib=_mib,
         most_rows=MOST_ROWS,
         seconds=lambda subject: sum(stage.seconds for stage in subject.stages),
     )

@@ -21,6 +21,7 @@ from lowtide.reports.finding_lines import (
     terminal_lines,
 )
 from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.processes.tree_table import as_figures, tree_tables
 from lowtide.reports.schema import Finding, Ledger, NotMeasured, Readings, Report, Stage, Subject, TypeGrowth
 from lowtide.reports.sizes import format_bytes
 
@@ -52,6 +53,7 @@ def render_subject(subject: Subject) -> list[RenderableType]:
         last = subject.stages[-1].cycle
         of_last = [stage for stage in subject.stages if stage.cycle == last]
         parts += [ledger_table(last, *ledgers) for ledgers in _ledgers_by_device(of_last)]
+        parts += [as_figures(table) for table in tree_tables(of_last)]
     parts += verdict_lines(subject)
     return parts
 
@@ -84,7 +86,8 @@ def stage_table(stages: Sequence[Stage]) -> FigureTable:
 
 
 def _process_names(stages: Sequence[Stage]) -> list[str]:
-    return list(dict.fromkeys(each.process.name for stage in stages for each in stage.processes))
+    """Of those that held something; a process without tensors is in the table of processes alone."""
+    return list(dict.fromkeys(each.process.name for stage in stages for each in stage.processes if each.bytes))
 
 
 def _process_column(name: str, stages: Sequence[Stage]) -> Column:

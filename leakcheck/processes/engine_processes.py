@@ -27,6 +27,7 @@ from lowtide.leakcheck.processes.messages import (
 )
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, role_of
 from lowtide.leakcheck.processes.process_names import describe_process
+from lowtide.leakcheck.processes.stage_readings import NOTHING_SAID, as_stage, is_shown
 from lowtide.leakcheck.processes.uneven_ranks import RankLevels, explain_uneven_rank, uneven_ranks
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
@@ -57,11 +58,13 @@ class ProcessLevels:
         process: which it is.
         levels: what it holds.
         cards: what the driver counts for it, by card; None where it does not say.
+        host: bytes of host memory that only it has; None where that may not be read.
     """
 
     process: ProcessName
     levels: Levels
     cards: Mapping[str, int | None] = field(default_factory=dict)
+    host: int | None = None
 
     def held(self, kind: str) -> int | None:
         """Bytes on the devices of a kind; None where the driver does not say.
@@ -110,6 +113,7 @@ class EngineProcesses:
     not_measured: dict[int, NotMeasured] = field(default_factory=dict)
     _now: dict[int, ProcessLevels] = field(default_factory=dict)
     _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
+    _silent: list[ProcessLevels] = field(default_factory=list)
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
     _imported: dict[int, int] = field(default_factory=dict)
     _holders: dict[str, tuple[Finding, str]] = field(default_factory=dict)
@@ -137,17 +141,11 @@ class EngineProcesses:
 
     @property
     def readings(self) -> tuple[ProcessStage, ...]:
-        """What each held when it was read last, for a report."""
+        """What each held when it was read last, for a report; those that have not answered as seen from outside."""
         return tuple(
-            ProcessStage(
-                process=each.process,
-                tensors=each.levels.tensors,
-                arenas=each.levels.arenas,
-                reserved=each.levels.reserved,
-                cards=dict(each.cards),
-            )
-            for each in self._now.values()
-            if each.levels.has_torch
+            as_stage(each.process, each.levels, each.host, each.cards)
+            for each in (*self._now.values(), *self._silent)
+            if is_shown(each.levels, each.host, each.cards)
         )
 
     @property
@@ -198,7 +196,9 @@ class EngineProcesses:
     def end_stage(self, stage: str) -> None:
         """Read what each holds after a stage."""
         levels = self._each(self._pids(), Read(), Levels, EXPLAIN_S)
-        cards = self._cards() if levels and self.device != "cpu" else {}
+        family = self.tree.descendants()
+        cards = self._cards() if family and self.device != "cpu" else {}
+        self._silent = [_levels_of(pid, NOTHING_SAID, cards.get(pid, {})) for pid in family if pid not in levels]
         self._now = {pid: _levels_of(pid, levels[pid], cards.get(pid, {})) for pid in sorted(levels)}
         if not stage.startswith("sleep"):
             self._at_work = self._now
@@ -381,7 +381,8 @@ def _levels_of(pid: int, levels: Levels, cards: Mapping[str, int | None]) -> Pro
     held = {device for device, size in levels.tensors.items() if size} | levels.arenas.keys()
     # Each process numbers the cards that it may use from 0; the driver's number is this process's.
     devices = {*cards, *(device for device in held if device == "cpu" or not cards)}
-    return ProcessLevels(describe_process(pid, variables=levels.variables, devices=devices), levels, cards)
+    process, memory = describe_process(pid, variables=levels.variables, devices=devices), rollup(pid)
+    return ProcessLevels(process, levels, cards, None if memory is None else memory.private)
 
 
 def _placed(finding: Finding, process: ProcessName) -> Finding:

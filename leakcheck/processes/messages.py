@@ -97,6 +97,7 @@ class Levels(_Message, frozen=True, kw_only=True):
         arenas: mapped by announced arenas, by device and tag.
         reserved: what torch's allocator took from the driver, by device; None where it does not say.
         has_torch: whether the process has imported torch.
+        resident: bytes of host memory, that is no file's, under tensors and in pools.
         variables: those of its environment that say its rank, as they are now: an engine may set them in the process.
     """
 
@@ -104,6 +105,7 @@ class Levels(_Message, frozen=True, kw_only=True):
     arenas: dict[str, dict[str, int]]
     reserved: dict[str, int | None]
     has_torch: bool
+    resident: int = 0
     variables: dict[str, str] = {}
 
     def of(self, kind: str) -> int:

@@ -14,6 +14,7 @@ from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.probes.device.torch_allocator import read_allocators
+from lowtide.probes.host.readings import resident_in
 from lowtide.probes.memory.ranges import Range, total, without
 from lowtide.probes.memory.tensors import StorageReading, summarize, survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
@@ -117,6 +118,7 @@ class OwnTensors:
             arenas=arenas,
             reserved={each.device: each.reserved for each in allocators},
             has_torch=True,
+            resident=resident_in([*tensors.on("cpu").ranges, *pooled.get("cpu", ())]).anonymous,
         )
 
 

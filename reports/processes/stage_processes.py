@@ -45,6 +45,9 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
         arenas: bytes mapped by announced arenas, by device and tag.
         reserved: bytes that torch's allocator took from the driver, by device; None where it does not say.
         cards: bytes that the driver counts for the process, by device; None where it does not say.
+        host: bytes of host memory that only the process has; None where that may not be read.
+        unexplained: bytes of `host` (as `cpu`) and `cards` that are under no tensor, in no arena and in nothing that
+            torch has reserved: interpreter, libraries, contexts, and what nobody knows of; None where not known.
     """
 
     process: ProcessName
@@ -52,6 +55,8 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
     arenas: dict[str, dict[str, int]]
     reserved: dict[str, int | None]
     cards: dict[str, int | None] = {}
+    host: int | None = None
+    unexplained: dict[str, int | None] = {}
 
     @property
     def bytes(self) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.probes.device.driver.none import NoDriver
+from lowtide.reports.processes.tree_table import tree_tables
 from lowtide.reports.schema import Subject
 
 MIB = 1 << 20
@@ -102,3 +103,13 @@ def test_ranks_that_keep_the_same_part_are_silent(embedding: int) -> None:
     assert subject.findings == ()
     (asleep,) = [stage for stage in subject.stages if stage.name == "sleep(1)"]
     assert [each.process.rank for each in asleep.processes] == [0, 1]
+    for each in asleep.processes:
+        assert each.host is not None
+        unexplained = each.unexplained["cpu"]
+        assert unexplained is not None
+        # What is under tensors is explained; the rest is Python and torch.
+        assert each.host - unexplained >= each.tensors["cpu"]
+        assert 20 * MIB < unexplained < 600 * MIB
+    (table,) = tree_tables(subject.stages)
+    named = [row.name for row in table.rows if row.name.startswith("pid ")]
+    assert [name.partition("(")[2] for name in named] == ["worker-0, rank 0)", "worker-1, rank 1)"]

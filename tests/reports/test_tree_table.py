@@ -1,0 +1,104 @@
+"""The table of an engine's processes: a line per process, what nothing explains, and the sum."""
+
+from __future__ import annotations
+
+from lowtide.reports.html import render_html
+from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
+from lowtide.reports.processes.tree_table import as_figures, tree_tables
+from lowtide.reports.schema import Ledger, LedgerLine, Readings, Stage
+from tests.reports.small_reports import report, subject
+
+MIB = 1 << 20
+
+
+def readings(total: int, unexplained: int) -> Readings:
+    ledger = Ledger(
+        device="cpu",
+        source="rss",
+        total=total * MIB,
+        lines=(LedgerLine(name="interpreter", bytes=(total - unexplained) * MIB),),
+        unexplained=unexplained * MIB,
+    )
+    return Readings(
+        tensors=0,
+        allocated=None,
+        reserved=None,
+        arenas={},
+        pinned=None,
+        host_pools=0,
+        driver=None,
+        rss=total * MIB,
+        frozen_objects=0,
+        cache_bytes=0,
+        threads=1,
+        native_threads=1,
+        processes=0,
+        descriptors=0,
+        shared_memory=0,
+        ledgers=(ledger,),
+    )
+
+
+def held(rank: int, host: int, *, card: int | None = None) -> ProcessStage:
+    """A rank with so many MiB, of which 5 are unexplained on the host and 3 on its card."""
+    device = f"cuda:{rank}"
+    return ProcessStage(
+        process=ProcessName(pid=100 + rank, name=f"VLLM::Worker_TP{rank}", rank=rank),
+        tensors={},
+        arenas={},
+        reserved={},
+        cards={} if card is None else {device: card * MIB},
+        host=host * MIB,
+        unexplained={"cpu": 5 * MIB, **({} if card is None else {device: 3 * MIB})},
+    )
+
+
+def stage(name: str, *processes: ProcessStage, cycle: int = 1) -> Stage:
+    after = readings(200, 2)
+    return Stage(name=name, cycle=cycle, seconds=1.0, before=after, after=after, processes=processes)
+
+
+def test_the_host_has_a_line_per_process_and_the_sum() -> None:
+    stages = [stage("infer", held(0, 100), held(1, 150)), stage("sleep(1)", held(0, 40)), stage("shutdown")]
+    (table,) = tree_tables(stages)
+    sizes = [(row.name, [None if size is None else size // MIB for size in row.sizes]) for row in table.rows]
+    assert sizes == [
+        ("this process", [200, 200, 200]),
+        ("  unexplained", [2, 2, 2]),
+        ("pid 100 (VLLM::Worker_TP0, rank 0)", [100, 40, None]),
+        ("  unexplained", [5, 5, None]),
+        ("pid 101 (VLLM::Worker_TP1, rank 1)", [150, None, None]),
+        ("  unexplained", [5, None, None]),
+        ("all of them", [450, 240, 200]),
+    ]
+    assert (table.device, table.cycle, table.stages) == ("cpu", 1, ("infer", "sleep(1)", "shutdown"))
+    figures = as_figures(table)
+    assert [column.name for column in figures.figures] == ["infer", "sleep(1)", "shutdown"]
+    assert figures.figures[1].cells == ("200.0", "2.0", "40.0", "5.0", "", "", "240.0")
+
+
+def test_each_card_has_a_table_with_the_processes_that_hold_memory_there() -> None:
+    stages = [stage("infer", held(0, 100, card=70), held(1, 100, card=60))]
+    tables = {table.device: table for table in tree_tables(stages)}
+    assert list(tables) == ["cpu", "cuda:0", "cuda:1"]
+    names = [row.name for row in tables["cuda:1"].rows]
+    assert names == ["pid 101 (VLLM::Worker_TP1, rank 1)", "  unexplained", "all of them"]
+    assert [row.sizes[0] for row in tables["cuda:1"].rows] == [60 * MIB, 3 * MIB, 60 * MIB]
+
+
+def test_only_the_last_life_is_shown() -> None:
+    stages = [stage("infer", held(0, 100)), stage("sleep", held(1, 100), cycle=2)]
+    (table,) = tree_tables(stages)
+    assert (table.cycle, table.stages) == (2, ("sleep",))
+    assert "pid 100 (VLLM::Worker_TP0, rank 0)" not in [row.name for row in table.rows]
+
+
+def test_an_engine_in_one_process_has_no_such_table() -> None:
+    assert tree_tables([stage("infer")]) == []
+    assert tree_tables([]) == []
+
+
+def test_the_page_shows_it() -> None:
+    page = render_html(report(subject(stages=(stage("infer", held(1, 150)),))))
+    assert "Processes on cpu, cycle 1 (MiB; this process by RSS, others by private memory)" in page
+    assert "<th>pid 101 (VLLM::Worker_TP1, rank 1)</th><td>150.0</td>" in page
