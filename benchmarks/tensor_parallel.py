@@ -65,6 +65,12 @@ def tokens_of(engine: LLMEngine) -> list[tuple[int, ...]]:
     return [output.token_ids for output in engine.generate(PROMPTS, params)]
 
 
+def common_start(some: tuple[int, ...], others: tuple[int, ...]) -> int:
+    """How many leading tokens are the same."""
+    differing = (index for index, pair in enumerate(zip(some, others, strict=True)) if pair[0] != pair[1])
+    return next(differing, len(some))
+
+
 def live(config: EngineConfig, driver: Driver, cards: int) -> dict[str, Any]:
     """One life with both sleeps; a reading of every rank after each stage."""
     engine = LLMEngine(config)
@@ -130,6 +136,7 @@ def main() -> None:
     parser.add_argument("--preset", default="8b")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--size", type=int, default=2, help="ranks")
+    parser.add_argument("--dtype", help="in place of the model's own; in bfloat16 rounding decides between two tokens")
     parser.add_argument("--kv-cache-bytes", type=int, help="of each rank")
     parser.add_argument("--keep-communicators", action="store_true")
     parser.add_argument("--rank-keeps", action="store_true")
@@ -138,13 +145,13 @@ def main() -> None:
 
     on_cards = args.device != "cpu"
     driver = find_driver()
-    # In float64 on a CPU: the order of additions must not decide between two tokens.
+    # In float64 on a CPU: additions in another order must not decide between two tokens.
     config = EngineConfig(
         model=args.preset,
         device=args.device,
         kv_cache_bytes=args.kv_cache_bytes,
         tensor_parallel_size=args.size,
-        dtype=None if on_cards else "float64",
+        dtype=args.dtype or (None if on_cards else "float64"),
     )
     with switched_on(args.keep_communicators, args.rank_keeps):
         several = live(config, driver, args.size if on_cards else 0)
@@ -155,6 +162,9 @@ def main() -> None:
         sum(own == one for own, one in zip(tokens, expected, strict=True)) / len(expected)
         for tokens in several["tokens"]
     ]
+    alike = [
+        [common_start(own, one) for own, one in zip(tokens, expected, strict=True)] for tokens in several["tokens"]
+    ]
     infers = [stage["seconds"] for stage in several["stages"] if stage["stage"] == "infer"]
     results = {
         "preset": args.preset,
@@ -163,6 +173,7 @@ def main() -> None:
         "rank_keeps": args.rank_keeps,
         "stages": several["stages"],
         "prompts_with_the_tokens_of_one_rank": equal,
+        "leading_tokens_of_one_rank": alike,
         "all_inferences_alike": all(tokens == several["tokens"][0] for tokens in several["tokens"]),
         "tokens_per_second": [len(PROMPTS) * MAX_TOKENS / seconds for seconds in infers],
         "processes_left": several["stages"][-1]["left"],

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from lowtide.engine.config import EngineConfig
-from lowtide.engine.errors import EngineDeadError
+from lowtide.engine.errors import ChannelError, EngineDeadError
 from lowtide.engine.processes.channel import watch_process
 from lowtide.engine.processes.child_process import END_S, ChildProcess
 from lowtide.engine.ranks import messages
@@ -149,20 +149,25 @@ class MultiprocExecutor:
 
         Args:
             order: for all, or one per rank.
-            undo: what the ranks that could do it are told when others could not.
+            undo: what the ranks that could do it are told when others could not; after an interrupt, all of them.
         """
         orders = list(order) if isinstance(order, Sequence) else [order] * self._size
-        failed = self.exchange(dict(zip(self.ranks, orders, strict=True)))
+        try:
+            failed = self.exchange(dict(zip(self.ranks, orders, strict=True)))
+        except KeyboardInterrupt as interrupt:
+            self._undo(undo, self.ranks, interrupt)
+            raise
         if failed:
-            error = self._first_error(failed)
-            if undo is not None:
-                self._undo(undo, [rank for rank in self.ranks if rank not in failed], error)
-            raise error
+            first = self._first_error(failed)
+            self._undo(undo, [rank for rank in self.ranks if rank not in failed], first)
+            raise first
         return [rank.answer for rank in self.ranks]
 
-    def _undo(self, order: Order, ranks: Sequence[Rank], error: BaseException) -> None:
+    def _undo(self, order: Order | None, ranks: Sequence[Rank], error: BaseException) -> None:
+        if order is None or self._death is not None:
+            return
         undo = Teardown("undoing it on the ranks")
-        for rank in ranks if self._death is None else ():
+        for rank in ranks:
             undo.run(rank.name, partial(self._one, rank, order))
         undo.finish_into(error)
 
@@ -188,38 +193,48 @@ class MultiprocExecutor:
         """
         if self._death is not None:
             raise self._death.with_traceback(None)
+        self._send(orders)
         interrupt: KeyboardInterrupt | None = None
-        for rank, order in orders.items():
-            try:
-                rank.process.connection.send(order)
-            except EngineDeadError as error:
-                raise self._ended(rank) from error
         waiting = list(orders)
         failed: list[Rank] = []
         deadline: float | None = None
         while waiting:
             try:
                 ready = _wait(waiting, deadline)
+                if not ready:
+                    self._give_up(_stuck(waiting, failed))
+                    break
+                for rank in ready:
+                    rank.answer = self._answer_of(rank)
+                    waiting.remove(rank)
+                    if rank.answer.error is not None:
+                        failed.append(rank)
+                        deadline = time.monotonic() + STUCK_S
             except KeyboardInterrupt as error:
-                interrupt, ready = error, []
-                deadline = time.monotonic() + STUCK_S
-                continue
-            if not ready:
-                self._give_up(waiting, failed)
-                break
-            for rank in ready:
-                try:
-                    answer: Answer = rank.process.connection.receive(Answer)
-                except EngineDeadError as error:
-                    raise self._ended(rank) from error
-                rank.answer = answer
-                waiting.remove(rank)
-                if answer.error is not None:
-                    failed.append(rank)
-                    deadline = time.monotonic() + STUCK_S
+                interrupt, deadline = error, time.monotonic() + STUCK_S
         if interrupt is not None:
             raise interrupt
         return failed
+
+    def _send(self, orders: Mapping[Rank, Order]) -> None:
+        for rank, order in orders.items():
+            try:
+                rank.process.connection.send(order)
+            except EngineDeadError as error:
+                raise self._ended(rank) from error
+            except BaseException:
+                # Half an order was sent, or not to all.
+                self._give_up("an order could not be sent")
+                raise
+
+    def _answer_of(self, rank: Rank) -> Answer:
+        try:
+            answer: Answer = rank.process.connection.receive(Answer)
+        except EngineDeadError as error:
+            raise self._ended(rank) from error
+        except ChannelError as error:
+            raise self._give_up(str(error)) from error
+        return answer
 
     def _ended(self, ended: Rank) -> EngineDeadError:
         """The error for a rank that is gone; the others are killed."""
@@ -229,15 +244,12 @@ class MultiprocExecutor:
         self._death = ended.process.death()
         return self._death
 
-    def _give_up(self, waiting: Sequence[Rank], failed: Sequence[Rank]) -> None:
-        """Kill all ranks: some have failed or were interrupted, and others wait for them."""
-        cause = f"after {failed[0].name} had failed" if failed else "after an interrupt"
-        self._death = EngineDeadError(
-            f"{', '.join(rank.name for rank in waiting)} did not answer within {STUCK_S:g} s {cause}, and all ranks "
-            "were killed: shut the engine down and create another"
-        )
+    def _give_up(self, why: str) -> EngineDeadError:
+        """Kill all ranks: what they do cannot be known any more, or will never end."""
+        self._death = EngineDeadError(f"{why}, and all ranks were killed: shut the engine down and create another")
         for rank in self.ranks:
             rank.process.end(timeout_s=0.0)
+        return self._death
 
     def _end(self, teardown: Teardown, timeout_s: float = 0.0) -> None:
         for rank in self.ranks:
@@ -282,3 +294,9 @@ def _wait(ranks: Sequence[Rank], deadline: float | None) -> list[Rank]:
     left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
     ready = {descriptor for descriptor, _ in poll.poll(left)}
     return [rank for rank in ranks if ready & {rank.process.connection.fileno(), rank.pidfd}]
+
+
+def _stuck(waiting: Sequence[Rank], failed: Sequence[Rank]) -> str:
+    """Why ranks are waited for no longer: they wait in a collective for one that has failed or was interrupted."""
+    cause = f"after {failed[0].name} had failed" if failed else "after an interrupt"
+    return f"{', '.join(rank.name for rank in waiting)} did not answer within {STUCK_S:g} s {cause}"

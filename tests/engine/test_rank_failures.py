@@ -289,22 +289,64 @@ def test_a_rank_that_cannot_be_created_leaves_none(tmp_path: Path, monkeypatch: 
         engine.shutdown()
 
 
-def test_an_interrupt_waits_for_the_ranks_and_the_engine_goes_on() -> None:
+@contextmanager
+def interrupted(rank: int) -> Iterator[None]:
+    """Ctrl-C while a rank works on what it was told; it goes on half a second later."""
+    victim = ranks()[rank]
+    victim.suspend()
+    timers = [
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)),
+        threading.Timer(0.8, victim.resume),
+    ]
+    for timer in timers:
+        timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        yield
+    for timer in timers:
+        timer.join()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_waits_for_the_ranks_and_the_engine_goes_on(rank: int) -> None:
     with LLMEngine(CONFIG) as engine:
         expected = tokens(engine)
-        victim = ranks()[1]
-        victim.suspend()
-        timers = [
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)),
-            threading.Timer(0.8, victim.resume),
-        ]
-        for timer in timers:
-            timer.start()
+        with interrupted(rank):
+            tokens(engine)
+        assert tokens(engine) == expected
+        with interrupted(rank):
+            engine.sleep(2)
+        assert engine.state is EngineState.RUNNING
+        assert tokens(engine) == expected
+        engine.sleep(1)
+        with interrupted(rank):
+            engine.wake()
+        assert engine.state is EngineState.ASLEEP
+        assert engine.memory_mapped()["weights"] == engine.memory_mapped()["kv_cache"] == 0
+        engine.wake()
+        assert tokens(engine) == expected
+
+
+def test_a_rank_that_does_not_come_back_after_an_interrupt_is_killed() -> None:
+    with nothing_stays():
+        engine = LLMEngine(CONFIG)
+        engine.create()
+        ranks()[1].suspend()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             tokens(engine)
-        for timer in timers:
-            timer.join()
-        assert tokens(engine) == expected
+        with pytest.raises(EngineDeadError, match="did not answer within 5 s after an interrupt, and all ranks were"):
+            tokens(engine)
+        engine.shutdown()
+
+
+def test_a_rank_that_answers_something_else_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with nothing_stays():
+        engine = LLMEngine(CONFIG)
+        engine.create()
+        monkeypatch.setattr("lowtide.engine.ranks.executor.Answer", int)
+        with pytest.raises(EngineDeadError, match="sent a message that does not belong here"):
+            engine.sleep(1)
+        engine.shutdown()
 
 
 def test_errors_of_a_shutdown_come_out_and_the_ranks_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
