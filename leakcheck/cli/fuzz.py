@@ -29,6 +29,9 @@ def fuzz(
         int | None,
         typer.Option(help="The same seed tries the same lives; without one, the life that failed last comes first."),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(help="Ranks of lowtide's own engine, in a process of its own each.")
+    ] = 1,
     defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
     faults: Annotated[
         bool, typer.Option("--faults", help="Instead of random lives: fail every fault point of every stage in turn.")
@@ -47,10 +50,12 @@ def fuzz(
         refuse(f"--jobs {jobs} shares out the points of --faults: add --faults, or leave --jobs out")
     if target is not None and defect is not None:
         refuse("--target and --defect exclude each other: the bugs are in lowtide's own engine")
+    if tensor_parallel_size != 1 and (target is not None or faults):
+        refuse("--tensor-parallel-size is for random lives of lowtide's own engine: leave --target and --faults out")
     if report is not None:
         check_writable(report)
     try:
-        code = _fuzz(target, device, examples, steps, seed, defect, faults, jobs, report)
+        code = _fuzz(target, device, examples, steps, seed, tensor_parallel_size, defect, faults, jobs, report)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted", err=True)
         code = INTERRUPTED
@@ -63,6 +68,7 @@ def _fuzz(
     examples: int,
     steps: int,
     seed: int | None,
+    tensor_parallel_size: int,
     defect: str | None,
     faults: bool,
     jobs: int,
@@ -74,7 +80,9 @@ def _fuzz(
     from lowtide.reports.folder import write_folder
 
     console = find_console()
-    subject, program, reported = _search(target, device, examples, steps, seed, defect, faults, jobs, console)
+    subject, program, reported = _search(
+        target, device, examples, steps, seed, tensor_parallel_size, defect, faults, jobs, console
+    )
     driver = find_driver()
     try:
         written = make_report(subject, driver)
@@ -106,6 +114,7 @@ def _search(
     examples: int,
     steps: int,
     seed: int | None,
+    tensor_parallel_size: int,
     defect: str | None,
     faults: bool,
     jobs: int,
@@ -123,7 +132,8 @@ def _search(
         elif faults and defect is None:
             subjected = checkpoint_target(device_name(device))
         else:
-            subjected = reference_target(device_name(device), find_defect(defect) if defect is not None else None)
+            bug = find_defect(defect) if defect is not None else None
+            subjected = reference_target(device_name(device), bug, tensor_parallel_size)
         if faults:
             return fail_all(subjected, jobs=jobs, console=console)
         return search(subjected, examples=examples, seed=seed, steps=steps, console=console)

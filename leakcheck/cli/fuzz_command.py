@@ -71,24 +71,26 @@ def named_target(name: str) -> Subjected:
     return Subjected(name, factory, Source([imported], attribute), nullcontext())
 
 
-def reference_target(device: str, defect: Defect | None) -> Subjected:
-    """The reference engine, with a historical bug or without.
+def reference_target(device: str, defect: Defect | None, tensor_parallel_size: int = 1) -> Subjected:
+    """The reference engine, with a historical bug or without, with one rank or several.
 
     Raises:
         ConfigError: the bug cannot show on this device.
     """
     imports = ["from lowtide.leakcheck.reference_target import ReferenceTarget"]
+    ranks = {"tensor_parallel_size": tensor_parallel_size} if tensor_parallel_size != 1 else {}
     if defect is None:
-        make = f"lambda: ReferenceTarget({device!r})"
-        factory = lambda: ReferenceTarget(device)  # noqa: E731
+        make = f"lambda: ReferenceTarget({device!r}{f', {ranks!r}' if ranks else ''})"
+        factory = lambda: ReferenceTarget(device, ranks)  # noqa: E731
         return Subjected("reference", factory, Source(imports, make), nullcontext(), thorough=THOROUGH)
     defect.check(device)
     imports.append("from lowtide.engine.defects import DEFECTS")
     known = f"DEFECTS[{defect.name!r}]"
-    make = f"lambda: ReferenceTarget({device!r}, {known}.settings, {known}.prompt_scale)"
+    settings = f"{ranks!r} | {known}.settings" if ranks else f"{known}.settings"
+    make = f"lambda: ReferenceTarget({device!r}, {settings}, {known}.prompt_scale)"
     return Subjected(
         f"reference with {defect.name}",
-        lambda: ReferenceTarget(device, defect.settings, defect.prompt_scale),
+        lambda: ReferenceTarget(device, {**ranks, **defect.settings}, defect.prompt_scale),
         Source(imports, make, f"{known}.activate()"),
         # Not with what makes it show from outside: that is for the search to find.
         defect.activate(),
