@@ -188,6 +188,12 @@ def test_the_dtype_of_the_engine_wins() -> None:
         ({"kv_offload_bytes": -1}, "kv_offload_bytes -1 must be a whole number from 0"),
         ({"kv_offload_bytes": True}, "kv_offload_bytes True must be a whole number from 0"),
         ({"kv_offload_bytes": 1 << 20, "enable_prefix_caching": False}, "kv_offload_bytes needs enable_prefix_caching"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size 0 must be a whole number from 1 to 64"),
+        ({"tensor_parallel_size": 2, "cuda_graphs": True}, "cuda_graphs does not work with tensor_parallel_size above"),
+        (
+            {"tensor_parallel_size": 2, "kv_offload_bytes": 1 << 20},
+            "kv_offload_bytes does not work with tensor_parallel_size above 1: leave one of them off",
+        ),
         ({"cuda_graphs": True, "num_micro_batches": 2}, "cuda_graphs takes a step as one batch.*set it to 1"),
     ],
 )
