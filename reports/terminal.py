@@ -231,16 +231,17 @@ def growth_table(growth: Sequence[TypeGrowth]) -> Table:
 
 
 def _outcome_text(subject: Subject) -> Text:
-    judged = {stage.cycle for stage in subject.stages}
+    cycles = len({stage.cycle for stage in subject.stages})
     known = sum(finding.suppressed_by is not None for finding in subject.findings)
     if subject.outcome == "clean":
         what = "everything that was judged came back" if subject.not_measured else "everything came back"
         but = f" but {known} known finding(s)" if known else ""
-        return Text(f"CLEAN: {len(judged)} cycle(s), {what}{but}", style="bold green")
+        return Text(f"CLEAN: {f'{cycles} cycle(s), ' if cycles else ''}{what}{but}", style="bold green")
     if subject.outcome == "leak":
         also = f", and {known} known" if known else ""
         counted = len(subject.findings) - known
-        return Text(f"LEAK: {counted} finding(s) in {len(judged)} cycle(s){also}", style="bold red")
+        where = f" in {cycles} cycle(s)" if cycles else ""
+        return Text(f"LEAK: {counted} finding(s){where}{also}", style="bold red")
     word = "NOT JUDGED" if subject.outcome == "unsupported" else subject.outcome.upper()
     return Text(f"{word}: nothing can be concluded", style="bold yellow")
 

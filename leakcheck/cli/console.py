@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -18,12 +18,17 @@ WITHOUT_TERMINAL = 100
 """Columns of a table where nobody says how wide the output is shown, as in a log of a CI."""
 
 
-def find_console() -> Console:
-    """Standard output: as wide as its terminal; elsewhere tables take `COLUMNS`, or 100, and prose is not folded."""
-    if sys.stdout.isatty():
-        return Console()
+def find_console(output: TextIO | None = None) -> Console:
+    """Where to print: as wide as its terminal; elsewhere tables take `COLUMNS`, or 100, and prose is not folded.
+
+    Args:
+        output: None for standard output.
+    """
+    if (output or sys.stdout).isatty():
+        return Console(file=output)
     reported = os.environ.get("COLUMNS", "")
-    return Console(width=int(reported) if reported.isdecimal() and int(reported) else WITHOUT_TERMINAL, soft_wrap=True)
+    width = int(reported) if reported.isdecimal() and int(reported) else WITHOUT_TERMINAL
+    return Console(file=output, width=width, soft_wrap=True)
 
 
 def progress_line(console: Console) -> Progress:

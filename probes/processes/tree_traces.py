@@ -1,0 +1,275 @@
+"""What the processes of a tree leave on the host when they have ended: files, sockets, System V memory, card memory.
+
+Nobody can ask a process that has ended, so the tree is looked at while it runs: which processes there were, what they
+mapped and on which sockets they listened.  What was made meanwhile, belongs to this user and is used by no living
+process is taken for the tree's, too: nobody else will remove it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat as modes
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.driver.card_holders import read_card_holders
+from lowtide.probes.host.process_files import has_opened_a_card, lives, stat
+from lowtide.probes.host.process_tree import ProcessTree, name_of
+from lowtide.probes.host.readings import mapped_shared_memory
+from lowtide.probes.processes.outside_view import ByCard, by_process
+from lowtide.probes.processes.shared_memory_files import (
+    SharedMemoryFile,
+    SharedMemoryReading,
+    Undecided,
+    read_shared_memory,
+)
+
+DEEP_S = 1.0
+"""Seconds between two looks at what the processes map and where they listen."""
+
+_CLOCK_S = 0.05
+"""The kernel counts the times of files and of processes in steps of some milliseconds."""
+
+_DEPTH = 3
+_MOST_ENTRIES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SystemVObject:
+    """Shared memory or semaphores of System V, which outlive their makers.
+
+    Attributes:
+        kind: `shm` or `sem`.
+        number: its identifier, as `ipcrm` takes it.
+        bytes: of shared memory; 0 for semaphores.
+        attached: how many processes have it; 0 for semaphores, of which the kernel does not say.
+    """
+
+    kind: str
+    number: int
+    bytes: int
+    attached: int
+
+
+class TreeTraces:
+    """Follows a tree from outside.
+
+    Args:
+        tree: whose processes.
+        driver: reports what they hold on cards.
+        agents: the folder with the sockets of agents, which has one for each Python process that there was; or None.
+        folder: of temporary files.
+    """
+
+    def __init__(
+        self, tree: ProcessTree, driver: Driver, *, agents: Path | None = None, folder: str | None = None
+    ) -> None:
+        self._tree = tree
+        self._driver = driver
+        self._agents = agents
+        self._folder = Path(folder or tempfile.gettempdir())
+        self._began = 0.0
+        self._next_deep = 0.0
+        self._started: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._shared: set[str] = set()
+        self._sockets: set[str] = set()
+        self._with_card: set[int] = set()
+        self._listed: set[int] = set()
+        self._shared_before: frozenset[str] = frozenset()
+        self._files_before: frozenset[str] = frozenset()
+        self._system_v_before: frozenset[tuple[str, int]] = frozenset()
+
+    def start(self) -> None:
+        """What is there now was left before."""
+        self._began = time.time() - _CLOCK_S
+        self._shared_before = frozenset(_names_in(Path("/dev/shm")))
+        self._files_before = frozenset(_names_in(self._folder))
+        self._system_v_before = frozenset((each.kind, each.number) for each in _system_v())
+
+    def look(self) -> None:
+        """Note which processes there are, and now and then what they use."""
+        family = self._tree.descendants()
+        fresh = [pid for pid in family if pid not in self._started]
+        for pid in family:
+            process = stat(pid)
+            if process is not None:
+                self._started[pid] = process.started
+                self._names[pid] = name_of(pid)
+        if fresh or time.monotonic() >= self._next_deep:
+            self._next_deep = time.monotonic() + DEEP_S
+            self._look_deep(family)
+
+    def _look_deep(self, family: list[int]) -> None:
+        self._shared |= mapped_shared_memory(family)
+        for pid in family:
+            self._sockets |= _listening(pid)
+        self._with_card |= {pid for pid in family if has_opened_a_card(pid)}
+        if self._with_card:
+            listed = by_process(read_card_holders(self._driver))
+            self._listed |= listed.keys() & self._started.keys()
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """The processes that there have been, as far as they were seen or had an agent."""
+        named = () if self._agents is None else _names_in(self._agents)
+        with_agent = {int(name.partition(".")[0]) for name in named if name.partition(".")[0].isdecimal()}
+        return frozenset(self._started.keys() | with_agent)
+
+    def name(self, pid: int) -> str:
+        """How a person knew a process; empty if it was not seen while it lived."""
+        return self._names.get(pid, "")
+
+    def on_cards(self) -> dict[int, ByCard]:
+        """What the driver counts for processes of the tree that have ended."""
+        if not self._with_card:
+            return {}
+        listed = by_process(read_card_holders(self._driver))
+        return gone_on_cards(listed, self._started)
+
+    @property
+    def cards_not_measured(self) -> str:
+        """Why it cannot be said what ended processes hold on cards; empty if it can, or none has used a card."""
+        if not self._with_card or self._with_card & self._listed:
+            return ""
+        pid = min(self._with_card)
+        return f"pid {pid} has used a card, and the driver lists no process of that number: {self._why_unlisted()}"
+
+    def _why_unlisted(self) -> str:
+        note = self._driver.read(0).note
+        return note or "it counts in another container's numbers, or the process used no memory there"
+
+    def shared_memory(self) -> tuple[tuple[SharedMemoryFile, ...], tuple[Undecided, ...], str]:
+        """The entries of /dev/shm that the tree has left; those of which it cannot be seen; why none can be read."""
+        reading: SharedMemoryReading = read_shared_memory()
+        dead = tuple(file for file in reading.dead if self._is_ours(file))
+        undecided = tuple(each for each in reading.undecided if self._is_ours(each.file))
+        return dead, undecided, reading.not_measured
+
+    def _is_ours(self, file: SharedMemoryFile) -> bool:
+        name = Path(file.path).name
+        return name not in self._shared_before and (name in self._shared or self._was_made_since(Path(file.path)))
+
+    def files(self) -> list[Path]:
+        """Sockets on which nobody listens any more, and temporary files with the number of an ended process."""
+        bound = _bound_paths()
+        found = [path for path in self._new_sockets() if str(path) not in bound]
+        dead = {str(pid) for pid in self.pids if not self._lives(pid)}
+        for name in set(_names_in(self._folder)) - self._files_before:
+            path = self._folder / name
+            if path not in found and dead & set(re.findall(r"\d+", name)) and self._was_made_since(path):
+                found.append(path)
+        return sorted(found)
+
+    def system_v(self) -> list[SystemVObject]:
+        """New shared memory that no process has attached, and new semaphores, of this user."""
+        return [
+            each for each in _system_v() if (each.kind, each.number) not in self._system_v_before and not each.attached
+        ]
+
+    def _lives(self, pid: int) -> bool:
+        return lives(pid, self._started[pid]) if pid in self._started else stat(pid) is not None
+
+    def _new_sockets(self) -> Iterator[Path]:
+        seen = {Path(path) for path in self._sockets}
+        new = (self._folder / name for name in set(_names_in(self._folder)) - self._files_before)
+        for path in sorted(seen | set(_sockets_below(new))):
+            if _is_socket(path) and self._was_made_since(path):
+                yield path
+
+    def _was_made_since(self, path: Path) -> bool:
+        try:
+            facts = path.lstat()
+        except OSError:  # it is gone by now
+            return False
+        return facts.st_uid == os.geteuid() and facts.st_ctime >= self._began
+
+
+def gone_on_cards(listed: dict[int, ByCard], started: dict[int, int]) -> dict[int, ByCard]:
+    """What the driver counts for processes that have ended.
+
+    Args:
+        listed: what it counts, by process identifier.
+        started: when those processes began that are asked about, in ticks since boot, by process identifier.
+    """
+    return {
+        pid: by_card
+        for pid, by_card in listed.items()
+        if pid in started
+        and not lives(pid, started[pid])
+        and any(size is None or size > 0 for size in by_card.values())
+    }
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return [path.name for path in folder.iterdir()]
+    except OSError:  # it is not there, or not readable
+        return []
+
+
+def _is_socket(path: Path) -> bool:
+    try:
+        return modes.S_ISSOCK(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def _sockets_below(paths: Iterator[Path]) -> Iterator[Path]:
+    """The sockets among some paths and in the folders below them, which may be large: only so deep, and so many."""
+    waiting, looked = [(path, 0) for path in paths], 0
+    while waiting and looked < _MOST_ENTRIES:
+        path, depth = waiting.pop()
+        looked += 1
+        if _is_socket(path):
+            yield path
+        elif depth < _DEPTH and path.is_dir() and not path.is_symlink():
+            waiting += [(path / name, depth + 1) for name in _names_in(path)]
+
+
+def _unix_sockets(pid: int | str) -> Iterator[tuple[str, str]]:
+    """Inode and path of each Unix socket that is bound to a path."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/net/unix").read_text(encoding="utf-8", errors="replace").splitlines()[1:]:
+            # Num RefCount Protocol Flags Type St Inode Path
+            fields = line.split(maxsplit=7)
+            if len(fields) == 8 and fields[7].startswith("/"):
+                yield fields[6], fields[7]
+
+
+def _bound_paths() -> set[str]:
+    return {path for _, path in _unix_sockets("self")}
+
+
+def _listening(pid: int) -> set[str]:
+    """The paths to which a process's Unix sockets are bound."""
+    inodes = set()
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = str(descriptor.readlink())
+                if target.startswith("socket:["):
+                    inodes.add(target[len("socket:[") : -1])
+    return {path for inode, path in _unix_sockets(pid) if inode in inodes} if inodes else set()
+
+
+def _system_v() -> list[SystemVObject]:
+    """This user's shared memory and semaphores (proc_sysvipc(5)); empty on a kernel without them."""
+    found = []
+    for kind in ("shm", "sem"):
+        try:
+            head, *lines = Path("/proc/sysvipc", kind).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            continue
+        for line in lines:
+            fields = dict(zip(head.split(), line.split(), strict=False))
+            if int(fields["uid"]) == os.geteuid():
+                number = int(fields[f"{kind}id"])
+                found.append(SystemVObject(kind, number, int(fields.get("size", 0)), int(fields.get("nattch", 0))))
+    return found

@@ -1,0 +1,262 @@
+"""`lowtide exec`: a command's own streams and status, the signals that it gets, and what its tree leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lowtide.reports.schema import Report, decode
+
+LEFT = "CHILD = subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=-3, stderr=-3)"
+
+
+def command(*words: str, settle: float = 0.3) -> list[str]:
+    return [sys.executable, "-m", "lowtide", "exec", "--settle", str(settle), *words]
+
+
+def execute(*words: str, settle: float = 0.3) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*words, settle=settle), capture_output=True, text=True, timeout=60)
+
+
+def python(code: str) -> list[str]:
+    return ["--", sys.executable, "-c", "import os, socket, subprocess, sys\n" + textwrap.dedent(code)]
+
+
+def judged(code: str, *options: str) -> tuple[int, Report]:
+    done = execute("--json", *options, *python(code))
+    return done.returncode, decode(done.stdout.encode())
+
+
+@pytest.fixture
+def name() -> Iterator[str]:
+    """Of a file; gone afterwards in /dev/shm and among the temporary files."""
+    made = f"lowtide-test-{uuid.uuid4().hex}"
+    yield made
+    for folder in ("/dev/shm", "/tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            Path(folder, made).unlink()
+
+
+def kill_left(report: Report) -> None:
+    for finding in report.subjects[0].findings:
+        if finding.process is not None:
+            os.kill(finding.process.pid, signal.SIGKILL)
+
+
+def test_a_command_that_leaves_nothing_has_its_own_streams_and_status() -> None:
+    done = execute(*python("print('out'); print('err', file=sys.stderr); child = subprocess.run(['true'])"))
+    assert (done.returncode, done.stdout) == (0, "out\n")
+    assert done.stderr.startswith("err\n")
+    assert "CLEAN: everything came back" in done.stderr
+
+
+def test_standard_input_is_the_commands() -> None:
+    done = subprocess.run(command("cat"), input="hello", capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "hello")
+
+
+def test_a_command_that_fails_and_leaves_nothing_keeps_its_status() -> None:
+    status, report = judged("sys.exit(3)")
+    assert status == 3
+    assert (report.subjects[0].outcome, report.subjects[0].reason) == ("clean", "the command ended with exit code 3")
+
+
+def test_options_behind_the_command_are_the_commands() -> None:
+    done = execute("sh", "-c", "echo $0", "--settle")
+    assert (done.returncode, done.stdout) == (0, "--settle\n")
+
+
+def test_an_orphan_is_a_finding_with_its_rank() -> None:
+    waits = "import sys, time; print(1, flush=True); time.sleep(60)"
+    status, report = judged(
+        f"""
+        os.environ["RANK"] = "1"
+        child = subprocess.Popen([sys.executable, "-c", {waits!r}], start_new_session=True, stdout=-1, stderr=-3)
+        child.stdout.readline()
+        os._exit(0)
+        """
+    )
+    kill_left(report)
+    assert status == 1
+    (finding,) = report.subjects[0].findings
+    assert (finding.resource, finding.stage) == ("processes", "end")
+    assert finding.process is not None
+    assert finding.process.rank == 1
+    assert finding.message.startswith(f"{finding.process.text} runs on after the command has ended; it holds ")
+    assert finding.bytes > 1 << 20
+    assert finding.advice is not None
+    assert finding.advice.endswith(f"now: kill {finding.process.pid}")
+
+
+def test_an_orphan_that_ends_in_time_is_none() -> None:
+    done = execute(*python("subprocess.Popen(['sleep', '1'], start_new_session=True); os._exit(0)"), settle=10)
+    assert done.returncode == 0
+
+
+def test_a_file_in_shared_memory_is_a_finding_until_it_is_removed(name: str) -> None:
+    plant = f"open('/dev/shm/{name}', 'wb').write(b'x' * 8192)"
+    status, report = judged(plant)
+    assert status == 1
+    (finding,) = report.subjects[0].findings
+    assert (finding.resource, finding.bytes) == ("shared-memory", 8192)
+    assert f"/dev/shm/{name}" in finding.message
+    # It was there before this one, which is clean.
+    assert judged("pass")[0] == 0
+    assert judged(f"{plant}; os.unlink('/dev/shm/{name}')")[0] == 0
+
+
+def test_a_socket_of_the_dead_is_a_finding_and_a_file_on_purpose_is_none(name: str) -> None:
+    bind = f"server = socket.socket(socket.AF_UNIX); server.bind('/tmp/{name}')"
+    status, report = judged(bind)
+    assert status == 1
+    (finding,) = report.subjects[0].findings
+    assert (finding.resource, finding.message.partition(" ")[0]) == ("temporary-files", f"/tmp/{name}")
+    Path("/tmp", name).unlink()
+    assert judged(f"{bind}; os.unlink('/tmp/{name}')")[0] == 0
+    assert judged(f"open('/tmp/{name}', 'w').write('a result')")[0] == 0
+
+
+def test_a_temporary_file_with_the_number_of_an_ended_process_is_a_finding() -> None:
+    status, report = judged("open(f'/tmp/lowtide-test-{os.getpid()}.lock', 'w')")
+    (finding,) = report.subjects[0].findings
+    path = Path(finding.message.partition(" ")[0])
+    path.unlink()
+    assert (status, finding.resource, path.suffix) == (1, "temporary-files", ".lock")
+
+
+def test_a_semaphore_is_a_finding(name: str) -> None:
+    status, report = judged(
+        f"""
+        import _multiprocessing, ctypes
+        open_ = ctypes.CDLL(None, use_errno=True).sem_open
+        open_(b"/{name}", os.O_CREAT, 0o600, 1)
+        """
+    )
+    left = Path("/dev/shm", f"sem.{name}")
+    left.unlink()
+    (finding,) = report.subjects[0].findings
+    assert (status, finding.resource) == (1, "shared-memory")
+    assert "made by a named semaphore" in finding.message
+
+
+def test_shared_memory_of_system_v_is_a_finding() -> None:
+    status, report = judged("import ctypes; print(ctypes.CDLL(None).shmget(0, 4096, 0o1600))")
+    (finding,) = report.subjects[0].findings
+    assert finding.advice is not None
+    removal = finding.advice.partition("now: ")[2].split()
+    subprocess.run(removal, check=True, stdout=subprocess.DEVNULL)
+    assert (status, removal[:2]) == (1, ["ipcrm", "-m"])
+
+
+def test_a_known_leak_may_stay(tmp_path: Path, name: str) -> None:
+    plant = f"open('/dev/shm/{name}', 'wb').write(b'x')"
+    _, report = judged(plant)
+    Path("/dev/shm", name).unlink()
+    mark = report.subjects[0].findings[0].fingerprint
+    entries = tmp_path / "known.toml"
+    entries.write_text(
+        f'[[suppressions]]\nfingerprint = "{mark}"\nreason = "it is looked at by hand"\nowner = "tests"\n'
+        "expires = 2099-01-01\n"
+    )
+    assert judged(plant, "--suppressions", str(entries))[0] == 0
+
+
+def test_the_report_is_written_and_the_commands_status_is_in_it(tmp_path: Path) -> None:
+    done = execute("--report", str(tmp_path / "out"), *python("sys.exit(4)"))
+    assert done.returncode == 4
+    document = json.loads((tmp_path / "out" / "leakcheck.json").read_text())
+    assert document["subjects"][0]["id"] == f"exec[{Path(sys.executable).name}]"
+    assert "exit code 4" in document["subjects"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "lowtide: there is no command: give one, as in `lowtide exec -- python serve.py`"),
+        (["--", "no-such-program"], "lowtide: no-such-program was not found: give a program of PATH, or a path to one"),
+        (["--", "/tmp"], "lowtide: /tmp cannot be started: Permission denied"),
+        (["--settle", "-1", "true"], "lowtide: --settle -1.0 is not possible: use 0 or more seconds"),
+    ],
+    ids=["none", "not found", "a folder", "settle"],
+)
+def test_bad_input_is_one_line(words: list[str], said: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "lowtide", "exec", *words], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{said}\n")
+
+
+HANDLES = """
+import os, signal, sys, time
+def end(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    sys.exit(7)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, end)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_command_once_and_its_end_is_judged(number: signal.Signals) -> None:
+    running = subprocess.Popen(
+        command("--", sys.executable, "-c", HANDLES),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with running:
+        assert running.stdout is not None
+        running.stdout.readline()
+        running.send_signal(number)
+        out, err = running.communicate(timeout=30)
+    assert (running.returncode, out) == (7, f"got {number.name}\n")
+    assert "CLEAN" in err
+
+
+def test_a_command_that_a_signal_ends_has_the_status_of_shells() -> None:
+    assert judged("os.kill(os.getpid(), 9)")[0] == 128 + 9
+    running = subprocess.Popen(command("sleep", "60"), stderr=subprocess.DEVNULL, start_new_session=True)
+    with running:
+        time.sleep(1.5)
+        running.send_signal(signal.SIGINT)
+        assert running.wait(timeout=30) == 130
+
+
+def test_a_signal_after_the_command_ends_the_waiting() -> None:
+    began = time.monotonic()
+    running = subprocess.Popen(
+        command("--json", *python(f"{LEFT}; print('left', file=sys.stderr, flush=True); os._exit(0)"), settle=60),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with running:
+        assert running.stderr is not None
+        running.stderr.readline()
+        time.sleep(1)
+        running.send_signal(signal.SIGINT)
+        out, _ = running.communicate(timeout=30)
+    report = decode(out.encode())
+    kill_left(report)
+    assert running.returncode == 1
+    assert time.monotonic() - began < 30
+
+
+def test_processes_of_the_command_have_agents_and_the_command_sees_nothing_of_it_afterwards() -> None:
+    done = execute(*python("print(os.environ['LOWTIDE_AGENTS'])"))
+    folder = Path(done.stdout.strip())
+    assert folder.name.startswith("lowtide-agents-")
+    assert not folder.exists()

@@ -1,0 +1,164 @@
+"""What a tree of processes has left at its end: card memory of ended processes, files, and what cannot be seen."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from lowtide.leakcheck.processes.tree_end import EndJudgement, held_by_a_gone
+from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.driver.card_holders import CardHolders
+from lowtide.probes.host.process_files import stat
+from lowtide.probes.host.process_tree import ProcessTree
+from lowtide.probes.processes import tree_traces
+from lowtide.probes.processes.agents import Agents
+from lowtide.probes.processes.shared_memory_files import SharedMemoryFile, SharedMemoryReading, Undecided
+from lowtide.probes.processes.tree_traces import TreeTraces, gone_on_cards
+from lowtide.reports.processes.stage_processes import ProcessName
+
+MIB = 1 << 20
+
+
+class Cards:
+    """Stands for the driver: what it counts on its only card, by process identifier."""
+
+    def __init__(self) -> None:
+        self.listed: dict[int, int | None] = {}
+
+    def read(self, index: int) -> Any:
+        return SimpleNamespace(note="")
+
+    def holders(self, driver: object) -> tuple[CardHolders, ...]:
+        return (CardHolders("cuda:0", None, None, 0, dict(self.listed)),)
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch) -> Cards:
+    cards = Cards()
+    monkeypatch.setattr(tree_traces, "read_card_holders", cards.holders)
+    monkeypatch.setattr(tree_traces, "has_opened_a_card", lambda pid: True)
+    return cards
+
+
+@pytest.fixture
+def tree() -> Iterator[ProcessTree]:
+    tree = ProcessTree()
+    tree.start()
+    yield tree
+    tree.stop()
+
+
+def lived(tree: ProcessTree, cards: Cards, folder: Path, *, listed: bool = True) -> tuple[TreeTraces, int]:
+    """A child that was looked at and has ended; the driver has listed it with 300 MiB."""
+    traces = TreeTraces(tree, cast("Driver", cards), folder=str(folder))
+    traces.start()
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    cards.listed = {child.pid: 300 * MIB} if listed else {}
+    traces.look()
+    child.communicate(b"\n")
+    return traces, child.pid
+
+
+def judged(tree: ProcessTree, traces: TreeTraces, settle: float = 0.1) -> tuple[list[str], list[tuple[str, str]]]:
+    end = EndJudgement(tree, traces, Agents(), settle).judge()
+    return [finding.message for finding in end.findings], [(each.what, each.why) for each in end.not_measured]
+
+
+def test_what_the_driver_counts_for_an_ended_process_is_a_finding(
+    tree: ProcessTree, cards: Cards, tmp_path: Path
+) -> None:
+    traces, pid = lived(tree, cards, tmp_path)
+    (finding,) = EndJudgement(tree, traces, Agents(), 0.1).judge().findings
+    assert (finding.resource, finding.bytes, finding.device) == ("driver", 300 * MIB, "cuda:0")
+    assert finding.message.startswith(f"pid {pid} (")
+    assert finding.message.endswith(" has ended, and the driver counts 300.0 MiB on cuda:0 for it")
+    cards.listed = {}
+    assert judged(tree, traces) == ([], [])
+
+
+def test_a_process_that_the_driver_never_lists_is_not_measured(tree: ProcessTree, cards: Cards, tmp_path: Path) -> None:
+    traces, pid = lived(tree, cards, tmp_path, listed=False)
+    findings, ((what, why),) = judged(tree, traces)
+    assert (findings, what) == ([], "memory of ended processes on cards")
+    assert why.startswith(f"pid {pid} has used a card, and the driver lists no process of that number: ")
+
+
+def test_a_later_process_of_the_same_number_has_ended_not() -> None:
+    own = stat(os.getpid())
+    assert own is not None
+    listed = {os.getpid(): {"cuda:0": MIB}}
+    assert gone_on_cards(listed, {os.getpid(): own.started}) == {}
+    assert gone_on_cards(listed, {os.getpid(): own.started - 1}) == listed
+    # Another program's, and one without memory.
+    assert gone_on_cards(listed, {}) == {}
+    assert gone_on_cards({1 << 30: {"cuda:0": 0}}, {1 << 30: 1}) == {}
+
+
+def test_a_driver_that_does_not_say_how_much_is_reported_without_a_size() -> None:
+    finding = held_by_a_gone(ProcessName(pid=7, name="VLLM::EngineCore"), {"cuda:1": None})
+    assert (finding.bytes, finding.device) == (0, "cuda:1")
+    assert "the driver counts memory on cuda:1 for it" in finding.message
+
+
+def reading(path: str, *, undecided: bool = False, why: str = "") -> SharedMemoryReading:
+    file = SharedMemoryFile(path, "NCCL", MIB, MIB, 0.0, "me", f"rm -- {path}")
+    return SharedMemoryReading(
+        () if undecided else (file,), (Undecided(file, "a reason"),) if undecided else (), 0, why
+    )
+
+
+def test_an_entry_of_which_nobody_knows_is_not_measured(
+    tree: ProcessTree, cards: Cards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traces = TreeTraces(tree, cast("Driver", cards), folder=str(tmp_path))
+    traces.start()
+    path = tmp_path / "nccl-abc123"
+    path.touch()
+    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda: reading(str(path), undecided=True))
+    assert judged(tree, traces) == ([], [(str(path), "a reason")])
+    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda: SharedMemoryReading((), (), 0, "no access"))
+    assert judged(tree, traces) == ([], [("/dev/shm", "no access")])
+    monkeypatch.setattr(tree_traces, "read_shared_memory", lambda: reading(str(path)))
+    (message,), _ = judged(tree, traces)
+    assert message == f"{path} (1.0 MiB, made by NCCL) is left, and no living process uses it"
+
+
+def test_what_was_there_before_is_none(tree: ProcessTree, cards: Cards, tmp_path: Path) -> None:
+    old = tmp_path / "old.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(old))
+    traces, pid = lived(tree, cards, tmp_path)
+    cards.listed = {}
+    assert traces.files() == []
+    folder = tmp_path / "new"
+    folder.mkdir()
+    fresh, numbered = folder / "new.sock", tmp_path / f"core-{pid}.lock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(fresh))
+        # Somebody listens.
+        assert traces.files() == []
+    numbered.touch()
+    (tmp_path / "result.txt").touch()
+    assert traces.files() == sorted([fresh, numbered])
+
+
+def test_the_fingerprint_goes_without_what_is_drawn_anew(tree: ProcessTree, cards: Cards, tmp_path: Path) -> None:
+    marks = set()
+    for name in ("engine-3fa85f64.sock", "engine-0b1d9c77.sock"):
+        traces = TreeTraces(tree, cast("Driver", cards), folder=str(tmp_path))
+        traces.start()
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(tmp_path / name))
+        (finding,) = EndJudgement(tree, traces, Agents(), 0.1).judge().findings
+        assert finding.advice == f"remove it where its process ends; now: rm -- {tmp_path / name}"
+        marks.add(finding.fingerprint)
+        (tmp_path / name).unlink()
+    assert len(marks) == 1
