@@ -52,3 +52,7 @@ class EngineDeadError(EngineError):
 
 class ChannelError(EngineError):
     """Two processes of the engine do not understand each other, or one does not answer in time."""
+
+
+class CollectiveError(EngineError):
+    """A rank could not exchange with the others, because one of them failed; that one's error says why."""

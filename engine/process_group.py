@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 from torch import distributed
 from torch.distributed import FileStore, HashStore, PrefixStore  # type: ignore[attr-defined]  # torch's stubs leave them out
 
-from lowtide.engine.errors import EngineError
+from lowtide.engine.errors import CollectiveError, EngineError
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ class ProcessGroup:
         )
         return distributed.group.WORLD
 
+    def break_off(self) -> None:
+        """Let the other ranks fail that wait for this one in a collective, where that can be done: not with NCCL.
+
+        `suspend` and `resume` on all ranks make the group whole again.
+        """
+        if self._place is not None and self._backend == "gloo":
+            self.destroy()
+
     def suspend(self) -> None:
         """Give up what the group holds, NCCL's buffers on a card above all, until `resume`; as `destroy`."""
         self.destroy()
@@ -93,14 +102,24 @@ class ProcessGroup:
             self._make()
 
     def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, in place."""
-        distributed.all_reduce(partial, group=self._group)
+        """The sum of all ranks' tensors, in place.
+
+        Raises:
+            CollectiveError: another rank has broken off.
+        """
+        with _as_collective_error():
+            distributed.all_reduce(partial, group=self._group)
         return partial
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors, of one shape [N, n], side by side in the order of ranks: [N, size x n]."""
+        """All ranks' tensors, of one shape [N, n], side by side in the order of ranks: [N, size x n].
+
+        Raises:
+            CollectiveError: another rank has broken off.
+        """
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        distributed.all_gather(parts, part.contiguous(), group=self._group)
+        with _as_collective_error():
+            distributed.all_gather(parts, part.contiguous(), group=self._group)
         return torch.cat(parts, dim=-1)
 
     def broadcast(self, tokens: torch.Tensor) -> None:
@@ -119,3 +138,13 @@ class ProcessGroup:
         with suppress(ValueError):  # torch's word for a group that is destroyed already
             distributed.destroy_process_group(self._group)
         self._group = None
+
+
+@contextmanager
+def _as_collective_error() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CollectiveError(f"the ranks cannot exchange: {error}") from error

@@ -223,6 +223,11 @@ class Worker:
         if "weights" in tags and not self._keep_host_copy:
             self.memory.forget_weights()
 
+    def break_off(self) -> None:
+        """After a step that failed: let the ranks fail too that wait for this one in a collective."""
+        if self.group is not None:
+            self.group.break_off()
+
     def suspend_group(self) -> None:
         """Give up what the ranks' process group holds, after a sleep."""
         if self.group is not None:

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from lowtide.engine.config import EngineConfig
-from lowtide.engine.errors import ChannelError, EngineDeadError
+from lowtide.engine.errors import ChannelError, CollectiveError, EngineDeadError
 from lowtide.engine.processes.channel import watch_process
 from lowtide.engine.processes.child_process import END_S, ChildProcess
 from lowtide.engine.ranks import messages
@@ -34,7 +34,7 @@ class MultiprocExecutor:
     """One process per rank, and all of them as one worker; has the methods of `Worker` that the engine calls.
 
     An order that a rank fails is undone on the others, and the rank's error is raised.  When a rank ends without being
-    asked to, or waits in a collective for one that failed, all are killed: from then on every call raises
+    asked to, or waits for one that failed and cannot be broken off, all are killed: from then on every call raises
     `EngineDeadError`, and only `shutdown` is of use.
 
     Args:
@@ -95,8 +95,20 @@ class MultiprocExecutor:
         return {}
 
     def execute_model(self, output: SchedulerOutput) -> dict[str, int]:
-        """Compute one step; the next token by request id, as rank 0 has sampled it."""
-        return self._all(messages.step_message(output))[0].tokens
+        """Compute one step; the next token by request id, as rank 0 has sampled it.
+
+        Where one rank fails, the others' collectives are broken off and the group is made anew, so that the step can
+        be made again. NCCL's collectives cannot be broken off: then all ranks are killed.
+        """
+        try:
+            return self._all(messages.step_message(output))[0].tokens
+        except BaseException as error:
+            if self._death is None:
+                undo = Teardown("the step")
+                undo.run("giving the ranks' group up", partial(self._all, messages.SuspendGroup()))
+                undo.run("making it again", partial(self._all, messages.ResumeGroup()))
+                undo.finish_into(error)
+            raise
 
     def prepare_sleep(self, level: int) -> None:
         """As `Worker.prepare_sleep`, on all ranks or on none."""
@@ -177,10 +189,11 @@ class MultiprocExecutor:
             raise self._first_error(failed)
 
     def _first_error(self, failed: Sequence[Rank]) -> BaseException:
-        """The error of the first rank that failed; the others' are noted in it."""
+        """The error of the first rank that failed by itself; the others' are noted in it."""
         errors = [rank.error() for rank in failed]
-        first = errors[0]
-        notes = [f"{rank.name} failed too: {other!r}" for rank, other in zip(failed[1:], errors[1:], strict=True)]
+        first = min(errors, key=lambda error: isinstance(error, CollectiveError))
+        others = [(rank, error) for rank, error in zip(failed, errors, strict=True) if error is not first]
+        notes = [f"{rank.name} failed too: {error!r}" for rank, error in others]
         if self._death is not None:
             notes.append(str(self._death))
         first.__notes__ = [*getattr(first, "__notes__", ()), *notes]  # type: ignore[attr-defined]

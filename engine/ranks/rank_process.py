@@ -15,7 +15,7 @@ from lowtide.engine.processes.channel import Connection
 from lowtide.engine.ranks import messages
 from lowtide.engine.ranks.messages import Answer, Order
 from lowtide.engine.ranks.remote_errors import describe_error
-from lowtide.engine.teardown import release_frames
+from lowtide.engine.teardown import Teardown, release_frames
 from lowtide.engine.worker import Worker
 from lowtide.probes.stages import stage
 
@@ -68,7 +68,7 @@ class RankProcess:
             raise EngineStateError(type(order).__name__, "not created", ("create", "shutdown"))
         if isinstance(order, messages.Execute):
             with stage("infer"):
-                return worker.execute_model(order)
+                return _execute(worker, order)
         if isinstance(order, SLEEP_ORDERS):
             with stage("sleep"):
                 _follow_sleep(worker, order)
@@ -84,6 +84,16 @@ class RankProcess:
             with stage("reload_weights"):
                 _follow_reload(worker, order)
         return {}
+
+
+def _execute(worker: Worker, order: messages.Execute) -> dict[str, int]:
+    try:
+        return worker.execute_model(order)
+    except BaseException as error:
+        undo = Teardown("the step")
+        undo.run("breaking the collectives off", worker.break_off)
+        undo.finish_into(error)
+        raise
 
 
 def _follow_sleep(

@@ -9,31 +9,54 @@ from typing import Any
 import pytest
 
 from lowtide.engine.errors import OutOfMemoryError
+from lowtide.engine.process_group import ProcessGroup
 from lowtide.engine.processes.channel import Connection
 from lowtide.engine.ranks import rank_process
 from lowtide.engine.ranks.rank_process import RankProcess
+from lowtide.engine.worker import Worker
 
 VARIABLE = "LOWTIDE_TEST_FAILS"
 
 
-def failing(rank: int, order: str, monkeypatch: pytest.MonkeyPatch, *, once_in: Path, before: bool = False) -> None:
-    """The first order of a kind fails on one rank, of engines that are created from here on."""
-    monkeypatch.setenv(VARIABLE, f"{rank} {order} {'before' if before else 'after'} {once_in}")
+def failing(
+    rank: int,
+    order: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    once_in: Path,
+    before: bool = False,
+    as_nccl: bool = False,
+) -> None:
+    """The first order of a kind fails on one rank, of engines that are created from here on.
+
+    With `as_nccl` no collective can be broken off.
+    """
+    when = "before" if before else "after"
+    monkeypatch.setenv(VARIABLE, f"{rank} {order} {when} {'nccl' if as_nccl else 'gloo'} {once_in}")
     monkeypatch.setattr("lowtide.engine.ranks.executor.ENTRY", f"{__name__}:main")
 
 
 def main(connection: Connection) -> None:
-    rank, failing_order, when, once_in = os.environ[VARIABLE].split(" ", 3)
-    follow = RankProcess._follow
+    rank, failing_order, when, backend, once_in = os.environ[VARIABLE].split(" ", 4)
     done = Path(once_in)
 
-    def follow_or_fail(self: RankProcess, order: Any) -> dict[str, int]:
-        if os.environ["RANK"] != rank or type(order).__name__ != failing_order or done.exists():
-            return follow(self, order)
-        done.touch()
-        if when == "after":
-            follow(self, order)
-        raise OutOfMemoryError("no room, as it was asked for")
+    def or_fail(owner: Any, name: str, kind: str | None) -> None:
+        call = getattr(owner, name)
 
-    RankProcess._follow = follow_or_fail  # type: ignore[method-assign]
+        def call_or_fail(self: Any, order: Any) -> Any:
+            if os.environ["RANK"] != rank or (kind or type(order).__name__) != failing_order or done.exists():
+                return call(self, order)
+            done.touch()
+            if when == "after":
+                call(self, order)
+            raise OutOfMemoryError("no room, as it was asked for")
+
+        setattr(owner, name, call_or_fail)
+
+    if failing_order == "Execute":
+        or_fail(Worker, "execute_model", "Execute")
+    else:
+        or_fail(RankProcess, "_follow", None)
+    if backend == "nccl":
+        ProcessGroup.break_off = lambda self: None  # type: ignore[method-assign]
     rank_process.main(connection)

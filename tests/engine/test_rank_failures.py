@@ -244,23 +244,32 @@ def test_what_one_rank_cannot_do_is_undone_on_the_other_and_can_be_done_again(
         assert tokens(engine) == expected
 
 
+@pytest.mark.parametrize("before", [False, True], ids=["after its part", "before its part"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_step_that_a_rank_fails_after_the_last_exchange_can_be_made_again(
-    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_step_that_one_rank_fails_can_be_made_again(
+    rank: int, before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(rank, "Execute", monkeypatch, once_in=tmp_path / "failed")
+    failing(rank, "Execute", monkeypatch, once_in=tmp_path / "failed", before=before)
     with LLMEngine(CONFIG) as engine:
-        with pytest.raises(OutOfMemoryError, match="no room"):
+        start = time.monotonic()
+        with pytest.raises(OutOfMemoryError, match="no room") as raised:
             tokens(engine)
+        assert time.monotonic() - start < 2.0
+        assert any(f"raised in rank {rank} of 2" in note for note in raised.value.__notes__)
+        others = [note for note in raised.value.__notes__ if "failed too: CollectiveError" in note]
+        assert [f"rank {1 - rank} of 2" in note for note in others] == [True] * before
         again = tokens(engine)
+        engine.sleep(2)
+        engine.wake()
+        assert tokens(engine) == again
     with LLMEngine(EngineConfig(kv_cache_bytes=1 << 20)) as single:
         assert tokens(single) == again
 
 
-def test_a_rank_that_waits_for_one_that_failed_is_killed_with_it(
+def test_a_rank_that_waits_for_one_that_failed_and_cannot_be_broken_off_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing(0, "Execute", monkeypatch, once_in=tmp_path / "failed", before=True)
+    failing(0, "Execute", monkeypatch, once_in=tmp_path / "failed", before=True, as_nccl=True)
     with nothing_stays():
         engine = LLMEngine(CONFIG)
         engine.create()
