@@ -14,16 +14,21 @@ from lowtide import old_names
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.watching.check import LeakCheck
+    from lowtide.probes.processes.agents import agent_environment
     from lowtide.probes.stages import stage
 
 __version__ = "0.1.0"
 
-__all__ = ["LeakCheck", "__version__", "stage"]
+__all__ = ["LeakCheck", "__version__", "agent_environment", "stage"]
 
 
 old_names.install()
 
-_HOMES = {"LeakCheck": "lowtide.leakcheck.watching.check", "stage": "lowtide.probes.stages"}
+_HOMES = {
+    "LeakCheck": "lowtide.leakcheck.watching.check",
+    "agent_environment": "lowtide.probes.processes.agents",
+    "stage": "lowtide.probes.stages",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -275,6 +275,12 @@ EXEMPTIONS: tuple[Exemption, ...] = (
     ),
     Exemption(
         "processes",
+        "Ray's idle workers",
+        "Ray starts workers ahead of time and keeps them for the next task; they end with their node",
+        _runs("ray::IDLE"),
+    ),
+    Exemption(
+        "processes",
         "a child that has ended",
         "only its exit code is left, until somebody asks for it",
         _each(_has_ended),

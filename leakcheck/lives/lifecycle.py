@@ -306,6 +306,7 @@ class LifecycleRun:
         self._keep_snapshot(cycle, "shutdown", leaves=self._judgement.leaves(cycle, baseline, steps))
         self._record.stages.append(Lived("shutdown", cycle, seconds, before, steps[0].reading))
         self._judgement(getattr(life, "engine", life), cycle, baseline, steps, failed=bool(self._failure))
+        self._record.findings += self._processes.ended.findings()
 
     def _keep_snapshot(self, cycle: int, stage: str, *, leaves: bool) -> None:
         """Before anything is done about what stays: after the remedies it would not be in it."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.processes.ended_holders import EndedHolders
 from lowtide.leakcheck.processes.messages import (
     Begin,
     ExplainAsleep,
@@ -104,6 +105,7 @@ class EngineProcesses:
         device: where the engine keeps its memory: "cpu" or "cuda:N"; None: on cards if any process has one.
         driver: whom to ask for what each holds on cards; None: nobody.
         not_measured: who did not answer, and why, by process.
+        ended: those that have held memory on a card, for when they have ended.
     """
 
     tree: ProcessTree
@@ -111,12 +113,17 @@ class EngineProcesses:
     device: str | None
     driver: Callable[[], Driver] | None
     not_measured: dict[int, NotMeasured] = field(default_factory=dict)
+    ended: EndedHolders = field(default_factory=lambda: EndedHolders(None))
     _now: dict[int, ProcessLevels] = field(default_factory=dict)
     _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
     _silent: list[ProcessLevels] = field(default_factory=list)
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
     _imported: dict[int, int] = field(default_factory=dict)
     _holders: dict[str, tuple[Finding, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Ask the same driver about those that have ended."""
+        self.ended.driver = self.driver
 
     @property
     def kind(self) -> str:
@@ -198,6 +205,8 @@ class EngineProcesses:
         levels = self._each(self._pids(), Read(), Levels, EXPLAIN_S)
         family = self.tree.descendants()
         cards = self._cards() if family and self.device != "cpu" else {}
+        for pid in cards.keys() & set(family):
+            self.ended.note(pid)
         self._silent = [_levels_of(pid, NOTHING_SAID, cards.get(pid, {})) for pid in family if pid not in levels]
         self._now = {pid: _levels_of(pid, levels[pid], cards.get(pid, {})) for pid in sorted(levels)}
         if not stage.startswith("sleep"):
@@ -347,6 +356,7 @@ class EngineProcesses:
 
     def _pids(self) -> list[int]:
         """Whom to ask; not again who has not answered once: the engine would wait at each stage."""
+        self.tree.adopt(self.agents.elsewhere(self.tree.descendants()))
         return [pid for pid in self.tree.descendants() if pid not in self.not_measured and self.agents.has_agent(pid)]
 
     def _each(self, pids: Sequence[int], question: Question, kind: type[_Answer], limit: float) -> dict[int, _Answer]:

@@ -15,6 +15,7 @@ import msgspec
 
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
+from lowtide.leakcheck.processes.ended_holders import EndedHolders
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_names import describe_process
 from lowtide.leakcheck.processes.process_turns import HOST, ProcessTurns, growing_tensors, left_by_test
@@ -85,7 +86,8 @@ class OtherProcesses:
         self._tolerance = tolerance
         self._unmeasured = UnmeasuredProcesses(tree, driver)
         self._agents = Agents()
-        self._engine = EngineProcesses(tree, self._agents, None, driver)
+        self._ended = EndedHolders(driver)
+        self._engine = EngineProcesses(tree, self._agents, None, driver, ended=self._ended)
         self._is_marked = False
         self._turn = 0
         self._before: dict[int, _Outside] = {}
@@ -115,8 +117,10 @@ class OtherProcesses:
         self._turn += 1
         self._is_marked = False
         self._forget_dead(now)
+        if self._asks:
+            self._tree.adopt(self._agents.elsewhere(self._tree.descendants()))
         silent = {pid: why for pid, why in self._engine.not_measured.items() if stat(pid) is not None}
-        self._engine = EngineProcesses(self._tree, self._agents, None, self._driver, silent)
+        self._engine = EngineProcesses(self._tree, self._agents, None, self._driver, silent, self._ended)
         self._found, self._unexplained, self._before = [], [], {}
         if self._asks and now.items["processes"]:
             self.follow()
@@ -142,6 +146,8 @@ class OtherProcesses:
     def look(self, *, always: bool = False, now: Counters | None = None) -> None:
         """See `UnmeasuredProcesses.look`."""
         self._unmeasured.look(always=always, now=now)
+        for process in self._unmeasured.on_cards if self._asks else ():
+            self._ended.note(process)
 
     def is_reported(self, pids: Iterable[int]) -> None:
         """These processes are findings: what they and their children hold is not reported again."""
@@ -195,7 +201,7 @@ class OtherProcesses:
         for pid in stayed:
             if pid not in owned:
                 self._found += self._left_in(pid, self._before[pid], now[pid])
-        found = (*self._found, *self._engine.findings_at_end())
+        found = (*self._found, *self._engine.findings_at_end(), *self._ended.findings())
         self._found = []
         return found
 
@@ -350,6 +356,8 @@ class OtherProcesses:
         for pid in pids:
             process, memory = stat(pid), rollup(pid)
             if process is not None:
+                if cards.get(pid):
+                    self._ended.note(pid)
                 private = None if memory is None else memory.private
                 found[pid] = _Outside(process.started, private, cards.get(pid, {}))
         return found

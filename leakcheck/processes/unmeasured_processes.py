@@ -123,6 +123,11 @@ class UnmeasuredProcesses:
         self._spent += time.thread_time() - started
 
     @property
+    def on_cards(self) -> tuple[int, ...]:
+        """Those of them for which the driver counts memory."""
+        return tuple(pid for pid, process in self._found.items() if process.cards)
+
+    @property
     def not_measured(self) -> tuple[NotMeasured, ...]:
         """One for each process that was found since the beginning, the largest first."""
         return tuple(map(_not_measured, sorted(self._found.values(), key=_size, reverse=True)))

@@ -127,6 +127,13 @@ class ProcessTree:
         self._orphans = {pid: started for pid, started in self._orphans.items() if lives(pid, started)}
         return self._orphans
 
+    def adopt(self, pids: Iterable[int]) -> None:
+        """Count some processes as the tree's that nobody in it has started, as Ray's workers in a running cluster."""
+        for pid in pids:
+            process = stat(pid)
+            if process is not None:
+                self._orphans[pid] = process.started
+
     def descendants(self) -> list[int]:
         """All of them that are alive, orphans and what they have started included; sorted."""
         return sorted(self._family())

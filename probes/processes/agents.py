@@ -18,10 +18,11 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from lowtide.probes.host.process_files import stat
+from lowtide.probes.host.process_files import MARK, environment, stat
 
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 """The folder in front of `PYTHONPATH`; it imports nothing but what Python starts with."""
@@ -133,8 +134,26 @@ class Agents:
 
     def environment(self) -> dict[str, str]:
         """The variables that put agents into processes which do not inherit the environment, as Ray's `runtime_env`."""
-        names = ("PYTHONPATH", _agent().SOCKETS, _agent().ROOT)
-        return {name: os.environ[name] for name in names if name in os.environ} if self.folder is not None else {}
+        return agent_environment() if self.folder is not None else {}
+
+    def elsewhere(self, family: Collection[int]) -> list[int]:
+        """The processes that have an agent of this object's and are not of some family; sorted.
+
+        Args:
+            family: the processes that are known.
+        """
+        if self.folder is None:
+            return []
+        with contextlib.suppress(OSError):
+            names = (path.name.partition(".sock") for path in self.folder.iterdir())
+            pids = [int(name) for name, end, _ in names if end and name.isdecimal()]
+            # A later process may have the number of one that has ended.
+            return sorted(pid for pid in pids if pid not in family and pid != os.getpid() and self._is_ours(pid))
+        return []
+
+    def _is_ours(self, pid: int) -> bool:
+        process, variables = stat(pid), environment(pid) or {}
+        return process is not None and process.state != "Z" and variables.get(_agent().SOCKETS) == str(self.folder)
 
     def _why_none(self, pid: int) -> str:
         with contextlib.suppress(OSError):
@@ -150,6 +169,15 @@ class Agents:
     def _start_in_fork(self) -> None:
         if self.folder is not None:
             _agent().start()
+
+
+def agent_environment() -> dict[str, str]:
+    """The variables that put agents into processes which do not inherit the environment; empty where none are put.
+
+    As in `ray.init(runtime_env={"env_vars": lowtide.agent_environment()})` for a cluster that was there before.
+    """
+    names = (_agent().SOCKETS, _agent().ROOT, "PYTHONPATH", MARK)
+    return {name: os.environ[name] for name in names if name in os.environ} if names[0] in os.environ else {}
 
 
 def _agent() -> Any:

@@ -18,8 +18,10 @@ import psutil
 import pytest
 
 from lowtide.leakcheck.processes.messages import Begin, Levels, Read, encode
+from lowtide.probes.host.process_files import MARK
+from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes import agents as module
-from lowtide.probes.processes.agents import BOOTSTRAP, AgentError, Agents, NoAgentError
+from lowtide.probes.processes.agents import BOOTSTRAP, AgentError, Agents, NoAgentError, agent_environment
 
 READ = encode(Read())
 
@@ -265,7 +267,9 @@ def test_the_folder_is_this_users_alone_and_goes_with_the_agents(monkeypatch: py
     assert folder is not None
     assert folder.stat().st_mode & 0o777 == 0o700
     assert os.environ["PYTHONPATH"] == f"{BOOTSTRAP}{os.pathsep}mine"
-    assert agents.environment().keys() == {"PYTHONPATH", "LOWTIDE_AGENTS", "LOWTIDE_AGENT_ROOT"}
+    # The mark is there where a tree is followed, too.
+    assert agents.environment().keys() - {MARK} == {"PYTHONPATH", "LOWTIDE_AGENTS", "LOWTIDE_AGENT_ROOT"}
+    assert agents.environment() == agent_environment()
     agents.stop()
     agents.stop()
     assert not folder.exists()
@@ -323,3 +327,29 @@ atexit.register(print, before == counted())
 def test_its_socket_is_no_descriptor_of_the_program(agents: Agents) -> None:
     process = program(FORKS_AND_COUNTS)
     assert end(process) == "True\n"
+
+
+def test_agents_know_processes_that_nobody_here_has_started(agents: Agents) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        until = time.monotonic() + 20
+        while not agents.has_agent(child.pid):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert agents.elsewhere(()) == [child.pid]
+        assert agents.elsewhere({child.pid}) == []
+        assert agents.folder is not None
+        # As if it had ended, and a later process of another program had its number.
+        (agents.folder / f"{os.getppid()}.sock").touch()
+        assert agents.elsewhere(()) == [child.pid]
+        tree = ProcessTree()
+        tree.adopt(agents.elsewhere(()))
+        assert tree.orphans([]) == [child.pid]
+        assert child.pid in tree.descendants()
+        child.communicate(b"\n")
+    assert agents.elsewhere(()) == []
+    assert tree.orphans([]) == []
+
+
+def test_without_agents_there_is_nothing_to_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOWTIDE_AGENTS", raising=False)
+    assert agent_environment() == {}
