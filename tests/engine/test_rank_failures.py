@@ -9,14 +9,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from lowtide.engine import EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
 from lowtide.engine.errors import EngineDeadError
+from lowtide.engine.ranks import executor
 from tests.engine.failing_rank import failing
 
 if sys.version_info < (3, 11):
@@ -27,13 +29,15 @@ PROMPTS = ([1, 2, 3], list(range(40)))
 LIMIT_S = 10.0
 
 
-def ranks() -> list[psutil.Process]:
+def ranks(parent: psutil.Process | None = None) -> list[psutil.Process]:
     """The ranks' processes in the order of ranks."""
     found = {}
-    for child in psutil.Process().children():
-        environ = child.environ()
-        if environ.get("WORLD_SIZE") == "2":
-            found[environ["RANK"]] = child
+    for child in (parent or psutil.Process()).children():
+        # A process that is only just forked has its parent's environment.
+        with suppress(psutil.Error):
+            environ = child.environ()
+            if environ.get("WORLD_SIZE") == "2":
+                found[environ["RANK"]] = child
     return [found[rank] for rank in sorted(found)]
 
 
@@ -172,13 +176,13 @@ def test_a_rank_that_is_killed_while_it_is_created(rank: int, after_s: float) ->
 
 
 CLIENT = """
-import sys, psutil
+import sys
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 engine = LLMEngine(EngineConfig(kv_cache_bytes=4 << 20, tensor_parallel_size=2))
 engine.create()
 if sys.argv[1] == "asleep":
     engine.sleep(1)
-print(*[child.pid for child in psutil.Process().children()], flush=True)
+print("ready", flush=True)
 if sys.argv[1] == "infer":
     engine.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=200, ignore_eos=True))
 sys.stdin.read()
@@ -194,10 +198,10 @@ def test_ranks_end_when_their_engine_is_killed(stage: str) -> None:
         if stage == "create":
             children: list[psutil.Process] = []
             while len(children) < 2:
-                children = psutil.Process(client.pid).children()
+                children = ranks(psutil.Process(client.pid))
         else:
-            children = [psutil.Process(int(pid)) for pid in client.stdout.readline().split()]
-        children.sort(key=lambda child: child.environ()["RANK"])
+            assert client.stdout.readline() == "ready\n"
+            children = ranks(psutil.Process(client.pid))
         files = set().union(*map(files_of, children))
         time.sleep(0.2)
         if stage == "infer, waiting":
@@ -299,18 +303,26 @@ def test_a_rank_that_cannot_be_created_leaves_none(tmp_path: Path, monkeypatch: 
 
 
 @contextmanager
-def interrupted(rank: int) -> Iterator[None]:
-    """Ctrl-C while a rank works on what it was told; it goes on half a second later."""
+def interrupted(rank: int, *, comes_back: bool = True) -> Iterator[None]:
+    """Ctrl-C while the engine waits for a rank, which goes on half a second later, or not at all."""
     victim = ranks()[rank]
     victim.suspend()
-    timers = [
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)),
-        threading.Timer(0.8, victim.resume),
-    ]
-    for timer in timers:
-        timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        yield
+    timers = [threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))]
+    if comes_back:
+        timers.append(threading.Timer(0.8, victim.resume))
+    wait = executor._wait
+
+    # Not sooner: a checker's questions to a stopped process take seconds.
+    def wait_and_interrupt(*args: Any) -> Any:
+        for timer in timers:
+            if timer.ident is None:
+                timer.start()
+        return wait(*args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(executor, "_wait", wait_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            yield
     for timer in timers:
         timer.join()
 
@@ -339,9 +351,7 @@ def test_a_rank_that_does_not_come_back_after_an_interrupt_is_killed() -> None:
     with nothing_stays():
         engine = LLMEngine(CONFIG)
         engine.create()
-        ranks()[1].suspend()
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with pytest.raises(KeyboardInterrupt):
+        with interrupted(1, comes_back=False):
             tokens(engine)
         with pytest.raises(EngineDeadError, match="did not answer within 5 s after an interrupt, and all ranks were"):
             tokens(engine)
