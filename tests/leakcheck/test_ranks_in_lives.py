@@ -1,60 +1,115 @@
-"""Lives of several ranks: what a report says of contents that nobody here can read, and how a search makes targets."""
+"""Two ranks in processes of their own: one that a sleep does not reach is named by its agent; equal ones are silent."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import multiprocessing
+import os
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from lowtide.engine.defects import find_defect
-from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.cli.fuzz_command import reference_target
-from lowtide.leakcheck.lives.life_record import LifeRecord
-from lowtide.leakcheck.targets.reference_target import ReferenceTarget
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+from lowtide.probes.device.driver.none import NoDriver
+from lowtide.reports.processes.tree_table import tree_tables
+from lowtide.reports.schema import Subject
 
+MIB = 1 << 20
 
-class Names:
-    """A life that says what must survive a sleep."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def preserved(self) -> Mapping[str, torch.Tensor]:
-        return self._tensors
+KEPT: list[torch.Tensor] = []
 
 
-@pytest.mark.parametrize(
-    ("life", "said"),
-    [
-        (Names({}), ["contents after a wake"]),
-        (Names({"table": torch.zeros(2)}), []),
-        # It never claimed that anything survives.
-        (object(), []),
-    ],
-)
-def test_contents_that_nobody_here_can_read_are_reported_as_not_judged(life: Any, said: list[str]) -> None:
-    record = LifeRecord("run", "cpu", 1)
-    preserved = record.note_preserved(life)
-    assert list(preserved) == (["table"] if isinstance(life, Names) and life.preserved() else [])
-    assert [item.what for item in record.not_measured.values()] == said
+def serve(connection: Connection, rank: int, kept: int, embedding: int) -> None:
+    """In a rank: 24 MiB of weights that stay on the host asleep, and a cache of 16 MiB that a sleep drops."""
+    weights = torch.ones((24 + embedding) * MIB, dtype=torch.uint8)
+    cache = torch.ones((16 + 2 * embedding // 3) * MIB, dtype=torch.uint8)
+    KEPT.append(torch.ones(kept * MIB, dtype=torch.uint8))
+    connection.send(rank)
+    while (name := connection.recv()) != "shutdown":
+        if name == "sleep":
+            cache = cache[:0].clone()
+            if rank == 0:
+                KEPT.clear()
+        elif name == "wake":
+            cache = torch.ones((16 + 2 * embedding // 3) * MIB, dtype=torch.uint8)
+            KEPT[:] = [torch.ones(kept * MIB, dtype=torch.uint8)]
+        connection.send(weights[:3].tolist())
 
 
-@pytest.mark.parametrize("bug", [None, "rank-keeps"])
-def test_a_life_that_fails_is_printed_with_its_ranks(bug: str | None) -> None:
-    subjected = reference_target("cpu", find_defect(bug) if bug else None, 2)
-    space: dict[str, Any] = {}
-    exec("\n".join(subjected.source.imports), space)
-    target = eval(subjected.source.factory, space)()
-    assert isinstance(target, ReferenceTarget)
-    assert target.engine.config.tensor_parallel_size == 2
-    assert subjected.factory().engine.config == target.engine.config  # type: ignore[attr-defined]
+class RankedLife:
+    def __init__(self, *, kept: int = 0, embedding: int = 0) -> None:
+        self.kept = kept
+        self.embedding = embedding
+        self.ranks: list[tuple[Any, Connection]] = []
+
+    def create(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(2):
+            here, there = context.Pipe()
+            arguments = (there, rank, self.kept, 0 if rank else self.embedding)
+            child = context.Process(target=serve, args=arguments, name=f"worker-{rank}")
+            os.environ["RANK"] = str(rank)
+            child.start()
+            del os.environ["RANK"]
+            there.close()
+            self.ranks.append((child, here))
+            here.recv()
+
+    def asked(self, what: str) -> list[Any]:
+        for _, connection in self.ranks:
+            connection.send(what)
+        return [connection.recv() for _, connection in self.ranks]
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        return self.asked("infer")[:1]
+
+    def sleep(self, level: int) -> None:
+        self.asked("sleep")
+
+    def wake(self) -> None:
+        self.asked("wake")
+
+    def shutdown(self) -> None:
+        for child, connection in self.ranks:
+            connection.send("shutdown")
+            child.join()
+            child.close()
+            connection.close()
+        self.ranks = []
 
 
-def test_ranks_are_for_random_lives_of_the_reference_engine() -> None:
-    for others in (["--faults"], ["--target", "module:factory"]):
-        result = CliRunner().invoke(app, ["fuzz", "--tensor-parallel-size", "2", *others])
-        assert result.exit_code == 2
-        assert "leave --target and --faults out" in result.output
+def lived(**what: int) -> Subject:
+    script = ("create", "infer", "sleep(1)", "wake", "infer", "shutdown")
+    run = LifecycleRun(
+        "ranks", lambda: RankedLife(**what), device="cpu", driver=NoDriver("a test"), cycles=1, script=script
+    )
+    return run.run()
+
+
+def test_a_rank_that_keeps_what_its_peer_gives_back_is_named_with_the_holder() -> None:
+    subject = lived(kept=10)
+    (finding,) = subject.findings
+    assert (finding.bytes, finding.stage, finding.process and finding.process.rank) == (10 * MIB, "sleep(1)", 1)
+    assert finding.holder is not None
+    assert "KEPT" in finding.holder
+    assert "(worker-1, rank 1) keeps 10.0 MiB more in sleep(1) than pid " in finding.message
+
+
+@pytest.mark.parametrize("embedding", [0, 12])
+def test_ranks_that_keep_the_same_part_are_silent(embedding: int) -> None:
+    subject = lived(embedding=embedding)
+    assert subject.findings == ()
+    (asleep,) = [stage for stage in subject.stages if stage.name == "sleep(1)"]
+    assert [each.process.rank for each in asleep.processes] == [0, 1]
+    for each in asleep.processes:
+        assert each.host is not None
+        unexplained = each.unexplained["cpu"]
+        assert unexplained is not None
+        # What is under tensors is explained; the rest is Python and torch.
+        assert each.host - unexplained >= each.tensors["cpu"]
+        assert 20 * MIB < unexplained < 600 * MIB
+    (table,) = tree_tables(subject.stages)
+    named = [row.name for row in table.rows if row.name.startswith("pid ")]
+    assert [name.partition("(")[2] for name in named] == ["worker-0, rank 0)", "worker-1, rank 1)"]
