@@ -15,9 +15,12 @@ import torch
 
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.target_life import check_run
+from lowtide.leakcheck.processes.ended_holders import EndedHolders
+from lowtide.leakcheck.processes.tree_end import held_by_a_gone
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.processes.agents import AgentError, Agents
+from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Subject
 from lowtide.reports.terminal import stage_table
 from tests.leakcheck.spawned_target import LEAKED, SpawnedTarget
@@ -235,3 +238,11 @@ def test_a_child_that_does_not_answer_is_not_measured(monkeypatch: pytest.Monkey
     reasons = [item.why for item in subject.not_measured]
     assert any("did not answer within 0.5 s: it is stopped" in why for why in reasons)
     assert subject.outcome != "clean"
+
+
+def test_a_life_reports_what_the_driver_counts_for_processes_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = held_by_a_gone(ProcessName(pid=7, name="VLLM::EngineCore"), {"cuda:0": 300 * MIB})
+    monkeypatch.setattr(EndedHolders, "findings", lambda self: [gone])
+    subject = lived(ClientLife)
+    assert subject.outcome == "leak"
+    assert [finding.message for finding in subject.findings] == [gone.message]
