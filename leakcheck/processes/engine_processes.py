@@ -152,7 +152,7 @@ class EngineProcesses:
         return tuple(
             as_stage(each.process, each.levels, each.host, each.cards)
             for each in (*self._now.values(), *self._silent)
-            if is_shown(each.levels, each.host, each.cards)
+            if is_shown(each.process, each.levels, each.host, each.cards)
         )
 
     @property

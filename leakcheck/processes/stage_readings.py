@@ -14,9 +14,10 @@ NOTHING_SAID = Levels(tensors={}, arenas={}, reserved={}, has_torch=False)
 """Of a process that is seen from outside alone."""
 
 
-def is_shown(levels: Levels, host: int | None, cards: Mapping[str, int | None]) -> bool:
-    """Whether a process is listed: it has torch, or a card, or `SHOWN` bytes of host memory."""
-    return levels.has_torch or bool(cards) or (host or 0) >= SHOWN
+def is_shown(process: ProcessName, levels: Levels, host: int | None, cards: Mapping[str, int | None]) -> bool:
+    """Whether a process is listed: it has torch, or a card, or `SHOWN` bytes of host memory and is no helper."""
+    is_helper = process.role == "python resource-tracker"
+    return levels.has_torch or bool(cards) or ((host or 0) >= SHOWN and not is_helper)
 
 
 def as_stage(process: ProcessName, levels: Levels, host: int | None, cards: Mapping[str, int | None]) -> ProcessStage:

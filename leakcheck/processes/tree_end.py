@@ -96,15 +96,17 @@ class EndJudgement:
         memory, held = rollup(pid), self._asked(pid)
         process = describe_process(pid, variables={} if held is None else held.variables)
         size = 0 if memory is None else memory.private
+        cards = self.traces.of_living(pid)
+        amounts = [f"{format_bytes(size)} on the host", *_amounts(cards)]
         of_tensors = 0 if held is None else sum(held.tensors.values())
-        tensors = f", {format_bytes(of_tensors)} of tensors" if of_tensors else ""
+        tensors = f"; {format_bytes(of_tensors)} are tensors" if of_tensors else ""
         return _finding(
             "processes",
-            f"{process.text} runs on after the command has ended; it holds {format_bytes(size)} on the host{tensors}",
+            f"{process.text} runs on after the command has ended; it holds {', '.join(amounts)}{tensors}",
             f"end it with the program that starts it; now: kill {pid}",
-            size=size,
+            size=size + sum(held or 0 for held in cards.values()),
             suspects=(role_of(process.name),),
-            process=process,
+            process=msgspec.structs.replace(process, device=", ".join(cards)),
         )
 
     def _asked(self, pid: int) -> Levels | None:
@@ -134,16 +136,19 @@ def held_by_a_gone(process: ProcessName, by_card: ByCard) -> Finding:
         process: which it was.
         by_card: bytes by device; None where the driver does not say.
     """
-    sizes = [f"{'memory' if size is None else format_bytes(size)} on {device}" for device, size in by_card.items()]
     return _finding(
         "driver",
-        f"{process.text} has ended, and the driver counts {', '.join(sizes)} for it",
+        f"{process.text} has ended, and the driver counts {', '.join(_amounts(by_card))} for it",
         "look for what has its memory open: a child that inherited its card, or an export by CUDA's IPC",
         size=sum(size or 0 for size in by_card.values()),
         device=next(iter(by_card)),
         suspects=("ended process", role_of(process.name)),
         process=process,
     )
+
+
+def _amounts(cards: ByCard) -> list[str]:
+    return [f"{'memory' if size is None else format_bytes(size)} on {device}" for device, size in cards.items()]
 
 
 def _left(resource: Resource, path: str, size: int, made: str, remove: str, library: str = "") -> Finding:

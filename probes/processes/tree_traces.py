@@ -133,6 +133,10 @@ class TreeTraces:
         listed = by_process(read_card_holders(self._driver))
         return gone_on_cards(listed, self._started)
 
+    def of_living(self, pid: int) -> ByCard:
+        """What the driver counts for one process of the tree; empty where none has used a card."""
+        return by_process(read_card_holders(self._driver)).get(pid, {}) if self._with_card else {}
+
     @property
     def cards_not_measured(self) -> str:
         """Why it cannot be said what ended processes hold on cards; empty if it can, or none has used a card."""

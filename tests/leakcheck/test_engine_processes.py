@@ -200,8 +200,15 @@ def test_an_engine_on_a_card_in_a_child(faults: tuple[str, ...]) -> None:
     subject = run.run()
     driver.close()
     assert [item for item in subject.not_measured if item.process is not None] == []
-    at_work = [each.cards["cuda:0"] for stage in subject.stages if stage.name == "infer" for each in stage.processes]
-    asleep = [each.cards["cuda:0"] for stage in subject.stages if stage.name == "sleep(2)" for each in stage.processes]
+    cores = [
+        (stage.name, each.cards["cuda:0"])
+        for stage in subject.stages
+        for each in stage.processes
+        if each.process.name == "engine-core"
+    ]
+    at_work = [size for stage, size in cores if stage == "infer"]
+    asleep = [size for stage, size in cores if stage == "sleep(2)"]
+    assert (len(at_work), len(asleep)) == (6, 4)
     assert all(isinstance(size, int) and size > 24 * MIB for size in at_work)
     if not faults:
         assert (subject.outcome, subject.findings) == ("clean", ())

@@ -54,8 +54,10 @@ def test_of_a_process_that_says_nothing_all_is_unexplained() -> None:
 
 
 def test_helpers_without_torch_are_not_listed() -> None:
-    assert not is_shown(NOTHING_SAID, 10 * MIB, {})
-    assert not is_shown(NOTHING_SAID, None, {})
-    assert is_shown(NOTHING_SAID, 20 * MIB, {})
-    assert is_shown(NOTHING_SAID, 0, {"cuda:0": None})
-    assert is_shown(levels({}), None, {})
+    assert not is_shown(CORE, NOTHING_SAID, 10 * MIB, {})
+    assert not is_shown(CORE, NOTHING_SAID, None, {})
+    assert is_shown(CORE, NOTHING_SAID, 20 * MIB, {})
+    assert is_shown(CORE, NOTHING_SAID, 0, {"cuda:0": None})
+    assert is_shown(CORE, levels({}), None, {})
+    tracker = ProcessName(pid=8, name="python", role="python resource-tracker")
+    assert not is_shown(tracker, NOTHING_SAID, 20 * MIB, {})

@@ -162,3 +162,16 @@ def test_the_fingerprint_goes_without_what_is_drawn_anew(tree: ProcessTree, card
         marks.add(finding.fingerprint)
         (tmp_path / name).unlink()
     assert len(marks) == 1
+
+
+def test_an_orphan_is_reported_with_what_it_holds_on_cards(tree: ProcessTree, cards: Cards, tmp_path: Path) -> None:
+    traces = TreeTraces(tree, cast("Driver", cards), folder=str(tmp_path))
+    traces.start()
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
+        cards.listed = {child.pid: 300 * MIB}
+        (finding,) = EndJudgement(tree, traces, Agents(), 0.1).judge().findings
+        child.communicate(b"\n")
+    assert " on the host, 300.0 MiB on cuda:0; end it" in f"{finding.message}; {finding.advice}"
+    assert finding.bytes > 300 * MIB
+    assert finding.process is not None
+    assert (finding.process.pid, finding.process.device) == (child.pid, "cuda:0")
