@@ -139,10 +139,11 @@ class TreeTraces:
 
     @property
     def cards_not_measured(self) -> str:
-        """Why it cannot be said what ended processes hold on cards; empty if it can, or none has used a card."""
-        if not self._with_card or self._with_card & self._listed:
+        """Why it is unknown what ended processes hold on cards; empty where it is known, or none has used one."""
+        ended = {pid for pid in self._with_card if not self._lives(pid)}
+        if not ended or self._with_card & self._listed:
             return ""
-        pid = min(self._with_card)
+        pid = min(ended)
         return f"pid {pid} has used a card, and the driver lists no process of that number: {self._why_unlisted()}"
 
     def _why_unlisted(self) -> str:

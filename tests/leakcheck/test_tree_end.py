@@ -91,6 +91,16 @@ def test_a_process_that_the_driver_never_lists_is_not_measured(tree: ProcessTree
     assert why.startswith(f"pid {pid} has used a card, and the driver lists no process of that number: ")
 
 
+def test_a_process_that_runs_on_needs_no_driver_that_lists_it(tree: ProcessTree, cards: Cards, tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
+        traces = TreeTraces(tree, cast("Driver", cards), folder=str(tmp_path))
+        traces.start()
+        traces.look()
+        assert traces.cards_not_measured == ""
+        other.communicate(b"\n")
+    assert traces.cards_not_measured.startswith(f"pid {other.pid} has used a card")
+
+
 def test_a_later_process_of_the_same_number_has_ended_not() -> None:
     own = stat(os.getpid())
     assert own is not None
