@@ -2,13 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from lowtide.engine.config import EngineConfig, ModelConfig, load_model_config, resolve_max_model_len
 from lowtide.engine.errors import KVTransferError
+from lowtide.engine.kv.kv_cache import KVCacheManager, num_host_kv_blocks, num_kv_cache_blocks
+from lowtide.engine.model_executor.cuda_graphs import check_cuda_graphs
+from lowtide.engine.model_executor.weights import WeightSource, create_weight_source
+from lowtide.engine.pages import open_backend
 from lowtide.engine.ranks.executor import MultiprocExecutor
 from lowtide.engine.request import Request, RequestOutput
 from lowtide.engine.scheduler import Scheduler
+from lowtide.engine.teardown import Teardown
 from lowtide.engine.worker import Worker
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowtide.engine.kv.block_pool import KVCacheUsage
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What an engine builds, known before any memory is taken; see `make_plan`."""
+
+    model_config: ModelConfig
+    num_blocks: int
+    num_host_blocks: int
+    max_model_len: int
+    source: WeightSource
+
+
+def make_plan(config: EngineConfig) -> Plan:
+    """Find out what `config` asks for.
+
+    Raises:
+        ConfigError: a setting that cannot work here.
+        CheckpointError: the checkpoint cannot be used.
+    """
+    if config.cuda_graphs:
+        check_cuda_graphs(config.device)
+    model_config = load_model_config(config)
+    own = model_config.shard(config.tensor_parallel_size)
+    num_blocks = num_kv_cache_blocks(config, own)
+    num_host_blocks = num_host_kv_blocks(config, own)
+    max_model_len = resolve_max_model_len(config, model_config, num_blocks)
+    source = create_weight_source(config, model_config)
+    source.check()
+    return Plan(model_config, num_blocks, num_host_blocks, max_model_len, source)
+
+
+def create_core(config: EngineConfig, plan: Plan) -> EngineCore:
+    """The engine's core, with all its memory.
+
+    Raises:
+        OutOfMemoryError: no room; memory is back where it was.
+        CheckpointError: the weights cannot be read; likewise.
+    """
+    manager = KVCacheManager(plan.num_blocks, config.block_size, config.enable_prefix_caching, plan.num_host_blocks)
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        vocab_size=plan.model_config.vocab_size,
+        eos_token_ids=plan.model_config.eos_token_ids,
+    )
+    # Last, so that nothing can fail once there is memory to give back.
+    return EngineCore(scheduler, _create_worker(config, plan))
+
+
+def _create_worker(config: EngineConfig, plan: Plan) -> Worker | MultiprocExecutor:
+    if config.tensor_parallel_size > 1:
+        return MultiprocExecutor(config, plan.num_blocks, plan.max_model_len)
+    backend = open_backend(config.device)
+    return Worker(config, plan.model_config, backend, plan.source, plan.num_blocks, plan.max_model_len)
 
 
 class EngineCore:
@@ -22,6 +92,11 @@ class EngineCore:
     def __init__(self, scheduler: Scheduler, worker: Worker | MultiprocExecutor) -> None:
         self.scheduler = scheduler
         self.worker = worker
+
+    @property
+    def awake(self) -> bool:
+        """Whether weights and KV cache have all their pages."""
+        return self.worker.awake
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -71,6 +146,75 @@ class EngineCore:
         """
         self.drain_transfers()
         return self.scheduler.reset_prefix_cache()
+
+    def prepare_sleep(self, level: int) -> None:
+        """All of a sleep that can fail for want of something; on an error nothing has changed.
+
+        Raises:
+            OutOfMemoryError: the host has no room for the weights.
+            KVTransferError: as `drain_transfers`.
+        """
+        self.drain_transfers()
+        self.worker.prepare_sleep(level)
+
+    def forget_prefixes(self) -> None:
+        """Forget what the cache's blocks hold, on the host too: it goes with their pages, or with the weights."""
+        self.scheduler.kv_cache_manager.forget()
+
+    def sleep(self, level: int) -> None:
+        """Give up the pages of weights, KV cache and workspaces, after `prepare_sleep` and with no request left."""
+        self.worker.sleep(level)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Map the pages of these tags again, and fill the weights.
+
+        Raises:
+            OutOfMemoryError: the device has no room; what was asleep still is.
+            CheckpointError: the weights cannot be read again; likewise.
+        """
+        self.worker.wake(tags)
+
+    def reload_weights(self) -> None:
+        """Fill the weights in place from where they came, and forget what the former ones computed.
+
+        Raises:
+            OutOfMemoryError, CheckpointError, KVTransferError: nothing has changed.
+        """
+        self.drain_transfers()
+        self.worker.reload_weights()
+        self.forget_prefixes()
+
+    def shutdown(self) -> None:
+        """Give everything back.
+
+        Raises:
+            ExceptionGroup: the errors of the steps that failed; the others were done all the same.  Called again, it
+                tries again what has failed.
+        """
+        teardown = Teardown("shutting the engine down")
+        teardown.run("the requests", self.abort_all)
+        teardown.run("the worker", self.worker.shutdown)
+        teardown.run("the KV transfers", self.take_in_transfers)
+        teardown.finish()
+
+    def raise_late_interrupt(self) -> None:
+        """Nothing: in this process an interrupt comes at once."""
+
+    def preserved_tensors(self) -> dict[str, torch.Tensor]:
+        """Every tensor whose contents must survive a sleep, by name."""
+        return self.worker.preserved_tensors()
+
+    def graph_addresses(self) -> dict[str, tuple[int, int]]:
+        """What CUDA graphs read and write at fixed places: (address, bytes) by name."""
+        return self.worker.graph_addresses()
+
+    def kv_cache_usage(self) -> KVCacheUsage:
+        """Who has the KV blocks."""
+        return self.scheduler.kv_cache_manager.usage
+
+    def memory_mapped(self) -> dict[str, int]:
+        """Bytes with pages behind them, by arena tag."""
+        return self.worker.memory_mapped()
 
     def take_in_transfers(self) -> None:
         """Take in the transfers of KV blocks that have ended, and give their blocks back; waits for none.

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from lowtide.engine.config import PRESETS, EngineConfig, ModelConfig, load_model_config, resolve_max_model_len
-from lowtide.engine.core import EngineCore
+from lowtide.engine.config import PRESETS, EngineConfig
+from lowtide.engine.core import EngineCore, create_core, make_plan
+from lowtide.engine.core_process.client import CoreClient
 from lowtide.engine.engine_state import EngineState, allowed_calls
 from lowtide.engine.errors import ConfigError, EngineStateError, RequestError
 from lowtide.engine.kv.block_pool import KVCacheUsage
-from lowtide.engine.kv.kv_cache import KVCacheManager, num_host_kv_blocks, num_kv_cache_blocks
 from lowtide.engine.model_executor.checkpoint import load_tokenizer
-from lowtide.engine.model_executor.cuda_graphs import check_cuda_graphs
-from lowtide.engine.model_executor.weights import WeightSource, create_weight_source
-from lowtide.engine.pages import check_device, open_backend
-from lowtide.engine.ranks.executor import MultiprocExecutor
+from lowtide.engine.pages import check_device
 from lowtide.engine.ranks.rank_process import rank_devices
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
-from lowtide.engine.scheduler import Scheduler
-from lowtide.engine.teardown import Teardown, rolled_back
-from lowtide.engine.worker import SLEEPING_TAGS, Worker
+from lowtide.engine.teardown import rolled_back
+from lowtide.engine.worker import SLEEPING_TAGS
 from lowtide.probes.stages import stage
 
 if TYPE_CHECKING:
@@ -29,18 +25,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Prompt: TypeAlias = "str | Sequence[int]"
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What `create` builds, known before any memory is taken."""
-
-    model_config: ModelConfig
-    num_blocks: int
-    num_host_blocks: int
-    max_model_len: int
-    source: WeightSource
-    tokenizer: Tokenizer | None
 
 
 class LLMEngine:
@@ -56,7 +40,7 @@ class LLMEngine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self._state = EngineState.NEW
-        self._core: EngineCore | None = None
+        self._core: EngineCore | CoreClient | None = None
         self._tokenizer: Tokenizer | None = None
         self._awake_tags: set[str] = set()
         self._pending_outputs: list[RequestOutput] = []
@@ -89,29 +73,13 @@ class LLMEngine:
         """
         self._require("create", EngineState.NEW)
         with stage("create"), rolled_back():
-            plan = self._plan()
-            manager = KVCacheManager(
-                plan.num_blocks, self.config.block_size, self.config.enable_prefix_caching, plan.num_host_blocks
-            )
-            scheduler = Scheduler(
-                manager,
-                max_num_seqs=self.config.max_num_seqs,
-                max_num_batched_tokens=self.config.max_num_batched_tokens,
-                max_model_len=plan.max_model_len,
-                vocab_size=plan.model_config.vocab_size,
-                eos_token_ids=plan.model_config.eos_token_ids,
-            )
+            plan = make_plan(self.config)
+            tokenizer = None if self.config.model in PRESETS else load_tokenizer(self.config.model)
             # Last, so that nothing can fail once there is memory to give back.
-            self._core = EngineCore(scheduler, self._create_worker(plan))
-            self._tokenizer = plan.tokenizer
+            self._core = CoreClient(self.config) if self.config.engine_process else create_core(self.config, plan)
+            self._tokenizer = tokenizer
             self._awake_tags = set(SLEEPING_TAGS)
             self._state = EngineState.RUNNING
-
-    def _create_worker(self, plan: _Plan) -> Worker | MultiprocExecutor:
-        if self.config.tensor_parallel_size > 1:
-            return MultiprocExecutor(self.config, plan.num_blocks, plan.max_model_len)
-        backend = open_backend(self.config.device)
-        return Worker(self.config, plan.model_config, backend, plan.source, plan.num_blocks, plan.max_model_len)
 
     def check(self) -> None:
         """Find out whether `create` can work, as far as that is possible without taking memory.
@@ -120,25 +88,11 @@ class LLMEngine:
             ConfigError: a setting that cannot work here.
             CheckpointError: the checkpoint cannot be used.
         """
-        self._plan()
+        make_plan(self.config)
+        if self.config.model not in PRESETS:
+            load_tokenizer(self.config.model)
         for device in rank_devices(self.config):
             check_device(device)
-
-    def _plan(self) -> _Plan:
-        if self.config.cuda_graphs:
-            check_cuda_graphs(self.config.device)
-        model_config = load_model_config(self.config)
-        own = model_config.shard(self.config.tensor_parallel_size)
-        num_blocks = num_kv_cache_blocks(self.config, own)
-        sizes = (
-            num_blocks,
-            num_host_kv_blocks(self.config, own),
-            resolve_max_model_len(self.config, model_config, num_blocks),
-        )
-        source = create_weight_source(self.config, model_config)
-        source.check()
-        tokenizer = None if self.config.model in PRESETS else load_tokenizer(self.config.model)
-        return _Plan(model_config, *sizes, source, tokenizer)
 
     def generate(
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -162,7 +116,7 @@ class LLMEngine:
         each = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else list(params)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts came with {len(each)} sampling parameters; give one per prompt")
-        with stage("infer"), rolled_back():
+        with self._calling("infer"):
             ids: list[str] = []
             finished: dict[str, RequestOutput] = {}
             try:
@@ -202,10 +156,9 @@ class LLMEngine:
                 request is lost, and the next step goes on.
         """
         core = self._require("step", EngineState.RUNNING)
-        with stage("infer"), rolled_back():
-            outputs = core.step()
-        pending, self._pending_outputs = self._pending_outputs, []
-        return pending + outputs
+        with self._calling("infer"):
+            self._pending_outputs += core.step()
+        return self._take_pending_outputs()
 
     def abort(self, request_ids: str | Iterable[str]) -> list[RequestOutput]:
         """End requests now; the last output of each that was still unfinished.
@@ -248,24 +201,21 @@ class LLMEngine:
             raise ConfigError(f"sleep level {level!r} does not exist: use 1 (weights stay in host memory) or 2")
         if mode not in ("wait", "abort"):
             raise ConfigError(f"sleep mode {mode!r} does not exist: use 'wait' or 'abort'")
-        with stage("sleep"), rolled_back():
+        with self._calling("sleep"):
             while mode == "wait" and core.has_unfinished_requests():
                 self._pending_outputs += [output for output in core.step() if output.finished]
-            core.drain_transfers()
-            core.worker.prepare_sleep(level)
+            core.prepare_sleep(level)
             self._pending_outputs += core.abort_all()
-            # What the cache's blocks hold goes with their pages; on the host, it would be that of other weights.
-            core.scheduler.kv_cache_manager.forget()
+            core.forget_prefixes()
             try:
-                core.worker.sleep(level)
+                core.sleep(level)
             finally:
                 # Not so after a failure that was undone; but where undoing it failed too, the engine must not run on
                 # without its memory: asleep, it can still be woken or shut down.
-                if not core.worker.awake:
+                if not core.awake:
                     self._state = EngineState.ASLEEP
                     self._awake_tags.clear()
-        pending, self._pending_outputs = self._pending_outputs, []
-        return pending
+        return self._take_pending_outputs()
 
     def wake(self, tags: Iterable[str] | None = None) -> None:
         """Take the memory again and fill it; the engine runs when all of it is awake.
@@ -290,8 +240,8 @@ class LLMEngine:
                 raise EngineStateError("wake", "asleep", [f"wake({t!r})" for t in asleep], f"{tag!r} is awake already")
         if not wanted:
             raise ConfigError("wake was given no tag: use 'weights', 'kv_cache' or None for both")
-        with stage("wake"), rolled_back():
-            core.worker.wake(wanted)
+        with self._calling("wake"):
+            core.wake(wanted)
             self._awake_tags.update(wanted)
             if self._awake_tags == set(SLEEPING_TAGS):
                 self._state = EngineState.RUNNING
@@ -313,10 +263,8 @@ class LLMEngine:
             raise EngineStateError(
                 "reload_weights", "running", ("step", "abort"), "requests are unfinished; finish them first"
             )
-        with stage("reload_weights"), rolled_back():
-            core.drain_transfers()
-            core.worker.reload_weights()
-            core.scheduler.kv_cache_manager.forget()
+        with self._calling("reload_weights"):
+            core.reload_weights()
 
     def shutdown(self) -> None:
         """Give everything back; legal in every state, and again.
@@ -329,16 +277,14 @@ class LLMEngine:
         if self._core is None or self._torn_down:
             return
         with stage("shutdown"):
-            teardown = Teardown("shutting the engine down")
-            teardown.run("the requests", self._core.abort_all)
-            teardown.run("the worker", self._core.worker.shutdown)
-            teardown.run("the KV transfers", self._core.take_in_transfers)
-            self._tokenizer = None
-            self._pending_outputs = []
-            self._awake_tags.clear()
+            try:
+                self._core.shutdown()
+            finally:
+                self._tokenizer = None
+                self._pending_outputs = []
+                self._awake_tags.clear()
             # Only now, and only then: after an interrupt on the way here, the next call does it all again.
-            self._torn_down = teardown.complete
-            teardown.finish()
+            self._torn_down = True
 
     def preserved_tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor on the device whose contents must survive a sleep, by name; to be looked at, not to be kept.
@@ -347,7 +293,7 @@ class LLMEngine:
             EngineStateError: the engine has none, because it is new or closed.
         """
         core = self._require("preserved_tensors", EngineState.RUNNING, EngineState.ASLEEP)
-        return core.worker.preserved_tensors()
+        return core.preserved_tensors()
 
     def graph_addresses(self) -> dict[str, tuple[int, int]]:
         """Address and bytes of what captured CUDA graphs read and write, by name, as it was at capture.
@@ -356,7 +302,7 @@ class LLMEngine:
             EngineStateError: the engine has none, because it is new or closed.
         """
         core = self._require("graph_addresses", EngineState.RUNNING, EngineState.ASLEEP)
-        return core.worker.graph_addresses()
+        return core.graph_addresses()
 
     def kv_cache_usage(self) -> KVCacheUsage:
         """Who has the KV blocks.
@@ -365,11 +311,11 @@ class LLMEngine:
             EngineStateError: the engine has none, because it is new or closed.
         """
         core = self._require("kv_cache_usage", EngineState.RUNNING, EngineState.ASLEEP)
-        return core.scheduler.kv_cache_manager.usage
+        return core.kv_cache_usage()
 
     def memory_mapped(self) -> dict[str, int]:
         """Bytes with pages behind them, by arena tag; empty before `create`."""
-        return {} if self._core is None else self._core.worker.memory_mapped()
+        return {} if self._core is None else self._core.memory_mapped()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids.
@@ -381,7 +327,21 @@ class LLMEngine:
         self._require("decode", EngineState.RUNNING, EngineState.ASLEEP)
         return str(self._require_tokenizer().decode(list(token_ids)))
 
-    def _add(self, core: EngineCore, request_id: str | None, prompt: Prompt, params: SamplingParams) -> str:
+    @contextmanager
+    def _calling(self, name: str) -> Iterator[None]:
+        """A call that computes or moves memory: a stage, whose failure is rolled back."""
+        with stage(name), rolled_back():
+            yield
+            if self._core is not None:
+                self._core.raise_late_interrupt()
+
+    def _take_pending_outputs(self) -> list[RequestOutput]:
+        pending, self._pending_outputs = self._pending_outputs, []
+        return pending
+
+    def _add(
+        self, core: EngineCore | CoreClient, request_id: str | None, prompt: Prompt, params: SamplingParams
+    ) -> str:
         if request_id is None:
             request_id = f"request-{self._num_requests}"
             self._num_requests += 1
@@ -394,7 +354,7 @@ class LLMEngine:
             raise ConfigError(f"model {self.config.model!r} has no tokenizer.json: give prompts as token ids")
         return self._tokenizer
 
-    def _require(self, call: str, *states: EngineState) -> EngineCore:
+    def _require(self, call: str, *states: EngineState) -> EngineCore | CoreClient:
         if self._state not in states:
             raise EngineStateError(call, self._state.value, allowed_calls(self._state, self._awake_tags))
         return self._core  # type: ignore[return-value]

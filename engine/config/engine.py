@@ -51,6 +51,10 @@ class EngineConfig:
         tensor_parallel_size: ranks that have a part of the model each, and a process of its own each. The KV cache's
             sizes are then those of one rank. On cards, rank 0 takes the one that `device` names, and the others the
             next ones.
+        engine_process: whether the core (scheduler, worker, all memory) has a process of its own, as vLLM's has by
+            default.
+        process_extensions: what the engine's processes enter before they create anything, each as
+            `module:function=argument`; see `processes/extensions.py`.
 
     Raises:
         ConfigError: a value that cannot work; names the field and what is allowed.
@@ -76,6 +80,8 @@ class EngineConfig:
     poison_pages: bool = False
     cuda_graphs: bool = False
     tensor_parallel_size: int = 1
+    engine_process: bool = False
+    process_extensions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.model:

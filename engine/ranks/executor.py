@@ -15,10 +15,10 @@ from lowtide.engine.config import EngineConfig
 from lowtide.engine.errors import ChannelError, CollectiveError, EngineDeadError
 from lowtide.engine.processes.channel import watch_process
 from lowtide.engine.processes.child_process import END_S, ChildProcess
+from lowtide.engine.processes.remote_errors import restore_error
 from lowtide.engine.ranks import messages
 from lowtide.engine.ranks.messages import Answer, Order
 from lowtide.engine.ranks.rank_process import rank_devices
-from lowtide.engine.ranks.remote_errors import restore_error
 from lowtide.engine.scheduler import SchedulerOutput
 from lowtide.engine.teardown import Teardown
 from lowtide.engine.worker import SLEEPING_TAGS

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from lowtide.engine.config import EngineConfig
+from lowtide.engine.processes.remote_errors import RemoteError
 from lowtide.engine.request import SamplingParams
 from lowtide.engine.scheduler import SchedulerOutput
 
@@ -134,26 +135,6 @@ Order: TypeAlias = (
     | EndReload
     | Shutdown
 )
-
-
-class RemoteError(msgspec.Struct, frozen=True):
-    """An exception of a rank.
-
-    Attributes:
-        module: of its type.
-        name: of its type.
-        message: its text.
-        notes: its notes.
-        traceback: as Python prints it.
-        parts: of an exception group.
-    """
-
-    module: str
-    name: str
-    message: str
-    notes: list[str]
-    traceback: str
-    parts: list[RemoteError]
 
 
 class Answer(msgspec.Struct, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 
 import torch
 
@@ -12,9 +13,10 @@ from lowtide.engine.model_executor.weights import create_weight_source
 from lowtide.engine.pages import open_backend
 from lowtide.engine.process_group import RankPlace
 from lowtide.engine.processes.channel import Connection
+from lowtide.engine.processes.extensions import entered
+from lowtide.engine.processes.remote_errors import describe_error
 from lowtide.engine.ranks import messages
 from lowtide.engine.ranks.messages import Answer, Order
-from lowtide.engine.ranks.remote_errors import describe_error
 from lowtide.engine.teardown import Teardown, release_frames
 from lowtide.engine.worker import Worker
 from lowtide.probes.stages import stage
@@ -41,6 +43,7 @@ class RankProcess:
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
+        self._extensions = ExitStack()
 
     def answer(self, order: Order) -> Answer:
         """Do what an order says; what it raises goes into the answer."""
@@ -58,6 +61,7 @@ class RankProcess:
 
     def _follow(self, order: Order) -> dict[str, int]:
         if isinstance(order, messages.Create):
+            self._extensions.enter_context(entered(order.config.process_extensions))
             with stage("create"):
                 self._worker = _create_worker(order)
             return {}

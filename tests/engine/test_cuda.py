@@ -14,6 +14,7 @@ import torch
 
 from lowtide.engine import DriverError, EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
 from lowtide.engine.config import PRESETS
+from lowtide.engine.core import EngineCore
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.device_allocator.transfer import TransferRing
 from lowtide.engine.kv.kv_cache import kv_cache_bytes_per_block
@@ -239,7 +240,7 @@ def test_prefixes_come_back_from_pinned_memory_and_it_is_returned(used: Any, lev
 
 def test_a_copy_on_the_side_stream_waits_for_the_step_that_computes_its_block() -> None:
     with LLMEngine(offloading(8)) as engine:
-        assert engine._core is not None
+        assert isinstance(engine._core, EngineCore)
         connector: Any = engine._core.worker.kv_connector
         rows = connector._rows[0]
         rows[3].fill_(1)
@@ -266,7 +267,7 @@ def test_a_shutdown_while_the_card_is_busy_waits_for_the_copy(used: Any) -> None
     engine = LLMEngine(offloading(24))
     engine.create()
     engine.generate(LONG, SamplingParams(max_tokens=1))
-    assert engine._core is not None
+    assert isinstance(engine._core, EngineCore)
     connector: Any = engine._core.worker.kv_connector
     torch.cuda._sleep(500_000_000)
     connector.save(BlockTransfer(1000, ((0, 0),)))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lowtide.engine import EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
+from lowtide.engine.core import EngineCore
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
 from lowtide.engine.worker import Worker
 from lowtide.probes.device.driver import find_driver
@@ -39,7 +40,7 @@ def tokens(engine: LLMEngine) -> list[tuple[int, ...]]:
 
 
 def worker_of(engine: LLMEngine) -> Worker:
-    assert engine._core is not None
+    assert isinstance(engine._core, EngineCore)
     return engine._core.worker
 
 

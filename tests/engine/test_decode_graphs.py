@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lowtide.engine import ConfigError, EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
+from lowtide.engine.core import EngineCore
 from lowtide.engine.model_executor.attention import PagedDecodes
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs, batch_sizes
@@ -230,14 +231,14 @@ def test_graphs_without_triton_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_without_graphs_there_are_no_addresses() -> None:
     with LLMEngine(EngineConfig(kv_cache_bytes=1 << 20)) as engine:
-        assert engine._core is not None
+        assert isinstance(engine._core, EngineCore)
         assert engine._core.worker.graph_addresses() == {}
 
 
 @pytest.mark.parametrize("fails_in", ["capture", "afterwards"])
 def test_a_create_that_fails_at_its_graphs_leaves_nothing(monkeypatch: pytest.MonkeyPatch, fails_in: str) -> None:
     # What a card would do; the configuration is a CPU's.
-    monkeypatch.setattr("lowtide.engine.llm_engine.check_cuda_graphs", lambda device: None)
+    monkeypatch.setattr("lowtide.engine.core.check_cuda_graphs", lambda device: None)
     closed: list[DecodeGraphs] = []
     close = DecodeGraphs.close
     monkeypatch.setattr(DecodeGraphs, "close", lambda self: (closed.append(self), close(self)))
@@ -259,7 +260,7 @@ def test_a_create_that_fails_at_its_graphs_leaves_nothing(monkeypatch: pytest.Mo
     closed.clear()
     assert (announced_pools(), read_tensors().total) == before
     engine.create()
-    assert engine._core is not None
+    assert isinstance(engine._core, EngineCore)
     addresses = engine._core.worker.graph_addresses()
     preserved = {name: (t.data_ptr(), t.nbytes) for name, t in engine._core.worker.preserved_tensors().items()}
     assert preserved.items() <= addresses.items()

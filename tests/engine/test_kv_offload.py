@@ -481,7 +481,7 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def connector_of(engine: LLMEngine) -> Any:
-    assert engine._core is not None
+    assert isinstance(engine._core, EngineCore)
     return engine._core.worker.kv_connector
 
 
@@ -570,7 +570,7 @@ def test_a_load_runs_beside_the_step_that_planned_it(
     engine = make(num_blocks=12, kv_offload_bytes=32 * BLOCK_BYTES)
     run(engine, *LONG, [9] * 70)
     engine.step()
-    assert engine._core is not None
+    assert isinstance(engine._core, EngineCore)
     worker, begun = engine._core.worker, []
     execute = worker.execute_model
 
@@ -639,7 +639,7 @@ def test_nobody_gives_way_while_blocks_are_about_to_come_free(make: Callable[...
     engine.step()
     gate.open_later()
     while engine.has_unfinished_requests():
-        assert engine._core is not None
+        assert isinstance(engine._core, EngineCore)
         assert [request.num_preemptions for request in engine._core.scheduler.running] == [0]
         engine.step()
 
@@ -874,7 +874,7 @@ def test_a_create_that_is_interrupted_after_the_worker_ends_its_thread(monkeypat
         return made[0]
 
     monkeypatch.setattr("lowtide.engine.worker.OffloadingConnector", make_and_fail)
-    monkeypatch.setattr("lowtide.engine.llm_engine.EngineCore", lambda *args: 1 / 0)
+    monkeypatch.setattr("lowtide.engine.core.EngineCore", lambda *args: 1 / 0)
     engine = LLMEngine(EngineConfig(**SMALL))
     with pytest.raises(ZeroDivisionError):
         engine.create()
@@ -921,7 +921,7 @@ class PinningPages(CpuPages):
 @pytest.fixture
 def pages(monkeypatch: pytest.MonkeyPatch) -> PinningPages:
     pages = PinningPages()
-    monkeypatch.setattr("lowtide.engine.llm_engine.open_backend", lambda device: pages)
+    monkeypatch.setattr("lowtide.engine.core.open_backend", lambda device: pages)
     return pages
 
 

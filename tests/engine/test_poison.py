@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
+from lowtide.engine.core import EngineCore
 from lowtide.engine.device_allocator.memory import POISON
 
 
@@ -15,7 +16,7 @@ def asleep_and_awake(level: int, *, poison: bool) -> tuple[LLMEngine, list[tuple
     tokens = [tuple(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))[0].token_ids)]
     engine.sleep(level)
     engine.wake()
-    assert engine._core is not None
+    assert isinstance(engine._core, EngineCore)
     keys, _ = engine._core.worker.model_runner._kv_cache.layers[0]
     found = keys.view(torch.uint8).unique().tolist()
     assert found == ([POISON] if poison else [0])

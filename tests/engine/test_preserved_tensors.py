@@ -9,6 +9,7 @@ import torch
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 from lowtide.engine.config import PRESETS
+from lowtide.engine.core import EngineCore
 from lowtide.engine.model_executor.weights import parameter_shapes
 from lowtide.engine.worker import Worker
 
@@ -22,7 +23,7 @@ def engine() -> Iterator[LLMEngine]:
 
 
 def worker_of(engine: LLMEngine) -> Worker:
-    assert engine._core is not None
+    assert isinstance(engine._core, EngineCore)
     return engine._core.worker
 
 

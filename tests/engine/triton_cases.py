@@ -16,6 +16,7 @@ import torch
 import triton
 
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams, triton_kernels
+from lowtide.engine.core import EngineCore
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
 from lowtide.engine.model_executor.triton_kernels import decode_attention, gather_rows, write_slots
@@ -103,7 +104,7 @@ def check_graphs() -> None:
     with LLMEngine(config) as engine:
         expected = [output.token_ids for output in engine.generate(prompts, params)]
     with LLMEngine(config) as engine:
-        assert engine._core is not None
+        assert isinstance(engine._core, EngineCore)
         worker = engine._core.worker
         worker.model_runner.capture_graphs(config, worker.memory.arena("runtime").allocate)
         graphs = worker.model_runner.decode_graphs

@@ -1,4 +1,4 @@
-"""Exceptions that go from a rank's process to the engine's: as text, and never as pickles."""
+"""Exceptions that go from one of the engine's processes to another: as text, and never as pickles."""
 
 from __future__ import annotations
 
@@ -6,14 +6,36 @@ import builtins
 import sys
 import traceback
 
+import msgspec
 import torch
 
 from lowtide.engine import errors
 from lowtide.engine.errors import EngineError
-from lowtide.engine.ranks.messages import RemoteError
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
+
+
+class RemoteError(msgspec.Struct, frozen=True):
+    """An exception of another process.
+
+    Attributes:
+        module: of its type.
+        name: of its type.
+        message: its text.
+        notes: its notes.
+        traceback: as Python prints it.
+        parts: of an exception group.
+        cause: what it was raised from; None where it was not.
+    """
+
+    module: str
+    name: str
+    message: str
+    notes: list[str]
+    traceback: str
+    parts: list[RemoteError]
+    cause: RemoteError | None = None
 
 
 def describe_error(error: BaseException) -> RemoteError:
@@ -27,6 +49,7 @@ def describe_error(error: BaseException) -> RemoteError:
         # Those of a group's parts come with the parts.
         traceback="" if group else "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         parts=[describe_error(part) for part in error.exceptions] if isinstance(error, BaseExceptionGroup) else [],
+        cause=None if error.__cause__ is None else describe_error(error.__cause__),
     )
 
 
@@ -48,6 +71,8 @@ def restore_error(remote: RemoteError, where: str) -> BaseException:
         notes.append(f"its traceback there:\n{remote.traceback.rstrip()}")
     # What `add_note` fills; Python 3.10 has the attribute's readers (pytest, exceptiongroup), not the method.
     error.__notes__ = notes  # type: ignore[attr-defined]
+    if remote.cause is not None:
+        error.__cause__ = restore_error(remote.cause, where)
     return error
 
 

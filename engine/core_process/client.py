@@ -1,0 +1,219 @@
+"""The engine's side of a core in another process: has its methods, and raises what it raises there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from lowtide.engine.config import EngineConfig
+from lowtide.engine.core_process import messages
+from lowtide.engine.core_process.messages import Answer, Order
+from lowtide.engine.errors import EngineDeadError
+from lowtide.engine.processes.child_process import END_S, ChildProcess
+from lowtide.engine.processes.remote_errors import restore_error
+from lowtide.engine.request import Request, RequestOutput
+from lowtide.engine.teardown import Teardown
+
+if TYPE_CHECKING:
+    import torch
+
+    from lowtide.engine.kv.block_pool import KVCacheUsage
+
+ENTRY = "lowtide.engine.core_process.core_process:main"
+"""What runs in the core's process."""
+
+NAME = "lowtide::EngineCore"
+"""Its title."""
+
+INTERRUPT_S = 10.0
+"""Seconds that the core has to roll an interrupted order back, before it is killed."""
+
+
+class CoreClient:
+    """An engine core in a process of its own; has the methods of `EngineCore` that the engine calls.
+
+    The core's error comes with its type, and with its process and its traceback as notes.  When the process ends
+    without being asked to, each call raises `EngineDeadError` at once, and only `shutdown` is of use.
+
+    An interrupt (Ctrl-C) is passed on, and the core rolls back what it was doing.  One that comes when the core was
+    done already is raised by `raise_late_interrupt`, so that no result is lost.
+
+    Args:
+        config: of the engine; with `engine_process`.
+
+    Attributes:
+        process: the core's.
+
+    Raises:
+        ConfigError, CheckpointError, OutOfMemoryError: as `create_core`; no process is left.
+        EngineDeadError: the process has ended; likewise.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._answer = Answer()
+        self._death: EngineDeadError | None = None
+        self._is_late = False
+        self._is_closed = False
+        self.process = ChildProcess(ENTRY, NAME)
+        try:
+            self._order(messages.Create(config))
+            self.raise_late_interrupt()
+        except BaseException as error:
+            undo = Teardown("creating the core's process")
+            undo.run(self.name, lambda: self.process.end(0.0))
+            undo.finish_into(error)
+            raise
+
+    @property
+    def name(self) -> str:
+        """The core's process, for messages."""
+        return f"the engine core (pid {self.process.pid})"
+
+    @property
+    def awake(self) -> bool:
+        """Whether weights and KV cache have all their pages."""
+        return self._answer.awake
+
+    def add_request(self, request: Request) -> None:
+        """As `EngineCore.add_request`."""
+        order = messages.AddRequest(request.request_id, list(request.prompt_token_ids), request.params)
+        self._order(order)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a step has something to do; False where the core has ended."""
+        return self._answer.unfinished
+
+    def step(self) -> list[RequestOutput]:
+        """As `EngineCore.step`."""
+        return self._order(messages.Step()).outputs
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """As `EngineCore.abort`; nothing where the core has ended, and the requests with it."""
+        return self._abort(list(request_ids))
+
+    def abort_all(self) -> list[RequestOutput]:
+        """As `EngineCore.abort_all`; likewise."""
+        return self._abort(None)
+
+    def reset_prefix_cache(self) -> bool:
+        """As `EngineCore.reset_prefix_cache`."""
+        return self._order(messages.ResetPrefixCache()).was_reset
+
+    def prepare_sleep(self, level: int) -> None:
+        """As `EngineCore.prepare_sleep`."""
+        self._order(messages.PrepareSleep(level))
+
+    def forget_prefixes(self) -> None:
+        """As `EngineCore.forget_prefixes`."""
+        self._order(messages.ForgetPrefixes())
+
+    def sleep(self, level: int) -> None:
+        """As `EngineCore.sleep`."""
+        self._order(messages.Sleep(level))
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """As `EngineCore.wake`."""
+        self._order(messages.Wake(list(tags)))
+
+    def reload_weights(self) -> None:
+        """As `EngineCore.reload_weights`."""
+        self._order(messages.ReloadWeights())
+
+    def shutdown(self) -> None:
+        """Give everything up; no process is left.  Calling it again does nothing.
+
+        Raises:
+            ExceptionGroup: as `EngineCore.shutdown`; the process is gone all the same.
+        """
+        if self._is_closed:
+            return
+        teardown = Teardown("shutting the engine's core down")
+        if self._death is None:
+            teardown.run(self.name, lambda: self._order(messages.Shutdown()))
+        teardown.run("its process", lambda: self.process.end(END_S))
+        self._is_closed = True
+        self._answer = Answer()
+        teardown.run("the interrupt", self.raise_late_interrupt)
+        teardown.finish()
+
+    def raise_late_interrupt(self) -> None:
+        """Raise the interrupt that came when the core had finished an order already.
+
+        Raises:
+            KeyboardInterrupt: there was one.
+        """
+        if self._is_late:
+            self._is_late = False
+            raise KeyboardInterrupt
+
+    def preserved_tensors(self) -> dict[str, torch.Tensor]:
+        """None: the tensors are in another process."""
+        return {}
+
+    def graph_addresses(self) -> dict[str, tuple[int, int]]:
+        """None: the addresses are another process's."""
+        return {}
+
+    def kv_cache_usage(self) -> KVCacheUsage:
+        """As `EngineCore.kv_cache_usage`."""
+        usage = self._order(messages.ReadKVCacheUsage()).usage
+        assert usage is not None
+        return usage
+
+    def memory_mapped(self) -> dict[str, int]:
+        """Bytes with pages behind them in the core's process and its ranks, by arena tag, after the last call."""
+        return dict(self._answer.mapped)
+
+    def _abort(self, request_ids: list[str] | None) -> list[RequestOutput]:
+        # Who gives requests up because the core has ended must not hear that once more.
+        return [] if self._death is not None else self._order(messages.Abort(request_ids)).outputs
+
+    def _order(self, order: Order) -> Answer:
+        """Send an order, and wait for its answer.
+
+        Raises:
+            EngineDeadError: the process has ended, or could not be understood and was killed.
+            BaseException: what the core raised.
+        """
+        if self._death is not None:
+            raise self._death.with_traceback(None)
+        try:
+            self.process.connection.send(order)
+            self._answer = self._receive()
+        except EngineDeadError as error:
+            raise self._died(self.process.death()) from error
+        except BaseException as error:
+            # Half an order was sent, or an answer got lost: what the core does is not known any more.
+            self.process.end(0.0)
+            death = EngineDeadError(f"{self.name} was killed: {error!r}")
+            if not isinstance(error, Exception):
+                self._died(death)
+                raise
+            raise self._died(death) from error
+        if self._answer.error is not None:
+            raise restore_error(self._answer.error, self.name)
+        return self._answer
+
+    def _receive(self) -> Answer:
+        """The answer; an interrupt is passed on meanwhile."""
+        deadline: float | None = None
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                answer: Answer = self.process.connection.receive(Answer, left)
+            except KeyboardInterrupt:
+                if deadline is not None:
+                    raise
+                deadline = time.monotonic() + INTERRUPT_S
+                os.kill(self.process.pid, signal.SIGINT)
+            else:
+                self._is_late = deadline is not None and answer.error is None
+                return answer
+
+    def _died(self, death: EngineDeadError) -> EngineDeadError:
+        self._death = death
+        self._answer = Answer()
+        return death
