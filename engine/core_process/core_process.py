@@ -68,6 +68,9 @@ class CoreProcess:
         error = None
         try:
             self._is_working = True
+            if isinstance(order, messages.Create):
+                # Before it is followed: they may change how.
+                self._extensions.enter_context(entered(order.config.process_extensions))
             result = self.follow(order)
             self._is_working = False
         except BaseException as raised:  # noqa: BLE001 - it is raised again in the engine's process
@@ -103,7 +106,6 @@ class CoreProcess:
 
     def _follow(self, order: Order) -> _Result:
         if isinstance(order, messages.Create):
-            self._extensions.enter_context(entered(order.config.process_extensions))
             self._core = create_core(order.config, make_plan(order.config))
             return None
         core = self._core

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,25 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from lowtide.reports.schema import Subject
+
+
+@dataclass(frozen=True)
+class EngineShape:
+    """In how many processes lowtide's own engine is.
+
+    Attributes:
+        tensor_parallel_size: ranks, each in a process of its own.
+        engine_process: whether the core has one.
+    """
+
+    tensor_parallel_size: int = 1
+    engine_process: bool = False
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As settings of the engine, without those that are its defaults."""
+        ranks = {"tensor_parallel_size": self.tensor_parallel_size} if self.tensor_parallel_size != 1 else {}
+        return {**ranks, **({"engine_process": True} if self.engine_process else {})}
 
 
 def fuzz(
@@ -32,6 +52,9 @@ def fuzz(
     tensor_parallel_size: Annotated[
         int, typer.Option(help="Ranks of lowtide's own engine, in a process of its own each.")
     ] = 1,
+    engine_process: Annotated[
+        bool, typer.Option("--engine-process", help="The core of lowtide's own engine has a process of its own.")
+    ] = False,
     defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
     faults: Annotated[
         bool, typer.Option("--faults", help="Instead of random lives: fail every fault point of every stage in turn.")
@@ -52,10 +75,13 @@ def fuzz(
         refuse("--target and --defect exclude each other: the bugs are in lowtide's own engine")
     if tensor_parallel_size != 1 and (target is not None or faults):
         refuse("--tensor-parallel-size is for random lives of lowtide's own engine: leave --target and --faults out")
+    if engine_process and target is not None:
+        refuse("--engine-process is for lowtide's own engine: leave --target out")
     if report is not None:
         check_writable(report)
+    shape = EngineShape(tensor_parallel_size, engine_process)
     try:
-        code = _fuzz(target, device, examples, steps, seed, tensor_parallel_size, defect, faults, jobs, report)
+        code = _fuzz(target, device, examples, steps, seed, shape, defect, faults, jobs, report)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted", err=True)
         code = INTERRUPTED
@@ -68,7 +94,7 @@ def _fuzz(
     examples: int,
     steps: int,
     seed: int | None,
-    tensor_parallel_size: int,
+    shape: EngineShape,
     defect: str | None,
     faults: bool,
     jobs: int,
@@ -80,9 +106,7 @@ def _fuzz(
     from lowtide.reports.folder import write_folder
 
     console = find_console()
-    subject, program, reported = _search(
-        target, device, examples, steps, seed, tensor_parallel_size, defect, faults, jobs, console
-    )
+    subject, program, reported = _search(target, device, examples, steps, seed, shape, defect, faults, jobs, console)
     driver = find_driver()
     try:
         written = make_report(subject, driver)
@@ -114,7 +138,7 @@ def _search(
     examples: int,
     steps: int,
     seed: int | None,
-    tensor_parallel_size: int,
+    shape: EngineShape,
     defect: str | None,
     faults: bool,
     jobs: int,
@@ -130,10 +154,10 @@ def _search(
         if target is not None:
             subjected = named_target(target)
         elif faults and defect is None:
-            subjected = checkpoint_target(device_name(device))
+            subjected = checkpoint_target(device_name(device), shape.settings)
         else:
             bug = find_defect(defect) if defect is not None else None
-            subjected = reference_target(device_name(device), bug, tensor_parallel_size)
+            subjected = reference_target(device_name(device), bug, shape.settings)
         if faults:
             return fail_all(subjected, jobs=jobs, console=console)
         return search(subjected, examples=examples, seed=seed, steps=steps, console=console)

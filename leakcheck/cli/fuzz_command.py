@@ -71,26 +71,31 @@ def named_target(name: str) -> Subjected:
     return Subjected(name, factory, Source([imported], attribute), nullcontext())
 
 
-def reference_target(device: str, defect: Defect | None, tensor_parallel_size: int = 1) -> Subjected:
-    """The reference engine, with a historical bug or without, with one rank or several.
+def reference_target(device: str, defect: Defect | None, shape: Mapping[str, Any] | None = None) -> Subjected:
+    """The reference engine, with a historical bug or without.
+
+    Args:
+        device: "cpu" or "cuda:N".
+        defect: the bug.
+        shape: settings that say in how many processes the engine is.
 
     Raises:
         ConfigError: the bug cannot show on this device.
     """
     imports = ["from lowtide.leakcheck.reference_target import ReferenceTarget"]
-    ranks = {"tensor_parallel_size": tensor_parallel_size} if tensor_parallel_size != 1 else {}
+    own = dict(shape or {})
     if defect is None:
-        make = f"lambda: ReferenceTarget({device!r}{f', {ranks!r}' if ranks else ''})"
-        factory = lambda: ReferenceTarget(device, ranks)  # noqa: E731
+        make = f"lambda: ReferenceTarget({device!r}{f', {own!r}' if own else ''})"
+        factory = lambda: ReferenceTarget(device, own)  # noqa: E731
         return Subjected("reference", factory, Source(imports, make), nullcontext(), thorough=THOROUGH)
     defect.check(device)
     imports.append("from lowtide.engine.defects import DEFECTS")
     known = f"DEFECTS[{defect.name!r}]"
-    settings = f"{ranks!r} | {known}.settings" if ranks else f"{known}.settings"
+    settings = f"{own!r} | {known}.settings" if own else f"{known}.settings"
     make = f"lambda: ReferenceTarget({device!r}, {settings}, {known}.prompt_scale)"
     return Subjected(
         f"reference with {defect.name}",
-        lambda: ReferenceTarget(device, {**ranks, **defect.settings}, defect.prompt_scale),
+        lambda: ReferenceTarget(device, {**own, **defect.settings}, defect.prompt_scale),
         Source(imports, make, f"{known}.activate()"),
         # Not with what makes it show from outside: that is for the search to find.
         defect.activate(),
@@ -98,9 +103,10 @@ def reference_target(device: str, defect: Defect | None, tensor_parallel_size: i
     )
 
 
-def checkpoint_target(device: str) -> Subjected:
-    """The reference engine with its weights in the shards of a checkpoint, which can be damaged."""
-    plain = reference_target(device, None)
+def checkpoint_target(device: str, shape: Mapping[str, Any] | None = None) -> Subjected:
+    """The reference engine with its weights in the shards of a checkpoint, which can be damaged; see the above."""
+    own = dict(shape or {})
+    plain = reference_target(device, None, own)
     if find_spec("safetensors") is None:
         why = 'the package safetensors is not installed: pip install "lowtide[models]"'
         return replace(plain, not_measured=(NotMeasured(what="damaged shards", why=why),))
@@ -109,10 +115,10 @@ def checkpoint_target(device: str) -> Subjected:
         "from lowtide.leakcheck.reference_target import ReferenceTarget",
         "from lowtide.leakcheck.small_checkpoint import SmallCheckpoint",
     ]
-    make = f"lambda: ReferenceTarget({device!r}, {{'model': written.folder}})"
+    make = f"lambda: ReferenceTarget({device!r}, {own!r} | {{'model': written.folder}})"
     return Subjected(
         "reference",
-        lambda: ReferenceTarget(device, {"model": written.folder}),
+        lambda: ReferenceTarget(device, {**own, "model": written.folder}),
         Source(imports, make, "SmallCheckpoint() as written"),
         written,
         plain.source,

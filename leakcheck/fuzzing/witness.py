@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import selectors
-import signal
 import subprocess
 import tempfile
 import time
@@ -27,7 +26,8 @@ from lowtide.leakcheck.fuzzing.fault_sweep import Stage, stages
 from lowtide.leakcheck.fuzzing.target_source import Source, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.checked_life import Call, simplest
-from lowtide.leakcheck.targets.faults import Injection, Kind, injecting
+from lowtide.leakcheck.targets.faults import Injection, injecting_into
+from lowtide.leakcheck.targets.pauses import STANDING, Pause
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target
 from lowtide.probes.device.driver import Driver, DriverError
 from lowtide.probes.host.readings import mapped_shared_memory
@@ -44,7 +44,6 @@ DRIVER_TOLERANCE = 64 << 20
 """Bytes by which what a card has in use may have moved by itself, as by the contexts of other processes."""
 
 _SHARED_MEMORY = Path("/dev/shm")
-_STANDING = "lowtide-standing "
 _MARK = "LOWTIDE_WITNESS"
 """The variable by which a process is known that has been started by a killed one, whoever its parent is by now."""
 
@@ -110,43 +109,17 @@ def stand_still(factory: TargetFactory, config: Mapping[str, Any], index: int) -
     # Once to count: the middle is not known before.
     counted = _come_to(target, stage, Injection("interrupt"))
     target.shutdown()
-    again = _Pause("interrupt", counted // 2, made, counted)
+    again = Pause("interrupt", counted // 2, made, counted)
     _come_to(make_target(factory), stage, again)
     # Nothing in it can fail, so it was never in the middle: then it is killed at its end.
     again.stand()
-
-
-class _Pause(Injection):
-    """Stops where another injection would make something fail."""
-
-    def __init__(self, kind: Kind, at: int, made: OwnSegments, points: int) -> None:
-        super().__init__(kind, at)
-        self._made = made
-        self._points = points
-
-    def reach(self, kind: Kind, what: str, error: Callable[[str], BaseException]) -> None:
-        """A fault point: returns, or never does."""
-        before = len(self.passed)
-        # The one that would be raised is where to stand.
-        with suppress(KeyboardInterrupt):
-            super().reach(kind, what, error)
-        if self.raised is not None and len(self.passed) > before:
-            self.stand()
-
-    def stand(self) -> None:
-        """Say where this is, and wait for the end."""
-        reported = {"at": len(self.passed), "points": self._points, "segments": sorted(self._made.names)}
-        print(_STANDING + json.dumps(reported), flush=True)  # noqa: T201 - the witness reads it
-        while True:
-            signal.pause()
 
 
 def _come_to(target: Any, stage: Stage, injection: Injection) -> int:
     """The stage's calls up to its last, and that one with an injection; how many points it passed."""
     for call in stage.before:
         _perform(target, call)
-    seams: Sequence[Any] = getattr(target, "fault_seams", tuple)()
-    with injecting(injection, seams, device=target.capabilities.device):
+    with injecting_into(target, injection):
         _perform(target, stage.call)
     return len(injection.passed)
 
@@ -201,8 +174,8 @@ def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], sta
         selector.register(process.stdout, selectors.EVENT_READ)
         while selector.select(max(0.0, deadline - time.monotonic())):
             line = process.stdout.readline().decode(errors="replace")
-            if line.startswith(_STANDING):
-                reported: dict[str, Any] = json.loads(line.removeprefix(_STANDING))
+            if line.startswith(STANDING):
+                reported: dict[str, Any] = json.loads(line.removeprefix(STANDING))
                 return reported
             said += line
             if not line:

@@ -15,7 +15,7 @@ from lowtide.leakcheck.lives.levels_at_work import Levels, Probes, levels_at_wor
 from lowtide.leakcheck.lives.levels_at_work import added_up as _added_up
 from lowtide.leakcheck.lives.life_checks import LifeChecks, asked, said, void
 from lowtide.leakcheck.lives.shared_lives import SharedLives
-from lowtide.leakcheck.targets.faults import Injection, injecting
+from lowtide.leakcheck.targets.faults import Injection, injecting_into
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import NotMeasured
@@ -239,9 +239,12 @@ class CheckedLife(LifeChecks):
         """Go through all calls once, unjudged, so that what libraries keep from their first use is there."""
         self._survival.warm_up({})
         # The first dispatch mode of a process makes what torch keeps for all of them.
-        with injecting(Injection("allocation"), self._seams(), device=self._device):
+        with injecting_into(self._target, Injection("allocation")):
             self._levels_of(simplest(self._capabilities))
         plain, *others = varied(self._capabilities)
+        if asked(self._target, "pages") is not None:
+            # What a setting takes, it takes in another process, which starts anew with each engine.
+            others = []
         levels = self._levels_of(plain).host
         self._lives.host_at_work = _added_up(plain, levels, [(each, self._levels_of(each).host) for each in others])
 
@@ -291,10 +294,11 @@ class CheckedLife(LifeChecks):
             # Since when: asked of one life only, because noting it costs as much as many a call.
             self._lives.watch.phase(name)
         before = self._pages()
+        self._lives.processes.begin_call(name)
         injection = None if fault is None else Injection(fault.kind, fault.at)
         failed = False
         try:
-            with nullcontext() if injection is None else injecting(injection, self._seams(), device=self._device):
+            with nullcontext() if injection is None else injecting_into(self._target, injection):
                 result = perform()
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and (injection is None or injection.raised is None):
@@ -310,6 +314,7 @@ class CheckedLife(LifeChecks):
             self._late = injection if injection.kind == "transfer" else None
         grown = self._lives.growth.finding(name)
         self._raise([] if grown is None else [grown])
+        self._raise(self._lives.processes.end_call(name, None if failed else arguments.get("level")))
         if failed and name == "shutdown":
             # It has given back what it could; what state that is, is for the next one to end.
             self._cover(situation, f"{name} with a fault")

@@ -12,7 +12,6 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.calls import Call, failure_of
 from lowtide.leakcheck.lives.shared_lives import SharedLives
 from lowtide.leakcheck.suppressions.entries import shipped
-from lowtide.leakcheck.targets.faults import Seam, ShardSeam
 from lowtide.leakcheck.targets.life_model import LifeModel
 from lowtide.leakcheck.targets.target import LifecycleTarget, make_target
 from lowtide.probes.host.counters import anonymous_bytes
@@ -144,6 +143,9 @@ class LifeChecks:
 
     def _pages(self) -> dict[str, int]:
         """Bytes with pages behind them, by arena tag, of this life's engines."""
+        elsewhere: Mapping[str, int] | None = asked(self._target, "pages")
+        if elsewhere is not None:
+            return dict(elsewhere)
         found: dict[str, int] = {}
         for pool in announced_pools():
             if pool.kind == "arena" and pool.device == self._device:
@@ -156,9 +158,6 @@ class LifeChecks:
 
     def _graph_buffers(self) -> Mapping[str, Any]:
         return asked(self._target, "graph_buffers") or {}
-
-    def _seams(self) -> Sequence[Seam | ShardSeam]:
-        return asked(self._target, "fault_seams") or ()
 
     def _fail(
         self,

@@ -14,6 +14,7 @@ from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
 from lowtide.leakcheck.lives.calls import Coverage, simplest
 from lowtide.leakcheck.lives.interrupts import Interrupts
+from lowtide.leakcheck.lives.life_processes import LifeProcesses
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.targets.target import (
     Capabilities,
@@ -48,7 +49,8 @@ class SharedLives:
         self.explain = explain
         self.capabilities: Capabilities = make_target(factory).capabilities
         self.coverage = Coverage()
-        self.watch = Watch(Policy(remedies="never", explain=explain))
+        # Other processes are asked by `processes`, whose growth counts over all lives.
+        self.watch = Watch(Policy(remedies="never", explain=explain, processes=False))
         self.growth = GrowthWatch(self.capabilities.device)
         self._frozen = 0
         self._listening = ExitStack()
@@ -66,6 +68,7 @@ class SharedLives:
         self.imports = ImportWatch(self._importing, self._import_done)
         self.imported = Imported(self.counters.read)
         self._is_watching = False
+        self.processes = LifeProcesses(self.capabilities.device, self._ask_driver, self.capabilities.emptying_levels)
         # What could not be judged, once each.
         self.not_measured: dict[NotMeasured, None] = {}
         # By prompt length: how many tokens were asked for, and what came.
@@ -74,7 +77,7 @@ class SharedLives:
     @property
     def unmeasured(self) -> tuple[NotMeasured, ...]:
         """What could not be judged; of other processes of one program only the largest, since each life has its own."""
-        return largest_of_each(self.not_measured)
+        return largest_of_each(self.processes.unseen(self.not_measured))
 
     def open(self) -> None:
         """Load what a first life loads, so that it is no life's, and begin to watch."""
@@ -93,6 +96,9 @@ class SharedLives:
         gc.collect()
         with self._judging():
             self.put_back()
+            # What it sets in the environment is there before anyone looks.
+            self._listening.callback(self.processes.stop)
+            self.processes.start()
             self.watch.open()
         self._listening.enter_context(listening(self.growth))
         self._listening.enter_context(self.interrupts)
@@ -108,6 +114,7 @@ class SharedLives:
     def begin(self) -> None:
         """A life begins: what is there now is its baseline."""
         with self._judging():
+            self.processes.begin_life()
             self.watch.begin("create")
             self._is_watching = True
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
@@ -103,12 +103,14 @@ class Injection:
         at: which one fails, from 0 on; None only counts.
         passed: the points of that kind that were passed so far.
         raised: what was raised, or stands for it; None before.
+        is_elsewhere: whether another process has raised it: then it is known by its type and its words.
     """
 
     kind: Kind
     at: int | None = None
     passed: list[Passed] = field(default_factory=list)
     raised: BaseException | None = None
+    is_elsewhere: bool = False
     _within: threading.local = field(default_factory=threading.local, repr=False)
 
     @contextmanager
@@ -158,13 +160,18 @@ class Injection:
         if isinstance(self.raised, DamagedShardError):
             return isinstance(error, wrappers) and self.raised.shard in str(error)
         current: BaseException | None = error
-        while current is not None and current is not self.raised:
+        while current is not None and not self._is_raised(current):
             if isinstance(current, BaseExceptionGroup):
                 return any(self.caused(part, wrappers) for part in current.exceptions)
             if not isinstance(current, wrappers):
                 return False
             current = current.__cause__
         return current is not None
+
+    def _is_raised(self, error: BaseException) -> bool:
+        if self.is_elsewhere and self.raised is not None:
+            return type(error) is type(self.raised) and str(error) == str(self.raised)
+        return error is self.raised
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -222,6 +229,22 @@ def injecting(
                 stack.enter_context(_opening(seam, injection, folder))
         stack.enter_context(_TorchFaults(injection, device))
         yield injection
+
+
+def injecting_into(target: Any, injection: Injection) -> AbstractContextManager[Injection]:
+    """While it lasts, fault points of a target's engine reach `injection`, in whichever process the engine has them.
+
+    Args:
+        target: a `LifecycleTarget`; one whose engine has other processes brings `injecting` of its own.
+        injection: counts them and chooses the one that fails.
+    """
+    elsewhere: AbstractContextManager[Injection] | None = None
+    if hasattr(target, "injecting"):
+        elsewhere = target.injecting(injection)
+    if elsewhere is not None:
+        return elsewhere
+    seams = target.fault_seams() if hasattr(target, "fault_seams") else ()
+    return injecting(injection, seams, device=target.capabilities.device)
 
 
 @contextmanager

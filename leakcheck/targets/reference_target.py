@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
 
 from lowtide.engine import (
     EngineConfig,
@@ -18,14 +21,10 @@ from lowtide.engine import (
     SamplingParams,
 )
 from lowtide.engine.config import load_model_config
-from lowtide.engine.device_allocator.host_memory import HostBuffer
-from lowtide.engine.device_allocator.transfer import TransferRing
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.engine.kv.offloading_connector import OffloadingConnector
-from lowtide.engine.model_executor import checkpoint
-from lowtide.engine.pages.cpu import CpuPages
-from lowtide.engine.pages.vmm import VmmPages
-from lowtide.leakcheck.targets.faults import Seam, ShardSeam
+from lowtide.leakcheck.targets.faults import Injection, Seam, ShardSeam
+from lowtide.leakcheck.targets.reference_seams import reference_seams
+from lowtide.leakcheck.targets.remote_faults import ENTERED, injecting_in_core
 from lowtide.leakcheck.targets.target import Capabilities
 
 if TYPE_CHECKING:
@@ -73,6 +72,10 @@ class ReferenceTarget:
 
     def __init__(self, device: str = "cpu", settings: Mapping[str, Any] | None = None, prompt_scale: int = 1) -> None:
         self._settings = {"device": device, **SMALL, **(settings or {})}
+        self._faults = Path(tempfile.gettempdir()) / f"lowtide-faults-{os.getpid()}-{os.urandom(4).hex()}"
+        if self._settings.get("engine_process"):
+            extensions = (*self._settings.get("process_extensions", ()), f"{ENTERED}={self._faults}")
+            self._settings["process_extensions"] = extensions
         choices = {**CHOICES, **({} if device == "cpu" else ON_CARD)}
         if prompt_scale > 1:
             # Then the sizes are those that the settings give.
@@ -173,39 +176,28 @@ class ReferenceTarget:
         """Address and bytes of what captured graphs read, by name."""
         return self.engine.graph_addresses()
 
+    def pages(self) -> Mapping[str, int] | None:
+        """Bytes with pages by arena tag, as the engine counts them in its other processes; None where it has none."""
+        return self.engine.memory_mapped() if self._has_processes else None
+
+    def injecting(self, injection: Injection) -> AbstractContextManager[Injection] | None:
+        """What fails, in the core's process; None where the core has none of its own."""
+        if not self.engine.config.engine_process:
+            return None
+        return injecting_in_core(self._faults, injection, self._settings["device"])
+
     def fault_seams(self) -> Sequence[Seam | ShardSeam]:
         """The places outside torch's operators at which the engine can fail."""
-        pages = CpuPages if self._settings["device"] == "cpu" else VmmPages
-        # None of these may fail, but Ctrl-C comes when it comes.
-        gives_back = (
-            (pages, "unmap"),
-            (pages, "unpin"),
-            (HostBuffer, "close"),
-            (TransferRing, "close"),
-            (distributed, "destroy_process_group"),
-        )
-        return (
-            Seam("reserve", pages, "reserve", lambda what: OutOfMemoryError(f"no address range ({what} injected)")),
-            Seam("reserve", HostBuffer, "__init__", lambda what: OutOfMemoryError(f"no host memory ({what} injected)")),
-            Seam("map", pages, "map", lambda what: OutOfMemoryError(f"no room ({what} injected)")),
-            Seam("pin", pages, "pin", lambda what: OutOfMemoryError(f"no memory can be locked ({what} injected)")),
-            Seam("transfer", OffloadingConnector, "_copy", lambda what: RuntimeError(f"copy failed ({what} injected)")),
-            Seam("transfer", TransferRing, "_drain", lambda what: RuntimeError(f"copy failed ({what} injected)")),
-            Seam("transfer", TransferRing, "_fill", lambda what: RuntimeError(f"copy failed ({what} injected)")),
-            Seam("collective", distributed, "init_process_group", _timeout),
-            Seam("collective", distributed, "new_group", _timeout),
-            ShardSeam(checkpoint, "open_safetensors"),
-            *(Seam("interrupt", owner, name, KeyboardInterrupt) for owner, name in gives_back),
-        )
+        return reference_seams(self._settings["device"])
+
+    @property
+    def _has_processes(self) -> bool:
+        return self.engine.config.engine_process or self.engine.config.tensor_parallel_size > 1
 
     def _prompt(self, length: int) -> list[int]:
         # Prompts of lengths that are both odd, or both even, begin alike: prefixes are shared.
         source = random.Random(length % 2)
         return [source.randrange(self._vocab_size) for _ in range(length)]
-
-
-def _timeout(what: str) -> BaseException:
-    return distributed.DistBackendError(f"{what}: the other ranks did not come ({what} injected)")
 
 
 def _greedy(max_tokens: int) -> SamplingParams:

@@ -44,7 +44,7 @@ def test_contents_that_nobody_here_can_read_are_reported_as_not_judged(life: Any
 
 @pytest.mark.parametrize("bug", [None, "rank-keeps"])
 def test_a_life_that_fails_is_printed_with_its_ranks(bug: str | None) -> None:
-    subjected = reference_target("cpu", find_defect(bug) if bug else None, 2)
+    subjected = reference_target("cpu", find_defect(bug) if bug else None, {"tensor_parallel_size": 2})
     space: dict[str, Any] = {}
     exec("\n".join(subjected.source.imports), space)
     target = eval(subjected.source.factory, space)()
