@@ -119,7 +119,8 @@ def sweep(
     Raises:
         TargetError: the target cannot be driven.
     """
-    with Lives(factory) as lives:
+    # Whether inferring leaves something in another process is for random lives: they infer often enough.
+    with Lives(factory, growth=False) as lives:
         for stage in stages(lives.capabilities, config):
             if among is not None and stage.name not in among:
                 continue

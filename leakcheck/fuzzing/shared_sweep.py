@@ -112,7 +112,8 @@ def live_what_is_asked(factory: TargetFactory, config: Mapping[str, Any], descri
     signal.signal(signal.SIGINT, lambda number, frame: None)
     with Connection(descriptor) as connection, open(stacks, "w") as file:
         try:
-            with Lives(factory) as lives:
+            # Whether inferring leaves something in another process is for random lives: they infer often enough.
+            with Lives(factory, growth=False) as lives:
                 known = stages(lives.capabilities, config)
                 connection.send(None)
                 while True:

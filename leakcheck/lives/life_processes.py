@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import msgspec
+
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.tolerances import host_memory_tolerance
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
@@ -15,6 +17,8 @@ from lowtide.probes.processes.agents import Agents
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
+
+_TOO_FEW = "it infers too rarely to say whether it grows: try more lives, so that three inferences follow a first one"
 
 
 class LifeProcesses:
@@ -105,24 +109,21 @@ class LifeProcesses:
             process=reading.process,
         )
 
-    def unseen(self, noted: Collection[NotMeasured]) -> list[NotMeasured]:
+    def unseen(self, noted: Collection[NotMeasured], *, growth: bool) -> list[NotMeasured]:
         """What could not be judged of what was noted from outside: processes that did not answer, or infer too rarely.
-
-        Args:
-            noted: the processes that had to be seen, among other things.
-        """
-        return [*(item for item in noted if self._is_unknown(item)), *self._engine.not_measured.values()]
-
-    def _is_unknown(self, item: NotMeasured) -> bool:
-        """Whether something that was noted had to be judged, and was not.
 
         A process that begins and ends within one call has nothing left that could be judged but what it made for
         others to find, and one that never infers does not grow with its inferences.
+
+        Args:
+            noted: the processes that had to be seen, among other things.
+            growth: whether it must be known that processes do not grow with each inference.
         """
-        if item.process is None:
-            return True
-        pid = item.process.pid
-        if pid not in self._present:
-            return False
-        never_infers = pid in self._answered and pid not in self._engine.answering
-        return not never_infers and pid not in self._engine.judged
+        left = []
+        for item in noted:
+            pid = None if item.process is None else item.process.pid
+            if pid is None or pid in self._present - self._answered:
+                left.append(item)
+            elif growth and pid in self._engine.answering - self._engine.judged:
+                left.append(msgspec.structs.replace(item, why=_TOO_FEW))
+        return [*left, *self._engine.not_measured.values()]

@@ -39,14 +39,16 @@ class SharedLives:
     Args:
         factory: makes a target; one for each life.
         explain: whether the holders of what a life leaves are reported, which takes a second or two each time.
+        growth: whether it must be known of other processes that they do not grow with each inference.
 
     Raises:
         TargetError: what it makes cannot be driven.
     """
 
-    def __init__(self, factory: TargetFactory, *, explain: bool = True) -> None:
+    def __init__(self, factory: TargetFactory, *, explain: bool = True, growth: bool = True) -> None:
         self.factory = factory
         self.explain = explain
+        self._judges_growth = growth
         self.capabilities: Capabilities = make_target(factory).capabilities
         self.coverage = Coverage()
         # Other processes are asked by `processes`, whose growth counts over all lives.
@@ -77,7 +79,7 @@ class SharedLives:
     @property
     def unmeasured(self) -> tuple[NotMeasured, ...]:
         """What could not be judged; of other processes of one program only the largest, since each life has its own."""
-        return largest_of_each(self.processes.unseen(self.not_measured))
+        return largest_of_each(self.processes.unseen(self.not_measured, growth=self._judges_growth))
 
     def open(self) -> None:
         """Load what a first life loads, so that it is no life's, and begin to watch."""
