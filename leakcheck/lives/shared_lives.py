@@ -83,6 +83,9 @@ class SharedLives:
 
     def open(self) -> None:
         """Load what a first life loads, so that it is no life's, and begin to watch."""
+        # First: what it sets in the environment is no life's to put back.
+        self._listening.callback(self.processes.stop)
+        self.processes.start()
         self._listening.callback(self.imports.remove)
         self.imports.install()
         self._process.mark()
@@ -98,9 +101,6 @@ class SharedLives:
         gc.collect()
         with self._judging():
             self.put_back()
-            # What it sets in the environment is there before anyone looks.
-            self._listening.callback(self.processes.stop)
-            self.processes.start()
             self.watch.open()
         self._listening.enter_context(listening(self.growth))
         self._listening.enter_context(self.interrupts)
