@@ -1,4 +1,8 @@
-"""What processes that have ended left where they cannot remove it any more: in /dev/shm, and among temporary files."""
+"""What processes that have ended left where they cannot remove it any more: in /dev/shm, and among temporary files.
+
+Of a process that this one kills, what it has open is looked at before.  One that ends by itself (that crashes, that the
+kernel kills for want of memory) is known by its agent; what was made while it lived and nobody has open is its own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ import psutil
 
 from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.probes.host.passing_for import passing_for
+from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
 
@@ -36,11 +41,20 @@ class OrphanedFiles:
     Args:
         tree: whose processes.
         segments: receives the names in /dev/shm that a killed process had.
-        is_alone: whether no other process of the same program runs beside this one and makes what nobody has open.
+        began: gives the processes of the tree that have had an agent, with the time at which it began, in seconds.
+        alone: whether no other process of the same program runs beside this one and makes what nobody has open.
     """
 
-    def __init__(self, tree: ProcessTree, segments: OwnSegments, *, is_alone: bool = True) -> None:
-        self._is_alone = is_alone
+    def __init__(
+        self,
+        tree: ProcessTree,
+        segments: OwnSegments,
+        began: Callable[[], Mapping[int, float]] = dict,
+        *,
+        alone: bool = True,
+    ) -> None:
+        self._began = began
+        self._alone = alone
         self._tree = tree
         self._segments = segments
         self._originals: dict[str, Callable[[int, int], None]] = {}
@@ -50,6 +64,7 @@ class OrphanedFiles:
         self._listed = 0
         self._segments_before: frozenset[str] = frozenset()
         self._lifetimes: dict[int, tuple[float, float]] = {}
+        self._ended_before: set[int] = set()
         self._files: set[str] = set()
         self._open_to_nobody: set[str] = set()
 
@@ -75,6 +90,7 @@ class OrphanedFiles:
 
     def mark(self) -> None:
         """What is there now was left before."""
+        self._ended_before.update(self._ended_since())
         self._lifetimes.clear()
         self._files.clear()
         self._open_to_nobody.clear()
@@ -87,31 +103,35 @@ class OrphanedFiles:
                 self._before, self._listed = frozenset(os.listdir(tempfile.gettempdir())), changed
 
     def temporary_files(self) -> dict[str, int]:
-        """What killed processes had open, listened on or numbered among the temporary files, if it is new."""
+        """What ended processes had open, listened on or numbered among the temporary files, if it is new."""
+        self._note_ended()
         if not self._lifetimes:
             return {}
         folder = tempfile.gettempdir()
         with contextlib.suppress(OSError):
             fresh = set(os.listdir(folder)) - self._before
             self._files |= {name for name in fresh if self._numbers & _numbers_in(name)}
+            if self._alone:
+                self._files |= self._abandoned_sockets(fresh - self._files)
         own = set() if self._names is None else self._names.made
         left = [name for name in sorted(self._files) if not any(part in name for part in own)]
         return {f"{folder}/{name}": 1 for name in left if os.path.lexists(f"{folder}/{name}")}
 
     def shared_memory(self, names: Collection[str]) -> set[str]:
-        """Those of some names in /dev/shm that are new, and that killed processes left, or orphans hold.
+        """Those of some names in /dev/shm that are new, and that ended processes left, or orphans hold.
 
-        What a killed process had open is known by name, and so is what has its number.  What was made while it lived
-        and nobody has open is taken for its own, too: nobody else will remove it.
+        What a killed process had open is known by name, and so is what has its number.  What was made while one that
+        has ended lived, and nobody has open, is taken for its own, too: nobody else will remove it.
         """
         fresh = set(names) - self._segments_before
         if not fresh:
             return set()
+        self._note_ended()
         left = fresh & mapped_shared_memory(self._tree.with_descendants(self._tree.orphans()))
         if not self._lifetimes:
             return left
         left |= {name for name in fresh if self._numbers & _numbers_in(name)}
-        unknown = {name for name in fresh - left if self._is_alone and self._was_made_in_a_life(name)}
+        unknown = {name for name in fresh - left if self._alone and self._was_made_in_a_life(Path("/dev/shm", name))}
         unknown -= self._open_to_nobody
         if unknown:
             pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
@@ -125,9 +145,24 @@ class OrphanedFiles:
     def _numbers(self) -> set[str]:
         return set(map(str, self._lifetimes))
 
-    def _was_made_in_a_life(self, name: str) -> bool:
+    def _note_ended(self) -> None:
+        """Those that have ended since `mark` without having been killed from here."""
+        now = time.time()
+        for pid in self._ended_since() - self._lifetimes.keys():
+            self._lifetimes[pid] = (self._began()[pid], now)
+
+    def _ended_since(self) -> set[int]:
+        return {pid for pid in self._began() if pid not in self._ended_before and _has_ended(pid)}
+
+    def _abandoned_sockets(self, names: Collection[str]) -> set[str]:
+        """Those of some names of temporary files that are sockets of which ended processes may be the makers."""
+        folder = Path(tempfile.gettempdir())
+        sockets = {name for name in names if (folder / name).is_socket() and self._was_made_in_a_life(folder / name)}
+        return sockets - {Path(path).name for path in _bound_in(folder)} if sockets else set()
+
+    def _was_made_in_a_life(self, path: Path) -> bool:
         try:
-            made = Path("/dev/shm", name).stat().st_ctime
+            made = path.lstat().st_ctime
         except OSError:  # it is gone by now
             return False
         # The kernel counts both in steps of some milliseconds.
@@ -186,6 +221,20 @@ class _MadeUpNames:
         name = next(self.original)
         self.made.add(name)
         return name
+
+
+def _has_ended(pid: int) -> bool:
+    process = stat(pid)
+    return process is None or process.state == "Z"
+
+
+def _bound_in(folder: Path) -> Iterator[str]:
+    """The paths in a folder to which sockets of living processes are bound."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+            path = line.split(maxsplit=7)[7:]
+            if path and path[0].startswith(f"{folder}/"):
+                yield path[0]
 
 
 def _numbers_in(name: str) -> set[str]:

@@ -31,7 +31,7 @@ class LifeProbes:
         self.tree = ProcessTree()
         self.agents = Agents()
         self._segments = OwnSegments()
-        self._remains = OrphanedFiles(self.tree, self._segments)
+        self._remains = OrphanedFiles(self.tree, self._segments, self.agents.began)
         self.unseen = UnmeasuredProcesses(self.tree, driver)
         self._events = ProcessEvents(self.unseen.look)
         self.environment = EnvironmentSetters()

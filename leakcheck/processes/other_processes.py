@@ -107,6 +107,10 @@ class OtherProcesses:
         """End it; legal without a start."""
         self._agents.stop()
 
+    def began(self) -> Mapping[int, float]:
+        """Each process that has had an agent, with the time at which it began; see `Agents.began`."""
+        return self._agents.began()
+
     def begin(self, now: Counters) -> None:
         """A test begins: what is there now is its baseline.
 

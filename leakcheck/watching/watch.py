@@ -67,7 +67,7 @@ class Watch:
         self._segments = OwnSegments()
         self._environment = EnvironmentSetters()
         self._tree = ProcessTree()
-        self._remains = OrphanedFiles(self._tree, self._segments, is_alone=self.policy.driver)
+        self._remains = OrphanedFiles(self._tree, self._segments, lambda: self.others.began(), alone=self.policy.driver)
         self._books = Ownership(self._segments, self._remains.shared_memory, self._environment)
         self._births = Births()
         self._caches = FilledCaches()

@@ -57,6 +57,8 @@ class Agents:
         self.folder: Path | None = None
         self._before: dict[str, str | None] = {}
         self._is_registered = False
+        self._began: dict[int, float] = {}
+        self._listed = 0
 
     def start(self) -> None:
         """Put an agent into each Python process that starts from here on; legal twice."""
@@ -96,6 +98,24 @@ class Agents:
     def has_agent(self, pid: int) -> bool:
         """Whether a process has an agent; it may not answer all the same."""
         return self.folder is not None and (self.folder / f"{pid}.sock").exists() and stat(pid) is not None
+
+    def began(self) -> dict[int, float]:
+        """Each process that has had an agent, ended ones too, with the time at which the agent began to listen.
+
+        In seconds since the epoch; next to free where no agent has begun since the last call.
+        """
+        if self.folder is None:
+            return {}
+        with contextlib.suppress(OSError):
+            changed = self.folder.stat().st_mtime_ns
+            if changed != self._listed:
+                found = {}
+                for path in self.folder.iterdir():
+                    name, end, _ = path.name.partition(".sock")
+                    if end and name.isdecimal():
+                        found[int(name)] = path.lstat().st_ctime
+                self._began, self._listed = found, changed
+        return self._began
 
     def ask(self, pid: int, question: bytes, limit: float = 60.0, patience: float | None = None) -> bytes:
         """What a process answers.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -43,7 +44,8 @@ if 'socket' in kinds:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(tempfile.mktemp(prefix='lowtide_test_'))
 print('ready', flush=True)
-sys.stdin.read()
+if sys.stdin.read() == 'crash':
+    os.abort()
 """
 
 
@@ -72,6 +74,16 @@ def engine(*kinds: str) -> subprocess.Popen[bytes]:
 def killed(*kinds: str) -> None:
     with engine(*kinds) as process:
         process.kill()
+
+
+def crashed(*kinds: str) -> None:
+    with engine(*kinds) as process:
+        process.communicate(b"crash")
+
+
+def exited(*kinds: str) -> None:
+    with engine(*kinds) as process:
+        process.communicate()
 
 
 def ended(*kinds: str) -> None:
@@ -105,6 +117,41 @@ def left_by(block: Callable[[], None]) -> list[str]:
 )
 def test_what_a_killed_child_leaves_is_found(kinds: list[str], resources: list[str]) -> None:
     assert left_by(lambda: killed(*kinds)) == resources
+
+
+@pytest.mark.parametrize(
+    ("kinds", "resources"),
+    [
+        (["segment"], ["shared-memory"]),
+        (["folder"], ["temporary-files"]),
+        (["socket"], ["temporary-files"]),
+        (["segment", "folder", "socket"], ["shared-memory", "temporary-files"]),
+        ([], []),
+    ],
+)
+@pytest.mark.parametrize("ending", [crashed, exited])
+def test_what_a_child_leaves_that_ends_by_itself_is_found(
+    ending: Callable[..., None], kinds: list[str], resources: list[str]
+) -> None:
+    assert left_by(lambda: ending(*kinds)) == resources
+
+
+def test_a_child_of_an_earlier_block_leaves_nothing_in_a_later_one() -> None:
+    with LeakCheck(settle=0.1) as check:
+        exited()
+    assert [finding for subject in check.report.subjects for finding in subject.findings] == []
+    Path("/dev/shm/lowtide_test_segment").touch()
+    assert left_by(lambda: None) == []
+
+
+def test_a_socket_on_which_somebody_listens_is_no_leftover() -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+
+        def serve() -> None:
+            exited()
+            listening.bind(f"{tempfile.gettempdir()}/lowtide_test_served")
+
+        assert "temporary-files" not in left_by(serve)
 
 
 def test_what_somebody_removes_is_not() -> None:
