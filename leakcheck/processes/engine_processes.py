@@ -217,7 +217,7 @@ class EngineProcesses:
                 host = rollup(pid)
                 if host is not None:
                     private = host.private - self._imported.get(pid, 0)
-                    self._growth.note(now.process, private, now.levels.of("cpu"))
+                    self._growth.note(now.process, private, now.levels.resident)
             self._find_holders()
 
     def _find_holders(self) -> None:
@@ -226,8 +226,8 @@ class EngineProcesses:
             imported = self.trim(process.pid) if process.pid in self._now else None
             host = rollup(process.pid)
             if imported is not None and host is not None:
-                tensors = self._now[process.pid].levels.of("cpu")
-                self._growth.correct(process, host.private - imported, tensors)
+                named = self._now[process.pid].levels.resident
+                self._growth.correct(process, host.private - imported, named)
         for finding in self._growth.findings():
             named = self.named_by_arrays(finding, finding.bytes // finding.count)
             if named.holder:

@@ -49,7 +49,9 @@ class _Role:
             process = max(alone, key=lambda each: sum(alone[each]))
             return process, alone[process]
         together = [step for own in steps.values() for step in own]
-        return (list(steps)[-1], together) if _grows(together) else None
+        # That steps of different processes alternate with others says nothing: what fills once in each does so, too.
+        often = sum(step > ALLOWED for step in together) * 3 > len(together)
+        return (list(steps)[-1], together) if often and _grows(together) else None
 
 
 def _grows(steps: list[int]) -> bool:
@@ -62,21 +64,21 @@ class ProcessGrowth:
     def __init__(self) -> None:
         self._roles: dict[str, _Role] = {}
 
-    def note(self, process: ProcessName, host: int, tensors: int) -> None:
+    def note(self, process: ProcessName, host: int, named: int) -> None:
         """A process's level after an inference.
 
         Args:
             process: which.
             host: bytes of host memory that only it has.
-            tensors: bytes of that under live tensors and in arenas: what stays of them is followed by itself.
+            named: bytes of that under live tensors and in announced pools: what stays of them is followed by itself.
         """
         role = self._roles.setdefault(role_of(process.name), _Role())
-        role.levels.setdefault(process.pid, []).append(host - tensors)
+        role.levels.setdefault(process.pid, []).append(host - named)
         role.processes[process.pid] = process
 
-    def correct(self, process: ProcessName, host: int, tensors: int) -> None:
+    def correct(self, process: ProcessName, host: int, named: int) -> None:
         """Another reading after the same inference, as of a heap that was trimmed; as `note`."""
-        self._roles[role_of(process.name)].levels[process.pid][-1] = host - tensors
+        self._roles[role_of(process.name)].levels[process.pid][-1] = host - named
 
     @property
     def noted(self) -> Collection[int]:
