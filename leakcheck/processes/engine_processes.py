@@ -35,6 +35,7 @@ from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import rollup
 from lowtide.probes.host.process_tree import ProcessTree, name_of
 from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
+from lowtide.probes.processes.outside_view import by_process
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
@@ -106,6 +107,7 @@ class EngineProcesses:
         driver: whom to ask for what each holds on cards; None: nobody.
         not_measured: who did not answer, and why, by process.
         ended: those that have held memory on a card, for when they have ended.
+        context: gives the bytes of a context alone on a card; None where that is not known.
     """
 
     tree: ProcessTree
@@ -114,6 +116,7 @@ class EngineProcesses:
     driver: Callable[[], Driver] | None
     not_measured: dict[int, NotMeasured] = field(default_factory=dict)
     ended: EndedHolders = field(default_factory=lambda: EndedHolders(None))
+    context: Callable[[str], int | None] = lambda device: None
     _now: dict[int, ProcessLevels] = field(default_factory=dict)
     _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
     _silent: list[ProcessLevels] = field(default_factory=list)
@@ -150,7 +153,7 @@ class EngineProcesses:
     def readings(self) -> tuple[ProcessStage, ...]:
         """What each held when it was read last, for a report; those that have not answered as seen from outside."""
         return tuple(
-            as_stage(each.process, each.levels, each.host, each.cards)
+            as_stage(each.process, each.levels, each.host, each.cards, self.context)
             for each in (*self._now.values(), *self._silent)
             if is_shown(each.process, each.levels, each.host, each.cards)
         )
@@ -204,7 +207,8 @@ class EngineProcesses:
         """Read what each holds after a stage."""
         levels = self._each(self._pids(), Read(), Levels, EXPLAIN_S)
         family = self.tree.descendants()
-        cards = self._cards() if family and self.device != "cpu" else {}
+        asks = bool(family) and self.device != "cpu"
+        cards = by_process(read_card_holders(self.driver())) if self.driver is not None and asks else {}
         for pid in cards.keys() & set(family):
             self.ended.note(pid)
         self._silent = [_levels_of(pid, NOTHING_SAID, cards.get(pid, {})) for pid in family if pid not in levels]
@@ -226,8 +230,8 @@ class EngineProcesses:
             imported = self.trim(process.pid) if process.pid in self._now else None
             host = rollup(process.pid)
             if imported is not None and host is not None:
-                named = self._now[process.pid].levels.resident
-                self._growth.correct(process, host.private - imported, named)
+                resident = self._now[process.pid].levels.resident
+                self._growth.correct(process, host.private - imported, resident)
         for finding in self._growth.findings():
             named = self.named_by_arrays(finding, finding.bytes // finding.count)
             if named.holder:
@@ -345,14 +349,6 @@ class EngineProcesses:
                 advice=f"let go of {largest.holder or 'it'} in {stage}, in that process",
             )
         ]
-
-    def _cards(self) -> dict[int, dict[str, int | None]]:
-        """What the driver counts for each process, by card."""
-        found: dict[int, dict[str, int | None]] = {}
-        for card in () if self.driver is None else read_card_holders(self.driver()):
-            for pid, size in card.processes.items():
-                found.setdefault(pid, {})[card.device] = size
-        return found
 
     def _pids(self) -> list[int]:
         """Whom to ask; not again who has not answered once: the engine would wait at each stage."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
@@ -20,7 +20,13 @@ def is_shown(process: ProcessName, levels: Levels, host: int | None, cards: Mapp
     return levels.has_torch or bool(cards) or ((host or 0) >= SHOWN and not is_helper)
 
 
-def as_stage(process: ProcessName, levels: Levels, host: int | None, cards: Mapping[str, int | None]) -> ProcessStage:
+def as_stage(
+    process: ProcessName,
+    levels: Levels,
+    host: int | None,
+    cards: Mapping[str, int | None],
+    context: Callable[[str], int | None] = lambda device: None,
+) -> ProcessStage:
     """What a process holds.
 
     Args:
@@ -28,7 +34,13 @@ def as_stage(process: ProcessName, levels: Levels, host: int | None, cards: Mapp
         levels: what it says itself.
         host: bytes of host memory that only it has; None where that may not be read.
         cards: bytes that the driver counts for it, by device.
+        context: gives the bytes of a context alone on a device; None where that is not known.
     """
+    contexts = {device: size for device in cards if (size := context(device)) is not None}
+    left = {
+        device: None if size is None else max(0, size - contexts.get(device, 0))
+        for device, size in _on_cards(levels, cards).items()
+    }
     return ProcessStage(
         process=process,
         tensors=levels.tensors,
@@ -36,7 +48,8 @@ def as_stage(process: ProcessName, levels: Levels, host: int | None, cards: Mapp
         reserved=levels.reserved,
         cards=dict(cards),
         host=host,
-        unexplained={"cpu": None if host is None else max(0, host - levels.resident), **_on_cards(levels, cards)},
+        contexts=contexts,
+        unexplained={"cpu": None if host is None else max(0, host - levels.resident), **left},
     )
 
 

@@ -6,6 +6,7 @@ torch would bring caches of its own, and seconds of imports.
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any, Protocol
 
 LIBRARIES = {"cuda": "libcuda.so.1", "hip": "libamdhip64.so"}
@@ -120,6 +121,12 @@ def open_card(kind: str, index: int, library: Any = None) -> DeviceMemory:
         except OSError as error:
             raise DeviceMemoryError(f"{LIBRARIES[kind]} cannot be loaded: {error}") from error
     return _CudaMemory(library, index) if kind == "cuda" else _HipMemory(library, index)
+
+
+def kind_of_cards() -> str:
+    """Of the cards that this process's torch is built for: `hip`, or else `cuda`."""
+    torch: Any = sys.modules.get("torch")
+    return "hip" if getattr(getattr(torch, "version", None), "hip", None) is not None else "cuda"
 
 
 def _check(code: int, call: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.tenant.device_memory import kind_of_cards
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
@@ -104,11 +105,7 @@ class Tenant:
 
 def tenant_of(device: str) -> Tenant | None:
     """The tenant of an engine's device; None on the CPU, whose memory the kernel gives to whoever asks."""
-    if device == "cpu":
-        return None
-    torch: Any = sys.modules.get("torch")
-    is_hip = getattr(getattr(torch, "version", None), "hip", None) is not None
-    return Tenant(device, "hip" if is_hip else "cuda")
+    return None if device == "cpu" else Tenant(device, kind_of_cards())
 
 
 def freed_between(before: Snapshot, after: Snapshot, device: str) -> int | None:

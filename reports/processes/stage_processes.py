@@ -46,8 +46,10 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
         reserved: bytes that torch's allocator took from the driver, by device; None where it does not say.
         cards: bytes that the driver counts for the process, by device; None where it does not say.
         host: bytes of host memory that only the process has; None where that may not be read.
-        unexplained: bytes of `host` (as `cpu`) and `cards` that are under no tensor, in no arena and in nothing that
-            torch has reserved: interpreter, libraries, contexts, and what nobody knows of; None where not known.
+        contexts: bytes of `cards` that a process takes there which has a context and nothing else, by device.
+        unexplained: bytes of `host` (as `cpu`) and `cards` that are under no tensor, in no arena, in no such context
+            and in nothing that torch has reserved: interpreter, libraries, and what nobody knows of; None where not
+            known.
     """
 
     process: ProcessName
@@ -56,6 +58,7 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
     reserved: dict[str, int | None]
     cards: dict[str, int | None] = {}
     host: int | None = None
+    contexts: dict[str, int] = {}
     unexplained: dict[str, int | None] = {}
 
     @property

@@ -11,6 +11,8 @@ from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Ledger, Stage
 
 _UNEXPLAINED = "  unexplained"
+_CONTEXT = "  context alone"
+_PARTS = (_UNEXPLAINED, _CONTEXT)
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class TreeTable:
         device: `cpu` or `cuda:0`.
         cycle: the life.
         stages: the names of its stages.
-        rows: for each process what it holds and what of that nothing explains; the last one is the sum.
+        rows: for each process what it holds, with what of that a context takes and what nothing explains; the last one
+            is the sum.
     """
 
     device: str
@@ -83,9 +86,12 @@ def _table(device: str, cycle: int, stages: Sequence[Stage]) -> TreeTable:
         sizes = tuple(None if each is None else _held(each, device) for each in readings)
         if any(sizes):
             rows.append(TreeRow(process.text, sizes))
+            contexts = tuple(None if each is None else each.contexts.get(device) for each in readings)
+            if any(contexts):
+                rows.append(TreeRow(_CONTEXT, contexts))
             left = (None if each is None else each.unexplained.get(device) for each in readings)
             rows.append(TreeRow(_UNEXPLAINED, tuple(left)))
-    held = [row for row in rows if row.name != _UNEXPLAINED]
+    held = [row for row in rows if row.name not in _PARTS]
     whole = tuple(sum(row.sizes[turn] or 0 for row in held) for turn in range(len(stages)))
     return TreeTable(device, cycle, tuple(stage.name for stage in stages), (*rows, TreeRow("all of them", whole)))
 

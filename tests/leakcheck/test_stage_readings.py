@@ -28,6 +28,14 @@ def test_what_is_under_no_tensor_and_in_no_arena_is_unexplained() -> None:
     assert stage.host == 100 * MIB
 
 
+def test_a_context_alone_is_explained_on_each_card() -> None:
+    sizes = {"cuda:0": 450 * MIB, "cuda:1": None}
+    cards: dict[str, int | None] = {"cuda:0": 1200 * MIB, "cuda:1": 600 * MIB}
+    stage = as_stage(CORE, levels({"cuda:0": 500, "cuda:1": 100}), None, cards, sizes.get)
+    assert stage.contexts == {"cuda:0": 450 * MIB}
+    assert stage.unexplained == {"cpu": None, "cuda:0": 250 * MIB, "cuda:1": 500 * MIB}
+
+
 def test_a_rank_calls_its_only_card_by_another_number() -> None:
     assert as_stage(CORE, levels({"cuda:0": 500}), None, {"cuda:3": 1200 * MIB}).unexplained == {
         "cpu": None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from lowtide.reports.html import render_html
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.processes.tree_table import as_figures, tree_tables
@@ -102,3 +104,11 @@ def test_the_page_shows_it() -> None:
     page = render_html(report(subject(stages=(stage("infer", held(1, 150)),))))
     assert "Processes on cpu, cycle 1 (MiB; this process by RSS, others by private memory)" in page
     assert "<th>pid 101 (VLLM::Worker_TP1, rank 1)</th><td>150.0</td>" in page
+
+
+def test_a_context_has_a_line_of_its_own_where_it_was_measured() -> None:
+    core = msgspec.structs.replace(held(0, 100, card=900), contexts={"cuda:0": 500 * MIB})
+    _, table = tree_tables([stage("create", core), stage("infer", held(0, 100, card=950))])
+    rows = {row.name: [None if size is None else size // MIB for size in row.sizes] for row in table.rows}
+    assert rows["  context alone"] == [500, None]
+    assert rows["all of them"] == [900, 950]
