@@ -192,6 +192,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 processes.orphan_core,
                 (("processes", "unknown"),),
                 settings={"engine_process": True},
+                lives=2,
             ),
             Defect(
                 "core-ignores-shutdown",
@@ -200,6 +201,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 processes.core_ignores_shutdown,
                 (("processes", "unknown"),),
                 settings={"engine_process": True},
+                lives=2,
             ),
             Defect(
                 "shared-memory-of-the-dead",
@@ -209,6 +211,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 (("shared-memory", "unknown"),),
                 settings={"engine_process": True},
                 trigger=processes.core_with_an_offload_region,
+                lives=2,
             ),
             Defect(
                 "nccl-kept",

@@ -30,7 +30,8 @@ class Defect:
         devices: the kinds of device on which it can show.
         expected_on_card: `expected` on a card, where that is something else.
         prompt_scale: how many times as long as usual the prompts must be.
-        lives: in how many lives it shows on a CPU: two where the first one's libraries would hide it.
+        lives: in how many lives it shows on a CPU: two where the first one's libraries would hide it, or where its
+            processes would infer too rarely to be judged.
         expected_in_core: `expected` where the engine's core has a process of its own, where that is something else:
             the end of a process gives back whatever its shutdown has kept.
     """
@@ -57,6 +58,11 @@ class Defect:
         if in_core and self.expected_in_core is not None:
             return self.expected_in_core
         return self.expected if device == "cpu" or self.expected_on_card is None else self.expected_on_card
+
+    @property
+    def cards(self) -> int:
+        """How many cards an engine has on which it shows; 0 where a CPU will do."""
+        return 0 if "cpu" in self.devices else int(self.settings.get("tensor_parallel_size", 1))
 
     def check(self, device: str) -> None:
         """Refuse a device on which it cannot show.

@@ -79,7 +79,7 @@ def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2, in_core: bo
         waiting: list[tuple[Defect, str, Callable[[], Run] | None, Callable[[], Run] | None]] = []
         for defect in defects:
             where = device if device in defect.devices else "cpu"
-            if where not in defect.devices:
+            if where not in defect.devices or not _has_cards(defect.cards):
                 waiting.append((defect, "", None, None))
                 continue
             # Bugs that need the same engine have the same twin.
@@ -90,10 +90,20 @@ def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2, in_core: bo
             waiting.append((defect, where, bug, twins[kind]))
         for defect, where, with_it, without_it in waiting:
             if with_it is None or without_it is None:
-                yield Verified(defect, "", None, None, "needs a card")
+                needs = "a card" if defect.cards < 2 else f"{defect.cards} cards"
+                yield Verified(defect, "", None, None, f"needs {needs}")
             else:
                 with_bug, without = with_it(), without_it()
                 yield Verified(defect, where, with_bug, without, _problem(defect, where, with_bug, without, in_core))
+
+
+def _has_cards(number: int) -> bool:
+    """Whether there are so many, where one is not enough."""
+    if number < 2:
+        return True
+    import torch
+
+    return torch.cuda.device_count() >= number
 
 
 def table(verified: Sequence[Verified]) -> str:

@@ -128,7 +128,7 @@ def _communicators() -> tuple[str, ...]:
     """The groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`."""
     groups = map(describe_process_group, process_groups())
     # A rank alone has nobody to exchange with: its group is excused asleep, as in the checked process.
-    return tuple(group for group in groups if "(nccl, " in group and not group.endswith(", 1 rank)"))
+    return tuple(group for group in groups if "nccl" in group and not group.endswith(", 1 rank)"))
 
 
 def _held(storage: StorageReading, stage: str) -> Held:

@@ -59,8 +59,13 @@ def test_all_ranks_keep_them_in_one_way() -> None:
 
 @pytest.mark.parametrize(
     ("described", "listed"),
-    [(GROUP, (GROUP,)), ("0 (gloo, 2 ranks)", ()), ("0 (nccl, 1 rank)", ())],
-    ids=["nccl", "gloo", "a rank alone"],
+    [
+        (GROUP, (GROUP,)),
+        ("0 (cpu:gloo,cuda:nccl, 8 ranks)", ("0 (cpu:gloo,cuda:nccl, 8 ranks)",)),
+        ("0 (gloo, 2 ranks)", ()),
+        ("0 (nccl, 1 rank)", ()),
+    ],
+    ids=["nccl", "nccl beside gloo", "gloo", "a rank alone"],
 )
 def test_an_agent_lists_the_groups_of_several_ranks_on_cards(
     monkeypatch: pytest.MonkeyPatch, described: str, listed: tuple[str, ...]
