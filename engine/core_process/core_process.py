@@ -44,8 +44,13 @@ def main(connection: Connection) -> None:
             order = connection.receive(Order)
             connection.send(process.answer(order))
         except EngineDeadError:
-            # Nobody listens any more: the kernel takes everything back, and the ranks end with this process.
-            os._exit(0)
+            client_has_gone()
+
+
+def client_has_gone() -> None:
+    """End this process at once."""
+    # Nobody listens any more: the kernel takes everything back, and the ranks end with this process.
+    os._exit(0)
 
 
 class CoreProcess:

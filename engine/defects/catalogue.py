@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from lowtide.engine.defects import memory, shutdowns
+from lowtide.engine.defects import encoder_cache, memory, processes, shutdowns
 from lowtide.engine.defects.defect import Defect
 from lowtide.engine.errors import ConfigError
 
@@ -19,6 +19,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 "a capability check is an `lru_cache` keyed by the model's bound `forward`, which keeps the model",
                 shutdowns.bound_method_cache,
                 (("tensors", "lru-cache"),),
+                expected_in_core=(),
             ),
             Defect(
                 "frozen-heap",
@@ -27,6 +28,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 shutdowns.frozen_heap,
                 (("gc-frozen", "not-restored"), ("tensors", "frozen-garbage")),
                 settings={"freeze_heap": True},
+                expected_in_core=(),
             ),
             Defect(
                 "accelerator-on-cpu",
@@ -41,6 +43,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 ),
                 devices=("cpu",),
                 lives=2,
+                expected_in_core=(("teardown", "unknown"),),
             ),
             Defect(
                 "accelerator-patched",
@@ -48,6 +51,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 "`torch.accelerator.synchronize` and `empty_cache` become no-ops for the whole process, for good",
                 shutdowns.accelerator_patched,
                 (("globals", "not-restored"),),
+                expected_in_core=(),
             ),
             Defect(
                 "shutdown-noop",
@@ -55,6 +59,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 "the CPU model runner overrides shutdown with `pass`",
                 shutdowns.shutdown_noop,
                 (("tensors", "instance-attribute"),),
+                expected_in_core=(),
             ),
             Defect(
                 "process-group",
@@ -63,6 +68,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 shutdowns.process_group,
                 (("process-groups", "not-restored"),),
                 settings={"process_group": True},
+                expected_in_core=(),
             ),
             Defect(
                 "late-release",
@@ -106,6 +112,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 memory.block_table_contents,
                 (("contents", "not-restored"),),
                 settings={"poison_pages": True},
+                expected_in_core=(),
             ),
             Defect(
                 "block-table-moved",
@@ -149,6 +156,7 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 "the worker's shutdown drops neither weights nor KV cache, rope table or workspaces",
                 shutdowns.worker_keeps_everything,
                 (("tensors", "instance-attribute"),),
+                expected_in_core=(),
             ),
             Defect(
                 "undrained-offload",
@@ -167,6 +175,52 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 settings={"kv_transport_bytes": 64 << 20},
                 expected_on_card=(("pinned", "native"),),
                 lives=2,
+                expected_in_core=(),
+            ),
+            Defect(
+                "encoder-cache",
+                "EasyR1#11002",
+                "encoder outputs stay in the model runner's cache: they go only for want of room, and in no sleep",
+                encoder_cache.encoder_cache_kept,
+                (("tensors", "instance-attribute"),),
+                trigger=encoder_cache.encoder_cache,
+            ),
+            Defect(
+                "orphan-core",
+                "vllm#55510, vllm#55846",
+                "the core's process takes no notice of its client's end, runs on and keeps all its memory",
+                processes.orphan_core,
+                (("processes", "unknown"),),
+                settings={"engine_process": True},
+                lives=2,
+            ),
+            Defect(
+                "core-ignores-shutdown",
+                "vllm#55510, the same from a client that lives",
+                "the core confirms its shutdown, gives nothing up and does not end, and its client does not kill it",
+                processes.core_ignores_shutdown,
+                (("processes", "unknown"),),
+                settings={"engine_process": True},
+                lives=2,
+            ),
+            Defect(
+                "shared-memory-of-the-dead",
+                "vllm#51579",
+                "a file of KV offloading in /dev/shm is removed in the core's shutdown only, and the core was killed",
+                processes.shared_memory_of_the_dead,
+                (("shared-memory", "unknown"),),
+                settings={"engine_process": True},
+                trigger=processes.core_with_an_offload_region,
+                lives=2,
+            ),
+            Defect(
+                "nccl-kept",
+                "vllm#51485",
+                "the ranks' communicators keep their buffers on each card while the engine sleeps",
+                processes.nccl_kept,
+                (("process-groups", "not-restored"),),
+                settings={"tensor_parallel_size": 2},
+                devices=("cuda",),
             ),
         )
     }

@@ -10,6 +10,9 @@ from typing import Any
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.errors import ConfigError
 
+EXTENSIONS = "lowtide.engine.defects"
+"""The module whose functions put a bug into a process that the engine starts."""
+
 
 @dataclass(frozen=True)
 class Defect:
@@ -27,7 +30,10 @@ class Defect:
         devices: the kinds of device on which it can show.
         expected_on_card: `expected` on a card, where that is something else.
         prompt_scale: how many times as long as usual the prompts must be.
-        lives: in how many lives it shows on a CPU: two where the first one's libraries would hide it.
+        lives: in how many lives it shows on a CPU: two where the first one's libraries would hide it, or where its
+            processes would infer too rarely to be judged.
+        expected_in_core: `expected` where the engine's core has a process of its own, where that is something else:
+            the end of a process gives back whatever its shutdown has kept.
     """
 
     name: str
@@ -41,14 +47,22 @@ class Defect:
     expected_on_card: tuple[tuple[str, str], ...] | None = None
     prompt_scale: int = 1
     lives: int = 1
+    expected_in_core: tuple[tuple[str, str], ...] | None = None
 
     def lives_on(self, device: str) -> int:
         """In how many lives it shows on `cpu` or `cuda`; a card's libraries always hide something in the first."""
         return self.lives if device == "cpu" else 2
 
-    def expected_on(self, device: str) -> tuple[tuple[str, str], ...]:
-        """`expected`, on `cpu` or `cuda`."""
+    def expected_on(self, device: str, *, in_core: bool = False) -> tuple[tuple[str, str], ...]:
+        """`expected`, on `cpu` or `cuda`; with `in_core`, of an engine whose core has a process of its own."""
+        if in_core and self.expected_in_core is not None:
+            return self.expected_in_core
         return self.expected if device == "cpu" or self.expected_on_card is None else self.expected_on_card
+
+    @property
+    def cards(self) -> int:
+        """How many cards an engine has on which it shows; 0 where a CPU will do."""
+        return 0 if "cpu" in self.devices else int(self.settings.get("tensor_parallel_size", 1))
 
     def check(self, device: str) -> None:
         """Refuse a device on which it cannot show.
@@ -60,14 +74,22 @@ class Defect:
         if kind not in self.devices:
             raise ConfigError(f"defect {self.name!r} cannot show on {kind}: use --device {self.devices[0]}")
 
-    def configure(self, config: EngineConfig) -> EngineConfig:
-        """The configuration with what the bug needs.
+    def configure(self, config: EngineConfig, *, twin: bool = False) -> EngineConfig:
+        """The configuration with what the bug needs; the processes that the engine starts get the bug too.
+
+        Args:
+            config: of the engine.
+            twin: whether it is for the engine without the bug: its processes get what makes the bug show, alone.
 
         Raises:
             ConfigError: it cannot show on this kind of device.
         """
         self.check(config.device)
-        return replace(config, **self.settings)
+        configured = replace(config, **self.settings)
+        if not configured.engine_process and configured.tensor_parallel_size == 1:
+            return configured
+        extension = f"{EXTENSIONS}:{'triggered' if twin else 'switched_on'}={self.name}"
+        return replace(configured, process_extensions=(*configured.process_extensions, extension))
 
     @contextmanager
     def switched_on(self) -> Iterator[None]:

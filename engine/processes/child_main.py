@@ -60,10 +60,15 @@ def end_with(parent: int) -> None:
         poll.register(pidfd, select.POLLIN)
         while not poll.poll():
             pass
-        # Not `sys.exit`: nobody is left to whom a teardown would report, and the kernel takes all memory back.
-        os._exit(PARENT_ENDED)
+        parent_has_ended()
 
     threading.Thread(target=watch, name="lowtide-parent-watch", daemon=True).start()
+
+
+def parent_has_ended() -> None:
+    """End this process at once."""
+    # Not `sys.exit`: nobody is left to whom a teardown would report, and the kernel takes all memory back.
+    os._exit(PARENT_ENDED)
 
 
 def set_process_name(name: str) -> None:

@@ -28,6 +28,8 @@ _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal
 
 _CLOCK_S = 0.05
 
+_UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
+
 _BASE_OF_PYTEST = "pytest-of-"
 """The folder in which pytest keeps `tmp_path` of its last three runs, on purpose."""
 
@@ -67,6 +69,7 @@ class OrphanedFiles:
         self._ended_before: set[int] = set()
         self._files: set[str] = set()
         self._open_to_nobody: set[str] = set()
+        self._seen: set[str] = set()
 
     def start(self) -> None:
         """Begin to look; legal twice."""
@@ -94,6 +97,7 @@ class OrphanedFiles:
         self._lifetimes.clear()
         self._files.clear()
         self._open_to_nobody.clear()
+        self._seen.clear()
         with contextlib.suppress(OSError):
             self._segments_before = frozenset(os.listdir("/dev/shm"))
         with contextlib.suppress(OSError):
@@ -101,6 +105,10 @@ class OrphanedFiles:
             changed = os.stat(tempfile.gettempdir()).st_mtime_ns
             if changed != self._listed:
                 self._before, self._listed = frozenset(os.listdir(tempfile.gettempdir())), changed
+
+    def look(self) -> None:
+        """Note what processes of the tree have in /dev/shm now: of one that ends by itself nobody knows afterwards."""
+        self._seen |= mapped_shared_memory(self._tree.descendants())
 
     def temporary_files(self) -> dict[str, int]:
         """What ended processes had open, listened on or numbered among the temporary files, if it is new."""
@@ -120,25 +128,24 @@ class OrphanedFiles:
     def shared_memory(self, names: Collection[str]) -> set[str]:
         """Those of some names in /dev/shm that are new, and that ended processes left, or orphans hold.
 
-        What a killed process had open is known by name, and so is what has its number.  What was made while one that
-        has ended lived, and nobody has open, is taken for its own, too: nobody else will remove it.
+        What a process was seen to have, or had open when it was killed, is known by name, and so is what has an ended
+        one's number.  What was made while such a one lived and nobody has open is taken for its own, too: nobody else
+        will remove it.
         """
         fresh = set(names) - self._segments_before
         if not fresh:
             return set()
         self._note_ended()
         left = fresh & mapped_shared_memory(self._tree.with_descendants(self._tree.orphans()))
+        if fresh & self._seen:
+            left |= _unused(fresh & self._seen)
         if not self._lifetimes:
             return left
         left |= {name for name in fresh if self._numbers & _numbers_in(name)}
         unknown = {name for name in fresh - left if self._alone and self._was_made_in_a_life(Path("/dev/shm", name))}
         unknown -= self._open_to_nobody
         if unknown:
-            pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-            # One that has the number of a process that lives is that one's.
-            living = set(map(str, pids))
-            numbered = {name for name in unknown if living & _numbers_in(name)}
-            self._open_to_nobody |= unknown - numbered - mapped_shared_memory(pids)
+            self._open_to_nobody |= _unused(unknown)
         return left | (self._open_to_nobody & fresh)
 
     @property
@@ -237,8 +244,16 @@ def _bound_in(folder: Path) -> Iterator[str]:
                 yield path[0]
 
 
+def _unused(names: set[str]) -> set[str]:
+    """Those of some names in /dev/shm that no living process has open, and that have the number of none."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    living = set(map(str, pids))
+    return {name for name in names if not living & _numbers_in(name)} - mapped_shared_memory(pids)
+
+
 def _numbers_in(name: str) -> set[str]:
-    return set(re.findall(r"\d+", name))
+    """The numbers in a name that may be a process's; the digits of a UUID are none."""
+    return set(re.findall(r"\d+", _UUID.sub("", name)))
 
 
 def _descriptors(pid: int) -> list[tuple[int, str]]:

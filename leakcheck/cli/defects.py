@@ -20,6 +20,10 @@ def defects(
         Device.AUTO
     ),
     jobs: Annotated[int, typer.Option(help="With --verify: processes at the same time.")] = 2,
+    engine_process: Annotated[
+        bool,
+        typer.Option("--engine-process", help="With --verify: the engine's core, and the bug, in another process."),
+    ] = False,
 ) -> None:
     """List the historical bugs that the reference engine can switch on.
 
@@ -32,7 +36,7 @@ def defects(
     if verify:
         if jobs < 1:
             refuse(f"--jobs {jobs} is not possible: use 1 or more")
-        raise typer.Exit(_verify(device, jobs))
+        raise typer.Exit(_verify(device, jobs, engine_process))
     table = Table(
         Column("name", no_wrap=True),
         Column("where it happened", overflow="fold"),
@@ -44,7 +48,7 @@ def defects(
     find_console().print(table)
 
 
-def _verify(device: Device, jobs: int) -> int:
+def _verify(device: Device, jobs: int, engine_process: bool) -> int:
     from lowtide.engine.defects import DEFECTS
     from lowtide.engine.errors import ConfigError
     from lowtide.leakcheck.lives.verify import table, verify
@@ -54,7 +58,7 @@ def _verify(device: Device, jobs: int) -> int:
         kind = device_name(device).partition(":")[0]
     except ConfigError as error:
         refuse(str(error))
-    for verified in verify(DEFECTS.values(), kind, jobs=jobs):
+    for verified in verify(DEFECTS.values(), kind, jobs=jobs, in_core=engine_process):
         done.append(verified)
         if sys.stderr.isatty():
             typer.echo(

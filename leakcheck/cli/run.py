@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -42,6 +43,9 @@ def run(
     tensor_parallel_size: Annotated[
         int, typer.Option(help="Ranks that have a part of the model each, in a process of its own each.")
     ] = 1,
+    engine_process: Annotated[
+        bool, typer.Option("--engine-process", help="Run the engine's core in a process of its own.")
+    ] = False,
     defect: Annotated[str | None, typer.Option(help="Switch a historical bug on; see `lowtide defects`.")] = None,
     twin: Annotated[
         bool, typer.Option("--twin", help="With --defect: the engine that the bug needs, without the bug.")
@@ -75,11 +79,20 @@ def run(
 
     try:
         name = str(model) if model else (preset or Preset.TINY).value
-        code = _run(device, name, cycles, seed, tensor_parallel_size, defect, twin, report, known, tenant, calibration)
+        shape = _Shape(tensor_parallel_size, engine_process)
+        code = _run(device, name, cycles, seed, shape, defect, twin, report, known, tenant, calibration)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
     raise typer.Exit(code)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """The processes that an engine has: how many ranks, and whether its core has one of its own."""
+
+    ranks: int
+    engine_process: bool
 
 
 def _run(
@@ -87,7 +100,7 @@ def _run(
     model: str,
     cycles: int,
     seed: int,
-    tensor_parallel_size: int,
+    shape: _Shape,
     defect: str | None,
     twin: bool,
     report: Path | None,
@@ -104,7 +117,7 @@ def _run(
 
     try:
         active = find_defect(defect) if defect is not None else None
-        config, vocab_size = _configure(device, model, seed, tensor_parallel_size, active)
+        config, vocab_size = _configure(device, model, seed, shape, active, twin=twin)
     except EngineError as error:
         refuse(str(error))
     tolerances = load_tolerances(calibration, config.device)
@@ -129,7 +142,7 @@ def _run(
 
 
 def _configure(
-    device: Device, model: str, seed: int, tensor_parallel_size: int, defect: Defect | None
+    device: Device, model: str, seed: int, shape: _Shape, defect: Defect | None, *, twin: bool
 ) -> tuple[EngineConfig, int]:
     """The engine's settings and its vocabulary, checked as far as that goes without memory.
 
@@ -139,8 +152,14 @@ def _configure(
     from lowtide.engine import EngineConfig, LLMEngine
     from lowtide.engine.config import load_model_config
 
-    config = EngineConfig(model=model, device=device_name(device), seed=seed, tensor_parallel_size=tensor_parallel_size)
+    config = EngineConfig(
+        model=model,
+        device=device_name(device),
+        seed=seed,
+        tensor_parallel_size=shape.ranks,
+        engine_process=shape.engine_process,
+    )
     if defect is not None:
-        config = defect.configure(config)
+        config = defect.configure(config, twin=twin)
     LLMEngine(config).check()
     return config, load_model_config(config).vocab_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from lowtide.leakcheck.judging.stable_names import without_numbers
 from lowtide.probes.heap.paths import Path, Step
 from lowtide.probes.heap.roots import RootKind
 from lowtide.probes.references.entries import Kind
@@ -31,6 +32,8 @@ _CUDA_GRAPH = re.compile(r"torch\.cuda\.graphs\..*|torch\._inductor\.cudagraph_.
 _COMPILED = re.compile(r"torch\.(_dynamo|_inductor|_functorch|fx)\..*|torch\.(_dynamo|_inductor)")
 _TRANSFER = re.compile(r"(?i).*(transfer|offload)\w*(\..*)?")
 _WORKSPACE = re.compile(r"(?i).*workspace.*")
+# As `hash` gives it.
+_NEGATIVE_KEY = re.compile(r"\[-(?=\d+\])")
 # Libraries that keep buffers for their kernels in globals of their own.
 _KERNEL_LIBRARIES = frozenset(
     {"cutlass", "deep_gemm", "flash_attn", "flashinfer", "torch", "transformer_engine", "triton", "xformers"}
@@ -110,7 +113,10 @@ _TELLING: tuple[tuple[Cause, Callable[[Path], bool]], ...] = (
 
 
 def suspects_of(path: Path, first: int, last: int) -> tuple[str, ...]:
-    """The suspect edges with what they start from, and every number in them as `*`."""
+    """The suspect edges with what they start from, and every number, address, digest and UUID in them as `*`.
+
+    What a cache keeps by the hashes of its keys is one thing, whatever these are.
+    """
     root = path.root_name
     if path.root_kind == "frame":
         root = root.rpartition(":")[0]
@@ -120,5 +126,5 @@ def suspects_of(path: Path, first: int, last: int) -> tuple[str, ...]:
         if turn == first and turn:
             # Where the suspect part starts at a definition, its name says more than that it is a function.
             owner = "".join([root, *(before.edge for before in path.steps[:turn])])
-        edges.append(re.sub(r"\d+", "*", f"{owner} {step.edge}"))
+        edges.append(without_numbers(_NEGATIVE_KEY.sub("[", f"{owner} {step.edge}")))
     return tuple(edges)

@@ -167,7 +167,12 @@ def common_holder(explanations: Sequence[Explanation]) -> str:
     common = [hops[0] for hops in zip(*paths, strict=False) if all(hop == hops[0] for hop in hops)]
     way = "".join(edge for _, edge in common)
     # Where the holder is described in words and not as code, one description stands for all.
-    return way if all(reported.holder.startswith(way) for reported in explanations) else holders[0]
+    return way if all(_begins_with(reported.holder, way) for reported in explanations) else holders[0]
+
+
+def _begins_with(holder: str, way: str) -> bool:
+    """Whether a holder, which may be shortened in the middle, begins with a way."""
+    return holder.startswith(way) or ("…" in holder and way.startswith(holder.partition("…")[0]))
 
 
 def _natively_held(

@@ -153,7 +153,7 @@ _OF_PROCESS = (
         "shared-memory",
         "process",
         "entries of `/dev/shm` that this process made or maps, that carry its number, or that a child had which it "
-        "killed",
+        "killed (in a life: or which ended by itself)",
         test=_WAITED,
         life=_EXACT,
     ),

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from pathlib import Path
 
 from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles
 from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.probes.device.driver import Driver
+from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_events import ProcessEvents
+from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree, name_of
 from lowtide.probes.processes.agents import Agents
+from lowtide.probes.processes.outside_view import by_process
+from lowtide.probes.processes.shared_memory_files import read_shared_memory
 from lowtide.probes.snapshot import Snapshot
+from lowtide.reports.schema import Finding
 
 
 class LifeProbes:
@@ -25,9 +32,14 @@ class LifeProbes:
     Args:
         driver: gives whom to ask for the card's figures.
         card: whether a card is judged.
+
+    Attributes:
+        left_running: the processes that are findings, since an earlier life has left them.
     """
 
     def __init__(self, driver: Callable[[], Driver], *, card: bool) -> None:
+        self._driver = driver if card else None
+        self.left_running: set[int] = set()
         self.tree = ProcessTree()
         self.agents = Agents()
         self._segments = OwnSegments()
@@ -61,6 +73,30 @@ class LifeProbes:
         self.makers.stop()
         self.agents.stop()
         self.tree.stop()
+
+    def look(self) -> None:
+        """Note what the engine's processes hold, and have in /dev/shm: one that has ended says nothing."""
+        self.unseen.look(always=True)
+        self._remains.look()
+
+    def explained(self, finding: Finding, names: Collection[str]) -> Finding:
+        """A finding about what a shutdown has left outside of this process, with what it holds and what ends it.
+
+        Args:
+            finding: about any resource; of another one it stays as it is.
+            names: what is there and should not be, as a snapshot has it.
+        """
+        if finding.resource == "processes":
+            pids = sorted(int(name.partition(" ")[0]) for name in names)
+            self.left_running.update(pids)
+            self.unseen.is_reported(pids)
+            cards = {} if self._driver is None else by_process(read_card_holders(self._driver()))
+            living = [pid for pid in pids if stat(pid) is not None]
+            return with_running(finding, [read_running(pid, self.agents, cards.get(pid, {})) for pid in living])
+        if finding.resource == "shared-memory":
+            dead = read_shared_memory().dead
+            return with_dead_files(finding, [file for file in dead if Path(file.path).name in names])
+        return finding
 
     def judged(self, snapshot: Snapshot) -> Snapshot:
         """A snapshot, taken just now, with those children, segments and files that are the program's to end."""

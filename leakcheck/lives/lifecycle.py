@@ -117,10 +117,15 @@ class LifecycleRun:
             self._process,
             self._climb,
             self._snapshot_at_end,
+            self._probes.explained,
             tolerances,
         )
         self._processes = EngineProcesses(self._probes.tree, self._probes.agents, device, lambda: self._driver)
+<<<<<<< HEAD
         self._processes.context = context_sizes(device, lambda: self._driver)
+=======
+        self._processes.passed_over = self._probes.left_running
+>>>>>>> core-defects
         self._survival = PreservedState(device)
         self._growth = GrowthWatch(device)
         self._cycle = 0
@@ -213,7 +218,7 @@ class LifecycleRun:
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
                 self._failure = f"cycle {cycle}: {name} raised {type(error).__name__}: {error}"
                 return
-            self._probes.unseen.look(always=True)
+            self._probes.look()
             if name.startswith("sleep"):
                 self._wait_for_driver(name, cycle, before)
             after = self._snapshot(f"cycle {cycle}, after {name}")
@@ -267,6 +272,7 @@ class LifecycleRun:
                 raise
             after = self._snapshot(f"cycle {cycle}, after a {name} that failed")
             self._record.findings += contract.after_failed_wake(name, self._device, before, after)
+            self._record.findings += self._processes.after_failed_wake(name)
             if not is_out_of_memory(error):
                 raise
             # That may end by itself: it may be made again, and until then nothing may have changed.
@@ -298,7 +304,7 @@ class LifecycleRun:
         except Exception as error:  # noqa: BLE001 - whatever an engine's shutdown raises is a finding
             self._record.findings.append(contract.failed_teardown("shutdown", error))
         seconds = time.perf_counter() - started
-        self._probes.unseen.look(always=True)
+        self._probes.look()
         try:
             steps = self._judgement.settle(cycle, baseline)
         except KeyboardInterrupt:

@@ -56,6 +56,7 @@ class ShutdownJudgement:
         process: follows process groups and settings.
         climb: climbs the ladder.
         read: takes a snapshot after a shutdown.
+        explained: a finding with what is known of things outside of this process, by their names.
         tolerances: what one life may leave, by the metric's key, in place of the table's tolerance.
     """
 
@@ -68,6 +69,7 @@ class ShutdownJudgement:
         process: ProcessState,
         climb: Climb,
         read: Callable[[], Snapshot],
+        explained: Callable[[Finding, Collection[str]], Finding] = lambda finding, names: finding,
         tolerances: Mapping[str, int] | None = None,
     ) -> None:
         self._cycles = cycles
@@ -77,6 +79,7 @@ class ShutdownJudgement:
         self._process = process
         self._climb = climb
         self._read = read
+        self._explained = explained
         self._tolerances = tolerances or {}
         self._own_baseline: Snapshot | None = None
         self._types: TypeCounts | None = None
@@ -183,6 +186,11 @@ class ShutdownJudgement:
         judged = self._metrics_since(start, metrics)
         judgement = judge(judged, start, steps, stage="shutdown", cycle=cycle, actions=actions)
         judgement = with_pools(judgement, start, steps[-1].reading, lambda: self._leftovers.context(engine))
+        named = [
+            self._explained(finding, metric.new_items(start, steps[-1].reading).keys())
+            for finding, metric in zip(judgement.findings, judgement.metrics, strict=True)
+        ]
+        judgement = dataclasses.replace(judgement, findings=tuple(named))
         return with_arrays(judgement, self._leftovers.context(engine)) if is_last else judgement
 
     def _conclude(

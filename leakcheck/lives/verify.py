@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 LIMIT = 300.0
 """Seconds that one run may take."""
 
+LIVES_IN_CORE = 3
+"""Lives of an engine whose core has a process of its own."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -58,24 +61,25 @@ class Verified:
     note: str
 
 
-def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2) -> Iterator[Verified]:
+def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2, in_core: bool = False) -> Iterator[Verified]:
     """Each bug, and the same engine without it, in the order given; as soon as they are known.
 
     Args:
         defects: which to run.
         device: `cpu`, or `cuda` for those that can show there.
         jobs: processes at the same time.
+        in_core: whether the engine's core has a process of its own, with the bug in it.
     """
     twins: dict[tuple[object, ...], Callable[[], Run]] = {}
     with ThreadPoolExecutor(jobs) as pool:
 
         def start(defect: Defect, where: str, *, twin: bool = False) -> Callable[[], Run]:
-            return pool.submit(_run, defect, where, twin).result
+            return pool.submit(_run, defect, where, twin, in_core).result
 
         waiting: list[tuple[Defect, str, Callable[[], Run] | None, Callable[[], Run] | None]] = []
         for defect in defects:
             where = device if device in defect.devices else "cpu"
-            if where not in defect.devices:
+            if where not in defect.devices or not _has_cards(defect.cards):
                 waiting.append((defect, "", None, None))
                 continue
             # Bugs that need the same engine have the same twin.
@@ -86,10 +90,20 @@ def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2) -> Iterator
             waiting.append((defect, where, bug, twins[kind]))
         for defect, where, with_it, without_it in waiting:
             if with_it is None or without_it is None:
-                yield Verified(defect, "", None, None, "needs a card")
+                needs = "a card" if defect.cards < 2 else f"{defect.cards} cards"
+                yield Verified(defect, "", None, None, f"needs {needs}")
             else:
                 with_bug, without = with_it(), without_it()
-                yield Verified(defect, where, with_bug, without, _problem(defect, where, with_bug, without))
+                yield Verified(defect, where, with_bug, without, _problem(defect, where, with_bug, without, in_core))
+
+
+def _has_cards(number: int) -> bool:
+    """Whether there are so many, where one is not enough."""
+    if number < 2:
+        return True
+    import torch
+
+    return torch.cuda.device_count() >= number
 
 
 def table(verified: Sequence[Verified]) -> str:
@@ -119,6 +133,8 @@ def _found(item: Verified, findings: Sequence[Finding]) -> str:
     late = [back for back in (item.bug.subject.returns if item.bug.subject else ()) if back.rung == "settle"]
     if late:
         return f"clean: back after {max(back.seconds for back in late):.1f} s"
+    if item.bug.subject is not None and item.bug.subject.outcome != "clean":
+        return f"nothing concluded: {item.bug.subject.reason}"
     return "clean"
 
 
@@ -134,14 +150,14 @@ def _remedy(finding: Finding | None) -> str:
     return f"`{first}` and {len(others)} more{gives}"
 
 
-def _problem(defect: Defect, device: str, bug: Run, twin: Run) -> str:
+def _problem(defect: Defect, device: str, bug: Run, twin: Run, in_core: bool) -> str:
     for run in (bug, twin):
         if run.subject is None:
             return f"could not be measured: {(run.output.strip().splitlines() or ['no output'])[-1]}"
     assert bug.subject is not None
     assert twin.subject is not None
     found = sorted({(finding.resource, finding.cause) for finding in bug.subject.findings})
-    expected = sorted(defect.expected_on(device))
+    expected = sorted(defect.expected_on(device, in_core=in_core))
     if found != expected:
         return f"WRONG: expected {_pairs(expected)}, found {_pairs(found)}"
     if twin.subject.outcome != "clean":
@@ -153,7 +169,7 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     return ", ".join("/".join(pair) for pair in pairs) or "nothing"
 
 
-def _run(defect: Defect, device: str, twin: bool) -> Run:
+def _run(defect: Defect, device: str, twin: bool, in_core: bool) -> Run:
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if device == "cpu":
         # What asks for an accelerator there finds none, whatever this machine has.
@@ -161,7 +177,9 @@ def _run(defect: Defect, device: str, twin: bool) -> Run:
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="lowtide-") as folder:
         command = [sys.executable, "-m", "lowtide", "run", "--device", device, "--defect", defect.name]
-        command += ["--cycles", str(defect.lives_on(device)), *(["--twin"] if twin else [])]
+        # Each life has a core of its own, which infers three times: growth is judged over several.
+        lives = LIVES_IN_CORE if in_core else defect.lives_on(device)
+        command += ["--cycles", str(lives), *(["--twin"] if twin else []), *(["--engine-process"] if in_core else [])]
         try:
             done = subprocess.run(
                 [*command, "--report", folder], capture_output=True, text=True, check=False, timeout=LIMIT, env=env

@@ -11,6 +11,7 @@ import msgspec
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.processes.ended_holders import EndedHolders
+from lowtide.leakcheck.processes.kept_asleep import ProcessLevels, communicators_kept, mapped_by_failed_wake
 from lowtide.leakcheck.processes.messages import (
     Begin,
     ExplainAsleep,
@@ -52,50 +53,6 @@ LEAST = 1 << 20
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 
 
-@dataclass(frozen=True)
-class ProcessLevels:
-    """What one process held after a stage.
-
-    Attributes:
-        process: which it is.
-        levels: what it holds.
-        cards: what the driver counts for it, by card; None where it does not say.
-        host: bytes of host memory that only it has; None where that may not be read.
-    """
-
-    process: ProcessName
-    levels: Levels
-    cards: Mapping[str, int | None] = field(default_factory=dict)
-    host: int | None = None
-
-    def held(self, kind: str) -> int | None:
-        """Bytes on the devices of a kind; None where the driver does not say.
-
-        On cards by the driver: a tensor whose pages are gone while an engine sleeps is alive all the same.
-        """
-        if kind == "cpu":
-            return self.levels.of(kind)
-        sizes = list(self.cards.values())
-        return None if not sizes or None in sizes else sum(size or 0 for size in sizes)
-
-    def arenas(self, kind: str) -> dict[str, int]:
-        """Bytes mapped by announced arenas on the devices of a kind, by tag; without empty ones."""
-        return {
-            tag: size
-            for device, tags in self.levels.arenas.items()
-            for tag, size in tags.items()
-            if size and device.partition(":")[0] == kind
-        }
-
-    @property
-    def of_libraries(self) -> int:
-        """Of what the driver counts, what is neither in torch's segments nor in arenas: contexts and libraries."""
-        cards = self.held("cuda")
-        arenas = sum(sum(tags.values()) for device, tags in self.levels.arenas.items() if device != "cpu")
-        own = sum(size or 0 for size in self.levels.reserved.values()) + arenas
-        return max(0, cards - own) if cards is not None else 0
-
-
 @dataclass
 class EngineProcesses:
     """Asks the processes of a tree, side by side, through the stages of lives.
@@ -107,7 +64,11 @@ class EngineProcesses:
         driver: whom to ask for what each holds on cards; None: nobody.
         not_measured: who did not answer, and why, by process.
         ended: those that have held memory on a card, for when they have ended.
+<<<<<<< HEAD
         context: gives the bytes of a context alone on a card; None where that is not known.
+=======
+        passed_over: those that are findings already, as what an earlier life has left running.
+>>>>>>> core-defects
     """
 
     tree: ProcessTree
@@ -116,7 +77,11 @@ class EngineProcesses:
     driver: Callable[[], Driver] | None
     not_measured: dict[int, NotMeasured] = field(default_factory=dict)
     ended: EndedHolders = field(default_factory=lambda: EndedHolders(None))
+<<<<<<< HEAD
     context: Callable[[str], int | None] = lambda device: None
+=======
+    passed_over: Collection[int] = ()
+>>>>>>> core-defects
     _now: dict[int, ProcessLevels] = field(default_factory=dict)
     _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
     _silent: list[ProcessLevels] = field(default_factory=list)
@@ -272,7 +237,13 @@ class EngineProcesses:
                 kept = [] if now is None else self.kept(stage, before, now, left.get(pid, 0))
                 reported.update([pid] if kept else ())
                 found += kept
-        return [*found, *self._uneven(stage, left, reported)]
+        kept_groups = communicators_kept(stage, self._at_work, self._now) if empties else []
+        return [*found, *kept_groups, *self._uneven(stage, left, reported)]
+
+    def after_failed_wake(self, stage: str) -> list[Finding]:
+        """What a wake that raised has left mapped in each, of what the last sleep had given up."""
+        after = self._each(list(self._now), Read(), Levels, EXPLAIN_S)
+        return mapped_by_failed_wake(stage, self.kind, self._now, after)
 
     def _uneven(self, stage: str, left: Mapping[int, int], reported: Collection[int]) -> list[Finding]:
         """The ranks that have kept more than their peers, without those that are reported for what they kept."""
@@ -353,7 +324,8 @@ class EngineProcesses:
     def _pids(self) -> list[int]:
         """Whom to ask; not again who has not answered once: the engine would wait at each stage."""
         self.tree.adopt(self.agents.elsewhere(self.tree.descendants()))
-        return [pid for pid in self.tree.descendants() if pid not in self.not_measured and self.agents.has_agent(pid)]
+        without = {*self.not_measured, *self.tree.with_descendants(self.passed_over)}
+        return [pid for pid in self.tree.descendants() if pid not in without and self.agents.has_agent(pid)]
 
     def _each(self, pids: Sequence[int], question: Question, kind: type[_Answer], limit: float) -> dict[int, _Answer]:
         """What each answers, side by side; without those that do not, which are noted."""

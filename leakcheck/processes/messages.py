@@ -99,6 +99,7 @@ class Levels(_Message, frozen=True, kw_only=True):
         has_torch: whether the process has imported torch.
         resident: bytes of host memory, that is no file's, under tensors and in pools.
         variables: those of its environment that say its rank, as they are now: an engine may set them in the process.
+        communicators: its process groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`.
     """
 
     tensors: dict[str, int]
@@ -107,6 +108,7 @@ class Levels(_Message, frozen=True, kw_only=True):
     has_torch: bool
     resident: int = 0
     variables: dict[str, str] = {}
+    communicators: tuple[str, ...] = ()
 
     def of(self, kind: str) -> int:
         """Bytes on all devices of a kind, `cpu` or `cuda`: in arenas, and under tensors that lie in none."""

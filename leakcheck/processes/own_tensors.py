@@ -14,6 +14,7 @@ from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.probes.device.torch_allocator import read_allocators
+from lowtide.probes.host.counters import describe_process_group, process_groups
 from lowtide.probes.host.readings import resident_in
 from lowtide.probes.memory.ranges import Range, total, without
 from lowtide.probes.memory.tensors import StorageReading, summarize, survey_storages
@@ -119,7 +120,15 @@ class OwnTensors:
             reserved={each.device: each.reserved for each in allocators},
             has_torch=True,
             resident=resident_in([*tensors.on("cpu").ranges, *pooled.get("cpu", ())]).anonymous,
+            communicators=_communicators(),
         )
+
+
+def _communicators() -> tuple[str, ...]:
+    """The groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`."""
+    groups = map(describe_process_group, process_groups())
+    # A rank alone has nobody to exchange with: its group is excused asleep, as in the checked process.
+    return tuple(group for group in groups if "nccl" in group and not group.endswith(", 1 rank)"))
 
 
 def _held(storage: StorageReading, stage: str) -> Held:

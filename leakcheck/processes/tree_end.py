@@ -20,6 +20,7 @@ from lowtide.probes.host.process_files import rollup
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import AgentError, Agents
 from lowtide.probes.processes.outside_view import ByCard
+from lowtide.probes.processes.shared_memory_files import SharedMemoryFile
 from lowtide.probes.processes.tree_traces import SystemVObject, TreeTraces
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, NotMeasured, Resource
@@ -70,8 +71,7 @@ class EndJudgement:
         self.agents.stop()
         dead, undecided, why = self.traces.shared_memory()
         for file in dead:
-            made = f", made by {file.library}" if file.library else ""
-            findings.append(_left("shared-memory", file.path, file.bytes, made, file.remove, file.library))
+            findings.append(_left("shared-memory", file.path, file.bytes, _made_by(file), file.remove, file.library))
         findings += [_left("temporary-files", str(path), 0, "", _removal(path)) for path in self.traces.files()]
         findings += [_system_v(each) for each in self.traces.system_v()]
         return TreeEnd(
@@ -93,29 +93,15 @@ class EndJudgement:
         return [pid for pid in pids if str(pid) not in stays]
 
     def _orphan(self, pid: int) -> Finding:
-        memory, held = rollup(pid), self._asked(pid)
-        process = describe_process(pid, variables={} if held is None else held.variables)
-        size = 0 if memory is None else memory.private
-        cards = self.traces.of_living(pid)
-        amounts = [f"{format_bytes(size)} on the host", *_amounts(cards)]
-        of_tensors = 0 if held is None else sum(held.tensors.values())
-        tensors = f"; {format_bytes(of_tensors)} are tensors" if of_tensors else ""
+        running = read_running(pid, self.agents, self.traces.of_living(pid))
         return _finding(
             "processes",
-            f"{process.text} runs on after the command has ended; it holds {', '.join(amounts)}{tensors}",
+            f"{running.process.text} runs on after the command has ended; it holds {running.amounts}",
             f"end it with the program that starts it; now: kill {pid}",
-            size=size + sum(held or 0 for held in cards.values()),
-            suspects=(role_of(process.name),),
-            process=msgspec.structs.replace(process, device=", ".join(cards)),
+            size=running.bytes,
+            suspects=(role_of(running.process.name),),
+            process=running.process,
         )
-
-    def _asked(self, pid: int) -> Levels | None:
-        if not self.agents.has_agent(pid):
-            return None
-        try:
-            return msgspec.msgpack.decode(self.agents.ask(pid, encode(Read())), type=Levels)
-        except (AgentError, msgspec.DecodeError):  # what is seen from outside is reported all the same
-            return None
 
     def _on_card(self, pid: int, by_card: ByCard) -> Finding:
         return held_by_a_gone(ProcessName(pid=pid, name=self.traces.name(pid) or "unknown"), by_card)
@@ -127,6 +113,97 @@ class EndJudgement:
             yield NotMeasured(what=path, why=why)
         if self.traces.cards_not_measured:
             yield NotMeasured(what="memory of ended processes on cards", why=self.traces.cards_not_measured)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A process that runs on.
+
+    Attributes:
+        process: which it is.
+        bytes: what it holds, on the host and on cards.
+        amounts: the same in words.
+    """
+
+    process: ProcessName
+    bytes: int
+    amounts: str
+
+
+def read_running(pid: int, agents: Agents, cards: ByCard) -> Running:
+    """What a process holds, as seen from outside and as its agent says.
+
+    Args:
+        pid: its process identifier.
+        agents: through whom it is asked.
+        cards: what the driver counts for it.
+    """
+    memory, held = rollup(pid), _asked(pid, agents)
+    process = describe_process(pid, variables={} if held is None else held.variables, devices=cards)
+    size = 0 if memory is None else memory.private
+    amounts = ", ".join([f"{format_bytes(size)} on the host", *_amounts(cards)])
+    of_tensors = 0 if held is None else sum(held.tensors.values())
+    of_arenas = 0 if held is None else sum(sum(tags.values()) for tags in held.arenas.values())
+    inside = [
+        f"{format_bytes(each)} {what}" for each, what in ((of_tensors, "are tensors"), (of_arenas, "in arenas")) if each
+    ]
+    return Running(
+        process, size + sum(each or 0 for each in cards.values()), "; ".join([amounts, ", ".join(inside)]).rstrip("; ")
+    )
+
+
+def _asked(pid: int, agents: Agents) -> Levels | None:
+    if not agents.has_agent(pid):
+        return None
+    try:
+        return msgspec.msgpack.decode(agents.ask(pid, encode(Read())), type=Levels)
+    except (AgentError, msgspec.DecodeError):  # what is seen from outside is reported all the same
+        return None
+
+
+def with_running(finding: Finding, running: Sequence[Running]) -> Finding:
+    """A finding about processes that a life has left, with what each of them holds, and what ends them now.
+
+    Args:
+        finding: as far as their numbers show it.
+        running: those of them that are there.
+    """
+    if not running:
+        return finding
+    head = finding.message.partition(": ")[0]
+    pids = " ".join(str(each.process.pid) for each in running)
+    many = len(running) > 1
+    return msgspec.structs.replace(
+        finding,
+        bytes=sum(each.bytes for each in running),
+        message=f"{head}: "
+        + ", and ".join(f"{each.process.text} runs on and holds {each.amounts}" for each in running),
+        advice=f"end {'them' if many else 'it'} in {finding.stage}, and wait until {'they have' if many else 'it has'} "
+        f"ended; now: kill {pids}",
+        process=max(running, key=lambda each: each.bytes).process,
+    )
+
+
+def with_dead_files(finding: Finding, files: Sequence[SharedMemoryFile]) -> Finding:
+    """A finding about shared memory that a life has left, with where it is, who made it, and what removes it.
+
+    Args:
+        finding: as far as their names show it.
+        files: those of the entries that no living process uses.
+    """
+    if not files:
+        return finding
+    head = finding.message.partition(": ")[0]
+    parts = [
+        f"{each.path}{_amount(each.bytes, _made_by(each))} is left, and no living process uses it" for each in files
+    ]
+    commands = "; ".join(each.remove for each in files)
+    return msgspec.structs.replace(
+        finding,
+        message=f"{head}: " + ", and ".join(parts),
+        holder=", ".join(each.path for each in files),
+        advice=f"remove it where its process ends, however it ends; now: {commands}",
+    )
 
 
 def held_by_a_gone(process: ProcessName, by_card: ByCard) -> Finding:
@@ -152,15 +229,22 @@ def _amounts(cards: ByCard) -> list[str]:
 
 
 def _left(resource: Resource, path: str, size: int, made: str, remove: str, library: str = "") -> Finding:
-    amount = f" ({format_bytes(size)}{made})" if size or made else ""
     return _finding(
         resource,
-        f"{path}{amount} is left, and no living process uses it",
+        f"{path}{_amount(size, made)} is left, and no living process uses it",
         f"remove it where its process ends; now: {remove}",
         size=size,
         # Most names are drawn anew in each run.
         suspects=("left file", library or re.sub(r"[0-9a-f]{6,}|tmp\w{8}", "*", path.rpartition("/")[2])),
     )
+
+
+def _amount(size: int, made: str) -> str:
+    return f" ({format_bytes(size)}{made})" if size or made else ""
+
+
+def _made_by(file: SharedMemoryFile) -> str:
+    return f", made by {file.library}" if file.library else ""
 
 
 def _removal(path: Path) -> str:

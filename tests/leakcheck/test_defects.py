@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,9 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from lowtide.engine import ConfigError, EngineConfig
-from lowtide.engine.defects import DEFECTS, Defect, find_defect
+from lowtide.engine.defects import DEFECTS, Defect, find_defect, switched_on
+from lowtide.engine.device_allocator.arena import Arena
+from lowtide.engine.processes.extensions import entered
+from lowtide.engine.worker import Worker
 from lowtide.leakcheck.lives import verify as module
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.verify import Run, Verified, table, verify
@@ -23,8 +28,17 @@ from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Finding, Remedy, Return, Subject
 
 ON_CPU = [name for name, defect in DEFECTS.items() if "cpu" in defect.devices]
-WITH_RANKS = [name for name, defect in DEFECTS.items() if "tensor_parallel_size" in defect.settings]
-
+WITH_PROCESSES = [name for name in ON_CPU if {"tensor_parallel_size", "engine_process"} & DEFECTS[name].settings.keys()]
+IN_CORE = (
+    "accelerator-on-cpu",
+    "shutdown-noop",
+    "workspace-views",
+    "block-table-contents",
+    "wake-oom",
+    "undrained-offload",
+    "encoder-cache",
+)
+"""Those that are run with the core in a process of its own, too."""
 
 # Loads what every run loads, once, and makes a process of its own for each.
 FORKING = """
@@ -84,8 +98,8 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ver
     real, twin = module._run, clean_twin()
     forking = Forking(tmp_path_factory.mktemp("forking"))
 
-    def run_one(defect: Defect, device: str, is_twin: bool) -> Run:
-        return twin if is_twin and defect.name not in WITH_RANKS else real(defect, device, is_twin)
+    def run_one(defect: Defect, device: str, is_twin: bool, in_core: bool) -> Run:
+        return twin if is_twin and defect.name not in WITH_PROCESSES else real(defect, device, is_twin, in_core)
 
     with pytest.MonkeyPatch.context() as patched, closing(forking):
         patched.setattr(module, "_run", run_one)
@@ -93,9 +107,34 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ver
         yield {item.defect.name: item for item in verify([DEFECTS[name] for name in ON_CPU], "cpu", jobs=1)}
 
 
+@pytest.fixture(scope="module")
+def verified_in_core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verified]]:
+    """Three lives with each bug in the core's own process; the twins are one engine with everything."""
+    real, twin = module._run, clean_twin_in_core()
+    forking = Forking(tmp_path_factory.mktemp("forking"))
+
+    def run_one(defect: Defect, device: str, is_twin: bool, in_core: bool) -> Run:
+        return twin if is_twin else real(defect, device, is_twin, in_core)
+
+    with pytest.MonkeyPatch.context() as patched, closing(forking):
+        patched.setattr(module, "_run", run_one)
+        patched.setattr(module, "subprocess", forking)
+        found = verify([DEFECTS[name] for name in IN_CORE], "cpu", jobs=1, in_core=True)
+        yield {item.defect.name: item for item in found}
+
+
+def clean_twin_in_core() -> Run:
+    """Three lives of an engine with all that the bugs need in its core's process, and with what makes them show."""
+    config = EngineConfig(engine_process=True)
+    for name in IN_CORE:
+        config = DEFECTS[name].configure(config, twin=True)
+    make = lambda: ReferenceLife(config, 1024)  # noqa: E731
+    return Run(LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=3).run(), 1.0, "")
+
+
 def clean_twin() -> Run:
     """Two lives of an engine with all that any of the bugs of one process needs, and with what makes them show."""
-    defects = [DEFECTS[name] for name in ON_CPU if name not in WITH_RANKS]
+    defects = [DEFECTS[name] for name in ON_CPU if name not in WITH_PROCESSES]
     config = EngineConfig(**{key: value for defect in defects for key, value in defect.settings.items()})
     make = lambda: ReferenceLife(config, 1024)  # noqa: E731
     with ExitStack() as stack:
@@ -219,6 +258,43 @@ def is_a_rank_that_stays_awake(findings: tuple[Finding, ...]) -> None:
     assert on_its_own.holder == "arena 'kv_cache'"
 
 
+def is_an_encoder_cache(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.stage) == ("tensors", "instance-attribute", "infer")
+    # One image for each prompt, of which two are equal in nothing but their beginning.
+    assert (found.count, found.bytes) == (8, 1 << 20)
+    assert (found.holder or "").endswith("_core.worker.model_runner.encoder_cache.outputs")
+    assert found.advice == f"let go of {found.holder} before the engine sleeps"
+
+
+def is_a_core_that_runs_on(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.stage, found.count) == ("processes", "unknown", "shutdown", 2)
+    assert found.process is not None
+    assert found.process.name == "lowtide::Engine"
+    cores = re.findall(
+        r"pid (\d+) \(lowtide::Engine\) runs on and holds (\d+)\.\d MiB on the host; 68\.\d MiB", found.message
+    )
+    assert len(cores) == 2
+    assert all(int(size) > 68 for _, size in cores)
+    ending = f"; now: kill {' '.join(pid for pid, _ in cores)}"
+    assert (found.advice or "").endswith(ending)
+    # The run that has left them has ended them.
+    assert not any(Path(f"/proc/{pid}").exists() for pid, _ in cores)
+
+
+def is_a_file_of_the_dead(findings: tuple[Finding, ...]) -> None:
+    (found,) = findings
+    assert (found.resource, found.cause, found.stage, found.bytes) == ("shared-memory", "unknown", "shutdown", 16 << 20)
+    paths = (found.holder or "").split(", ")
+    assert len(paths) == 2
+    for path in paths:
+        assert re.fullmatch(r"/dev/shm/vllm_offload_\S+\.mmap", path)
+        assert f"{path} (8.0 MiB, made by vLLM's KV offloading) is left, and no living process uses it" in found.message
+        assert f"rm -- {path}" in (found.advice or "")
+        assert not Path(path).exists()
+
+
 EXPECTED: dict[str, Callable[[tuple[Finding, ...]], None]] = {
     "bound-method-cache": is_a_bound_method_in_a_cache,
     "frozen-heap": is_a_frozen_heap,
@@ -233,6 +309,10 @@ EXPECTED: dict[str, Callable[[tuple[Finding, ...]], None]] = {
     "worker-keeps-everything": is_everything_that_the_engine_holds,
     "undrained-offload": is_blocks_of_an_offload,
     "transport-registration": is_memory_of_a_transport,
+    "encoder-cache": is_an_encoder_cache,
+    "orphan-core": is_a_core_that_runs_on,
+    "core-ignores-shutdown": is_a_core_that_runs_on,
+    "shared-memory-of-the-dead": is_a_file_of_the_dead,
 }
 
 
@@ -250,12 +330,63 @@ def test_a_defect_is_found_and_named(name: str, verified: dict[str, Verified]) -
     EXPECTED[name](item.bug.subject.findings)
 
 
-@pytest.mark.parametrize("name", ["frozen-heap", *WITH_RANKS])
+@pytest.mark.parametrize("name", ["frozen-heap", *WITH_PROCESSES])
 def test_without_any_of_the_defects_nothing_is_found(name: str, verified: dict[str, Verified]) -> None:
     twin = verified[name].twin
     assert twin is not None
     assert twin.subject is not None
     assert (twin.subject.outcome, twin.subject.reason, twin.subject.findings) == ("clean", "", ())
+
+
+@pytest.mark.parametrize("name", IN_CORE)
+def test_a_defect_of_a_core_in_another_process_is_found_there(name: str, verified_in_core: dict[str, Verified]) -> None:
+    item = verified_in_core[name]
+    assert item.note == ""
+    assert item.bug is not None
+    assert item.bug.subject is not None
+    findings = item.bug.subject.findings
+    if name == "accelerator-on-cpu":
+        # What was skipped went with the process.
+        assert [found.resource for found in findings] == ["teardown"]
+    elif name == "encoder-cache":
+        is_an_encoder_cache(findings)
+    elif name == "undrained-offload":
+        is_blocks_of_an_offload(findings)
+    elif name == "shutdown-noop":
+        assert item.bug.subject.outcome == "clean"
+    elif name == "block-table-contents":
+        # Nobody here can read these tensors; the engine looks at them itself.
+        assert item.bug.subject.outcome == "error"
+        assert "the block table's pointer tensors say" in item.bug.subject.reason
+    else:
+        (found,) = findings
+        assert found.process is not None
+        assert found.process.name == "lowtide::Engine"
+        holders = {"wake-oom": "arena 'weights'", "workspace-views": "._workspaces[0]._views[0]"}
+        assert (found.holder or "").endswith(holders[name])
+
+
+def test_without_a_defect_in_the_core_nothing_is_found(verified_in_core: dict[str, Verified]) -> None:
+    twin = verified_in_core["wake-oom"].twin
+    assert twin is not None
+    assert twin.subject is not None
+    assert (twin.subject.outcome, twin.subject.reason, twin.subject.findings) == ("clean", "", ())
+
+
+def test_the_processes_of_an_engine_get_the_bug_and_those_of_its_twin_what_makes_it_show() -> None:
+    alone, several = EngineConfig(), EngineConfig(engine_process=True, process_extensions=("own:extension=1",))
+    defect = find_defect("wake-oom")
+    assert defect.configure(alone).process_extensions == ()
+    bug, twin = defect.configure(several), defect.configure(several, twin=True)
+    assert bug.process_extensions == ("own:extension=1", "lowtide.engine.defects:switched_on=wake-oom")
+    assert twin.process_extensions == ("own:extension=1", "lowtide.engine.defects:triggered=wake-oom")
+    wake, map_part = Worker.wake, Arena.map_part
+    with entered(twin.process_extensions[1:]):
+        assert (Worker.wake is wake, Arena.map_part is map_part) == (True, False)
+    with entered(bug.process_extensions[1:]):
+        assert (Worker.wake is wake, Arena.map_part is map_part) == (False, False)
+    with pytest.raises(ConfigError, match="there is no defect 'no-such'"):
+        switched_on("no-such")
 
 
 def test_a_defect_of_another_device_is_refused() -> None:
@@ -288,7 +419,7 @@ def run(*findings: Finding, returns: tuple[Return, ...] = ()) -> Run:
 
 
 def verified_with(monkeypatch: pytest.MonkeyPatch, bug: Run, twin: Run, defect: str = "bound-method-cache") -> Verified:
-    monkeypatch.setattr(module, "_run", lambda defect, device, is_twin: twin if is_twin else bug)
+    monkeypatch.setattr(module, "_run", lambda defect, device, is_twin, in_core: twin if is_twin else bug)
     (item,) = verify([DEFECTS[defect]], "cuda" if defect == "late-release" else "cpu")
     return item
 
@@ -327,6 +458,11 @@ def test_of_many_actions_the_first_is_reported(monkeypatch: pytest.MonkeyPatch) 
         assert f"| {reported} |" in table([verified_with(monkeypatch, run(remedied), run())])
 
 
+def test_what_ended_early_is_no_clean_run_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    early = Run(Subject(id="run", outcome="error", reason="infer raised"), 1.0, "")
+    assert "| nothing concluded: infer raised |" in table([verified_with(monkeypatch, early, run())])
+
+
 def test_a_late_release_is_clean_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Return(resource="driver", device="cuda:0", stage="shutdown", cycle=1, bytes=1, rung="settle", seconds=2.04)
     item = verified_with(monkeypatch, run(returns=(late,)), run(), "late-release")
@@ -340,10 +476,17 @@ def test_what_needs_a_card_is_not_run_without_one(monkeypatch: pytest.MonkeyPatc
     assert (item.device, item.bug, item.note) == ("", None, "needs a card")
 
 
+def test_what_needs_two_cards_is_not_run_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_run", lambda *_: pytest.fail("it was run"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    (item,) = verify([DEFECTS["nccl-kept"]], "cuda")
+    assert (item.device, item.bug, item.note) == ("", None, "needs 2 cards")
+
+
 def test_bugs_that_need_the_same_engine_share_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, bool]] = []
 
-    def run_one(defect: Defect, device: str, is_twin: bool) -> Run:
+    def run_one(defect: Defect, device: str, is_twin: bool, in_core: bool) -> Run:
         asked.append((defect.name, is_twin))
         return run()
 

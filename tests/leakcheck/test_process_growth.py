@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.leakcheck.processes.engine_processes import EngineProcesses, ProcessLevels
+from lowtide.leakcheck.processes.engine_processes import EngineProcesses
+from lowtide.leakcheck.processes.kept_asleep import ProcessLevels
 from lowtide.leakcheck.processes.messages import Levels
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth
 from lowtide.probes.device.driver.none import NoDriver

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -22,6 +24,7 @@ from lowtide.leakcheck.lives.target_life import check_run
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.host.process_tree import ProcessTree
+from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.reports.schema import Subject
 
 ENGINE = """
@@ -35,6 +38,14 @@ if 'segment' in kinds:
     descriptor = os.open('/dev/shm/lowtide_test_segment', os.O_CREAT | os.O_RDWR)
     os.ftruncate(descriptor, 4096)
     os.close(descriptor)
+if 'mapped' in kinds:
+    import mmap, uuid
+    path = f'/dev/shm/vllm_offload_{uuid.uuid4()}.mmap'
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+    os.ftruncate(descriptor, 1 << 20)
+    region = mmap.mmap(descriptor, 1 << 20)
+    region.write(bytes(1 << 20))
+    os.close(descriptor)
 if 'file' in kinds:
     held = tempfile.NamedTemporaryFile(prefix='lowtide_test_')
 if 'folder' in kinds:
@@ -46,6 +57,11 @@ if 'socket' in kinds:
 print('ready', flush=True)
 if sys.stdin.read() == 'crash':
     os.abort()
+if 'removes' in kinds:
+    os.unlink(path)
+if 'stays' in kinds:
+    import time
+    time.sleep(60)
 """
 
 
@@ -225,6 +241,108 @@ def test_what_a_killed_core_leaves_after_a_shutdown_is_found() -> None:
 
 def test_a_killed_core_that_leaves_nothing_is_clean() -> None:
     assert lived(Tidy).findings == ()
+
+
+class EndsByItself(Killed):
+    """An engine whose core ends at its shutdown, and leaves the file in /dev/shm that it had mapped."""
+
+    kinds = ("mapped",)
+
+    def shutdown(self) -> None:
+        assert self.core.stdin is not None
+        assert self.core.stdout is not None
+        self.core.stdin.close()
+        self.core.stdout.close()
+        self.core.wait()
+
+
+class RemovesItsFile(EndsByItself):
+    kinds = ("mapped", "removes")
+
+
+def test_a_file_that_a_core_had_mapped_and_left_is_found_with_what_removes_it() -> None:
+    (finding,) = lived(EndsByItself).findings
+    assert (finding.resource, finding.cause, finding.bytes) == ("shared-memory", "unknown", 1 << 20)
+    path = Path(finding.holder or "")
+    assert re.fullmatch(r"/dev/shm/vllm_offload_\S+\.mmap", str(path))
+    assert f"{path} (1.0 MiB, made by vLLM's KV offloading) is left, and no living process uses it" in finding.message
+    assert finding.advice == f"remove it where its process ends, however it ends; now: rm -- {path}"
+    assert path.exists()
+    subprocess.run(shlex.split(finding.advice.partition("; now: ")[2]), check=True)
+    assert not path.exists()
+
+
+def test_a_core_that_removes_its_file_is_clean() -> None:
+    assert lived(RemovesItsFile).findings == ()
+
+
+def test_a_file_that_a_living_process_maps_is_not_left() -> None:
+    tree = ProcessTree()
+    tree.start()
+    remains = OrphanedFiles(tree, OwnSegments())
+    remains.mark()
+    first = engine("mapped", "removes")
+    remains.look()
+    (name,) = mapped_shared_memory([first.pid])
+    # Another program opens it before the first one ends.
+    with Path("/dev/shm", name).open("rb") as region, first:
+        other = subprocess.Popen(["sleep", "30"], stdin=region)
+        region.close()
+        first.kill()
+        first.wait()
+        assert remains.shared_memory([name]) == set()
+        other.kill()
+        other.wait()
+        assert remains.shared_memory([name]) == {name}
+    Path("/dev/shm", name).unlink()
+    tree.stop()
+
+
+class StaysBehind(EndsByItself):
+    """An engine whose core goes on after its shutdown."""
+
+    kinds = ("stays",)
+
+    def shutdown(self) -> None:
+        left.append(self.core)
+        assert self.core.stdin is not None
+        assert self.core.stdout is not None
+        self.core.stdin.close()
+        self.core.stdout.close()
+
+
+left: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture
+def ending() -> Iterator[None]:
+    yield
+    while left:
+        process = left.pop()
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.usefixtures("ending")
+@pytest.mark.parametrize("cycles", [1, 2])
+def test_a_core_that_runs_on_is_found_with_what_it_holds_and_what_ends_it(cycles: int) -> None:
+    subject = check_run("check", StaysBehind, driver=NoDriver("a test"), cycles=cycles).run()
+    # What an earlier life has left running is this finding, and is judged by nothing else.
+    (finding,) = subject.findings
+    pids = [process.pid for process in left]
+    assert (finding.resource, finding.cause, finding.stage, finding.count) == (
+        "processes",
+        "unknown",
+        "shutdown",
+        cycles,
+    )
+    assert all(f"pid {pid} (" in finding.message for pid in pids)
+    assert re.search(r"runs on and holds \d+\.\d MiB on the host", finding.message)
+    assert finding.bytes > cycles << 20
+    assert (finding.advice or "").endswith(f"; now: kill {' '.join(map(str, pids))}")
+    assert finding.process is not None
+    assert finding.process.pid in pids
+    assert [item for item in subject.not_measured if item.process is not None and item.process.pid in pids] == []
 
 
 def test_os_kill_is_as_before_once_nobody_looks() -> None:
