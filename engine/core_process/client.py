@@ -8,11 +8,14 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.core_process import messages
 from lowtide.engine.core_process.messages import Answer, Order
-from lowtide.engine.errors import EngineDeadError
+from lowtide.engine.errors import ChannelError, EngineDeadError, RequestError
 from lowtide.engine.processes.child_process import END_S, ChildProcess
+from lowtide.engine.processes.interrupts import HeldInterrupt
 from lowtide.engine.processes.remote_errors import restore_error
 from lowtide.engine.request import Request, RequestOutput
 from lowtide.engine.teardown import Teardown
@@ -39,7 +42,8 @@ class CoreClient:
     without being asked to, each call raises `EngineDeadError` at once, and only `shutdown` is of use.
 
     An interrupt (Ctrl-C) is passed on, and the core rolls back what it was doing.  One that comes when the core was
-    done already is raised by `raise_late_interrupt`, so that no result is lost.
+    done already is raised by `raise_late_interrupt` or before the next order, so that no result is lost.  A core that
+    does not answer an interrupt within `INTERRUPT_S`, or before a second one, is killed.
 
     Args:
         config: of the engine; with `engine_process`.
@@ -53,6 +57,7 @@ class CoreClient:
     """
 
     def __init__(self, config: EngineConfig) -> None:
+        self._owner = os.getpid()
         self._answer = Answer()
         self._death: EngineDeadError | None = None
         self._is_late = False
@@ -80,7 +85,13 @@ class CoreClient:
     def add_request(self, request: Request) -> None:
         """As `EngineCore.add_request`."""
         order = messages.AddRequest(request.request_id, list(request.prompt_token_ids), request.params)
-        self._order(order)
+        try:
+            self._order(order)
+        except ChannelError as error:
+            raise RequestError(
+                f"request {request.request_id!r} cannot be sent to {self.name}: {error.__cause__}; give tokens and "
+                "sampling parameters as Python's own integers and floats"
+            ) from error
 
     def has_unfinished_requests(self) -> bool:
         """Whether a step has something to do; False where the core has ended."""
@@ -92,7 +103,8 @@ class CoreClient:
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """As `EngineCore.abort`; nothing where the core has ended, and the requests with it."""
-        return self._abort(list(request_ids))
+        # What is no string is the name of no request.
+        return self._abort([request_id for request_id in request_ids if isinstance(request_id, str)])
 
     def abort_all(self) -> list[RequestOutput]:
         """As `EngineCore.abort_all`; likewise."""
@@ -125,13 +137,16 @@ class CoreClient:
     def shutdown(self) -> None:
         """Give everything up; no process is left.  Calling it again does nothing.
 
+        In a fork of the engine's process, only what the fork has copies of: the core is not its own.
+
         Raises:
             ExceptionGroup: as `EngineCore.shutdown`; the process is gone all the same.
         """
         if self._is_closed:
             return
         teardown = Teardown("shutting the engine's core down")
-        if self._death is None:
+        teardown.run("an earlier interrupt", self.raise_late_interrupt)
+        if self._death is None and os.getpid() == self._owner:
             teardown.run(self.name, lambda: self._order(messages.Shutdown()))
         teardown.run("its process", lambda: self.process.end(END_S))
         self._is_closed = True
@@ -175,45 +190,71 @@ class CoreClient:
         """Send an order, and wait for its answer.
 
         Raises:
+            ChannelError: the order cannot be sent; nothing was.
             EngineDeadError: the process has ended, or could not be understood and was killed.
             BaseException: what the core raised.
         """
+        if os.getpid() != self._owner:
+            raise EngineDeadError(f"{self.name} is of another process (pid {self._owner}), of which this is a fork")
         if self._death is not None:
             raise self._death.with_traceback(None)
+        _check(order)
+        self.raise_late_interrupt()
+        with HeldInterrupt() as interrupt:
+            self._exchange(order, interrupt)
+        self._is_late |= interrupt.has_come
+        if self._answer.error is None:
+            return self._answer
+        error = restore_error(self._answer.error, self.name)
+        if self._is_late and isinstance(error, Exception):
+            self._is_late = False
+            raise KeyboardInterrupt from error
+        self._is_late = False
+        raise error
+
+    def _exchange(self, order: Order, interrupt: HeldInterrupt) -> None:
+        """Send an order and take its answer in; after an error from here, the process is gone."""
         try:
             self.process.connection.send(order)
-            self._answer = self._receive()
+            self._is_late = self._wait(interrupt)
+            self._answer = self.process.connection.receive(Answer)
         except EngineDeadError as error:
             raise self._died(self.process.death()) from error
         except BaseException as error:
             # Half an order was sent, or an answer got lost: what the core does is not known any more.
             self.process.end(0.0)
-            death = EngineDeadError(f"{self.name} was killed: {error!r}")
+            death = self._died(EngineDeadError(f"{self.name} was killed: {str(error) or repr(error)}"))
             if not isinstance(error, Exception):
-                self._died(death)
                 raise
-            raise self._died(death) from error
-        if self._answer.error is not None:
-            raise restore_error(self._answer.error, self.name)
-        return self._answer
+            raise death from error
 
-    def _receive(self) -> Answer:
-        """The answer; an interrupt is passed on meanwhile."""
-        deadline: float | None = None
-        while True:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                answer: Answer = self.process.connection.receive(Answer, left)
-            except KeyboardInterrupt:
-                if deadline is not None:
-                    raise
-                deadline = time.monotonic() + INTERRUPT_S
-                os.kill(self.process.pid, signal.SIGINT)
-            else:
-                self._is_late = deadline is not None and answer.error is None
-                return answer
+    def _wait(self, interrupt: HeldInterrupt) -> bool:
+        """Wait for the answer, or the end of the process; whether there was an interrupt, which is passed on."""
+        connection = self.process.connection
+        try:
+            interrupt.waiting(connection.wait)
+        except KeyboardInterrupt:
+            deadline = time.monotonic() + INTERRUPT_S
+            os.kill(self.process.pid, signal.SIGINT)
+            if not interrupt.waiting(lambda: connection.wait(deadline)):
+                raise KeyboardInterrupt(f"it did not answer an interrupt within {INTERRUPT_S:g} s") from None
+            return True
+        return False
 
     def _died(self, death: EngineDeadError) -> EngineDeadError:
         self._death = death
-        self._answer = Answer()
+        # The engine's state stays what it was.
+        self._answer = Answer(awake=self._answer.awake)
         return death
+
+
+def _check(order: Order) -> None:
+    """Find out whether the core can read an order: one that it cannot would end it.
+
+    Raises:
+        ChannelError: it cannot; the cause says why.
+    """
+    try:
+        msgspec.msgpack.decode(msgspec.msgpack.encode(order), type=Order)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
+        raise ChannelError(f"{type(order).__name__} cannot be sent to the engine core: {error}") from error

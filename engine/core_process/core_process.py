@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from contextlib import ExitStack
 from types import FrameType
 
@@ -13,6 +12,7 @@ from lowtide.engine.core_process.messages import Answer, Order
 from lowtide.engine.errors import EngineDeadError, EngineStateError
 from lowtide.engine.kv.block_pool import KVCacheUsage
 from lowtide.engine.processes.channel import Connection
+from lowtide.engine.processes.child_main import on_interrupt
 from lowtide.engine.processes.extensions import entered
 from lowtide.engine.processes.remote_errors import describe_error
 from lowtide.engine.request import Request, RequestOutput
@@ -37,7 +37,7 @@ _STAGES: dict[type[Order], str] = {
 def main(connection: Connection) -> None:
     """Answer the client's orders, until it says `Shutdown` or closes the connection."""
     process = CoreProcess()
-    signal.signal(signal.SIGINT, process.interrupt)
+    on_interrupt(process.interrupt)
     order: Order | None = None
     while not isinstance(order, messages.Shutdown):
         try:
@@ -60,26 +60,35 @@ class CoreProcess:
         self._core: EngineCore | None = None
         self._extensions = ExitStack()
         self._is_working = False
+        self._is_new = True
+        self._is_early = False
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Break off the order that is being followed, if there is one: the client passes its Ctrl-C on."""
+        """Break off the order that is being followed, if there is one: the client passes its Ctrl-C on.
+
+        One that comes before the first order breaks that one off: the client sent it while this process started.
+        """
         if self._is_working:
             self._is_working = False
             raise KeyboardInterrupt
+        self._is_early = self._is_new
 
     def answer(self, order: Order) -> Answer:
         """Do what an order says; what it raises goes into the answer."""
         result: _Result = None
         error = None
         try:
-            self._is_working = True
-            if isinstance(order, messages.Create):
-                # Before it is followed: they may change how.
-                self._extensions.enter_context(entered(order.config.process_extensions))
-            result = self.follow(order)
-            self._is_working = False
+            try:
+                self._is_working = True
+                self._raise_early_interrupt()
+                if isinstance(order, messages.Create):
+                    # Before it is followed: they may change how.
+                    self._extensions.enter_context(entered(order.config.process_extensions))
+                result = self.follow(order)
+            finally:
+                # An interrupt up to here is one of the order.
+                self._is_working = False
         except BaseException as raised:  # noqa: BLE001 - it is raised again in the engine's process
-            self._is_working = False
             error = describe_error(raised)
             # The traceback's frames hold tensors, which must be gone when the client hears of the error.
             release_frames(raised, None)
@@ -95,6 +104,11 @@ class CoreProcess:
             mapped=core.memory_mapped(),
             error=error,
         )
+
+    def _raise_early_interrupt(self) -> None:
+        is_early, self._is_new, self._is_early = self._is_early, False, False
+        if is_early:
+            raise KeyboardInterrupt
 
     def follow(self, order: Order) -> _Result:
         """Do what an order says.
@@ -121,7 +135,8 @@ class CoreProcess:
         if isinstance(order, messages.Shutdown):
             # Whatever its shutdown raises: the process ends next.
             self._core = None
-            core.shutdown()
+            with self._extensions:
+                core.shutdown()
             return None
         if isinstance(order, messages.ReadKVCacheUsage):
             return core.kv_cache_usage()

@@ -79,6 +79,17 @@ class Connection:
             except OSError as error:
                 raise self._ended() from error
 
+    def wait(self, deadline: float | None = None) -> bool:
+        """Wait until there is something to receive, or the process has ended; it can be broken off and called again.
+
+        Args:
+            deadline: of `time.monotonic`; None waits as long as the other process lives.
+
+        Returns:
+            False when the deadline has passed.
+        """
+        return bool(self._received) or self._wait(select.POLLIN, deadline) != 0
+
     def receive(self, kind: type[_Message] | Any, timeout_s: float | None = None) -> _Message:
         """The next message.
 

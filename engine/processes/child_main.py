@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from lowtide.engine.errors import EngineDeadError
@@ -26,8 +27,6 @@ def main(arguments: Sequence[str]) -> None:
             name of this process, and further arguments of the function.
     """
     descriptor, parent, entry, name, *others = arguments
-    # The parent hears of Ctrl-C too, and decides what is interrupted here.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_process_name(name)
     try:
         end_with(int(parent))
@@ -36,10 +35,21 @@ def main(arguments: Sequence[str]) -> None:
         os._exit(PARENT_ENDED)
     module, _, function = entry.partition(":")
     run: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    # SIGINT is blocked until the function has said what it does here: one that comes earlier is not lost to it.
     try:
         run(connection, *others)
     finally:
         connection.close()
+
+
+def on_interrupt(handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    """Say what Ctrl-C does in this process, also one that has come since its start; until then it is blocked.
+
+    Args:
+        handler: as `signal.signal` takes it.
+    """
+    signal.signal(signal.SIGINT, handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def end_with(parent: int) -> None:

@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from lowtide.engine.errors import EngineDeadError
 from lowtide.engine.processes.channel import Connection
+from lowtide.engine.processes.interrupts import interrupts_blocked
 
 END_S = 10.0
 """Seconds that a process may take to end by itself once its connection is closed, before it is killed."""
@@ -46,17 +47,10 @@ class ChildProcess:
         self.name = name
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         paths = "\n".join(sys.path)
+        own = (paths, str(theirs.fileno()), str(os.getpid()), entry, name, *arguments)
         with theirs:
             try:
-                self._process = subprocess.Popen(
-                    [
-                        *(sys.executable, "-c", _PROGRAM, paths),
-                        *(str(theirs.fileno()), str(os.getpid()), entry, name, *arguments),
-                    ],
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    env={**os.environ, **(env or {})},
-                )
+                self._process = _start(own, theirs.fileno(), {**os.environ, **(env or {})})
             except BaseException:
                 ours.close()
                 raise
@@ -94,6 +88,24 @@ class ChildProcess:
         """The error for a process that is gone, with how it ended; the process is reaped, and killed if it lives."""
         self.end(timeout_s=1.0)
         return EngineDeadError(f"{self.name} (pid {self.pid}) has ended: {describe_exit(self._process.returncode)}")
+
+
+def _start(arguments: Sequence[str], descriptor: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    process = None
+    try:
+        with interrupts_blocked():
+            process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, *arguments],
+                pass_fds=(descriptor,),
+                stdin=subprocess.DEVNULL,
+                env=env,
+            )
+    except BaseException:
+        # An interrupt that was blocked is raised where it is let through again.
+        if process is not None:
+            _end(process, None, os.getpid(), 0.0)
+        raise
+    return process
 
 
 def describe_exit(code: int | None) -> str:

@@ -32,9 +32,12 @@ def _load(extension: str) -> AbstractContextManager[Any]:
     module, _, function = name.partition(":")
     try:
         make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+    # The last two: a name that is empty, or one that is relative.
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise ConfigError(
             f"process extension {extension!r} cannot be loaded ({error}); name it as module:function=argument"
         ) from error
+    if not callable(make):
+        raise ConfigError(f"process extension {extension!r} names no function; name it as module:function=argument")
     context: AbstractContextManager[Any] = make(argument)
     return context

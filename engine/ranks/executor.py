@@ -15,6 +15,7 @@ from lowtide.engine.config import EngineConfig
 from lowtide.engine.errors import ChannelError, CollectiveError, EngineDeadError
 from lowtide.engine.processes.channel import watch_process
 from lowtide.engine.processes.child_process import END_S, ChildProcess
+from lowtide.engine.processes.interrupts import HeldInterrupt
 from lowtide.engine.processes.remote_errors import restore_error
 from lowtide.engine.ranks import messages
 from lowtide.engine.ranks.messages import Answer, Order
@@ -206,6 +207,17 @@ class MultiprocExecutor:
         """
         if self._death is not None:
             raise self._death.with_traceback(None)
+        with HeldInterrupt() as held:
+            interrupt, failed = self._exchange(orders, held)
+        if interrupt is not None:
+            raise interrupt
+        if held.has_come:
+            raise KeyboardInterrupt
+        return failed
+
+    def _exchange(
+        self, orders: Mapping[Rank, Order], held: HeldInterrupt
+    ) -> tuple[KeyboardInterrupt | None, list[Rank]]:
         self._send(orders)
         interrupt: KeyboardInterrupt | None = None
         waiting = list(orders)
@@ -213,21 +225,20 @@ class MultiprocExecutor:
         deadline: float | None = None
         while waiting:
             try:
-                ready = _wait(waiting, deadline)
-                if not ready:
-                    self._give_up(_stuck(waiting, failed))
-                    break
-                for rank in ready:
-                    rank.answer = self._answer_of(rank)
-                    waiting.remove(rank)
-                    if rank.answer.error is not None:
-                        failed.append(rank)
-                        deadline = time.monotonic() + STUCK_S
+                ready = held.waiting(partial(_wait, waiting, deadline))
             except KeyboardInterrupt as error:
                 interrupt, deadline = error, time.monotonic() + STUCK_S
-        if interrupt is not None:
-            raise interrupt
-        return failed
+                continue
+            if not ready:
+                self._give_up(_stuck(waiting, failed))
+                break
+            for rank in ready:
+                rank.answer = self._answer_of(rank)
+                waiting.remove(rank)
+                if rank.answer.error is not None:
+                    failed.append(rank)
+                    deadline = time.monotonic() + STUCK_S
+        return interrupt, failed
 
     def _send(self, orders: Mapping[Rank, Order]) -> None:
         for rank, order in orders.items():

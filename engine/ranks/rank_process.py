@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import ExitStack
 
 import torch
@@ -13,6 +14,7 @@ from lowtide.engine.model_executor.weights import create_weight_source
 from lowtide.engine.pages import open_backend
 from lowtide.engine.process_group import RankPlace
 from lowtide.engine.processes.channel import Connection
+from lowtide.engine.processes.child_main import on_interrupt
 from lowtide.engine.processes.extensions import entered
 from lowtide.engine.processes.remote_errors import describe_error
 from lowtide.engine.ranks import messages
@@ -28,6 +30,8 @@ WAKE_ORDERS = (messages.BeginWake, messages.UndoWake, messages.EndWake, messages
 def main(connection: Connection) -> None:
     """Answer the executor's orders, until it says `Shutdown` or closes the connection."""
     rank = RankProcess()
+    # The executor hears of Ctrl-C too, and decides what is interrupted here.
+    on_interrupt(signal.SIG_IGN)
     order: Order | None = None
     while not isinstance(order, messages.Shutdown):
         try:
@@ -61,9 +65,11 @@ class RankProcess:
 
     def _follow(self, order: Order) -> dict[str, int]:
         if isinstance(order, messages.Create):
-            self._extensions.enter_context(entered(order.config.process_extensions))
-            with stage("create"):
-                self._worker = _create_worker(order)
+            with ExitStack() as undo:
+                undo.enter_context(entered(order.config.process_extensions))
+                with stage("create"):
+                    self._worker = _create_worker(order)
+                self._extensions = undo.pop_all()
             return {}
         worker = self._worker
         if worker is None:
@@ -82,7 +88,7 @@ class RankProcess:
         elif isinstance(order, messages.Shutdown):
             # Whatever its shutdown raises: the process ends next.
             self._worker = None
-            with stage("shutdown"):
+            with self._extensions, stage("shutdown"):
                 worker.shutdown()
         else:
             with stage("reload_weights"):

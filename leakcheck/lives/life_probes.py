@@ -9,9 +9,11 @@ from pathlib import Path
 from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles
 from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.judging.exemptions import exempt
+from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
+from lowtide.leakcheck.tenant.bare_context import context_sizes
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.counters import CounterReader
@@ -40,6 +42,7 @@ class LifeProbes:
     def __init__(self, driver: Callable[[], Driver], *, card: bool) -> None:
         self._driver = driver if card else None
         self.left_running: set[int] = set()
+        self._driver = driver
         self.tree = ProcessTree()
         self.agents = Agents()
         self._segments = OwnSegments()
@@ -51,6 +54,13 @@ class LifeProbes:
         self.counters = CounterReader(
             driver, card=card, orphans=self.tree.orphans, temporary_files=self._remains.temporary_files
         )
+
+    def engine_processes(self, device: str) -> EngineProcesses:
+        """What asks the other processes of an engine on a device."""
+        asked = EngineProcesses(self.tree, self.agents, device, self._driver)
+        asked.context = context_sizes(device, self._driver)
+        asked.passed_over = self.left_running
+        return asked
 
     def start(self) -> None:
         """Begin to notice."""

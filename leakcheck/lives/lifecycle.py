@@ -34,10 +34,8 @@ from lowtide.leakcheck.lives.script import (
     was_interrupted,
 )
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
-from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.targets.target import TargetError
 from lowtide.leakcheck.tenant import Tenant, freed_between
-from lowtide.leakcheck.tenant.bare_context import context_sizes
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import child_processes
@@ -120,12 +118,7 @@ class LifecycleRun:
             self._probes.explained,
             tolerances,
         )
-        self._processes = EngineProcesses(self._probes.tree, self._probes.agents, device, lambda: self._driver)
-<<<<<<< HEAD
-        self._processes.context = context_sizes(device, lambda: self._driver)
-=======
-        self._processes.passed_over = self._probes.left_running
->>>>>>> core-defects
+        self._processes = self._probes.engine_processes(device)
         self._survival = PreservedState(device)
         self._growth = GrowthWatch(device)
         self._cycle = 0

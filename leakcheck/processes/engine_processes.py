@@ -64,11 +64,8 @@ class EngineProcesses:
         driver: whom to ask for what each holds on cards; None: nobody.
         not_measured: who did not answer, and why, by process.
         ended: those that have held memory on a card, for when they have ended.
-<<<<<<< HEAD
         context: gives the bytes of a context alone on a card; None where that is not known.
-=======
         passed_over: those that are findings already, as what an earlier life has left running.
->>>>>>> core-defects
     """
 
     tree: ProcessTree
@@ -77,11 +74,8 @@ class EngineProcesses:
     driver: Callable[[], Driver] | None
     not_measured: dict[int, NotMeasured] = field(default_factory=dict)
     ended: EndedHolders = field(default_factory=lambda: EndedHolders(None))
-<<<<<<< HEAD
     context: Callable[[str], int | None] = lambda device: None
-=======
     passed_over: Collection[int] = ()
->>>>>>> core-defects
     _now: dict[int, ProcessLevels] = field(default_factory=dict)
     _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
     _silent: list[ProcessLevels] = field(default_factory=list)

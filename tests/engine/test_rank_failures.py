@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,86 +20,17 @@ from lowtide.engine import EngineConfig, EngineState, LLMEngine, OutOfMemoryErro
 from lowtide.engine.errors import EngineDeadError
 from lowtide.engine.ranks import executor
 from tests.engine.failing_rank import failing
+from tests.engine.process_watch import LIMIT_S, files_of, killed_during, left_of, nothing_stays, ranks
 
 if sys.version_info < (3, 11):
-    from exceptiongroup import BaseExceptionGroup, ExceptionGroup
+    from exceptiongroup import ExceptionGroup
 
 CONFIG = EngineConfig(kv_cache_bytes=1 << 20, tensor_parallel_size=2)
 PROMPTS = ([1, 2, 3], list(range(40)))
-LIMIT_S = 10.0
-
-
-def ranks(parent: psutil.Process | None = None) -> list[psutil.Process]:
-    """The ranks' processes in the order of ranks."""
-    found = {}
-    for child in (parent or psutil.Process()).children():
-        # A process that is only just forked has its parent's environment.
-        with suppress(psutil.Error):
-            environ = child.environ()
-            if environ.get("WORLD_SIZE") == "2":
-                found[environ["RANK"]] = child
-    return [found[rank] for rank in sorted(found)]
-
-
-def files_of(process: psutil.Process) -> set[str]:
-    """What a process has open or mapped in the folders where something could stay."""
-    maps = Path(f"/proc/{process.pid}/maps").read_text().split()
-    opened = [str(link.readlink()) for link in Path(f"/proc/{process.pid}/fd").iterdir()]
-    return {path for path in (*maps, *opened) if path.startswith(("/dev/shm/", "/tmp/"))}
 
 
 def tokens(engine: LLMEngine) -> list[tuple[int, ...]]:
     return [output.token_ids for output in engine.generate(PROMPTS, SamplingParams(max_tokens=8))]
-
-
-@contextmanager
-def nothing_stays() -> Iterator[None]:
-    """Every rank that appears meanwhile is gone at the end, with every file that it had in a folder for all."""
-    own = psutil.Process()
-    descriptors = own.num_fds()
-    seen: dict[int, psutil.Process] = {}
-    files: set[str] = set()
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.05):
-            for child in own.children():
-                seen[child.pid] = child
-                try:
-                    files.update(files_of(child))
-                except (OSError, psutil.Error):
-                    continue  # gone since
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
-    assert len(seen) >= 2
-    assert not [child for child in seen.values() if child.is_running()]
-    assert not [path for path in files if Path(path).exists() and "lowtide_" not in path]
-    assert own.num_fds() == descriptors
-
-
-def killed_during(engine: LLMEngine, rank: int, call: Callable[[], object]) -> float:
-    """Makes a call in the middle of which a rank is killed; the seconds until it raised."""
-    victim = ranks()[rank]
-    # Stopped, it cannot have finished its part when the signal comes.
-    victim.suspend()
-    timer = threading.Timer(0.3, victim.kill)
-    timer.start()
-    with pytest.raises((EngineDeadError, ExceptionGroup)) as raised:
-        call()
-    seconds = time.monotonic()
-    error: BaseException = raised.value
-    while isinstance(error, BaseExceptionGroup):
-        (error,) = error.exceptions
-    assert isinstance(error, EngineDeadError)
-    assert f"lowtide::Worker_TP{rank} (pid {victim.pid}) has ended: killed by SIGKILL" in str(error)
-    timer.join()
-    return seconds
 
 
 STAGES: dict[str, tuple[Callable[[LLMEngine], object], Callable[[LLMEngine], object]]] = {
@@ -121,8 +52,7 @@ def test_a_rank_that_is_killed_in_a_call_ends_it_with_our_error(stage: str, rank
         engine.create()
         tokens(engine)
         before(engine)
-        start = time.monotonic()
-        assert killed_during(engine, rank, lambda: call(engine)) - start < LIMIT_S
+        assert killed_during(ranks()[rank], f"lowtide::Worker_TP{rank}", lambda: call(engine)) < LIMIT_S
         assert ranks() == []
         if stage != "shutdown":
             state = EngineState.ASLEEP if stage.startswith("asleep") else EngineState.RUNNING
@@ -215,7 +145,7 @@ def test_ranks_end_when_their_engine_is_killed(stage: str) -> None:
         _, alive = psutil.wait_procs(children, timeout=LIMIT_S)
     assert len(children) == 2
     assert not alive
-    assert not [path for path in files if Path(path).exists() and "lowtide_" not in path]
+    assert not left_of(files)
 
 
 CALLS: dict[str, tuple[Callable[[LLMEngine], object], Callable[[LLMEngine], object]]] = {

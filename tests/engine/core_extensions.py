@@ -1,0 +1,120 @@
+"""What tests add to the processes of an engine: contexts that record, and places at which a core stops for a while."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import distributed
+
+from lowtide.engine.device_allocator.memory import EngineMemory
+from lowtide.engine.worker import Worker
+from lowtide.probes.stages import announced_pools
+
+POINTS: dict[str, tuple[type, str]] = {
+    "fill": (Worker, "_fill"),
+    "execute": (Worker, "execute_model"),
+    "drop": (EngineMemory, "drop"),
+    "restore": (EngineMemory, "restore"),
+    "begin_reload": (Worker, "begin_reload"),
+    "shutdown": (Worker, "shutdown"),
+}
+"""Where a process can stop: after the call of a method."""
+
+SO_LONG_S = 60.0
+"""Seconds of a stop that nobody breaks off: more than any test waits."""
+
+
+@contextmanager
+def recorded(path: str) -> Iterator[None]:
+    """Writes a line as it is entered, with what the process has created so far, and one as it is left."""
+    created = len(announced_pools()) + distributed.is_initialized()
+    with Path(path).open("a") as record:
+        record.write(f"{os.getpid()} entered after {created}\n")
+    try:
+        yield
+    finally:
+        left = len(announced_pools()) + distributed.is_initialized()
+        with Path(path).open("a") as record:
+            record.write(f"{os.getpid()} left with {left}\n")
+
+
+@contextmanager
+def removing(path: str) -> Iterator[None]:
+    """Removes a file, once."""
+    with suppress(FileNotFoundError):
+        Path(path).unlink()
+    yield
+
+
+def not_a_context(argument: str) -> str:
+    return argument
+
+
+@contextmanager
+def stopping(folder: str) -> Iterator[None]:
+    """Stops the process after the first call of a point whose file a test has made; see `Stops`."""
+    for point, (owner, name) in POINTS.items():
+        setattr(owner, name, _stopped_after(getattr(owner, name), Path(folder), point))
+    yield
+
+
+def _stopped_after(call: Callable[..., Any], folder: Path, point: str) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        result = call(*args)
+        armed = folder / point
+        try:
+            how = armed.read_text()
+            armed.unlink()
+        except FileNotFoundError:
+            return result
+        (folder / f"{point} reached").write_text(str(os.getpid()))
+        end = time.monotonic() + SO_LONG_S
+        while time.monotonic() < end:
+            try:
+                time.sleep(1.0)
+            except KeyboardInterrupt:
+                if how == "ends":
+                    raise
+                if how == "finishes":
+                    break
+        return result
+
+    return called
+
+
+class Stops:
+    """The test's side of `stopping`.
+
+    Args:
+        folder: in which the two sides meet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.extension = f"{__name__}:stopping={folder}"
+
+    def arm(self, point: str, how: str = "ends") -> None:
+        """Have the next call of a point stop.
+
+        Args:
+            point: of `POINTS`.
+            how: an interrupt `ends` the call; the call `finishes` all the same; or it `stays` where it is.
+        """
+        (self.folder / f"{point} reached").unlink(missing_ok=True)
+        (self.folder / point).write_text(how)
+
+    def wait_for(self, point: str, timeout_s: float = 30.0) -> int:
+        """Wait until a process has stopped there; returns its identifier."""
+        reached = self.folder / f"{point} reached"
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            if reached.exists() and reached.read_text():
+                return int(reached.read_text())
+            time.sleep(0.01)
+        raise TimeoutError(f"no process came to {point!r}")
