@@ -126,7 +126,7 @@ RENAMED = {
     "lowtide.leakcheck.unproven": "lowtide.leakcheck.findings.deferred_remedies",
     "lowtide.leakcheck.unseen": "lowtide.leakcheck.processes.unmeasured_processes",
     "lowtide.leakcheck.watching.unmeasured_processes": "lowtide.leakcheck.processes.unmeasured_processes",
-    "lowtide.leakcheck.verify": "lowtide.leakcheck.lives.verify",
+    "lowtide.leakcheck.verify": "lowtide.leakcheck.cli.verify",
     "lowtide.leakcheck.warm_up": "lowtide.leakcheck.libraries.warm_up",
     "lowtide.leakcheck.watch": "lowtide.leakcheck.watching.watch",
     "lowtide.leakcheck.witness": "lowtide.leakcheck.fuzzing.witness",

@@ -51,7 +51,7 @@ def defects(
 def _verify(device: Device, jobs: int, engine_process: bool) -> int:
     from lowtide.engine.defects import DEFECTS
     from lowtide.engine.errors import ConfigError
-    from lowtide.leakcheck.lives.verify import table, verify
+    from lowtide.leakcheck.cli.verify import table, verify
 
     done = []
     try:

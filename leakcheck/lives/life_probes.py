@@ -40,9 +40,9 @@ class LifeProbes:
     """
 
     def __init__(self, driver: Callable[[], Driver], *, card: bool) -> None:
+        self._ask_driver = driver
         self._driver = driver if card else None
         self.left_running: set[int] = set()
-        self._driver = driver
         self.tree = ProcessTree()
         self.agents = Agents()
         self._segments = OwnSegments()
@@ -57,8 +57,8 @@ class LifeProbes:
 
     def engine_processes(self, device: str) -> EngineProcesses:
         """What asks the other processes of an engine on a device."""
-        asked = EngineProcesses(self.tree, self.agents, device, self._driver)
-        asked.context = context_sizes(device, self._driver)
+        asked = EngineProcesses(self.tree, self.agents, device, self._ask_driver)
+        asked.context = context_sizes(device, self._ask_driver)
         asked.passed_over = self.left_running
         return asked
 

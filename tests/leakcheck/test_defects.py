@@ -20,9 +20,9 @@ from lowtide.engine.defects import DEFECTS, Defect, find_defect, switched_on
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.processes.extensions import entered
 from lowtide.engine.worker import Worker
-from lowtide.leakcheck.lives import verify as module
+from lowtide.leakcheck.cli import verify as module
+from lowtide.leakcheck.cli.verify import Run, Verified, table, verify
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.verify import Run, Verified, table, verify
 from lowtide.leakcheck.targets.reference import ReferenceLife
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Finding, Remedy, Return, Subject

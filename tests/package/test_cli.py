@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 from lowtide.engine.defects import DEFECTS
 from lowtide.leakcheck.cli import commands as cli
-from lowtide.leakcheck.cli import fuzz_command
+from lowtide.leakcheck.cli import fuzz_command, verify
 from lowtide.leakcheck.fuzzing.fuzz import Found
-from lowtide.leakcheck.lives import lifecycle, verify
+from lowtide.leakcheck.lives import lifecycle
 from lowtide.leakcheck.lives.checked_life import Coverage
 from lowtide.leakcheck.suppressions.entries import load
 from lowtide.reports import schema
