@@ -28,6 +28,9 @@ _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal
 
 _CLOCK_S = 0.05
 
+_PAUSE_S = 0.05
+"""Seconds in which it is enough to see once where this process listens: some engines' processes answer all the time."""
+
 _UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
 
 _BASE_OF_PYTEST = "pytest-of-"
@@ -70,6 +73,8 @@ class OrphanedFiles:
         self._files: set[str] = set()
         self._open_to_nobody: set[str] = set()
         self._seen: set[str] = set()
+        self._bound_here: set[str] = set()
+        self._next_note = 0.0
 
     def start(self) -> None:
         """Begin to look; legal twice."""
@@ -107,8 +112,22 @@ class OrphanedFiles:
                 self._before, self._listed = frozenset(os.listdir(tempfile.gettempdir())), changed
 
     def look(self) -> None:
-        """Note what processes of the tree have in /dev/shm now: of one that ends by itself nobody knows afterwards."""
+        """Note what is there now and nobody knows of afterwards.
+
+        What processes of the tree have in /dev/shm, of which one may end by itself; and where this process listens: the
+        socket files that it leaves are its own, and libraries such as ZeroMQ leave all of them.
+        """
         self._seen |= mapped_shared_memory(self._tree.descendants())
+        self.note_own_sockets()
+
+    def note_own_sockets(self) -> None:
+        """Note where this process listens among the temporary files; not again within a moment."""
+        now = time.monotonic()
+        if now < self._next_note:
+            return
+        self._next_note = now + _PAUSE_S
+        folder = tempfile.gettempdir()
+        self._bound_here |= {Path(path).name for path in _listening(os.getpid(), f"{folder}/")}
 
     def temporary_files(self) -> dict[str, int]:
         """What ended processes had open, listened on or numbered among the temporary files, if it is new."""
@@ -165,7 +184,7 @@ class OrphanedFiles:
         """Those of some names of temporary files that are sockets of which ended processes may be the makers."""
         folder = Path(tempfile.gettempdir())
         sockets = {name for name in names if (folder / name).is_socket() and self._was_made_in_a_life(folder / name)}
-        return sockets - {Path(path).name for path in _bound_in(folder)} if sockets else set()
+        return sockets - self._bound_here - {Path(path).name for path in _bound_in(folder)} if sockets else set()
 
     def _was_made_in_a_life(self, path: Path) -> bool:
         try:

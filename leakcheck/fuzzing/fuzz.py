@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from lowtide.leakcheck.fuzzing.shorten import shorten
 from lowtide.leakcheck.fuzzing.target_source import Source
-from lowtide.leakcheck.lives.checked_life import Call, CheckedLife, Coverage, Fault, LifeError, Lives
+from lowtide.leakcheck.lives.checked_life import Call, CheckedLife, Coverage, Fault, LifeError, Lives, failure_of
 from lowtide.leakcheck.targets.faults import Kind
 from lowtide.leakcheck.targets.life_model import LifeModel
 from lowtide.leakcheck.targets.target import TargetFactory
@@ -45,6 +45,9 @@ class _TestCaseOf:
             def runTest(self) -> None:  # noqa: N802 - unittest's name
                 with cls.lives:
                     run_state_machine_as_test(cls, settings=self.settings)
+                    grown = cls.lives.processes.grown()
+                if grown:
+                    raise failure_of(grown)
 
         TestCase.__name__ = TestCase.__qualname__ = f"{cls.__name__}.TestCase"
         return TestCase
@@ -219,7 +222,9 @@ def fuzz(
             why = f"a life that failed did not fail again: {error}"
             findings = tuple(machine.findings)
             return Found(lives.coverage, seconds, findings, tuple(machine.last), why, lives.unmeasured)
-    return Found(lives.coverage, time.perf_counter() - started, not_measured=lives.unmeasured)
+        # No single life shows it, so there is none to be shortened.
+        grown = tuple(lives.processes.grown())
+    return Found(lives.coverage, time.perf_counter() - started, grown, not_measured=lives.unmeasured)
 
 
 def replay(factory: TargetFactory, life: Sequence[Call]) -> tuple[Finding, ...]:

@@ -48,7 +48,7 @@ class LifeProbes:
         self._segments = OwnSegments()
         self._remains = OrphanedFiles(self.tree, self._segments, self.agents.began)
         self.unseen = UnmeasuredProcesses(self.tree, driver)
-        self._events = ProcessEvents(self.unseen.look)
+        self._events = ProcessEvents(self.unseen.look, self._remains.note_own_sockets)
         self.environment = EnvironmentSetters()
         self.makers = Makers()
         self.counters = CounterReader(
@@ -58,7 +58,7 @@ class LifeProbes:
     def engine_processes(self, device: str) -> EngineProcesses:
         """What asks the other processes of an engine on a device."""
         asked = EngineProcesses(self.tree, self.agents, device, self._ask_driver)
-        asked.context = context_sizes(device, self._ask_driver)
+        asked.context = context_sizes(device, self._ask_driver, lambda pid: self.unseen.is_reported([pid]))
         asked.passed_over = self.left_running
         return asked
 

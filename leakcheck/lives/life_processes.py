@@ -18,7 +18,7 @@ from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
 
-_TOO_FEW = "it infers too rarely to say whether it grows: try more lives, so that three inferences follow a first one"
+_TOO_FEW = "it infers too rarely to say whether it grows: try more lives, so that three inferences follow another one"
 
 
 class LifeProcesses:
@@ -79,7 +79,11 @@ class LifeProcesses:
         if level is not None:
             found += self._engine.after_sleep(stage, self._life, empties=stage in self._emptying)
         found += [left for reading in self._engine.readings if (left := self._nobodys(reading, stage)) is not None]
-        return [*found, *self._engine.findings_at_end()]
+        return found
+
+    def grown(self) -> list[Finding]:
+        """What has grown from inference to inference in the processes of all lives so far."""
+        return self._engine.findings_at_end()
 
     def _nobodys(self, reading: ProcessStage, stage: str) -> Finding | None:
         """The host memory of one process that is under no tensor and in no arena, where it has grown too much."""

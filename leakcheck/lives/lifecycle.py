@@ -254,6 +254,8 @@ class LifecycleRun:
                 grown = self._growth.finding(name)
                 self._record.findings += [] if grown is None else [grown]
             before = after
+        failure = self._processes.infer_again(lambda: perform(life, "infer"))
+        self._failure = f"cycle {cycle}: {failure}" if failure else self._failure
 
     def _performed(self, life: Life, name: str, cycle: int, before: Snapshot) -> tuple[Sequence[Sequence[int]], float]:
         """One stage: its tokens, and the seconds that it took; a wake that finds no memory is made again."""

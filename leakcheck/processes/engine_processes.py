@@ -50,6 +50,9 @@ KEPT_PART = 0.5
 LEAST = 1 << 20
 """Bytes at work below which a process is no engine's."""
 
+MORE_INFERENCES = 2
+"""Inferences at the end of a life by which growth of other processes is judged, besides those of the script."""
+
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 
 
@@ -82,6 +85,7 @@ class EngineProcesses:
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
     _imported: dict[int, int] = field(default_factory=dict)
     _holders: dict[str, tuple[Finding, str]] = field(default_factory=dict)
+    _last: str = ""
 
     def __post_init__(self) -> None:
         """Ask the same driver about those that have ended."""
@@ -180,8 +184,23 @@ class EngineProcesses:
                 host = rollup(pid)
                 if host is not None:
                     private = host.private - self._imported.get(pid, 0)
-                    self._growth.note(now.process, private, now.levels.resident)
+                    self._growth.note(now.process, private, now.levels.resident, again=self._last == "infer")
             self._find_holders()
+        self._last = stage
+
+    def infer_again(self, infer: Callable[[], object]) -> str:
+        """Let the engine infer a few times more where it has other processes: what they add each time is growth.
+
+        Returns:
+            What went wrong; empty if nothing did.
+        """
+        for _ in range(MORE_INFERENCES if self._now else 0):
+            try:
+                infer()
+            except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
+                return f"infer, made again, raised {type(error).__name__}: {error}"
+            self.end_stage("infer")
+        return ""
 
     def _find_holders(self) -> None:
         """Looks for who holds what has grown by now: at the end its process is gone."""

@@ -95,9 +95,11 @@ class Levels(_Message, frozen=True, kw_only=True):
     Attributes:
         tensors: under live tensors, by device.
         arenas: mapped by announced arenas, by device and tag.
-        reserved: what torch's allocator took from the driver, by device; None where it does not say.
+        reserved: what torch's allocator took from the driver, by device, without segments of pools that sleep and have
+            no pages; None where it does not say.
         has_torch: whether the process has imported torch.
-        resident: bytes of host memory, that is no file's, under tensors and in pools.
+        resident: bytes of host memory, that is no file's, under tensors, in pools and in torch's cache of pinned
+            memory.
         variables: those of its environment that say its rank, as they are now: an engine may set them in the process.
         communicators: its process groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`.
     """

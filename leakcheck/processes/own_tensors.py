@@ -13,7 +13,8 @@ from lowtide.leakcheck.findings.storage_holders import explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.leakcheck.processes.messages import Levels
-from lowtide.probes.device.torch_allocator import read_allocators
+from lowtide.probes.device.sleeping_segments import sleeping_bytes
+from lowtide.probes.device.torch_allocator import AllocatorReading, read_allocators, read_pinned
 from lowtide.probes.host.counters import describe_process_group, process_groups
 from lowtide.probes.host.readings import resident_in
 from lowtide.probes.memory.ranges import Range, total, without
@@ -111,15 +112,17 @@ class OwnTensors:
                 of_device = arenas.setdefault(pool.device, {})
                 of_device[pool.tag] = of_device.get(pool.tag, 0) + pool.mapped
         allocators = read_allocators({storage.address for storage in survey.storages})
+        present = resident_in([*tensors.on("cpu").ranges, *pooled.get("cpu", ())])
         return Levels(
             # Of a tensor in a pool the pool's own pages count: an engine that sleeps keeps it, and they are gone.
             tensors={
                 each.device: total(without(each.ranges, pooled.get(each.device, ()))) for each in tensors.per_device
             },
             arenas=arenas,
-            reserved={each.device: each.reserved for each in allocators},
+            reserved={each.device: _with_pages(each) for each in allocators},
             has_torch=True,
-            resident=resident_in([*tensors.on("cpu").ranges, *pooled.get("cpu", ())]).anonymous,
+            # What a card's driver has pinned is shared memory without a name, which only this process maps.
+            resident=present.anonymous + present.shared + _pinned_for_later(),
             communicators=_communicators(),
         )
 
@@ -129,6 +132,19 @@ def _communicators() -> tuple[str, ...]:
     groups = map(describe_process_group, process_groups())
     # A rank alone has nobody to exchange with: its group is excused asleep, as in the checked process.
     return tuple(group for group in groups if "nccl" in group and not group.endswith(", 1 rank)"))
+
+
+def _with_pages(allocator: AllocatorReading) -> int | None:
+    """Bytes that torch's allocator took from the driver, without those whose pages are gone while a pool sleeps."""
+    if allocator.reserved is None:
+        return None
+    return allocator.reserved - sleeping_bytes(int(allocator.device.partition(":")[2]))
+
+
+def _pinned_for_later() -> int:
+    """Bytes of pinned host memory that torch keeps for the next tensors that ask for some."""
+    pinned = read_pinned()
+    return max(0, (pinned.torch_reserved or 0) - (pinned.torch_allocated or 0))
 
 
 def _held(storage: StorageReading, stage: str) -> Held:

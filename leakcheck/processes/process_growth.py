@@ -1,7 +1,8 @@
 """Whether an engine's other processes grow from inference to inference, by their host memory as seen from outside.
 
-The first inference of a process fills what is filled once, so the reading after it is the baseline of that process.
-Each life may have processes of its own: those of one name are turns of one.
+The first inference of a process fills what is filled once, and so does the first one after a sleep: what an inference
+adds is judged where it comes right after another one. Each life may have processes of its own: those of one name are
+turns of one.
 """
 
 from __future__ import annotations
@@ -27,21 +28,31 @@ class _Role:
 
     Attributes:
         levels: of each process, in the order in which they were first seen, the levels after its inferences.
+        again: for each of these, whether the inference came right after another one.
         processes: each of them as it was described last: its device may be known only later.
     """
 
     levels: dict[int, list[int]] = field(default_factory=dict)
+    again: dict[int, list[bool]] = field(default_factory=dict)
     processes: dict[int, ProcessName] = field(default_factory=dict)
 
     @property
     def steps(self) -> dict[ProcessName, list[int]]:
-        """What each inference but the first of a process has added to it for good."""
-        return {self.processes[pid]: kept_steps(levels) for pid, levels in self.levels.items() if len(levels) > 1}
+        """What each inference has added to a process for good that came right after another one.
+
+        Not one with a sleep before it: its host copy, or a cache of pinned memory, is there from then on, once.
+        """
+        found = {}
+        for pid, levels in self.levels.items():
+            steps = [step for step, again in zip(kept_steps(levels), self.again[pid][1:], strict=True) if again]
+            if steps:
+                found[self.processes[pid]] = steps
+        return found
 
     def growing(self) -> tuple[ProcessName, list[int]] | None:
         """The process that grows most and its steps; the last one and those of all, if only all together show it.
 
-        One rank of several may grow alone; and of lives with two inferences each, no process shows growth by itself.
+        One rank of several may grow alone; and of lives with few inferences each, no process shows growth by itself.
         """
         steps = self.steps
         alone = {process: own for process, own in steps.items() if _grows(own)}
@@ -64,16 +75,18 @@ class ProcessGrowth:
     def __init__(self) -> None:
         self._roles: dict[str, _Role] = {}
 
-    def note(self, process: ProcessName, host: int, named: int) -> None:
+    def note(self, process: ProcessName, host: int, named: int, *, again: bool = True) -> None:
         """A process's level after an inference.
 
         Args:
             process: which.
             host: bytes of host memory that only it has.
             named: bytes of that under live tensors and in announced pools: what stays of them is followed by itself.
+            again: whether the inference came right after another one.
         """
         role = self._roles.setdefault(role_of(process.name), _Role())
         role.levels.setdefault(process.pid, []).append(host - named)
+        role.again.setdefault(process.pid, []).append(again)
         role.processes[process.pid] = process
 
     def correct(self, process: ProcessName, host: int, named: int) -> None:
@@ -122,7 +135,7 @@ class ProcessGrowth:
                     message=(
                         f"{process.text}: host memory that is under no tensor grows by "
                         f"{format_bytes(usual)} with each infer, {format_bytes(sum(kept))} in "
-                        f"{len(kept)} of {len(steps)} that were not a process's first"
+                        f"{len(kept)} of {len(steps)} that followed another one"
                     ),
                     fingerprint=fingerprint(
                         resource="host-memory", device="cpu", stage="infer", suspects=("other process", name)

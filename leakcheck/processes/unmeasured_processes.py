@@ -44,7 +44,7 @@ _ADVICE = {
 }
 
 
-_TOO_FEW = "it infers too rarely to say whether it grows: run more cycles, so that three inferences follow its first"
+_TOO_FEW = "it infers too rarely to say whether it grows: run more cycles, so that three inferences follow another one"
 
 
 class UnmeasuredProcesses:
@@ -77,7 +77,9 @@ class UnmeasuredProcesses:
 
     def is_reported(self, pids: Iterable[int]) -> None:
         """These processes are findings: what they and their children hold is not reported again."""
-        self._reported.update(pids)
+        known = set(pids)
+        self._reported |= known
+        self._found = {pid: process for pid, process in self._found.items() if pid not in known}
 
     def look(self, *, always: bool = False, now: Counters | None = None) -> None:
         """Look at the tree; next to free where there is none.

@@ -28,11 +28,13 @@ class BareContexts:
     Attributes:
         driver: gives whom to ask.
         kind: of the cards: `cuda` or `hip`.
+        ended: hears of each process that was started for it, once it has ended.
         command: the program that makes a context, without its arguments.
     """
 
     driver: Callable[[], Driver]
     kind: str = "cuda"
+    ended: Callable[[int], None] = lambda pid: None
     command: Sequence[str] = (sys.executable, "-m", "lowtide.leakcheck.tenant.bare_context")
     _sizes: dict[str, int | None] = field(default_factory=dict)
 
@@ -54,19 +56,23 @@ class BareContexts:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=_LIMIT_S)
                 process.kill()
+            self.ended(process.pid)
         except (OSError, DriverError):
             return None
         return size
 
 
-def context_sizes(device: str, driver: Callable[[], Driver]) -> Callable[[str], int | None]:
+def context_sizes(
+    device: str, driver: Callable[[], Driver], ended: Callable[[int], None] = lambda pid: None
+) -> Callable[[str], int | None]:
     """What gives the bytes of a context alone on each card; nothing where the engine is on the CPU.
 
     Args:
         device: the engine's.
         driver: gives whom to ask.
+        ended: hears of each process that was started for it, once it has ended.
     """
-    return (lambda card: None) if device == "cpu" else BareContexts(driver, kind_of_cards()).size
+    return (lambda card: None) if device == "cpu" else BareContexts(driver, kind_of_cards(), ended).size
 
 
 def main(arguments: list[str]) -> None:

@@ -27,16 +27,16 @@ _PAUSE = 0.005
 
 
 class ProcessEvents:
-    """Calls a listener when the main thread has heard from a process, and before it ends one or waits for its end.
+    """Calls listeners when the main thread has heard from a process, and before it ends one or waits for its end.
 
     The functions of Python's library that do so are stood in for from `start` to `stop`; no module is imported for it.
 
     Args:
-        listener: what to call; an error of its is lost.
+        listeners: what to call, in this order; an error of theirs is lost.
     """
 
-    def __init__(self, listener: Callable[[], object]) -> None:
-        self._listener = listener
+    def __init__(self, *listeners: Callable[[], object]) -> None:
+        self._listeners = listeners
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
         # By their identities: all of them are in `_replaced`, too.
         self._places: set[int] = set()
@@ -101,7 +101,8 @@ class ProcessEvents:
             return
         self._is_heard = True
         try:
-            self._listener()
+            for listener in self._listeners:
+                listener()
         except Exception:  # noqa: BLE001 - the program's call comes next, and nothing here may change that
             return
         finally:

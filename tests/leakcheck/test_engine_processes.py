@@ -173,7 +173,7 @@ def test_a_child_without_torch_that_does_not_grow_is_clean() -> None:
 def test_a_child_that_infers_too_rarely_is_not_judged_and_the_report_says_what_to_do() -> None:
     subject = check_run("check", NothingLeaks, driver=NoDriver("a test"), cycles=2).run()
     assert subject.outcome == "unsupported"
-    assert "run more cycles, so that three inferences follow its first" in subject.reason
+    assert "run more cycles, so that three inferences follow another one" in subject.reason
 
 
 def test_a_sleep_that_keeps_everything_in_a_child_is_a_finding() -> None:
