@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LIMIT = 300.0
 """Seconds that one run may take."""
 
-LIVES_IN_CORE = 3
+LIVES_IN_CORE = 2
 """Lives of an engine whose core has a process of its own."""
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.processes.messages import Levels, Read, encode
 from lowtide.leakcheck.processes.process_growth import role_of
 from lowtide.leakcheck.processes.process_names import describe_process
@@ -29,6 +30,9 @@ from lowtide.reports.sizes import format_bytes
 STAGE = "end"
 
 _STEP_S = 0.05
+
+_SHOWN_NAMES = 3
+_TOLD_FILES = 8
 
 
 @dataclass(frozen=True)
@@ -193,15 +197,17 @@ def with_dead_files(finding: Finding, files: Sequence[SharedMemoryFile]) -> Find
     """
     if not files:
         return finding
+    told = files[:_TOLD_FILES]
     head = finding.message.partition(": ")[0]
     parts = [
-        f"{each.path}{_amount(each.bytes, _made_by(each))} is left, and no living process uses it" for each in files
+        f"{each.path}{_amount(each.bytes, _made_by(each))} is left, and no living process uses it" for each in told
     ]
-    commands = "; ".join(each.remove for each in files)
+    commands = "; ".join(each.remove for each in told)
+    more = len(files) - len(told)
     return msgspec.structs.replace(
         finding,
-        message=f"{head}: " + ", and ".join(parts),
-        holder=", ".join(each.path for each in files),
+        message=f"{head}: " + ", and ".join(parts) + (f", and {more} more" if more else ""),
+        holder=first_of([each.path for each in files], _SHOWN_NAMES),
         advice=f"remove it where its process ends, however it ends; now: {commands}",
     )
 

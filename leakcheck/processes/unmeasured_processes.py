@@ -77,9 +77,9 @@ class UnmeasuredProcesses:
 
     def is_reported(self, pids: Iterable[int]) -> None:
         """These processes are findings: what they and their children hold is not reported again."""
-        known = set(pids)
-        self._reported |= known
-        self._found = {pid: process for pid, process in self._found.items() if pid not in known}
+        self._reported.update(pids)
+        if self._reported:
+            self._found = {pid: process for pid, process in self._found.items() if not self._is_of_reported(pid)}
 
     def look(self, *, always: bool = False, now: Counters | None = None) -> None:
         """Look at the tree; next to free where there is none.

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.targets.reference import ReferenceLife
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import Finding, Remedy, Return, Subject
+
+# Each of them lives in processes of its own, which takes its time on a busy machine.
+pytestmark = pytest.mark.timeout(900)
 
 ON_CPU = [name for name, defect in DEFECTS.items() if "cpu" in defect.devices]
 WITH_PROCESSES = [name for name in ON_CPU if {"tensor_parallel_size", "engine_process"} & DEFECTS[name].settings.keys()]
@@ -92,7 +95,7 @@ class Forking:
 
 
 @pytest.fixture(scope="module")
-def verified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verified]]:
+def verified(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verified]:
     """Two lives with each bug, in processes of their own as a user's are; the twins are one engine with everything."""
     # Before the others are there, which are child processes of this one.
     real, twin = module._run, clean_twin()
@@ -104,12 +107,12 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Ver
     with pytest.MonkeyPatch.context() as patched, closing(forking):
         patched.setattr(module, "_run", run_one)
         patched.setattr(module, "subprocess", forking)
-        yield {item.defect.name: item for item in verify([DEFECTS[name] for name in ON_CPU], "cpu", jobs=1)}
+        return {item.defect.name: item for item in verify([DEFECTS[name] for name in ON_CPU], "cpu", jobs=1)}
 
 
 @pytest.fixture(scope="module")
-def verified_in_core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verified]]:
-    """Three lives with each bug in the core's own process; the twins are one engine with everything."""
+def verified_in_core(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verified]:
+    """Two lives with each bug in the core's own process; the twins are one engine with everything."""
     real, twin = module._run, clean_twin_in_core()
     forking = Forking(tmp_path_factory.mktemp("forking"))
 
@@ -119,17 +122,17 @@ def verified_in_core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
     with pytest.MonkeyPatch.context() as patched, closing(forking):
         patched.setattr(module, "_run", run_one)
         patched.setattr(module, "subprocess", forking)
-        found = verify([DEFECTS[name] for name in IN_CORE], "cpu", jobs=1, in_core=True)
-        yield {item.defect.name: item for item in found}
+        found = list(verify([DEFECTS[name] for name in IN_CORE], "cpu", jobs=1, in_core=True))
+    return {item.defect.name: item for item in found}
 
 
 def clean_twin_in_core() -> Run:
-    """Three lives of an engine with all that the bugs need in its core's process, and with what makes them show."""
+    """Two lives of an engine with all that the bugs need in its core's process, and with what makes them show."""
     config = EngineConfig(engine_process=True)
     for name in IN_CORE:
         config = DEFECTS[name].configure(config, twin=True)
     make = lambda: ReferenceLife(config, 1024)  # noqa: E731
-    return Run(LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=3).run(), 1.0, "")
+    return Run(LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=2).run(), 1.0, "")
 
 
 def clean_twin() -> Run:
