@@ -158,20 +158,21 @@ def test_bytes_that_each_infer_leaves_in_a_child_without_torch_are_growth() -> N
     subject = check_run("check", SpawnedTarget, driver=NoDriver("a test"), cycles=3).run()
     (finding,) = subject.findings
     assert (finding.resource, finding.stage, finding.trend) == ("host-memory", "infer", "growth")
-    assert abs(finding.bytes - 3 * LEAKED) <= 3 * MIB
-    grown = r"under no tensor grows by 1[56]\.\d MiB with each infer, 4[78]\.\d MiB in 3 of 3"
+    # After the last of a life's inferences there are two more.
+    assert abs(finding.bytes - 6 * LEAKED) <= 6 * MIB
+    grown = r"under no tensor grows by 1[567]\.\d MiB with each infer, \d+\.\d MiB in 6 of 6 that followed another one"
     assert re.search(grown, finding.message)
     assert "16.0 MiB in a bytes held by thread 'MainThread', local 'held' of serve()" in finding.message
     assert [item for item in subject.not_measured if item.process is not None] == []
 
 
 def test_a_child_without_torch_that_does_not_grow_is_clean() -> None:
-    subject = check_run("check", NothingLeaks, driver=NoDriver("a test"), cycles=3).run()
+    subject = check_run("check", NothingLeaks, driver=NoDriver("a test"), cycles=2).run()
     assert (subject.outcome, subject.reason, subject.findings) == ("clean", "", ())
 
 
 def test_a_child_that_infers_too_rarely_is_not_judged_and_the_report_says_what_to_do() -> None:
-    subject = check_run("check", NothingLeaks, driver=NoDriver("a test"), cycles=2).run()
+    subject = check_run("check", NothingLeaks, driver=NoDriver("a test"), cycles=1).run()
     assert subject.outcome == "unsupported"
     assert "run more cycles, so that three inferences follow another one" in subject.reason
 
