@@ -159,7 +159,7 @@ def _path(text: str) -> _Name:
     if _PYTESTS_OWN.match(rest):
         return _Name(without_numbers(f"{word}/{_PYTESTS_OWN.sub('', rest, count=1)}"))
     first, slash, behind = rest.partition("/")
-    kept = _RANDOM.sub("*", first)
+    kept = _RANDOM.sub("*", _UUIDS.sub("*", first))
     return _Name(without_numbers(f"{word}/{kept}{slash}{behind}"), bool(behind) or kept.partition(".")[0] not in _TMP)
 
 

@@ -25,7 +25,11 @@ def sleeping_bytes(device_index: int) -> int:
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == device_index and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
     ]
-    present = read_allocations(device_index, among=sorted(segments)) if segments else None
+    if not segments:
+        return 0
+    # An agent's thread has no context yet, and without one the driver knows no address; this makes it the thread's.
+    torch.cuda.mem_get_info(device_index)
+    present = read_allocations(device_index, among=sorted(segments))
     if present is None:
         return 0
     return total(segments) - total(common(segments, present))

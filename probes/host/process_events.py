@@ -1,4 +1,4 @@
-"""Hears when a child process has answered, and before it is waited for or signalled: moments to see what it holds."""
+"""Hears when a child process has answered, and before one is started, waited for or signalled: moments to look."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _PAUSE = 0.005
 
 
 class ProcessEvents:
-    """Calls listeners when the main thread has heard from a process, and before it ends one or waits for its end.
+    """Calls listeners when the main thread has heard from a process, before it ends one or waits for its end, and
+    before it starts one by `multiprocessing`: what is open for the time of a start is not afterwards.
 
     The functions of Python's library that do so are stood in for from `start` to `stop`; no module is imported for it.
 
@@ -48,7 +49,7 @@ class ProcessEvents:
         """Begin to listen; legal again, for what was imported meanwhile."""
         self._process = os.getpid()
         self._stand_in(subprocess.Popen, "wait", "communicate", "send_signal")
-        self._stand_in(multiprocessing.process.BaseProcess, "join", "terminate", "kill")
+        self._stand_in(multiprocessing.process.BaseProcess, "start", "join", "terminate", "kill")
         self._stand_in(os, "kill", "killpg")
         for module, name, methods in _POOLS:
             kind = getattr(sys.modules.get(module), name, None)
