@@ -211,8 +211,7 @@ class MultiprocExecutor:
             interrupt, failed = self._exchange(orders, held)
         if interrupt is not None:
             raise interrupt
-        if held.has_come:
-            raise KeyboardInterrupt
+        held.deliver()
         return failed
 
     def _exchange(
@@ -225,7 +224,7 @@ class MultiprocExecutor:
         deadline: float | None = None
         while waiting:
             try:
-                ready = held.waiting(partial(_wait, waiting, deadline))
+                ready = held.waiting(partial(_wait, waiting), deadline)
             except KeyboardInterrupt as error:
                 interrupt, deadline = error, time.monotonic() + STUCK_S
                 continue
