@@ -17,6 +17,7 @@ import pytest
 
 from lowtide.engine import EngineConfig, EngineState, LLMEngine, SamplingParams
 from lowtide.engine.errors import EngineDeadError
+from tests.engine import core_extensions
 from tests.engine.core_extensions import Stops
 from tests.engine.process_watch import LIMIT_S, Watch, cores, killed_during, nothing_stays, ranks
 
@@ -66,6 +67,55 @@ def test_a_process_that_is_killed_in_a_call_ends_it_with_our_error(stage: str, v
                 call(engine)
         engine.shutdown()
         assert engine.state is EngineState.CLOSED
+
+
+WORK: dict[str, tuple[str, Callable[[LLMEngine], object], Callable[[LLMEngine], object]]] = {
+    "infer": ("execute", lambda engine: None, tokens),
+    "sleep": ("drop", lambda engine: None, lambda engine: engine.sleep(1)),
+    "wake": ("restore", lambda engine: engine.sleep(1), lambda engine: engine.wake()),
+    "reload": ("fill", lambda engine: None, lambda engine: engine.reload_weights()),
+}
+
+
+@pytest.mark.parametrize("stage", WORK)
+def test_an_engine_whose_core_is_killed_at_work_keeps_its_state(stage: str, tmp_path: Path) -> None:
+    point, before, call = WORK[stage]
+    stops = Stops(tmp_path / "stops")
+    killed: list[float] = []
+
+    def kill() -> None:
+        victim = stops.wait_for(point)
+        killed.append(time.monotonic())
+        os.kill(victim, signal.SIGKILL)
+
+    with nothing_stays(at_least=1, within_s=LIMIT_S):
+        engine = LLMEngine(replace(CONFIG, process_extensions=(stops.extension,)))
+        engine.create()
+        before(engine)
+        state = engine.state
+        stops.arm(point, "stays")
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with pytest.raises(EngineDeadError, match=r"EngineCore \(pid \d+\) has ended: killed by SIGKILL"):
+            call(engine)
+        assert time.monotonic() - killed[0] < LIMIT_S
+        killer.join()
+        assert engine.state is state
+        engine.shutdown()
+
+
+def test_a_core_that_is_killed_is_missed_though_a_fork_of_it_holds_its_connection(tmp_path: Path) -> None:
+    fork = tmp_path / "fork"
+    extension = f"{core_extensions.__name__}:forked={fork}"
+    with nothing_stays(at_least=2, within_s=LIMIT_S):
+        engine = LLMEngine(replace(CONFIG, process_extensions=(extension,)))
+        engine.create()
+        process, name = victim_of("core")
+        try:
+            assert killed_during(process, name, lambda: tokens(engine)) < LIMIT_S
+        finally:
+            os.kill(int(fork.read_text()), signal.SIGKILL)
+        engine.shutdown()
 
 
 @pytest.mark.parametrize("asleep", [False, True])
@@ -209,8 +259,9 @@ def test_all_processes_end_with_the_one_that_has_the_engine(
 
 
 TERMINAL = """
-from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 import sys
+import time
+from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 engine = LLMEngine(EngineConfig(kv_cache_bytes=1 << 20, engine_process=True, tensor_parallel_size=2))
 def tokens(count):
     return engine.generate([[1, 2, 3]], SamplingParams(max_tokens=count, ignore_eos=True))[0].token_ids
@@ -222,8 +273,9 @@ except KeyboardInterrupt:
 before = tokens(8)
 try:
     print("ready", flush=True)
-    while True:
+    while sys.argv[1] == "infer":
         tokens(64)
+    time.sleep(60)
 except KeyboardInterrupt:
     assert tokens(8) == before
 engine.shutdown()
@@ -231,10 +283,10 @@ print("done", flush=True)
 """
 
 
-@pytest.mark.parametrize("when", ["core", "ranks", "infer"])
+@pytest.mark.parametrize("when", ["core", "ranks", "infer", "idle"])
 def test_ctrl_c_of_a_terminal_reaches_every_process_and_ends_the_call_alone(when: str) -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", TERMINAL],
+        [sys.executable, "-c", TERMINAL, when],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -244,15 +296,15 @@ def test_ctrl_c_of_a_terminal_reaches_every_process_and_ends_the_call_alone(when
         assert program.stderr is not None
         process = psutil.Process(program.pid)
         with Watch(process) as watch:
-            if when == "infer":
+            if when in ("infer", "idle"):
                 assert program.stdout.readline() == "ready\n"
             else:
                 while not cores(process) or (when == "ranks" and len(ranks(cores(process)[0])) < 2):
                     time.sleep(0.01)
-            # In the middle of a step, or of a process's imports.
+            # In the middle of a step, of nothing, or of a process's imports.
             time.sleep(0.2)
             os.killpg(program.pid, signal.SIGINT)
-            assert program.stdout.read() == ("done\n" if when == "infer" else "not created\n")
+            assert program.stdout.read() == ("done\n" if when in ("infer", "idle") else "not created\n")
             # No process has printed a traceback.
             assert program.stderr.read() == ""
         assert program.wait() == 0

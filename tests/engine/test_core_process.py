@@ -371,6 +371,7 @@ def test_a_core_with_an_extension_that_cannot_be_loaded_is_not_created() -> None
 
 def test_a_create_that_fails_leaves_its_extensions(tmp_path: Path) -> None:
     record = tmp_path / "record"
-    extensions = (f"{EXTENSIONS}:recorded={record}", "nowhere:f=1")
-    CoreProcess().answer(messages.Create(replace(APART, process_extensions=extensions)))
-    assert len(record.read_text().splitlines()) == 2
+    config = replace(APART, model="/nowhere", process_extensions=(f"{EXTENSIONS}:recorded={record}",))
+    process = CoreProcess()
+    assert process.answer(messages.Create(config)).error is not None
+    assert [line.split()[1] for line in record.read_text().splitlines()] == ["entered", "left"]
