@@ -199,10 +199,15 @@ class CoreClient:
         if self._death is not None:
             raise self._death.with_traceback(None)
         _check(order)
-        self.raise_late_interrupt()
+        if not isinstance(order, messages.Abort):
+            # Who rolls a generation back must come to the end of it first.
+            self.raise_late_interrupt()
         with HeldInterrupt() as interrupt:
             self._exchange(order, interrupt)
-        self._is_late |= interrupt.has_come
+        try:
+            interrupt.deliver()
+        except KeyboardInterrupt:
+            self._is_late = True
         if self._answer.error is None:
             return self._answer
         error = restore_error(self._answer.error, self.name)
@@ -216,7 +221,7 @@ class CoreClient:
         """Send an order and take its answer in; after an error from here, the process is gone."""
         try:
             self.process.connection.send(order)
-            self._is_late = self._wait(interrupt)
+            self._is_late |= self._wait(interrupt)
             self._answer = self.process.connection.receive(Answer)
         except EngineDeadError as error:
             raise self._died(self.process.death()) from error
@@ -236,7 +241,7 @@ class CoreClient:
         except KeyboardInterrupt:
             deadline = time.monotonic() + INTERRUPT_S
             os.kill(self.process.pid, signal.SIGINT)
-            if not interrupt.waiting(lambda: connection.wait(deadline)):
+            if not interrupt.waiting(connection.wait, deadline):
                 raise KeyboardInterrupt(f"it did not answer an interrupt within {INTERRUPT_S:g} s") from None
             return True
         return False

@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from lowtide.engine.errors import EngineDeadError
 from lowtide.engine.processes.channel import Connection
-from lowtide.engine.processes.interrupts import interrupts_blocked
+from lowtide.engine.processes.interrupts import HeldInterrupt, interrupts_blocked
 
 END_S = 10.0
 """Seconds that a process may take to end by itself once its connection is closed, before it is killed."""
@@ -93,15 +93,16 @@ class ChildProcess:
 def _start(arguments: Sequence[str], descriptor: int, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     process = None
     try:
-        with interrupts_blocked():
+        # Blocked in this thread alone; another one may receive it for this one.
+        with HeldInterrupt() as held, interrupts_blocked():
             process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *arguments],
                 pass_fds=(descriptor,),
                 stdin=subprocess.DEVNULL,
                 env=env,
             )
+        held.deliver()
     except BaseException:
-        # An interrupt that was blocked is raised where it is let through again.
         if process is not None:
             _end(process, None, os.getpid(), 0.0)
         raise

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TypeVar
+
+SLICE_S = 0.2
+"""Seconds of one wait: a signal that the kernel gave to another thread of the process does not break it off."""
 
 _Result = TypeVar("_Result")
 
@@ -17,13 +21,10 @@ class HeldInterrupt:
 
     A `KeyboardInterrupt` between sending an order and taking its answer in would leave neither side knowing what the
     other does.
-
-    Attributes:
-        has_come: whether one has come for which there was no wait any more; nobody has raised it.
     """
 
     def __init__(self) -> None:
-        self.has_come = False
+        self._has_come = False
         self._lets_through = False
         self._handler: Callable[[int, FrameType | None], Any] | None = None
 
@@ -41,25 +42,41 @@ class HeldInterrupt:
         if self._handler is not None:
             signal.signal(signal.SIGINT, self._handler)
 
-    def waiting(self, wait: Callable[[], _Result]) -> _Result:
-        """What `wait` returns; an interrupt breaks it off, also one that was held back before.
+    def waiting(self, wait: Callable[[float], _Result], deadline: float | None = None) -> _Result:
+        """Call `wait` until it returns something; an interrupt breaks it off, also one that was held back before.
 
         Args:
-            wait: changes nothing, so that it can be called again.
+            wait: waits until a time of `time.monotonic`; changes nothing, so that it can be called again.
+            deadline: when to give up and return the nothing that `wait` returns; None is never.
 
         Raises:
             KeyboardInterrupt: or whatever else the program's handler of SIGINT raises.
         """
         self._lets_through = True
         try:
-            if self.has_come:
+            if self._has_come:
                 self._on_signal(signal.SIGINT, None)
-            return wait()
+            while True:
+                end = time.monotonic() + SLICE_S
+                end = end if deadline is None else min(end, deadline)
+                result = wait(end)
+                if result or end == deadline:
+                    return result
         finally:
             self._lets_through = False
 
+    def deliver(self) -> None:
+        """Call the program's handler for an interrupt that was held back and that no `waiting` has raised.
+
+        Raises:
+            KeyboardInterrupt: or whatever else the handler raises.
+        """
+        if self._has_come and self._handler is not None:
+            self._has_come = False
+            self._handler(signal.SIGINT, None)
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.has_come = not self._lets_through
+        self._has_come = not self._lets_through
         if self._lets_through and self._handler is not None:
             # Before the handler raises: it may do so on the way out of `waiting`.
             self._lets_through = False

@@ -211,8 +211,7 @@ class MultiprocExecutor:
             interrupt, failed = self._exchange(orders, held)
         if interrupt is not None:
             raise interrupt
-        if held.has_come:
-            raise KeyboardInterrupt
+        held.deliver()
         return failed
 
     def _exchange(
@@ -225,7 +224,7 @@ class MultiprocExecutor:
         deadline: float | None = None
         while waiting:
             try:
-                ready = held.waiting(partial(_wait, waiting, deadline))
+                ready = held.waiting(partial(_wait, waiting, self._idle(orders, waiting)), deadline)
             except KeyboardInterrupt as error:
                 interrupt, deadline = error, time.monotonic() + STUCK_S
                 continue
@@ -233,12 +232,20 @@ class MultiprocExecutor:
                 self._give_up(_stuck(waiting, failed))
                 break
             for rank in ready:
+                if rank not in waiting:
+                    raise self._ended(rank)
                 rank.answer = self._answer_of(rank)
                 waiting.remove(rank)
                 if rank.answer.error is not None:
                     failed.append(rank)
                     deadline = time.monotonic() + STUCK_S
         return interrupt, failed
+
+    def _idle(self, orders: Mapping[Rank, Order], waiting: Sequence[Rank]) -> list[Rank]:
+        """The ranks that are not waited for, and must not end meanwhile: the others could wait for them for ever."""
+        if any(isinstance(order, messages.Shutdown) for order in orders.values()):
+            return []
+        return [rank for rank in self.ranks if rank not in waiting]
 
     def _send(self, orders: Mapping[Rank, Order]) -> None:
         for rank, order in orders.items():
@@ -309,15 +316,16 @@ class Rank:
             os.close(pidfd)
 
 
-def _wait(ranks: Sequence[Rank], deadline: float | None) -> list[Rank]:
-    """The ranks that have answered or ended; none when the deadline has passed."""
+def _wait(ranks: Sequence[Rank], idle: Sequence[Rank], deadline: float | None) -> list[Rank]:
+    """The ranks that have answered or ended, and those of the idle ones that have ended; none after the deadline."""
     poll = select.poll()
     for rank in ranks:
         poll.register(rank.process.connection, select.POLLIN)
+    for rank in (*ranks, *idle):
         poll.register(rank.pidfd, select.POLLIN)
     left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
     ready = {descriptor for descriptor, _ in poll.poll(left)}
-    return [rank for rank in ranks if ready & {rank.process.connection.fileno(), rank.pidfd}]
+    return [rank for rank in (*ranks, *idle) if ready & {rank.process.connection.fileno(), rank.pidfd}]
 
 
 def _stuck(waiting: Sequence[Rank], failed: Sequence[Rank]) -> str:

@@ -31,16 +31,20 @@ SO_LONG_S = 60.0
 
 @contextmanager
 def recorded(path: str) -> Iterator[None]:
-    """Writes a line as it is entered, with what the process has created so far, and one as it is left."""
+    """Writes a line as it is entered, with what the process has created so far, and one as it is left, or collected."""
     created = len(announced_pools()) + distributed.is_initialized()
     with Path(path).open("a") as record:
         record.write(f"{os.getpid()} entered after {created}\n")
+    how = "left"
     try:
         yield
+    except GeneratorExit:
+        how = "collected"
+        raise
     finally:
-        left = len(announced_pools()) + distributed.is_initialized()
+        remaining = len(announced_pools()) + distributed.is_initialized()
         with Path(path).open("a") as record:
-            record.write(f"{os.getpid()} left with {left}\n")
+            record.write(f"{os.getpid()} {how} with {remaining}\n")
 
 
 @contextmanager
@@ -51,8 +55,15 @@ def removing(path: str) -> Iterator[None]:
     yield
 
 
-def not_a_context(argument: str) -> str:
-    return argument
+@contextmanager
+def forked(path: str) -> Iterator[None]:
+    """Leaves a fork of the process, which holds copies of all its descriptors; its identifier is in the file."""
+    fork = os.fork()
+    if fork == 0:
+        time.sleep(SO_LONG_S)
+        os._exit(0)
+    Path(path).write_text(str(fork))
+    yield
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from lowtide.engine import EngineConfig, EngineState, LLMEngine, OutOfMemoryError, SamplingParams
 from lowtide.engine.errors import EngineDeadError
 from lowtide.engine.ranks import executor
+from tests.engine.core_extensions import Stops
 from tests.engine.failing_rank import failing
 from tests.engine.process_watch import LIMIT_S, files_of, killed_during, left_of, nothing_stays, ranks
 
@@ -105,6 +107,30 @@ def test_a_rank_that_is_killed_while_it_is_created(rank: int, after_s: float) ->
         engine.shutdown()
 
 
+def test_a_rank_that_is_killed_while_another_one_works_is_missed_at_once(tmp_path: Path) -> None:
+    stops = Stops(tmp_path / "stops")
+    stops.arm("fill", "stays")
+    killed: list[float] = []
+
+    def kill() -> None:
+        stopped = stops.wait_for("fill")
+        # The other one has done its part by then, and is waited for no more.
+        time.sleep(0.5)
+        (other,) = (rank for rank in ranks() if rank.pid != stopped)
+        killed.append(time.monotonic())
+        other.kill()
+
+    with nothing_stays():
+        engine = LLMEngine(replace(CONFIG, process_extensions=(stops.extension,)))
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
+            engine.create()
+        assert time.monotonic() - killed[0] < LIMIT_S
+        killer.join()
+        engine.shutdown()
+
+
 CLIENT = """
 import sys
 from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
@@ -145,7 +171,7 @@ def test_ranks_end_when_their_engine_is_killed(stage: str) -> None:
         _, alive = psutil.wait_procs(children, timeout=LIMIT_S)
     assert len(children) == 2
     assert not alive
-    assert not left_of(files)
+    assert left_of(files) == []
 
 
 CALLS: dict[str, tuple[Callable[[LLMEngine], object], Callable[[LLMEngine], object]]] = {
