@@ -48,7 +48,8 @@ class LifeProbes:
         self._segments = OwnSegments()
         self._remains = OrphanedFiles(self.tree, self._segments, self.agents.began)
         self.unseen = UnmeasuredProcesses(self.tree, driver)
-        self._events = ProcessEvents(self.unseen.look, self._remains.note_own_sockets)
+        notes = self._remains.note_own_sockets
+        self._events = ProcessEvents(self.unseen.look, notes, starting=notes)
         self.environment = EnvironmentSetters()
         self.makers = Makers()
         self.counters = CounterReader(

@@ -88,7 +88,7 @@ class Watch:
         ask = self._ask_driver if self.policy.card else None
         self.others = OtherProcesses(self._tree, ask, asks=self.policy.processes, tolerance=self.policy.tolerance)
         # An engine's process may begin and end between two stages.
-        self._events = ProcessEvents(self.others.look, self._remains.note_own_sockets)
+        self._events = ProcessEvents(self.others.look, note := self._remains.note_own_sockets, starting=note)
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowtide.probes.host.passing_for import passing_for
@@ -27,20 +27,21 @@ _PAUSE = 0.005
 
 
 class ProcessEvents:
-    """Calls listeners when the main thread has heard from a process, before it ends one or waits for its end, and
-    before it starts one by `multiprocessing`: what is open for the time of a start is not afterwards.
+    """Calls listeners when the main thread has heard from a process, and before it ends one or waits for its end.
 
     The functions of Python's library that do so are stood in for from `start` to `stop`; no module is imported for it.
 
     Args:
         listeners: what to call, in this order; an error of theirs is lost.
+        starting: what to call before it starts one by `multiprocessing`: what is open for a start is not afterwards.
     """
 
-    def __init__(self, *listeners: Callable[[], object]) -> None:
+    def __init__(self, *listeners: Callable[[], object], starting: Callable[[], object] | None = None) -> None:
         self._listeners = listeners
+        self._starting = starting
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
         # By their identities: all of them are in `_replaced`, too.
-        self._places: set[int] = set()
+        self._places: set[tuple[int, str]] = set()
         self._is_heard = False
         self._heard_at = 0.0
         self._process = os.getpid()
@@ -49,7 +50,9 @@ class ProcessEvents:
         """Begin to listen; legal again, for what was imported meanwhile."""
         self._process = os.getpid()
         self._stand_in(subprocess.Popen, "wait", "communicate", "send_signal")
-        self._stand_in(multiprocessing.process.BaseProcess, "start", "join", "terminate", "kill")
+        self._stand_in(multiprocessing.process.BaseProcess, "join", "terminate", "kill")
+        if self._starting is not None:
+            self._stand_in(multiprocessing.process.BaseProcess, "start", listeners=[self._starting])
         self._stand_in(os, "kill", "killpg")
         for module, name, methods in _POOLS:
             kind = getattr(sys.modules.get(module), name, None)
@@ -68,21 +71,29 @@ class ProcessEvents:
         self._replaced.clear()
         self._places.clear()
 
-    def _stand_in(self, place: Any, *names: str, after: bool = False) -> None:
-        if id(place) in self._places:
-            return
-        self._places.add(id(place))
+    def _stand_in(
+        self,
+        place: Any,
+        *names: str,
+        after: bool = False,
+        listeners: Sequence[Callable[[], object]] | None = None,
+    ) -> None:
         for name in names:
+            if (id(place), name) in self._places:
+                continue
+            self._places.add((id(place), name))
             original = vars(place)[name]
             ours = passing_for(original, place, name)(
-                self._heard_after(original) if after else self._heard_before(original)
+                self._heard_after(original) if after else self._heard_before(original, listeners)
             )
             setattr(place, name, ours)
             self._replaced.append((place, name, original, ours))
 
-    def _heard_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _heard_before(
+        self, original: Callable[..., Any], listeners: Sequence[Callable[[], object]] | None
+    ) -> Callable[..., Any]:
         def ours(*args: Any, **kwargs: Any) -> Any:
-            self._hear()
+            self._hear(listeners)
             return original(*args, **kwargs)
 
         return ours
@@ -96,16 +107,17 @@ class ProcessEvents:
 
         return ours
 
-    def _hear(self) -> None:
+    def _hear(self, listeners: Sequence[Callable[[], object]] | None = None) -> None:
         # One of these calls another; what is read is the main thread's to read; and a fork has these functions, too.
         if self._is_heard or os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
             return
         self._is_heard = True
         try:
-            for listener in self._listeners:
+            for listener in self._listeners if listeners is None else listeners:
                 listener()
         except Exception:  # noqa: BLE001 - the program's call comes next, and nothing here may change that
             return
         finally:
             self._is_heard = False
-            self._heard_at = time.perf_counter()
+            if listeners is None:
+                self._heard_at = time.perf_counter()
