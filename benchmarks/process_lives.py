@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import signal
 import subprocess
 import sys
@@ -65,6 +64,7 @@ finally:
 STAGES = ("create", "infer", "sleep and wake", "asleep", "idle", "reload", "shutdown")
 VICTIMS = {"client": "", "core": "lowtide::Engine", "rank 0": "lowtide::Wo_TP0", "rank 1": "lowtide::Wo_TP1"}
 LIMIT_S = 10.0
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def find(client: int, name: str) -> psutil.Process:
@@ -80,7 +80,7 @@ def find(client: int, name: str) -> psutil.Process:
 
 def kill(stage: str, victim: str, settings: dict[str, Any]) -> dict[str, Any]:
     """One kill: the error that the caller got, the seconds until the last process had ended, and what is left."""
-    before = set(os.listdir("/dev/shm"))
+    before = set(SHARED_MEMORY.iterdir())
     command = [sys.executable, "-c", CLIENT, stage, repr(settings)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
         assert client.stdin is not None
@@ -104,7 +104,7 @@ def kill(stage: str, victim: str, settings: dict[str, Any]) -> dict[str, Any]:
         "error": said[0] if said else None,
         "seconds": round(seconds, 2),
         "processes_left": len(alive),
-        "files_left": sorted(set(os.listdir("/dev/shm")) - before),
+        "files_left": sorted(map(str, set(SHARED_MEMORY.iterdir()) - before)),
     }
 
 

@@ -113,6 +113,11 @@ class EngineConfig:
             )
 
         int_between("tensor_parallel_size", self.tensor_parallel_size, 1, 64)
+        if self.process_extensions and not self.engine_process and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "process_extensions are for the engine's other processes, and this engine has none: "
+                "set engine_process, or tensor_parallel_size above 1"
+            )
         if self.tensor_parallel_size > 1:
             for name in ("cuda_graphs", "kv_offload_bytes"):
                 if getattr(self, name):
