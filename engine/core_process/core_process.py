@@ -94,6 +94,8 @@ class CoreProcess:
             release_frames(raised, None)
         core = self._core
         if core is None:
+            # After a create that failed; a shutdown has left them already.
+            self._extensions.close()
             return Answer(error=error)
         return Answer(
             outputs=result if isinstance(result, list) else [],
