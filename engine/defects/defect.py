@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.errors import ConfigError
@@ -88,8 +88,16 @@ class Defect:
         configured = replace(config, **self.settings)
         if not configured.engine_process and configured.tensor_parallel_size == 1:
             return configured
-        extension = f"{EXTENSIONS}:{'triggered' if twin else 'switched_on'}={self.name}"
+        extension = self.extension("triggered" if twin else "switched_on")
         return replace(configured, process_extensions=(*configured.process_extensions, extension))
+
+    def extension(self, how: Literal["switched_on", "activated", "triggered"]) -> str:
+        """What puts it into a process that the engine starts, as `EngineConfig.process_extensions` names it.
+
+        Args:
+            how: with what makes it show, alone, or only that.
+        """
+        return f"{EXTENSIONS}:{how}={self.name}"
 
     @contextmanager
     def switched_on(self) -> Iterator[None]:

@@ -89,10 +89,14 @@ def reference_target(device: str, defect: Defect | None, shape: Mapping[str, Any
         factory = lambda: ReferenceTarget(device, own)  # noqa: E731
         return Subjected("reference", factory, Source(imports, make), nullcontext(), thorough=THOROUGH)
     defect.check(device)
+    settings = {**own, **defect.settings}
+    if settings.get("engine_process") or settings.get("tensor_parallel_size", 1) > 1:
+        # The processes that the engine starts get the bug too.
+        own["process_extensions"] = (defect.extension("activated"),)
     imports.append("from lowtide.engine.defects import DEFECTS")
     known = f"DEFECTS[{defect.name!r}]"
-    settings = f"{own!r} | {known}.settings" if own else f"{known}.settings"
-    make = f"lambda: ReferenceTarget({device!r}, {settings}, {known}.prompt_scale)"
+    written = f"{own!r} | {known}.settings" if own else f"{known}.settings"
+    make = f"lambda: ReferenceTarget({device!r}, {written}, {known}.prompt_scale)"
     return Subjected(
         f"reference with {defect.name}",
         lambda: ReferenceTarget(device, {**own, **defect.settings}, defect.prompt_scale),

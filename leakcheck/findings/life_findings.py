@@ -157,15 +157,7 @@ class LeftoverTensors:
             cycle: which; None: all of them.
             pools: those that are announced: what lies in them is judged by them.
         """
-        is_pooled = _within(pools)
-        self.read(Rung.RAW)
-        self._found.rows = [
-            tuple(held for held in row if not is_pooled(held.key[1]) and (cycle is None or held.turn == cycle))
-            for row in self._found.rows
-        ]
-        turns = {held.key: held.turn for row in self._found.rows for held in row}
-        leaks = self._leaks(dataclasses.replace(self.context(None), living=True), {key[0] for key in turns})
-        self._found = _Found()
+        leaks, turns, _ = self._leaks_of_turns(cycle, pools)
         found = []
         for leak in leaks:
             sizes: dict[int, int] = {}
@@ -173,6 +165,34 @@ class LeftoverTensors:
                 sizes[turns[key]] = sizes.get(turns[key], 0) + size
             found.append((leak.finding, sizes))
         return found
+
+    def clear_caches(self, holders: Collection[str], pools: Sequence[PoolReading]) -> list[Finding]:
+        """The findings of some `lru_cache` holders of what appeared in any cycle, each cleared and measured.
+
+        Clearing one is the only remedy that no program notices but by its time: the process goes on.
+
+        Args:
+            holders: as the findings name them.
+            pools: as for `explain_turns`.
+        """
+        leaks, _, context = self._leaks_of_turns(None, pools)
+        return prove([each for each in leaks if is_cached(each.finding) and each.finding.holder in holders], context)
+
+    def _leaks_of_turns(
+        self, cycle: int | None, pools: Sequence[PoolReading]
+    ) -> tuple[list[TensorLeak], dict[Key, int], Context]:
+        """What appeared in one cycle, or in any, and is there, with the cycle of each storage."""
+        is_pooled = _within(pools)
+        self.read(Rung.RAW)
+        self._found.rows = [
+            tuple(held for held in row if not is_pooled(held.key[1]) and (cycle is None or held.turn == cycle))
+            for row in self._found.rows
+        ]
+        turns = {held.key: held.turn for row in self._found.rows for held in row}
+        context = dataclasses.replace(self.context(None), living=True)
+        leaks = self._leaks(context, {key[0] for key in turns})
+        self._found = _Found()
+        return leaks, turns, context
 
     def conclude(self, engine: object, cycle: int, devices: Collection[str]) -> tuple[list[Finding], tuple[str, ...]]:
         """The findings of all lives, what gives each back tried; and the changes that this made, as actions.
@@ -243,3 +263,8 @@ def _advised(finding: Finding) -> Finding:
     if not finding.holder:
         return finding
     return msgspec.structs.replace(finding, advice=f"let go of {finding.holder} before the engine sleeps")
+
+
+def is_cached(finding: Finding) -> bool:
+    """Whether a finding is of what an `lru_cache` keeps."""
+    return finding.cause == "lru-cache"

@@ -14,6 +14,7 @@ import msgspec
 
 from lowtide.leakcheck.processes.messages import (
     Begin,
+    ClearCaches,
     ExplainAsleep,
     ExplainHeld,
     ExplainHostMemory,
@@ -60,6 +61,9 @@ def answer(data: bytes) -> bytes:
     if isinstance(question, ExplainLeft):
         left = [] if own is None else own.left(question.cycle)
         return encode(Left(findings=tuple(each for each, _ in left), by_cycle=tuple(sizes for _, sizes in left)))
+    if isinstance(question, ClearCaches):
+        cleared = [] if own is None else own.clear_caches(question.holders)
+        return encode(Findings(findings=tuple(cleared)))
     if isinstance(question, ExplainHostMemory):
         from lowtide.leakcheck.processes.own_arrays import named_by_arrays
 

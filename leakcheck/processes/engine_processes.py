@@ -9,11 +9,13 @@ from typing import TypeVar
 
 import msgspec
 
+from lowtide.leakcheck.findings.life_findings import is_cached
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.processes.ended_holders import EndedHolders
 from lowtide.leakcheck.processes.kept_asleep import ProcessLevels, communicators_kept, mapped_by_failed_wake
 from lowtide.leakcheck.processes.messages import (
     Begin,
+    ClearCaches,
     ExplainAsleep,
     ExplainHeld,
     ExplainHostMemory,
@@ -141,6 +143,17 @@ class EngineProcesses:
         answer = self._each(asked, ExplainLeft(cycle=cycle), Left, EXPLAIN_S).get(pid, Left())
         placed = [_placed(finding, describe_process(pid)) for finding in answer.findings]
         return list(zip(placed, answer.by_cycle, strict=True))
+
+    def with_caches_cleared(self, pid: int, findings: Sequence[Finding]) -> list[Finding]:
+        """Some findings about a process that lives, with what clearing gives back where an `lru_cache` is the cause."""
+        holders = tuple(finding.holder for finding in findings if finding.holder and is_cached(finding))
+        asked = [pid] if holders and pid not in self.not_measured else []
+        answer = self._each(asked, ClearCaches(holders=holders), Findings, EXPLAIN_S).get(pid, Findings())
+        remedies = {finding.holder: finding.remedy for finding in answer.findings if finding.remedy is not None}
+        return [
+            msgspec.structs.replace(finding, remedy=remedies.get(finding.holder, finding.remedy))
+            for finding in findings
+        ]
 
     def trim(self, pid: int) -> int | None:
         """Let a process give back what is free in its heap and in torch's, which from outside looks like what it keeps.

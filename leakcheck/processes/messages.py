@@ -67,6 +67,16 @@ class ExplainLeft(_Message, frozen=True, kw_only=True, tag="explain-left"):
     cycle: int | None = None
 
 
+class ClearCaches(_Message, frozen=True, kw_only=True, tag="clear-caches"):
+    """Clear some `lru_cache`s that hold tensors, and measure what each gives back; answered by `Findings`.
+
+    Attributes:
+        holders: the caches, as findings name them.
+    """
+
+    holders: tuple[str, ...]
+
+
 class ExplainHostMemory(_Message, frozen=True, kw_only=True, tag="explain-host-memory"):
     """Which arrays are some new host memory, by their size; answered by `Findings`, empty where none is of that size.
 
@@ -86,7 +96,7 @@ class Trim(_Message, frozen=True, kw_only=True, tag="trim"):
     """
 
 
-Question: TypeAlias = Begin | Read | ExplainAsleep | ExplainHeld | ExplainLeft | ExplainHostMemory | Trim
+Question: TypeAlias = Begin | Read | ExplainAsleep | ExplainHeld | ExplainLeft | ClearCaches | ExplainHostMemory | Trim
 
 
 class Levels(_Message, frozen=True, kw_only=True):

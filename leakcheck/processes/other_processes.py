@@ -74,12 +74,20 @@ class OtherProcesses:
         tree: whose descendants they are.
         driver: gives whom to ask for memory on cards, once there is a process to ask about; None if cards do not count.
         asks: whether there are agents in them that are asked.
+        clears: whether an `lru_cache` that has grown under a fixture is cleared at its end, to measure what comes back.
         tolerance: bytes that a test may leave.
     """
 
     def __init__(
-        self, tree: ProcessTree, driver: Callable[[], Driver] | None, *, asks: bool = False, tolerance: int = 0
+        self,
+        tree: ProcessTree,
+        driver: Callable[[], Driver] | None,
+        *,
+        asks: bool = False,
+        clears: bool = False,
+        tolerance: int = 0,
     ) -> None:
+        self._clears = clears
         self._tree = tree
         self._driver = driver
         self._asks = asks
@@ -228,6 +236,8 @@ class OtherProcesses:
                 left = self._engine.left(pid, None)
                 seen = [turn for turn in owned.turns if turn >= self._followed.get(pid, self._turn)]
                 tensors = growing_tensors(left, seen, self._tolerance, process, stage)
+                if self._clears:
+                    tensors = self._engine.with_caches_cleared(pid, tensors)
             found += tensors
             for finding, step in turns.findings(process, stage, _by_device(tensors)):
                 if is_trimmed:

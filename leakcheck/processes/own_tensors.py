@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Collection
 
 import msgspec
 
@@ -64,6 +65,10 @@ class OwnTensors:
             if left:
                 found.append((msgspec.structs.replace(finding, bytes=sum(left.values())), left))
         return found
+
+    def clear_caches(self, holders: Collection[str]) -> list[Finding]:
+        """What some `lru_cache`s hold of what appeared, each cleared, with what that gave back."""
+        return [] if self._leftovers is None else self._leftovers.clear_caches(holders, announced_pools())
 
     def _note_imports(self) -> None:
         """What is new among the modules was imported in the cycle that goes on."""

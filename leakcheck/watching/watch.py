@@ -63,7 +63,7 @@ class Watch:
     """
 
     def __init__(self, policy: Policy | None = None) -> None:
-        self.policy = policy or Policy()
+        self.policy = policy = policy or Policy()
         self._segments = OwnSegments()
         self._environment = EnvironmentSetters()
         self._tree = ProcessTree()
@@ -86,8 +86,8 @@ class Watch:
             card=self.policy.card and self.policy.stacks != "off", cpu=self.policy.stacks == "all"
         )
         ask = self._ask_driver if self.policy.card else None
-        self.others = OtherProcesses(self._tree, ask, asks=self.policy.processes, tolerance=self.policy.tolerance)
-        # An engine's process may begin and end between two stages.
+        asks, clears = policy.processes, policy.remedies != "never"
+        self.others = OtherProcesses(self._tree, ask, asks=asks, clears=clears, tolerance=policy.tolerance)
         self._events = ProcessEvents(self.others.look, note := self._remains.note_own_sockets, starting=note)
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()

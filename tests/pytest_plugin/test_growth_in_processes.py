@@ -7,7 +7,7 @@ import pytest
 from tests.pytest_plugin.conftest import InnerRun, RunInner
 
 WORKER = """
-import os, signal
+import functools, os, signal
 
 KEPT = []
 
@@ -25,6 +25,15 @@ def keeps_the_last(size):
 def keeps_in_a_module_of_its_own(size):
     import cache, torch
     cache.KEPT.append(torch.ones(size, dtype=torch.uint8))
+
+@functools.lru_cache
+def cached(size, turn):
+    import torch
+    return torch.ones(size, dtype=torch.uint8)
+
+def keeps_in_a_cache(size):
+    cached(size, len(KEPT))
+    KEPT.append(None)
 
 def stops(size):
     if size:
@@ -126,6 +135,18 @@ def test_tensors_that_grow_in_a_fixtures_process_are_named(run_inner: RunInner, 
     assert finding.holder == "worker.KEPT"
     assert finding.process is not None
     assert f"pid {finding.process.pid} " in finding.message
+
+
+def test_a_cache_that_grows_there_is_cleared_there_at_the_end(run_inner: RunInner) -> None:
+    test = UNDER_A_FIXTURE.format(method="spawn", function="keeps_in_a_cache")
+    run = ran(run_inner, test)
+    (finding,) = run.subject("module fixture 'engine'").findings
+    assert (finding.resource, finding.cause) == ("tensors", "lru-cache")
+    assert finding.remedy is not None
+    assert (finding.remedy.action, finding.remedy.returns_bytes) == ("worker.cached.cache_clear()", 40 << 20)
+    run = ran(run_inner, test, "--leakcheck-remedies=off")
+    (finding,) = run.subject("module fixture 'engine'").findings
+    assert finding.remedy is None
 
 
 def test_bytes_that_grow_there_are_named_by_their_size(run_inner: RunInner) -> None:
