@@ -118,14 +118,19 @@ class OrphanedFiles:
         socket files that it leaves are its own, and libraries such as ZeroMQ leave all of them.
         """
         self._seen |= mapped_shared_memory(self._tree.descendants())
-        self.note_own_sockets()
+        self.note_sockets()
 
-    def note_own_sockets(self) -> None:
+    def note_sockets(self) -> None:
         """Note where this process listens among the temporary files; not again within a moment."""
         now = time.monotonic()
-        if now < self._next_note:
-            return
-        self._next_note = now + _PAUSE_S
+        if now >= self._next_note:
+            self._next_note = now + _PAUSE_S
+            self.before_start()
+
+    def before_start(self) -> None:
+        """Note it whenever asked: what is bound for the time of a child's start is bound at that moment alone."""
+        # Here too: the sooner it is seen, the less passes for made in its life.
+        self._note_ended()
         folder = tempfile.gettempdir()
         self._bound_here |= {Path(path).name for path in _listening(os.getpid(), f"{folder}/")}
 

@@ -48,8 +48,7 @@ class LifeProbes:
         self._segments = OwnSegments()
         self._remains = OrphanedFiles(self.tree, self._segments, self.agents.began)
         self.unseen = UnmeasuredProcesses(self.tree, driver)
-        notes = self._remains.note_own_sockets
-        self._events = ProcessEvents(self.unseen.look, notes, starting=notes)
+        self._events = ProcessEvents(self.unseen.look, self._remains.note_sockets, starting=self._remains.before_start)
         self.environment = EnvironmentSetters()
         self.makers = Makers()
         self.counters = CounterReader(

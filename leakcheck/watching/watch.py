@@ -88,7 +88,7 @@ class Watch:
         ask = self._ask_driver if self.policy.card else None
         asks, clears = policy.processes, policy.remedies != "never"
         self.others = OtherProcesses(self._tree, ask, asks=asks, clears=clears, tolerance=policy.tolerance)
-        self._events = ProcessEvents(self.others.look, note := self._remains.note_own_sockets, starting=note)
+        self._events = ProcessEvents(self.others.look, self._remains.note_sockets, starting=self._remains.before_start)
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,31 @@ def test_a_socket_on_which_somebody_listens_is_no_leftover() -> None:
             listening.bind(f"{tempfile.gettempdir()}/lowtide_test_served")
 
         assert "temporary-files" not in left_by(serve)
+
+
+@pytest.mark.parametrize("closes_it", ["this process", "nobody but the kernel, at the child's end"])
+def test_a_socket_that_this_process_had_for_a_start_is_its_own(closes_it: str) -> None:
+    """As ZeroMQ's, which closes a socket and leaves its file."""
+
+    def serve() -> None:
+        # In whose time the socket may have been made, as far as anybody knows.
+        exited()
+        with socket.socket(socket.AF_UNIX) as handshake:
+            if closes_it == "this process":
+                handshake.bind(f"{tempfile.gettempdir()}/lowtide_test_handshake")
+                handshake.listen()
+            child = get_context("spawn").Process(target=bind_and_exit, args=(closes_it,))
+            child.start()
+        child.join()
+
+    assert ("temporary-files" in left_by(serve)) == (closes_it != "this process")
+
+
+def bind_and_exit(closes_it: str) -> None:
+    if closes_it != "this process":
+        held = socket.socket(socket.AF_UNIX)
+        held.bind(f"{tempfile.gettempdir()}/lowtide_test_of_the_child")
+        os._exit(0)
 
 
 def test_what_somebody_removes_is_not() -> None:

@@ -206,6 +206,7 @@ def test_a_child_is_called_by_its_command_and_a_fork_has_no_name(monkeypatch: py
     ("target", "name", "is_given"),
     [
         ("/srv/a.log", "/srv/a.log", True),
+        ("{tmp}/144dc81b-9203-4503-9262-0c7212fdfcbd", "<tmp>/*", False),
         ("{cwd}/logs/run-7.log", "./logs/run-*.log", True),
         ("{tmp}/tmpq2w_e4r5", "<tmp>/tmp*", False),
         ("{tmp}/tmpq2w_e4r5.bin", "<tmp>/tmp*.bin", False),

@@ -1,0 +1,81 @@
+"""Segments of a private pool whose pages are gone, of which torch does not hear, by doubles of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lowtide.probes.device import sleeping_segments
+from lowtide.probes.device.sleeping_segments import sleeping_bytes
+from lowtide.probes.memory.ranges import Range
+
+MIB = 1 << 20
+DEFAULT = (0, 0)
+POOL = (0, 7)
+
+
+def segment(address: int, size: int, pool: tuple[int, int] = POOL, device: int = 0) -> dict[str, Any]:
+    return {"address": address * MIB, "total_size": size * MIB, "segment_pool_id": pool, "device": device}
+
+
+class Double:
+    """Has segments, and allocations behind some of them, in MiB.
+
+    Attributes:
+        asked: the ranges that the driver was asked about.
+        contexts: on which cards this thread was given a context.
+    """
+
+    def __init__(self, segments: Sequence[dict[str, Any]], present: Sequence[tuple[int, int]] | None) -> None:
+        self.cuda = SimpleNamespace(memory_snapshot=lambda: segments, mem_get_info=self._give_context)
+        self._present = None if present is None else [(start * MIB, size * MIB) for start, size in present]
+        self.asked: list[Range] = []
+        self.contexts: list[int] = []
+
+    def _give_context(self, index: int) -> None:
+        self.contexts.append(index)
+
+    def read_allocations(self, index: int, among: Sequence[Range]) -> Sequence[Range] | None:
+        assert self.contexts == [index]
+        self.asked += among
+        return self._present
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def install(double: Double | None) -> None:
+        monkeypatch.setattr(sleeping_segments, "initialized_torch", lambda: double)
+        if double is not None:
+            monkeypatch.setattr(sleeping_segments, "read_allocations", double.read_allocations)
+
+    return install
+
+
+def test_segments_without_pages_sleep(use: Any) -> None:
+    double = Double([segment(100, 20), segment(200, 30), segment(300, 5)], present=[(200, 30)])
+    use(double)
+    assert sleeping_bytes(0) == 25 * MIB
+    assert double.asked == [(100 * MIB, 20 * MIB), (200 * MIB, 30 * MIB), (300 * MIB, 5 * MIB)]
+
+
+def test_an_awake_pool_has_all_its_pages(use: Any) -> None:
+    # One allocation of the driver's may hold several segments.
+    use(Double([segment(100, 20), segment(120, 20)], present=[(100, 40)]))
+    assert sleeping_bytes(0) == 0
+
+
+def test_the_default_pool_and_other_cards_are_not_asked_about(use: Any) -> None:
+    double = Double([segment(100, 20, DEFAULT), segment(200, 20, device=1)], present=[])
+    use(double)
+    assert sleeping_bytes(0) == 0
+    assert double.asked == []
+
+
+def test_a_driver_that_cannot_be_asked_says_nothing(use: Any) -> None:
+    use(Double([segment(100, 20)], present=None))
+    assert sleeping_bytes(0) == 0
+    use(None)
+    assert sleeping_bytes(0) == 0
