@@ -30,7 +30,7 @@ from lowtide.leakcheck.processes.messages import (
     encode,
 )
 from lowtide.leakcheck.processes.process_growth import ProcessGrowth, role_of
-from lowtide.leakcheck.processes.process_names import describe_process
+from lowtide.leakcheck.processes.process_names import describe_process, placed, private_bytes
 from lowtide.leakcheck.processes.stage_readings import NOTHING_SAID, as_stage, is_shown
 from lowtide.leakcheck.processes.uneven_ranks import RankLevels, explain_uneven_rank, uneven_ranks
 from lowtide.probes.device.driver import Driver
@@ -39,7 +39,7 @@ from lowtide.probes.host.process_files import rollup
 from lowtide.probes.host.process_tree import ProcessTree, name_of
 from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
 from lowtide.probes.processes.outside_view import by_process
-from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
+from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
 
@@ -51,6 +51,9 @@ KEPT_PART = 0.5
 
 LEAST = 1 << 20
 """Bytes at work below which a process is no engine's."""
+
+FILLING = ("create", "sleep", "wake", "reload", "shutdown")
+"""What the names of stages begin with after which the next inference may fill something once."""
 
 MORE_INFERENCES = 2
 """Inferences at the end of a life by which growth of other processes is judged, besides those of the script."""
@@ -87,7 +90,7 @@ class EngineProcesses:
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
     _imported: dict[int, int] = field(default_factory=dict)
     _holders: dict[str, tuple[Finding, str]] = field(default_factory=dict)
-    _last: str = ""
+    _has_inferred: bool = False
 
     def __post_init__(self) -> None:
         """Ask the same driver about those that have ended."""
@@ -141,7 +144,7 @@ class EngineProcesses:
         """What appeared in a process in one cycle, or in any, and is there; with its bytes by cycle."""
         asked = [] if pid in self.not_measured else [pid]
         answer = self._each(asked, ExplainLeft(cycle=cycle), Left, EXPLAIN_S).get(pid, Left())
-        placed = [_placed(finding, describe_process(pid)) for finding in answer.findings]
+        placed = [placed(finding, describe_process(pid)) for finding in answer.findings]
         return list(zip(placed, answer.by_cycle, strict=True))
 
     def with_caches_cleared(self, pid: int, findings: Sequence[Finding]) -> list[Finding]:
@@ -197,16 +200,14 @@ class EngineProcesses:
                 host = rollup(pid)
                 if host is not None:
                     private = host.private - self._imported.get(pid, 0)
-                    self._growth.note(now.process, private, now.levels.resident, again=self._last == "infer")
+                    self._growth.note(now.process, private, now.levels.resident, again=self._has_inferred)
             self._find_holders()
-        self._last = stage
+            self._has_inferred = True
+        elif stage.startswith(FILLING):
+            self._has_inferred = False
 
     def infer_again(self, infer: Callable[[], object]) -> str:
-        """Let the engine infer a few times more where it has other processes: what they add each time is growth.
-
-        Returns:
-            What went wrong; empty if nothing did.
-        """
+        """Let an engine with other processes infer some times more, for growth; says what went wrong, if anything."""
         for _ in range(MORE_INFERENCES if self._now else 0):
             try:
                 infer()
@@ -224,9 +225,17 @@ class EngineProcesses:
                 resident = self._now[process.pid].levels.resident
                 self._growth.correct(process, host.private - imported, resident)
         for finding in self._growth.findings():
-            named = self.named_by_arrays(finding, finding.bytes // finding.count)
+            named = self._asked_for_holder(finding)
             if named.holder:
                 self._holders[finding.fingerprint] = named, named.message.removeprefix(finding.message)
+
+    def _asked_for_holder(self, finding: Finding) -> Finding:
+        """A finding with its holder; what the process has taken for good to answer is none of its own growth."""
+        before = private_bytes(finding)
+        named = self.named_by_arrays(finding, finding.bytes // finding.count)
+        if finding.process is not None and self.trim(finding.process.pid) is not None:
+            self._imported[finding.process.pid] += max(0, private_bytes(finding) - before)
+        return named
 
     def _with_holder(self, finding: Finding) -> Finding:
         if finding.fingerprint not in self._holders:
@@ -252,7 +261,7 @@ class EngineProcesses:
         of_inferring = self._each(list(self._now), ExplainAsleep(cycle=cycle, kind=self.kind), Findings, EXPLAIN_S)
         for pid, answer in of_inferring.items():
             process = self._now[pid].process
-            found += [_placed(finding, process) for finding in answer.findings]
+            found += [placed(finding, process) for finding in answer.findings]
         # What inferring left is reported by itself.
         left = {pid: sum(finding.bytes for finding in answer.findings) for pid, answer in of_inferring.items()}
         reported: set[int] = set()
@@ -387,7 +396,3 @@ def _levels_of(pid: int, levels: Levels, cards: Mapping[str, int | None]) -> Pro
     devices = {*cards, *(device for device in held if device == "cpu" or not cards)}
     process, memory = describe_process(pid, variables=levels.variables, devices=devices), rollup(pid)
     return ProcessLevels(process, levels, cards, None if memory is None else memory.private)
-
-
-def _placed(finding: Finding, process: ProcessName) -> Finding:
-    return msgspec.structs.replace(finding, message=f"{process.text}: {finding.message}", process=process)

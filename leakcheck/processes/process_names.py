@@ -1,14 +1,17 @@
-"""Another process as a report names it: its parent, its role and rank, and where it holds memory."""
+"""Another process as a report and its findings name it: its parent, its role and rank, and where it holds memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-from lowtide.probes.host.process_files import stat
+import msgspec
+
+from lowtide.probes.host.process_files import rollup, stat
 from lowtide.probes.host.process_tree import name_of
 from lowtide.probes.processes.outside_view import read_role_of
 from lowtide.reports.processes.stage_processes import ProcessName
+from lowtide.reports.schema import Finding
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -31,3 +34,14 @@ def describe_process(pid: int, *, variables: Mapping[str, str] = _NONE, devices:
         ranks=role.dimensions,
         device=", ".join(sorted(devices)),
     )
+
+
+def private_bytes(finding: Finding) -> int:
+    """Bytes of host memory that the process of a finding alone has; 0 where that may not be read."""
+    memory = None if finding.process is None else rollup(finding.process.pid)
+    return 0 if memory is None else memory.private
+
+
+def placed(finding: Finding, process: ProcessName) -> Finding:
+    """A finding as one of a process's, which its message names."""
+    return msgspec.structs.replace(finding, message=f"{process.text}: {finding.message}", process=process)

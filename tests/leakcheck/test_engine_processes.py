@@ -254,3 +254,22 @@ def test_a_life_reports_what_the_driver_counts_for_processes_that_have_ended(mon
     subject = lived(ClientLife)
     assert subject.outcome == "leak"
     assert [finding.message for finding in subject.findings] == [gone.message]
+
+
+class FailsLater(NothingLeaks):
+    """The third inference of a life, which is the first of those that are made again, fails."""
+
+    infers = 0
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        self.infers += 1
+        if self.infers > 2:
+            raise RuntimeError("no more")
+        return super().infer(prompt_lengths, max_tokens)
+
+
+def test_an_inference_that_is_made_again_and_fails_ends_the_run_with_its_reason() -> None:
+    subject = check_run("check", FailsLater, driver=NoDriver("a test"), cycles=1).run()
+    assert subject.outcome == "error"
+    assert "cycle 1: infer, made again, raised " in subject.reason
+    assert "no more" in subject.reason

@@ -125,3 +125,14 @@ def test_on_a_card_the_driver_says_what_a_sleep_has_kept(
     assert [finding.bytes for finding in findings] == ([] if found is None else [found])
     if findings:
         assert findings[0].process == ProcessName(pid=7, name="VLLM::EngineCore")
+
+
+def test_the_first_inference_after_a_sleep_is_no_growth_and_stages_inside_one_do_not_matter() -> None:
+    """What one sleep brings for good is there once, however many lives have one."""
+    growth = ProcessGrowth()
+    for life in range(3):
+        process = ProcessName(pid=100 + life, name="core")
+        for level, again in ((100, False), (3000, False), (3000, True), (3001, True)):
+            growth.note(process, level * MIB, 0, again=again)
+    assert growth.findings() == []
+    assert set(growth.judged) == {100, 101, 102}
