@@ -1,0 +1,158 @@
+"""Engines in several processes: random lives without a finding, and kills of each process in each stage.
+
+Goals: 300 lives with the core in a process of its own and 100 with two ranks besides, no finding; after every kill our
+error within 10 s where the caller lives, every other process ended within 10 s, and nothing new in /dev/shm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import machine
+import psutil
+
+from lowtide.leakcheck.fuzzing.fuzz import fuzz
+from lowtide.leakcheck.targets.reference_target import ReferenceTarget
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "core": {"engine_process": True},
+    "core and two ranks": {"engine_process": True, "tensor_parallel_size": 2},
+}
+
+CLIENT = """
+import sys
+from lowtide.engine import EngineConfig, LLMEngine
+stage, settings = sys.argv[1], eval(sys.argv[2])
+engine = LLMEngine(EngineConfig(kv_cache_bytes=1 << 20, **settings))
+begins = lambda: print("now", flush=True)
+calls = {
+    "infer": lambda: engine.generate([list(range(40))]),
+    "sleep and wake": lambda: (engine.sleep(2), engine.wake()),
+    "reload": engine.reload_weights,
+    "shutdown": engine.shutdown,
+}
+try:
+    if stage == "create":
+        begins()
+    engine.create()
+    if stage in ("asleep", "idle"):
+        engine.sleep(1) if stage == "asleep" else None
+        begins()
+        sys.stdin.read()
+        engine.wake() if stage == "asleep" else engine.generate([[1, 2, 3]])
+    elif stage != "create":
+        begins()
+        sys.stdin.readline()
+        calls[stage]()
+        # A second shutdown does nothing, for ever.
+        while stage != "shutdown":
+            calls[stage]()
+except BaseException as error:
+    print(type(error).__name__, flush=True)
+finally:
+    try:
+        engine.shutdown()
+    except BaseException as error:
+        print(type(error).__name__, flush=True)
+"""
+
+STAGES = ("create", "infer", "sleep and wake", "asleep", "idle", "reload", "shutdown")
+VICTIMS = {"client": "", "core": "lowtide::Engine", "rank 0": "lowtide::Wo_TP0", "rank 1": "lowtide::Wo_TP1"}
+LIMIT_S = 10.0
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def find(client: int, name: str) -> psutil.Process:
+    """The client, or the process of a name below it, as soon as there is one.
+
+    Raises:
+        TimeoutError: there is none in time.
+    """
+    top, until = psutil.Process(client), time.monotonic() + LIMIT_S
+    while time.monotonic() < until:
+        for process in [top] if not name else top.children(recursive=True):
+            with suppress(psutil.Error):
+                if not name or process.name() == name:
+                    return process
+        time.sleep(0.005)
+    raise TimeoutError(f"no process {name} below pid {client}")
+
+
+def kill(stage: str, victim: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """One kill: the error that the caller got, the seconds until the last process had ended, and what is left."""
+    before = set(SHARED_MEMORY.iterdir())
+    command = [sys.executable, "-c", CLIENT, stage, repr(settings)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdin is not None
+        assert client.stdout is not None
+        client.stdout.readline()
+        process = find(client.pid, VICTIMS[victim])
+        if stage not in ("create", "asleep", "idle"):
+            client.stdin.write("go\n")
+            client.stdin.flush()
+        # A process has its name once it has imported everything: a small engine is created right after that.
+        time.sleep({"create": 0.0, "shutdown": 0.02}.get(stage, 0.05))
+        family = psutil.Process(client.pid).children(recursive=True)
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        client.stdin.close()
+        said = client.stdout.read().split()
+        _, alive = psutil.wait_procs(family, timeout=LIMIT_S)
+        seconds = time.monotonic() - began
+        for left in alive:
+            left.kill()
+    return {
+        "stage": stage,
+        "victim": victim,
+        "error": said[0] if said else None,
+        "seconds": round(seconds, 2),
+        "processes_left": len(alive),
+        "files_left": sorted(map(str, set(SHARED_MEMORY.iterdir()) - before)),
+    }
+
+
+def search(settings: dict[str, Any], examples: int) -> dict[str, Any]:
+    """What a search finds."""
+    found = fuzz(lambda: ReferenceTarget("cpu", settings), examples=examples, seed=7)
+    return {
+        "lives": found.coverage.lives,
+        "calls": found.coverage.calls,
+        "states": len(found.coverage.states),
+        "seconds": round(found.seconds, 1),
+        "findings": [finding.message for finding in found.findings],
+        "not_measured": [item.why for item in found.not_measured],
+        "reason": found.reason,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--lives", type=int, default=300, help="with the core alone; a third as many with two ranks")
+    parser.add_argument("--kills", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    args = parser.parse_args()
+
+    results: dict[str, Any] = {"goals": {"findings": 0, "seconds_after_a_kill": LIMIT_S, "left": 0}}
+    if args.kills:
+        results["kills"] = [
+            {"shape": shape, **kill(stage, victim, settings)}
+            for (shape, settings), stage, victim in itertools.product(SHAPES.items(), STAGES, VICTIMS)
+            if "ranks" in shape or not victim.startswith("rank")
+        ]
+    if args.lives:
+        for (shape, settings), examples in zip(SHAPES.items(), (args.lives, args.lives // 3), strict=True):
+            results[f"lives, {shape}"] = search(settings, examples)
+    machine.write("process_lives", results, args.out)
+
+
+if __name__ == "__main__":
+    main()
