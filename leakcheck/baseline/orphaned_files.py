@@ -2,6 +2,7 @@
 
 Of a process that this one kills, what it has open is looked at before.  One that ends by itself (that crashes, that the
 kernel kills for want of memory) is known by its agent; what was made while it lived and nobody has open is its own.
+Nothing says who made such a file: where others may have, as another run of lowtide on this host, it is nobody's.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from lowtide.probes.host.passing_for import passing_for
 from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
+from lowtide.probes.processes.neighbours import Neighbours
 
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -47,7 +49,8 @@ class OrphanedFiles:
         tree: whose processes.
         segments: receives the names in /dev/shm that a killed process had.
         began: gives the processes of the tree that have had an agent, with the time at which it began, in seconds.
-        alone: whether no other process of the same program runs beside this one and makes what nobody has open.
+        alone: whether no other process of the same program runs beside this one and makes what nobody has open. Of
+            other programs that lowtide watches meanwhile, and of unseen containers, it is noticed here.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class OrphanedFiles:
         self._seen: set[str] = set()
         self._bound_here: set[str] = set()
         self._next_note = 0.0
+        self._neighbours = Neighbours(tree)
 
     def start(self) -> None:
         """Begin to look; legal twice."""
@@ -103,6 +107,7 @@ class OrphanedFiles:
         self._files.clear()
         self._open_to_nobody.clear()
         self._seen.clear()
+        self._neighbours.mark()
         with contextlib.suppress(OSError):
             self._segments_before = frozenset(os.listdir("/dev/shm"))
         with contextlib.suppress(OSError):
@@ -131,6 +136,8 @@ class OrphanedFiles:
         """Note it whenever asked: what is bound for the time of a child's start is bound at that moment alone."""
         # Here too: the sooner it is seen, the less passes for made in its life.
         self._note_ended()
+        # Later on they may have ended, and their files be there.
+        self._neighbours.look()
         folder = tempfile.gettempdir()
         self._bound_here |= {Path(path).name for path in _listening(os.getpid(), f"{folder}/")}
 
@@ -143,7 +150,7 @@ class OrphanedFiles:
         with contextlib.suppress(OSError):
             fresh = set(os.listdir(folder)) - self._before
             self._files |= {name for name in fresh if self._numbers & _numbers_in(name)}
-            if self._alone:
+            if self._is_alone():
                 self._files |= self._abandoned_sockets(fresh - self._files)
         own = set() if self._names is None else self._names.made
         left = [name for name in sorted(self._files) if not any(part in name for part in own)]
@@ -166,15 +173,19 @@ class OrphanedFiles:
         if not self._lifetimes:
             return left
         left |= {name for name in fresh if self._numbers & _numbers_in(name)}
-        unknown = {name for name in fresh - left if self._alone and self._was_made_in_a_life(Path("/dev/shm", name))}
+        unknown = {name for name in fresh - left if self._was_made_in_a_life(Path("/dev/shm", name))}
         unknown -= self._open_to_nobody
-        if unknown:
+        if unknown and self._is_alone():
             self._open_to_nobody |= _unused(unknown)
         return left | (self._open_to_nobody & fresh)
 
     @property
     def _numbers(self) -> set[str]:
         return set(map(str, self._lifetimes))
+
+    def _is_alone(self) -> bool:
+        """Whether nobody else, since `mark`, may have made what nobody has open."""
+        return self._alone and not self._neighbours.look()
 
     def _note_ended(self) -> None:
         """Those that have ended since `mark` without having been killed from here."""
@@ -193,9 +204,12 @@ class OrphanedFiles:
 
     def _was_made_in_a_life(self, path: Path) -> bool:
         try:
-            made = path.lstat().st_ctime
+            entry = path.lstat()
         except OSError:  # it is gone by now
             return False
+        if entry.st_uid != os.geteuid():
+            return False
+        made = entry.st_ctime
         # The kernel counts both in steps of some milliseconds.
         return any(began - _CLOCK_S <= made <= ended + _CLOCK_S for began, ended in self._lifetimes.values())
 

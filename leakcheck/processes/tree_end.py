@@ -76,10 +76,20 @@ class EndJudgement:
         dead, undecided, why = self.traces.shared_memory()
         for file in dead:
             findings.append(_left("shared-memory", file.path, file.bytes, _made_by(file), file.remove, file.library))
-        findings += [_left("temporary-files", str(path), 0, "", _removal(path)) for path in self.traces.files()]
+        files, unknown = self.traces.files()
+        findings += [_left("temporary-files", str(path), 0, "", _removal(path)) for path in files]
         findings += [_system_v(each) for each in self.traces.system_v()]
         return TreeEnd(
-            tuple(findings), tuple(self._not_measured(why, [(each.file.path, each.why) for each in undecided]))
+            tuple(findings),
+            tuple(
+                self._not_measured(
+                    why,
+                    [
+                        *((each.file.path, each.why) for each in undecided),
+                        *((str(path), reason) for path, reason in unknown),
+                    ],
+                )
+            ),
         )
 
     def _settled(self) -> tuple[list[int], Mapping[int, ByCard]]:

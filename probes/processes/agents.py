@@ -33,6 +33,9 @@ _ROOT = Path(__file__).absolute().parents[3]
 ANSWER_S = 5.0
 """Seconds after which a process that has not taken a question is called unresponsive."""
 
+FOLDER_PREFIX = "lowtide-agents-"
+"""The first part of the name of a folder of sockets; the number of the process whose it is follows."""
+
 _HEADER = 16
 _MOST_BYTES = 256 << 20
 """Bytes of an answer, at most."""
@@ -65,7 +68,7 @@ class Agents:
         if self.folder is not None:
             return
         # A short path: that of a Unix socket has 107 bytes at most.
-        self.folder = Path(tempfile.mkdtemp(prefix="lowtide-agents-", dir=_short_temporary_folder()))
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=_short_temporary_folder()))
         names = _agent()
         path = os.environ.get("PYTHONPATH")
         self._set("PYTHONPATH", os.pathsep.join([str(BOOTSTRAP), *([path] if path else [])]))
@@ -220,6 +223,15 @@ def _agent() -> Any:
 def _short_temporary_folder() -> str | None:
     folder = tempfile.gettempdir()
     return folder if len(os.fsencode(folder)) < 60 else "/tmp"
+
+
+def processes_with_agents() -> set[int]:
+    """The living processes of this host that put agents into those they start: themselves, not what they started."""
+    with contextlib.suppress(OSError):
+        folders = Path(_short_temporary_folder() or tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")
+        owners = [folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0] for folder in folders]
+        return {int(owner) for owner in owners if owner.isdecimal() and stat(int(owner)) is not None}
+    return set()
 
 
 def _take_from_path(folder: str) -> None:

@@ -2,7 +2,7 @@
 
 Nobody can ask a process that has ended, so the tree is looked at while it runs: which processes there were, what they
 mapped and on which sockets they listened.  What was made meanwhile, belongs to this user and is used by no living
-process is taken for the tree's, too: nobody else will remove it.
+process is taken for the tree's, too: nobody else will remove it.  Where others may have made it, it is undecided.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import has_opened_a_card, lives, stat
 from lowtide.probes.host.process_tree import ProcessTree, name_of
 from lowtide.probes.host.readings import mapped_shared_memory
+from lowtide.probes.processes.agents import FOLDER_PREFIX
+from lowtide.probes.processes.neighbours import Neighbours
 from lowtide.probes.processes.outside_view import ByCard, by_process
 from lowtide.probes.processes.shared_memory_files import (
     SharedMemoryFile,
@@ -71,6 +73,7 @@ class TreeTraces:
         self, tree: ProcessTree, driver: Driver, *, agents: Path | None = None, folder: str | None = None
     ) -> None:
         self._tree = tree
+        self._neighbours = Neighbours(tree)
         self._driver = driver
         self._agents = agents
         self._folder = Path(folder or tempfile.gettempdir())
@@ -107,6 +110,8 @@ class TreeTraces:
             self._look_deep(family)
 
     def _look_deep(self, family: list[int]) -> None:
+        # Later on they may have ended, and their files be there.
+        self._neighbours.look()
         self._shared |= mapped_shared_memory(family)
         for pid in family:
             self._sockets |= _listening(pid)
@@ -153,24 +158,36 @@ class TreeTraces:
     def shared_memory(self) -> tuple[tuple[SharedMemoryFile, ...], tuple[Undecided, ...], str]:
         """The entries of /dev/shm that the tree has left; those of which it cannot be seen; why none can be read."""
         reading: SharedMemoryReading = read_shared_memory()
-        dead = tuple(file for file in reading.dead if self._is_ours(file))
-        undecided = tuple(each for each in reading.undecided if self._is_ours(each.file))
-        return dead, undecided, reading.not_measured
+        dead = [file for file in reading.dead if self._may_be_ours(file)]
+        undecided = [each for each in reading.undecided if self._may_be_ours(each.file)]
+        why = self._neighbours.look() if dead else ""
+        if why:
+            numbers = self._numbers_of_the_dead()
+            ours = [file for file in dead if Path(file.path).name in self._shared or _has_any(file.path, numbers)]
+            undecided += [Undecided(file, why) for file in dead if file not in ours]
+            dead = ours
+        return tuple(dead), tuple(undecided), reading.not_measured
 
-    def _is_ours(self, file: SharedMemoryFile) -> bool:
+    def _may_be_ours(self, file: SharedMemoryFile) -> bool:
         name = Path(file.path).name
         return name not in self._shared_before and (name in self._shared or self._was_made_since(Path(file.path)))
 
-    def files(self) -> list[Path]:
-        """Sockets on which nobody listens any more, and temporary files with the number of an ended process."""
-        bound = _bound_paths()
-        found = [path for path in self._new_sockets() if str(path) not in bound]
-        dead = {str(pid) for pid in self.pids if not self._lives(pid)}
-        for name in set(_names_in(self._folder)) - self._files_before:
-            path = self._folder / name
-            if path not in found and dead & set(re.findall(r"\d+", name)) and self._was_made_since(path):
-                found.append(path)
-        return sorted(found)
+    def files(self) -> tuple[list[Path], list[tuple[Path, str]]]:
+        """Sockets on which nobody listens any more, and temporary files with the number of an ended process; sorted.
+
+        Then those that others may have made, with the reason.
+        """
+        bound, numbers = _bound_paths(), self._numbers_of_the_dead()
+        fresh = (self._folder / name for name in set(_names_in(self._folder)) - self._files_before)
+        found = {path for path in fresh if _has_any(path.name, numbers) and self._was_made_since(path)}
+        sockets = {path for path in self._new_sockets() if str(path) not in bound}
+        found |= {path for path in sockets if str(path) in self._sockets}
+        unknown = sorted(sockets - found)
+        why = self._neighbours.look() if unknown else ""
+        return (sorted(found), [(path, why) for path in unknown]) if why else (sorted(found | sockets), [])
+
+    def _numbers_of_the_dead(self) -> set[str]:
+        return {str(pid) for pid in self.pids if not self._lives(pid)}
 
     def system_v(self) -> list[SystemVObject]:
         """New shared memory that no process has attached, and new semaphores, of this user."""
@@ -183,7 +200,9 @@ class TreeTraces:
 
     def _new_sockets(self) -> Iterator[Path]:
         seen = {Path(path) for path in self._sockets}
-        new = (self._folder / name for name in set(_names_in(self._folder)) - self._files_before)
+        fresh = set(_names_in(self._folder)) - self._files_before
+        # Those of agents go with whoever watches, or are nobody's to report once that one has been killed.
+        new = (self._folder / name for name in fresh if not name.startswith(FOLDER_PREFIX))
         for path in sorted(seen | set(_sockets_below(new))):
             if _is_socket(path) and self._was_made_since(path):
                 yield path
@@ -217,6 +236,10 @@ def _names_in(folder: Path) -> list[str]:
         return [path.name for path in folder.iterdir()]
     except OSError:  # it is not there, or not readable
         return []
+
+
+def _has_any(name: str, numbers: set[str]) -> bool:
+    return bool(numbers.intersection(re.findall(r"\d+", name)))
 
 
 def _is_socket(path: Path) -> bool:

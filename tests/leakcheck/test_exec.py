@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import uuid
@@ -17,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from lowtide.reports.schema import Report, decode
+
+pytestmark = pytest.mark.usefixtures("no_neighbours")
 
 LEFT = "CHILD = subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=-3, stderr=-3)"
 
@@ -43,7 +46,7 @@ def name() -> Iterator[str]:
     """Of a file; gone afterwards in /dev/shm and among the temporary files."""
     made = f"lowtide-test-{uuid.uuid4().hex}"
     yield made
-    for folder in ("/dev/shm", "/tmp"):
+    for folder in ("/dev/shm", tempfile.gettempdir()):
         with contextlib.suppress(FileNotFoundError):
             Path(folder, made).unlink()
 
@@ -117,18 +120,43 @@ def test_a_file_in_shared_memory_is_a_finding_until_it_is_removed(name: str) -> 
 
 
 def test_a_socket_of_the_dead_is_a_finding_and_a_file_on_purpose_is_none(name: str) -> None:
-    bind = f"server = socket.socket(socket.AF_UNIX); server.bind('/tmp/{name}')"
+    path = Path(tempfile.gettempdir(), name)
+    bind = f"server = socket.socket(socket.AF_UNIX); server.bind('{path}')"
     status, report = judged(bind)
     assert status == 1
     (finding,) = report.subjects[0].findings
-    assert (finding.resource, finding.message.partition(" ")[0]) == ("temporary-files", f"/tmp/{name}")
-    Path("/tmp", name).unlink()
-    assert judged(f"{bind}; os.unlink('/tmp/{name}')")[0] == 0
-    assert judged(f"open('/tmp/{name}', 'w').write('a result')")[0] == 0
+    assert (finding.resource, finding.message.partition(" ")[0]) == ("temporary-files", str(path))
+    path.unlink()
+    assert judged(f"{bind}; os.unlink('{path}')")[0] == 0
+    assert judged(f"open('{path}', 'w').write('a result')")[0] == 0
+
+
+def test_what_another_run_may_have_left_is_not_judged(name: str, neighbour: int) -> None:
+    path = Path(tempfile.gettempdir(), name)
+    bind = f"server = socket.socket(socket.AF_UNIX); server.bind('{path}')"
+    status, report = judged(f"{bind}; open('/dev/shm/{name}', 'wb').write(b'x' * 8192)")
+    (subject,) = report.subjects
+    assert (status, subject.findings) == (2, ())
+    assert sorted(item.what for item in subject.not_measured) == [f"/dev/shm/{name}", str(path)]
+    assert {item.why for item in subject.not_measured} == {
+        f"lowtide watches another program on this host (pid {neighbour}), which may have made it"
+    }
+    path.unlink()
+    Path("/dev/shm", name).unlink()
+    # What the command's own process had mapped is its own all the same.
+    status, report = judged(
+        f"""
+        import mmap, time
+        file = open('/dev/shm/{name}', 'wb+'); file.truncate(8192)
+        held = mmap.mmap(file.fileno(), 8192)
+        time.sleep(2)
+        """
+    )
+    assert (status, [finding.resource for finding in report.subjects[0].findings]) == (1, ["shared-memory"])
 
 
 def test_a_temporary_file_with_the_number_of_an_ended_process_is_a_finding() -> None:
-    status, report = judged("open(f'/tmp/lowtide-test-{os.getpid()}.lock', 'w')")
+    status, report = judged(f"open(f'{tempfile.gettempdir()}/lowtide-test-{{os.getpid()}}.lock', 'w')")
     (finding,) = report.subjects[0].findings
     path = Path(finding.message.partition(" ")[0])
     path.unlink()

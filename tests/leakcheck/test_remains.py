@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import get_context
@@ -24,6 +25,7 @@ from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.lives.target_life import check_run
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.reports.schema import Subject
@@ -70,7 +72,7 @@ if 'stays' in kinds:
 
 
 @pytest.fixture(autouse=True)
-def tidy() -> Iterator[None]:
+def tidy(no_neighbours: None) -> Iterator[None]:
     """What the engines below leave on purpose goes after each test."""
     tree = ProcessTree()
     tree.start()
@@ -80,6 +82,8 @@ def tidy() -> Iterator[None]:
             os.kill(pid, signal.SIGKILL)
     tree.stop()
     Path("/dev/shm/lowtide_test_segment").unlink(missing_ok=True)
+    for path in Path("/dev/shm").glob("vllm_offload_a1b1c1d1*"):
+        path.unlink()
     for path in Path(tempfile.gettempdir()).glob("lowtide_test_*"):
         path.rmdir() if path.is_dir() else path.unlink()
 
@@ -154,6 +158,22 @@ def test_what_a_child_leaves_that_ends_by_itself_is_found(
     ending: Callable[..., None], kinds: list[str], resources: list[str]
 ) -> None:
     assert left_by(lambda: ending(*kinds)) == resources
+
+
+@pytest.mark.parametrize("ends_before", [False, True])
+def test_what_another_run_may_have_left_is_nobodys(neighbour: int, ends_before: bool) -> None:
+    def leave() -> None:
+        crashed("segment", "socket")
+        if ends_before:
+            os.kill(neighbour, signal.SIGKILL)
+            while stat(neighbour) is not None:
+                time.sleep(0.01)
+
+    assert left_by(leave) == []
+
+
+def test_what_is_known_to_be_an_ended_childs_is_found_beside_another_run(neighbour: int) -> None:
+    assert left_by(lambda: killed("mapped", "folder")) == ["shared-memory", "temporary-files"]
 
 
 def test_a_child_of_an_earlier_block_leaves_nothing_in_a_later_one() -> None:

@@ -147,17 +147,17 @@ def test_what_was_there_before_is_none(tree: ProcessTree, cards: Cards, tmp_path
         server.bind(str(old))
     traces, pid = lived(tree, cards, tmp_path)
     cards.listed = {}
-    assert traces.files() == []
+    assert traces.files() == ([], [])
     folder = tmp_path / "new"
     folder.mkdir()
     fresh, numbered = folder / "new.sock", tmp_path / f"core-{pid}.lock"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(fresh))
         # Somebody listens.
-        assert traces.files() == []
+        assert traces.files() == ([], [])
     numbered.touch()
     (tmp_path / "result.txt").touch()
-    assert traces.files() == sorted([fresh, numbered])
+    assert traces.files() == (sorted([fresh, numbered]), [])
 
 
 def test_the_fingerprint_goes_without_what_is_drawn_anew(tree: ProcessTree, cards: Cards, tmp_path: Path) -> None:
