@@ -176,11 +176,16 @@ def main() -> None:
     results: dict[str, Any] = {"goals": {"findings": 0, "seconds_after_a_kill": LIMIT_S, "left": 0}}
     if args.kills:
         engine = {"device": args.device, "kv_cache_bytes": 1 << 20 if args.device == "cpu" else 64 << 20}
-        results["kills"] = [
-            {"shape": shape, **kill(stage, victim, {**engine, **settings}, driver)}
-            for (shape, settings), stage, victim in itertools.product(shapes.items(), STAGES, VICTIMS)
+        cases = [
+            (shape, stage, victim)
+            for shape, stage, victim in itertools.product(shapes, STAGES, VICTIMS)
             if "ranks" in shape or not victim.startswith("rank")
         ]
+        results["kills"] = kills = []
+        for shape, stage, victim in cases:
+            kills.append({"shape": shape, **kill(stage, victim, {**engine, **shapes[shape]}, driver)})
+            # A run that is cut off has shown something.
+            print(kills[-1], file=sys.stderr, flush=True)
     if args.lives:
         for shape, settings in shapes.items():
             examples = args.lives // 3 if "ranks" in shape else args.lives
