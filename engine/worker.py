@@ -26,7 +26,7 @@ from lowtide.engine.pages import PageBackend
 from lowtide.engine.process_group import ProcessGroup, RankPlace
 from lowtide.engine.runner import ModelRunner, Step
 from lowtide.engine.teardown import Teardown
-from lowtide.probes.stages import stage
+from lowtide.probes.stages import announce, stage, withdraw
 
 # What sleeps, in the order in which it is given up; `runtime` never does.
 SLEEPING_TAGS = ("kv_cache", "weights")
@@ -103,14 +103,14 @@ class Worker:
                 runtime,
                 self.group,
             )
-            num_host_blocks = num_host_kv_blocks(config, own)
-            if num_host_blocks:
+            if num_host_blocks := num_host_kv_blocks(config, own):
                 self.kv_connector = OffloadingConnector(kv_cache, num_host_blocks, backend)
             if config.cuda_graphs:
                 with stage("capture_graphs"):
                     self.model_runner.capture_graphs(config, runtime)
             if config.freeze_heap:
                 self._heap.freeze()
+            announce(self)  # whoever judges the engine may be in another process
         except BaseException as error:
             self._undo_create(error)
             raise
@@ -277,6 +277,8 @@ class Worker:
         Raises:
             ExceptionGroup: the errors of all steps that failed; the others were done all the same.
         """
+        # From here on nobody may read its tensors.
+        withdraw(self)
         teardown = Teardown("shutting the worker down")
         self.close_connector(teardown)
         teardown.run("the model runner", self.model_runner.shutdown)

@@ -15,11 +15,11 @@ from lowtide import old_names
 if TYPE_CHECKING:
     from lowtide.leakcheck.watching.check import LeakCheck
     from lowtide.probes.processes.agents import agent_environment
-    from lowtide.probes.stages import stage
+    from lowtide.probes.stages import announce, stage
 
 __version__ = "0.1.0"
 
-__all__ = ["LeakCheck", "__version__", "agent_environment", "stage"]
+__all__ = ["LeakCheck", "__version__", "agent_environment", "announce", "stage"]
 
 
 old_names.install()
@@ -27,6 +27,7 @@ old_names.install()
 _HOMES = {
     "LeakCheck": "lowtide.leakcheck.watching.check",
     "agent_environment": "lowtide.probes.processes.agents",
+    "announce": "lowtide.probes.stages",
     "stage": "lowtide.probes.stages",
 }
 

@@ -1,4 +1,4 @@
-"""Stage marks and pool announcements: the two things an engine calls, at next to no cost when nobody listens."""
+"""Stage marks and announcements: the two things an engine calls, at next to no cost when nobody listens."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
 
 PoolKind = Literal["arena", "pinned", "host"]
 
@@ -234,20 +237,36 @@ class PoolSource(Protocol):
         """Tells what is held now; changes nothing and allocates nothing on a device."""
 
 
+@runtime_checkable
+class PreservedSource(Protocol):
+    """An engine, or a part of one, with tensors whose contents must survive a sleep."""
+
+    def preserved_tensors(self) -> Mapping[str, torch.Tensor]:
+        """These tensors by name. Asked right before a sleep and after a wake, when all of them have pages."""
+
+    def graph_addresses(self) -> Mapping[str, tuple[int, int]]:
+        """Address and length in bytes of what captured graphs read, by name, as it was at their capture."""
+
+
 # Keyed by identity: a `WeakSet` would call the source's own `__hash__` and `__eq__`. Each change is one dict operation,
 # atomic under the interpreter lock; a lock of ours could be asked for again by a callback that the collector runs.
-_sources: dict[int, weakref.ref[PoolSource]] = {}
+_sources: dict[int, weakref.ref[PoolSource | PreservedSource]] = {}
 
 
-def announce(source: PoolSource) -> None:
+def announce(source: PoolSource | PreservedSource) -> None:
     """Makes `source` known to the probes, weakly: announcing keeps nothing alive. Announcing twice changes nothing.
 
     Raises:
-        PoolSourceError: `source` cannot be referenced weakly.
+        PoolSourceError: `source` cannot be referenced weakly, or has nothing to report.
     """
+    if not isinstance(source, PoolSource | PreservedSource):
+        raise PoolSourceError(
+            f"{type(source).__name__} cannot be announced: it needs read_pools(), "
+            "or preserved_tensors() and graph_addresses()"
+        )
     key = id(source)
 
-    def forget(gone: weakref.ref[PoolSource]) -> None:
+    def forget(gone: weakref.ref[PoolSource | PreservedSource]) -> None:
         if _sources.get(key) is gone:
             del _sources[key]
 
@@ -260,7 +279,7 @@ def announce(source: PoolSource) -> None:
         ) from error
 
 
-def withdraw(source: PoolSource) -> None:
+def withdraw(source: PoolSource | PreservedSource) -> None:
     """Forgets `source`; one that is not announced changes nothing."""
     _sources.pop(id(source), None)
 
@@ -272,15 +291,52 @@ def announced_pools() -> tuple[PoolReading, ...]:
         PoolSourceError: a source raised; the message names it, the cause is its exception.
     """
     pools: list[PoolReading] = []
+    for source in _living():
+        if isinstance(source, PoolSource):
+            pools.extend(_asked(source, "read_pools"))
+    return tuple(sorted(pools, key=lambda pool: (pool.device, pool.kind, pool.tag, pool.ranges)))
+
+
+@dataclass(frozen=True, slots=True)
+class Preserved:
+    """What announced sources say must survive a sleep, by name.
+
+    Attributes:
+        tensors: the tensors themselves.
+        graph_addresses: address and length in bytes of what captured graphs read.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    graph_addresses: Mapping[str, tuple[int, int]]
+
+
+def announced_preserved() -> Preserved:
+    """Asks every announced source that is still alive for what must survive a sleep.
+
+    Raises:
+        PoolSourceError: a source raised; the message names it, the cause is its exception.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    addresses: dict[str, tuple[int, int]] = {}
+    for source in _living():
+        if isinstance(source, PreservedSource):
+            tensors.update(_asked(source, "preserved_tensors"))
+            addresses.update(_asked(source, "graph_addresses"))
+    return Preserved(tensors, addresses)
+
+
+def _living() -> Iterator[PoolSource | PreservedSource]:
     for reference in list(_sources.values()):
         source = reference()
-        if source is None:
-            continue
-        try:
-            pools.extend(source.read_pools())
-        except Exception as error:
-            raise PoolSourceError(
-                f"{type(source).__name__}.read_pools() raised {type(error).__name__}: {error}; "
-                "withdraw(source) if it can no longer tell what it holds"
-            ) from error
-    return tuple(sorted(pools, key=lambda pool: (pool.device, pool.kind, pool.tag, pool.ranges)))
+        if source is not None:
+            yield source
+
+
+def _asked(source: object, method: str) -> Any:
+    try:
+        return getattr(source, method)()
+    except Exception as error:
+        raise PoolSourceError(
+            f"{type(source).__name__}.{method}() raised {type(error).__name__}: {error}; "
+            "withdraw(source) if it can no longer tell what it holds"
+        ) from error

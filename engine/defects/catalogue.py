@@ -112,7 +112,6 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                 memory.block_table_contents,
                 (("contents", "not-restored"),),
                 settings={"poison_pages": True},
-                expected_in_core=(),
             ),
             Defect(
                 "block-table-moved",

@@ -118,6 +118,7 @@ class CheckedLife(LifeChecks):
         preserved = level in self._capabilities.preserving_levels and self.model.phase == "running"
         if preserved:
             self._survival.before_sleep(self._preserved())
+            self._lives.processes.before_sleep()
 
         def slept(finished: Mapping[str, Sequence[int]] | None) -> None:
             self._finished(finished or {})
@@ -135,7 +136,8 @@ class CheckedLife(LifeChecks):
         def woke(result: None) -> None:
             self.model.woke(tags)
             if self.model.phase == "running":
-                self._raise(self._survival.after_wake("wake", self._preserved(), self._graph_buffers()))
+                lost = self._survival.after_wake("wake", self._preserved(), self._graph_buffers())
+                self._raise([*lost, *self._lives.processes.after_wake()])
                 self._survival.mark()
 
         arguments = {} if tags is None else {"tags": list(tags)}

@@ -62,6 +62,15 @@ class LifeProcesses:
         if self._tree.any_alive():
             self._engine.begin_stage(name, self._life)
 
+    def before_sleep(self) -> None:
+        """Have each process remember what must survive the sleep that begins."""
+        if self._tree.any_alive():
+            self._engine.before_sleep()
+
+    def after_wake(self) -> list[Finding]:
+        """What any process has lost of it, once everything is awake."""
+        return self._engine.after_wake("wake")
+
     def end_call(self, name: str, level: int | None = None) -> list[Finding]:
         """What is not as it must be in any process after a call, also after one that failed.
 

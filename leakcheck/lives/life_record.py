@@ -96,12 +96,17 @@ class LifeRecord:
                 self.level_of[finding.fingerprint] = level
         self.not_measured.update({item.what: item for item in judgement.not_measured})
 
-    def note_preserved(self, life: Life) -> Mapping[str, Any]:
-        """What a life says must survive a sleep; where it has none of it in this process, the report says so."""
+    def note_preserved(self, life: Life, *, elsewhere: bool) -> Mapping[str, Any]:
+        """What a life says must survive a sleep; where nothing of it is in any process, the report says so.
+
+        Args:
+            life: who is asked.
+            elsewhere: whether another process has said so of its own tensors.
+        """
         preserved = asked(life, "preserved")
-        if not preserved and hasattr(life, "preserved"):
+        if not (preserved or elsewhere) and hasattr(life, "preserved"):
             what = "contents after a wake"
-            why = "the engine has no tensors in this process; the tokens after a wake are compared"
+            why = "the engine announces no tensors in any process; the tokens after a wake are compared"
             self.not_measured[what] = NotMeasured(what=what, why=why)
         return preserved
 

@@ -156,9 +156,8 @@ class LifecycleRun:
         untaken = () if self._tenant is None else self._tenant.not_measured.values()
         unseen = largest_of_each(self._probes.unseen.besides(self._processes.judged, self._processes.answering))
         self._record.findings += self._processes.findings_at_end()
-        silent = self._processes.not_measured.values()
         compared = self._judgement.not_compared(self._emptying if self._indices else ())
-        more = (*compared, *self._metrics.once_so_far, *unseen, *untaken, *silent)
+        more = (*compared, *self._metrics.once_so_far, *unseen, *untaken, *self._processes.not_measured.values())
         return self._record.subject(self._failure, more, self._metrics.used_before)
 
     def _open_device(self) -> None:
@@ -205,7 +204,8 @@ class LifecycleRun:
             self._leftovers.stage(name, cycle)
             self._processes.begin_stage(name, cycle)
             if name in self._preserving and name.startswith("sleep"):
-                self._survival.before_sleep(self._record.note_preserved(life))
+                preserved = self._record.note_preserved(life, elsewhere=self._processes.before_sleep())
+                self._survival.before_sleep(preserved)
             try:
                 tokens, seconds = self._performed(life, name, cycle, before)
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
@@ -241,7 +241,8 @@ class LifecycleRun:
                 self._keep_snapshot(cycle, name, leaves=len(self._record.findings) > known)
             elif name == "wake":
                 self._record.findings += contract.after_wake(name, self._device, before_sleep, after)
-                lost = self._survival.after_wake(name, asked(life, "preserved"), asked(life, "graph_buffers"))
+                lost = self._processes.after_wake(name)
+                lost += self._survival.after_wake(name, asked(life, "preserved"), asked(life, "graph_buffers"))
                 self._record.findings += lost
                 if lost:
                     # What it would compute with is not there: it could read anywhere.
@@ -362,9 +363,8 @@ class LifecycleRun:
         self._process.adopt(self._imported.end())
 
     def _announce(self, cycle: int, turn: int) -> None:
-        stages = len(self._script)
-        done = (cycle - 1) * stages + turn
-        self._listener(Event(cycle, self._cycles, self._script[turn], done, self._cycles * stages))
+        done = (cycle - 1) * len(self._script) + turn
+        self._listener(Event(cycle, self._cycles, self._script[turn], done, self._cycles * len(self._script)))
 
     def _wait_for_driver(self, stage: str, cycle: int, before: Snapshot) -> None:
         """Until the driver counts as much less as the arenas have dropped since `before`, or does not move any more."""

@@ -15,6 +15,7 @@ import msgspec
 from lowtide.leakcheck.processes.messages import (
     Begin,
     ClearCaches,
+    ComparePreserved,
     ExplainAsleep,
     ExplainHeld,
     ExplainHostMemory,
@@ -22,6 +23,8 @@ from lowtide.leakcheck.processes.messages import (
     Findings,
     Left,
     Levels,
+    Preserved,
+    RememberPreserved,
     Trim,
     Trimmed,
     decode_question,
@@ -30,9 +33,11 @@ from lowtide.leakcheck.processes.messages import (
 from lowtide.probes.processes.roles import RANK_VARIABLES
 
 if TYPE_CHECKING:
+    from lowtide.leakcheck.processes.own_preserved import OwnPreserved
     from lowtide.leakcheck.processes.own_tensors import OwnTensors
 
 _own: OwnTensors | None = None
+_own_preserved: OwnPreserved | None = None
 
 
 def answer(data: bytes) -> bytes:
@@ -65,12 +70,31 @@ def answer(data: bytes) -> bytes:
         cleared = [] if own is None else own.clear_caches(question.holders)
         return encode(Findings(findings=tuple(cleared)))
     if isinstance(question, ExplainHostMemory):
-        from lowtide.leakcheck.processes.own_arrays import named_by_arrays
+        from lowtide.leakcheck.findings.host_arrays import held_by_arrays
+        from lowtide.leakcheck.findings.storage_holders import Context
 
-        named = named_by_arrays(question.finding, question.bytes)
-        return encode(Findings(findings=() if named is None else (named,)))
+        # Which of this process's arrays are the memory that the other one has seen grow.
+        by_arrays = held_by_arrays(question.finding, question.bytes, Context(living=True))
+        return encode(Findings(findings=() if by_arrays is None else (by_arrays[0],)))
+    if isinstance(question, RememberPreserved | ComparePreserved):
+        return encode(_preserved(question))
     levels = Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
     return encode(msgspec.structs.replace(levels, variables=_rank_variables()))
+
+
+def _preserved(question: RememberPreserved | ComparePreserved) -> Preserved | Findings:
+    """What must survive a sleep here; an engine that announces none costs nothing."""
+    global _own_preserved
+    stages = sys.modules.get("lowtide.probes.stages")
+    if stages is None or not (stages.announced_preserved().tensors or _own_preserved):
+        return Preserved() if isinstance(question, RememberPreserved) else Findings()
+    if isinstance(question, RememberPreserved):
+        from lowtide.leakcheck.processes.own_preserved import OwnPreserved
+
+        _own_preserved = OwnPreserved(question.kind)
+        return Preserved(tensors=_own_preserved.tensors)
+    preserved, _own_preserved = _own_preserved, None
+    return Findings(findings=() if preserved is None else tuple(preserved.compare(question.stage)))
 
 
 def _rank_variables() -> dict[str, str]:
@@ -80,8 +104,8 @@ def _rank_variables() -> dict[str, str]:
 def _trim() -> int:
     """Give back what is free; returns the bytes that importing what this and a later explanation need has taken."""
     before = _resident()
+    from lowtide.leakcheck.findings import host_arrays, storage_holders  # noqa: F401 - asked for next
     from lowtide.leakcheck.judging.ladder import Rung, release, trim_heap
-    from lowtide.leakcheck.processes import own_arrays  # noqa: F401 - who asks for this asks for that next
 
     imported = max(0, _resident() - before)
     for rung in (Rung.COLLECT, Rung.EMPTY_CACHE):

@@ -10,12 +10,17 @@ from typing import TypeVar
 import msgspec
 
 from lowtide.leakcheck.findings.life_findings import is_cached
-from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.processes.ended_holders import EndedHolders
-from lowtide.leakcheck.processes.kept_asleep import ProcessLevels, communicators_kept, mapped_by_failed_wake
+from lowtide.leakcheck.processes.kept_asleep import (
+    ProcessLevels,
+    communicators_kept,
+    explain_kept,
+    mapped_by_failed_wake,
+)
 from lowtide.leakcheck.processes.messages import (
     Begin,
     ClearCaches,
+    ComparePreserved,
     ExplainAsleep,
     ExplainHeld,
     ExplainHostMemory,
@@ -23,13 +28,15 @@ from lowtide.leakcheck.processes.messages import (
     Findings,
     Left,
     Levels,
+    Preserved,
     Question,
     Read,
+    RememberPreserved,
     Trim,
     Trimmed,
     encode,
 )
-from lowtide.leakcheck.processes.process_growth import ProcessGrowth, role_of
+from lowtide.leakcheck.processes.process_growth import ProcessGrowth
 from lowtide.leakcheck.processes.process_names import describe_process, placed, private_bytes
 from lowtide.leakcheck.processes.stage_readings import NOTHING_SAID, as_stage, is_shown
 from lowtide.leakcheck.processes.uneven_ranks import RankLevels, explain_uneven_rank, uneven_ranks
@@ -41,7 +48,6 @@ from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
 from lowtide.probes.processes.outside_view import by_process
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured
-from lowtide.reports.sizes import format_bytes
 
 EXPLAIN_S = 60.0
 """Seconds that a process may take to find who holds something: it goes through its whole heap."""
@@ -91,6 +97,7 @@ class EngineProcesses:
     _imported: dict[int, int] = field(default_factory=dict)
     _holders: dict[str, tuple[Finding, str]] = field(default_factory=dict)
     _has_inferred: bool = False
+    _preserving: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Ask the same driver about those that have ended."""
@@ -134,6 +141,18 @@ class EngineProcesses:
     def begin_stage(self, stage: str, cycle: int) -> None:
         """What appears in any of them from here on, appeared in this stage."""
         self.announce(self._pids(), stage, cycle)
+
+    def before_sleep(self) -> bool:
+        """Remember what must survive the sleep that begins; whether any of them has said that something must."""
+        answers = self._each(self._pids(), RememberPreserved(kind=self.kind), Preserved, EXPLAIN_S)
+        self._preserving = [pid for pid, preserved in answers.items() if preserved.tensors]
+        return bool(self._preserving)
+
+    def after_wake(self, stage: str) -> list[Finding]:
+        """What each has lost of what had to survive the sleep before; once everything is awake."""
+        pids, self._preserving = [pid for pid in self._preserving if pid in self._now], []
+        answers = self._each(pids, ComparePreserved(stage=stage), Findings, EXPLAIN_S)
+        return [placed(lost, self._now[pid].process) for pid, answer in answers.items() for lost in answer.findings]
 
     def announce(self, pids: Collection[int], stage: str, cycle: int) -> None:
         """What appears in some of them from here on, appeared in this stage."""
@@ -313,48 +332,10 @@ class EngineProcesses:
         sizes = self._asked_and_kept(before, now, left)
         if sizes is None or sizes[0] < LEAST or sizes[1] <= sizes[0] * KEPT_PART:
             return []
-        asked_for, stays = sizes
         question = ExplainHeld(stage=stage, kind=self.kind)
         answers = self._each([now.process.pid], question, Findings, EXPLAIN_S)
         holders = answers[now.process.pid].findings if now.process.pid in answers else ()
-        back = format_bytes(max(0, asked_for - stays))
-        asked = f"{stage} gave back {back} of {format_bytes(asked_for)} that {now.process.text} held at work"
-        largest = max(holders, key=lambda finding: finding.bytes, default=None)
-        mark = fingerprint(
-            resource="tensors", device=self.kind, stage=stage, suspects=("kept asleep", role_of(now.process.name))
-        )
-        arenas = now.arenas(self.kind)
-        if largest is None:
-            holder = f"arena {max(arenas, key=lambda tag: arenas[tag])!r}" if arenas else None
-            return [
-                Finding(
-                    resource="arena" if arenas else "driver" if self.kind == "cuda" else "tensors",
-                    cause="unknown",
-                    bytes=stays,
-                    count=1,
-                    device=self.device or self.kind,
-                    stage=stage,
-                    message=f"{asked}; {format_bytes(stays)} stay, held by {holder}" if holder else asked,
-                    fingerprint=mark,
-                    holder=holder,
-                    advice=f"let go of it in {stage}, in that process",
-                    process=now.process,
-                )
-            ]
-        message = f"{asked}; {format_bytes(stays)} stay, the largest held by {largest.holder or 'no name'}"
-        return [
-            msgspec.structs.replace(
-                largest,
-                bytes=stays,
-                count=sum(finding.count for finding in holders),
-                stage=stage,
-                message=message,
-                fingerprint=mark,
-                former_fingerprint="",
-                process=now.process,
-                advice=f"let go of {largest.holder or 'it'} in {stage}, in that process",
-            )
-        ]
+        return [explain_kept(stage, self.device or self.kind, sizes, now, holders)]
 
     def _pids(self) -> list[int]:
         """Whom to ask; not again who has not answered once: the engine would wait at each stage."""

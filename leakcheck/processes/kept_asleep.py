@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE
@@ -140,3 +142,51 @@ def mapped_by_failed_wake(
                 )
             )
     return found
+
+
+def explain_kept(
+    stage: str, device: str, sizes: tuple[int, int], now: ProcessLevels, holders: Sequence[Finding]
+) -> Finding:
+    """What a process has kept that a sleep gives up, with the largest of its holders.
+
+    Args:
+        stage: the sleep.
+        device: where the engine keeps its memory.
+        sizes: bytes that the sleep asks the process for, and those of them that are there.
+        now: what the process holds.
+        holders: of its tensors, as it has found them itself.
+    """
+    kind = device.partition(":")[0]
+    asked_for, stays = sizes
+    back = format_bytes(max(0, asked_for - stays))
+    message = f"{stage} gave back {back} of {format_bytes(asked_for)} that {now.process.text} held at work"
+    suspects = ("kept asleep", role_of(now.process.name))
+    mark = fingerprint(resource="tensors", device=kind, stage=stage, suspects=suspects)
+    largest = max(holders, key=lambda finding: finding.bytes, default=None)
+    if largest is not None:
+        return msgspec.structs.replace(
+            largest,
+            bytes=stays,
+            count=sum(finding.count for finding in holders),
+            stage=stage,
+            message=f"{message}; {format_bytes(stays)} stay, the largest held by {largest.holder or 'no name'}",
+            fingerprint=mark,
+            former_fingerprint="",
+            process=now.process,
+            advice=f"let go of {largest.holder or 'it'} in {stage}, in that process",
+        )
+    arenas = now.arenas(kind)
+    holder = f"arena {max(arenas, key=lambda tag: arenas[tag])!r}" if arenas else None
+    return Finding(
+        resource="arena" if arenas else "driver" if kind == "cuda" else "tensors",
+        cause="unknown",
+        bytes=stays,
+        count=1,
+        device=device,
+        stage=stage,
+        message=f"{message}; {format_bytes(stays)} stay, held by {holder}" if holder else message,
+        fingerprint=mark,
+        holder=holder,
+        advice=f"let go of it in {stage}, in that process",
+        process=now.process,
+    )

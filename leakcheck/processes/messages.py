@@ -89,6 +89,26 @@ class ExplainHostMemory(_Message, frozen=True, kw_only=True, tag="explain-host-m
     bytes: int
 
 
+class RememberPreserved(_Message, frozen=True, kw_only=True, tag="remember-preserved"):
+    """Remember what must survive the sleep that begins; answered by `Preserved`.
+
+    Attributes:
+        kind: of the device: `cpu` or `cuda`.
+    """
+
+    kind: str
+
+
+class ComparePreserved(_Message, frozen=True, kw_only=True, tag="compare-preserved"):
+    """What was lost, has moved, or points to where nothing is since then; answered by `Findings`.
+
+    Attributes:
+        stage: which one has ended.
+    """
+
+    stage: str
+
+
 class Trim(_Message, frozen=True, kw_only=True, tag="trim"):
     """Collect garbage, and give back what is free in torch's allocator and in the heap; answered by `Trimmed`.
 
@@ -96,7 +116,18 @@ class Trim(_Message, frozen=True, kw_only=True, tag="trim"):
     """
 
 
-Question: TypeAlias = Begin | Read | ExplainAsleep | ExplainHeld | ExplainLeft | ClearCaches | ExplainHostMemory | Trim
+Question: TypeAlias = (
+    Begin
+    | Read
+    | ExplainAsleep
+    | ExplainHeld
+    | ExplainLeft
+    | ClearCaches
+    | ExplainHostMemory
+    | RememberPreserved
+    | ComparePreserved
+    | Trim
+)
 
 
 class Levels(_Message, frozen=True, kw_only=True):
@@ -136,6 +167,16 @@ class Findings(_Message, frozen=True, kw_only=True):
     """What a process has found in itself."""
 
     findings: tuple[Finding, ...] = ()
+
+
+class Preserved(_Message, frozen=True, kw_only=True):
+    """What a process says must survive a sleep.
+
+    Attributes:
+        tensors: how many.
+    """
+
+    tensors: int = 0
 
 
 class Left(_Message, frozen=True, kw_only=True):

@@ -12,6 +12,7 @@ from lowtide.engine.config import PRESETS
 from lowtide.engine.core import EngineCore
 from lowtide.engine.model_executor.weights import parameter_shapes
 from lowtide.engine.worker import Worker
+from lowtide.probes.stages import announced_preserved
 
 MIB = 1 << 20
 
@@ -60,3 +61,14 @@ def test_the_kv_caches_arena_has_addresses_for_small_tables_beside_it(engine: LL
     assert arena.mapped == 4 * MIB
     arena.allocate((16,), torch.int64)
     assert 4 * MIB < arena.mapped < 5 * MIB
+
+
+def test_a_living_engine_announces_what_must_survive_and_a_closed_one_does_not() -> None:
+    engine = LLMEngine(EngineConfig(kv_cache_bytes=4 * MIB))
+    engine.create()
+    worker = worker_of(engine)
+    assert worker.preserved_tensors().keys() == announced_preserved().tensors.keys()
+    engine.shutdown()
+    # The object lives on; nobody may read its tensors any more.
+    assert worker is not None
+    assert announced_preserved().tensors == {}

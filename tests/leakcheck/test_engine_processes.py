@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,6 +17,7 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.target_life import check_run
 from lowtide.leakcheck.processes.ended_holders import EndedHolders
 from lowtide.leakcheck.processes.tree_end import held_by_a_gone
+from lowtide.probes import stages
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.processes.agents import AgentError, Agents
@@ -39,6 +40,15 @@ class Model:
         self.faults = faults
         self.device = "cuda:0" if "on a card" in faults else "cpu"
         self.weights: torch.Tensor | None = self.loaded()
+        self.table = torch.arange(1000, device=self.device)
+        if "announces" in faults:
+            stages.announce(self)
+
+    def preserved_tensors(self) -> Mapping[str, torch.Tensor]:
+        return {"model.table": self.table}
+
+    def graph_addresses(self) -> Mapping[str, tuple[int, int]]:
+        return {}
 
     def loaded(self) -> torch.Tensor:
         return torch.ones(24 * MIB, dtype=torch.uint8, device=self.device)
@@ -58,6 +68,8 @@ class Model:
     def wake(self) -> None:
         if self.weights is None:
             self.weights = self.loaded()
+            if "wake loses" in self.faults:
+                self.table.zero_()
 
 
 def serve(connection: Connection, faults: frozenset[str]) -> None:
@@ -152,6 +164,19 @@ class NothingLeaks(SpawnedTarget):
     def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
         self.ask("nothing")
         return [list(range(max_tokens)) for _ in prompt_lengths]
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_contents_that_a_child_announces_must_survive_its_sleep(loses: bool) -> None:
+    subject = lived(lambda: ClientLife("announces", *["wake loses"] * loses), cycles=1 if loses else 2)
+    if not loses:
+        assert (subject.outcome, subject.findings) == ("clean", ())
+        return
+    (finding,) = subject.findings
+    assert (finding.resource, finding.cause, finding.stage) == ("contents", "not-restored", "wake")
+    assert (finding.bytes, finding.holder) == (8000, "model.table")
+    assert finding.process is not None
+    assert finding.message == f"{finding.process.text}: model.table changed its contents between sleep and wake"
 
 
 def test_bytes_that_each_infer_leaves_in_a_child_without_torch_are_growth() -> None:

@@ -27,17 +27,19 @@ class Names:
 
 
 @pytest.mark.parametrize(
-    ("life", "said"),
+    ("life", "elsewhere", "said"),
     [
-        (Names({}), ["contents after a wake"]),
-        (Names({"table": torch.zeros(2)}), []),
+        (Names({}), False, ["contents after a wake"]),
+        # Its ranks judge their own.
+        (Names({}), True, []),
+        (Names({"table": torch.zeros(2)}), False, []),
         # It never claimed that anything survives.
-        (object(), []),
+        (object(), False, []),
     ],
 )
-def test_contents_that_nobody_here_can_read_are_reported_as_not_judged(life: Any, said: list[str]) -> None:
+def test_contents_that_nobody_can_read_are_reported_as_not_judged(life: Any, elsewhere: bool, said: list[str]) -> None:
     record = LifeRecord("run", "cpu", 1)
-    preserved = record.note_preserved(life)
+    preserved = record.note_preserved(life, elsewhere=elsewhere)
     assert list(preserved) == (["table"] if isinstance(life, Names) and life.preserved() else [])
     assert [item.what for item in record.not_measured.values()] == said
 

@@ -16,9 +16,11 @@ from lowtide.probes import stages
 from lowtide.probes.stages import (
     PoolReading,
     PoolSourceError,
+    Preserved,
     Stage,
     announce,
     announced_pools,
+    announced_preserved,
     listening,
     stage,
     withdraw,
@@ -378,3 +380,48 @@ def test_sources_come_and_go_in_many_threads_at_once() -> None:
         thread.join()
     assert len(finished) == 8
     assert announced_pools() == ()
+
+
+class Engine:
+    """Says what must survive a sleep."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.table = torch.arange(4)
+
+    def preserved_tensors(self) -> dict[str, torch.Tensor]:
+        return {self.name: self.table}
+
+    def graph_addresses(self) -> dict[str, tuple[int, int]]:
+        return {self.name: (self.table.data_ptr(), 32)}
+
+
+def test_what_must_survive_a_sleep_is_asked_of_all_living_engines() -> None:
+    one, two = Engine("one.table"), Engine("two.table")
+    for engine in (one, two):
+        announce(engine)
+    preserved = announced_preserved()
+    assert preserved.tensors["one.table"] is one.table
+    assert preserved.graph_addresses["two.table"] == (two.table.data_ptr(), 32)
+    # An engine is no pool.
+    assert announced_pools() == ()
+    withdraw(one)
+    del two, preserved, engine
+    gc.collect()
+    assert announced_preserved() == Preserved({}, {})
+
+
+def test_an_engine_that_cannot_say_what_must_survive_is_named() -> None:
+    class Closed(Engine):
+        def graph_addresses(self) -> dict[str, tuple[int, int]]:
+            raise RuntimeError("it is closed")
+
+    closed = Closed("table")
+    announce(closed)
+    with pytest.raises(PoolSourceError, match=r"Closed\.graph_addresses\(\) raised RuntimeError: it is closed"):
+        announced_preserved()
+
+
+def test_what_has_nothing_to_report_cannot_be_announced() -> None:
+    with pytest.raises(PoolSourceError, match=r"object cannot be announced: it needs read_pools\(\), or "):
+        announce(object())  # type: ignore[arg-type]
