@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lowtide.reports import schema
-from lowtide.reports.html import render_html
+from lowtide.reports.html.page import render_html
 from lowtide.reports.junit import render_junit
 from lowtide.reports.markdown import render_markdown
 from lowtide.reports.openmetrics import render_openmetrics
+from lowtide.reports.perfetto import render_trace
 from lowtide.reports.sarif import render_sarif
 
 
@@ -23,13 +24,14 @@ _RENDERERS: Mapping[str, Callable[[schema.Report], str]] = {
     "summary.md": render_markdown,
     "leakcheck.sarif": _sarif,
     "metrics.txt": render_openmetrics,
+    "trace.json": render_trace,
 }
 
 
 def write_folder(report: schema.Report, folder: Path) -> Path:
     """Write `leakcheck.json` and all that is made from it, each file as a whole or not at all.
 
-    These are `index.html`, `junit.xml`, `summary.md`, `leakcheck.sarif` and `metrics.txt`.
+    These are `index.html`, `junit.xml`, `summary.md`, `leakcheck.sarif`, `metrics.txt` and `trace.json`.
 
     Returns:
         The path of `leakcheck.json`.

@@ -68,7 +68,7 @@ def test_the_table_has_a_row_per_stage_and_the_ledger_its_lines(
 
 def test_the_report_folder_has_all_its_files(clean_run: tuple[subprocess.CompletedProcess[str], Path]) -> None:
     _, folder = clean_run
-    rendered = {"index.html", "junit.xml", "summary.md", "leakcheck.sarif", "metrics.txt"}
+    rendered = {"index.html", "junit.xml", "summary.md", "leakcheck.sarif", "metrics.txt", "trace.json"}
     assert {path.name for path in folder.iterdir()} == {"leakcheck.json"} | rendered
 
 

@@ -11,13 +11,16 @@ import pytest
 
 from lowtide.reports import schema
 from lowtide.reports.folder import write_folder
-from lowtide.reports.html import render_html
+from lowtide.reports.html.page import render_html
 from lowtide.reports.junit import render_junit
 from lowtide.reports.markdown import render_markdown
 from lowtide.reports.openmetrics import render_openmetrics
+from lowtide.reports.perfetto import render_trace
 from lowtide.reports.sarif import render_sarif
+from tests.reports.small_reports import finding, subject
+from tests.reports.small_reports import report as small_report
 
-FILES = ["index.html", "junit.xml", "leakcheck.json", "leakcheck.sarif", "metrics.txt", "summary.md"]
+FILES = ["index.html", "junit.xml", "leakcheck.json", "leakcheck.sarif", "metrics.txt", "summary.md", "trace.json"]
 
 
 def report(name: str = "🌊") -> schema.Report:
@@ -34,6 +37,10 @@ def report(name: str = "🌊") -> schema.Report:
     )
 
 
+def with_finding(name: str) -> schema.Report:
+    return small_report(subject(finding(), name=name))
+
+
 def test_the_folder_has_every_rendering_and_nothing_else(tmp_path: Path) -> None:
     path = write_folder(report(), tmp_path / "deep" / "folder")
     assert path == tmp_path / "deep" / "folder" / "leakcheck.json"
@@ -45,6 +52,7 @@ def test_the_folder_has_every_rendering_and_nothing_else(tmp_path: Path) -> None
         ("summary.md", render_markdown(report())),
         ("leakcheck.sarif", render_sarif(report())),
         ("metrics.txt", render_openmetrics(report())),
+        ("trace.json", render_trace(report())),
     ):
         assert (path.parent / name).read_bytes() == text.encode()
 
@@ -55,8 +63,8 @@ def test_the_junit_file_is_read_by_its_declared_encoding(tmp_path: Path) -> None
 
 
 def test_an_older_report_is_replaced(tmp_path: Path) -> None:
-    write_folder(report("oldest"), tmp_path)
-    write_folder(report("newest"), tmp_path)
+    write_folder(with_finding("oldest"), tmp_path)
+    write_folder(with_finding("newest"), tmp_path)
     for name in FILES:
         text = (tmp_path / name).read_text()
         assert "newest" in text

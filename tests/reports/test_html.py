@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from lowtide.reports import schema
-from lowtide.reports.html import DETAILED, LONGEST, MOST_ROWS, render_html
+from lowtide.reports.html.page import DETAILED, LONGEST, MOST_ROWS, render_html
 
 VOID = {"meta", "link", "br"}
 FINDING = schema.Finding(
@@ -479,6 +479,6 @@ def test_a_text_is_cut_only_when_it_is_longer_than_the_longest(length: int, cut:
 
 
 def test_importing_the_schema_does_not_load_the_template_engine() -> None:
-    code = "import sys, lowtide.reports.schema, lowtide.reports.html; print('jinja2' in sys.modules)"
+    code = "import sys, lowtide.reports.schema, lowtide.reports.html.page; print('jinja2' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "False\n"

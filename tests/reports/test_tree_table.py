@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from lowtide.reports.html import render_html
+from lowtide.reports.html.page import render_html
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.processes.tree_table import as_figures, tree_tables
 from lowtide.reports.schema import Ledger, LedgerLine, Readings, Stage

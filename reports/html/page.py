@@ -76,7 +76,7 @@ def render_html(report: Report) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("lowtide.reports"),
+        loader=jinja2.PackageLoader("lowtide.reports.html"),
         autoescape=True,
         finalize=_printable,
         lstrip_blocks=True,
