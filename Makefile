@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 # The exact version takes the CPU build where one is provided; the package itself only asks for a floor.
 TORCH  := torch==2.13.0
 
-.PHONY: demo test test-all lint docs format clean
+.PHONY: demo test test-all lint docs format clean echarts
 .DEFAULT_GOAL := demo
 
 $(STAMP): pyproject.toml
@@ -32,6 +32,7 @@ WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(sort $(shell find 
 # Whole lives, commands and other runners' suites, which take 40 % of the time of all tests: `make test-all` runs them,
 # every night.
 NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/probes/test_buffers.py \
+	tests/reports/test_page_in_a_browser.py \
 	$(addprefix tests/engine/test_, block_table.py core_failures.py golden.py golden_life.py kv_offload.py rank_failures.py core_interrupts.py cores_that_stay.py) \
 	$(addprefix tests/pytest_plugin/test_, causes.py growth.py growth_in_processes.py hidden_holders.py later_tests.py library_insides.py \
 	library_tables.py passes.py remedies.py retention.py run_by_another.py settings.py settings_left.py shapes.py \
@@ -53,6 +54,10 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# What a page draws with: built once, and committed, so that nobody else needs npm.
+echarts:
+	cd reports/html/echarts && npm ci --silent && npm run --silent build && rm -rf node_modules
 
 # The pages that show the code's own tables are written by docs/write_*.py; tests compare them.
 docs: $(STAMP)

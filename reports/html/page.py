@@ -1,4 +1,4 @@
-"""A report as one HTML page that needs nothing else: no network, no scripts, no fonts."""
+"""A report as one HTML page that needs nothing else: no network, no fonts; its pictures are drawn from data in it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from lowtide.reports.finding_lines import (
     shared_text,
     trend_text,
 )
+from lowtide.reports.html.life_pictures import draw_life
+from lowtide.reports.html.scripts import as_data, scripts, security_policy
 from lowtide.reports.markdown import count_outcomes, not_measured, verdict
 from lowtide.reports.processes.tree_table import tree_tables
 from lowtide.reports.schema import Outcome, Readings, Report, Stage, Subject
@@ -74,6 +76,7 @@ def render_html(report: Report) -> str:
     """The whole page: verdict, what leaked or failed, everything else folded, and what was not measured."""
     # Not at the top: whoever loads this module may never render.
     import jinja2
+    from markupsafe import Markup
 
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("lowtide.reports.html"),
@@ -95,7 +98,15 @@ def render_html(report: Report) -> str:
     ordered = sorted(report.subjects, key=lambda subject: (_URGENCY[subject.outcome], not subject.findings))
     # Numbered, because an id may hold what no anchor may.
     numbered = list(enumerate(ordered))
+    pictures = {
+        turn: picture for turn, subject in numbered[:DETAILED] if (picture := draw_life(subject.stages)) is not None
+    }
+    run = scripts() if pictures else ()
     return environment.get_template("report.html.j2").render(
+        policy=Markup(security_policy(run)),
+        scripts=[Markup(text) for text in run],
+        pictures=pictures,
+        data=Markup(as_data(pictures)),
         report=report,
         verdict=verdict(report),
         counts=count_outcomes(report),

@@ -177,7 +177,7 @@ def test_it_starts_as_a_document_that_fits_a_phone() -> None:
     assert "@media (prefers-color-scheme: dark)" in html
 
 
-def test_nothing_is_fetched_and_nothing_runs() -> None:
+def test_nothing_is_fetched_and_without_a_picture_nothing_runs() -> None:
     html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("leak", findings=(FINDING,)),)))
     written = Page(html)
     links = [value for _, attrs in written.tags for name, value in attrs.items() if name in ("href", "src", "srcset")]

@@ -12,12 +12,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from lowtide.reports import schema
 from lowtide.reports.perfetto import render_trace
-from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
-from tests.reports.small_reports import HOSTILE, finding, report, subject
-
-MIB = 1 << 20
+from tests.reports.small_reports import CORE, HOSTILE, LIFE, MIB, finding, ledger, readings, report, subject
 
 NODE = shutil.which("node")
 
@@ -60,41 +56,6 @@ def asked(trace: str, *queries: str) -> list[list[tuple[Any, ...]]]:
     ]
     assert tables[0] == []
     return tables[1:]
-
-
-def ledger(device: str, total: int, **lines: int) -> schema.Ledger:
-    named = tuple(schema.LedgerLine(name=name, bytes=size) for name, size in lines.items())
-    return schema.Ledger(
-        device=device, source="nvml", total=total, lines=named, unexplained=total - sum(lines.values())
-    )
-
-
-def readings(*ledgers: schema.Ledger) -> schema.Readings:
-    zeros = dict.fromkeys(schema.Readings.__struct_fields__, 0)
-    return msgspec.convert({**zeros, "arenas": {}, "ledgers": ledgers}, schema.Readings)
-
-
-CORE = ProcessName(pid=77, name="VLLM::EngineCore")
-
-
-def stage(name: str, seconds: float, weights: int, *, first: bool = False, held: int | None = None) -> schema.Stage:
-    others = () if held is None else (ProcessStage(process=CORE, tensors={"cuda:0": held}, arenas={}, reserved={}),)
-    return schema.Stage(
-        name=name,
-        cycle=1,
-        seconds=seconds,
-        before=readings(ledger("cuda:0", MIB, weights=0)) if first else readings(),
-        after=readings(ledger("cuda:0", weights + MIB, weights=weights)),
-        tokens_per_second=30.0 if name == "infer" else None,
-        processes=others,
-    )
-
-
-LIFE = (
-    stage("create", 2.0, 40 * MIB, first=True, held=5 * MIB),
-    stage("infer", 0.5, 40 * MIB, held=6 * MIB),
-    stage("sleep(1)", 0.0, 0, held=0),
-)
 
 
 @needs_node
