@@ -5,6 +5,7 @@ Nothing here is escaped: each medium does that in its own way when it writes a l
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -25,6 +26,7 @@ GROWTH_TITLE = "Objects that became more"
 GROWTH_HEAD = ("type", "before", "after", "growth", "between")
 """Of the table of a subject's `type_growth`."""
 
+_PLACEHOLDER = "TODO: say why this may stay"
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _MARKS = {"innocent": "meant to live", "holding": "should be gone"}
 _TRENDS = {
@@ -163,6 +165,28 @@ def growth_cells(grown: TypeGrowth) -> tuple[str, str, str, str, str]:
     """A row under `GROWTH_HEAD`."""
     more = grown.after - grown.before
     return grown.type, str(grown.before), str(grown.after), f"{more:+d}", f"{grown.since} → {grown.until}"
+
+
+def suppression_entry(finding: Finding, header: str = "[[suppressions]]") -> str:
+    """TOML that suppresses one finding, with the reason left to a person.
+
+    Args:
+        finding: what is known.
+        header: the line above the entry: the name of the table in which the file has its entries.
+    """
+    values = {
+        "fingerprint": finding.fingerprint,
+        "resource": finding.resource,
+        "cause": finding.cause,
+        "reason": f"{_PLACEHOLDER} ({finding.message})",
+    }
+    return "\n".join([header, *(f"{key} = {_quoted(value)}" for key, value in values.items()), ""])
+
+
+def _quoted(text: str) -> str:
+    # JSON's escapes are TOML's; but TOML has no halves of surrogate pairs, and wants DEL escaped too.
+    encodable = text.encode(errors="backslashreplace").decode()
+    return json.dumps(encodable, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def one_line(text: str) -> str:

@@ -156,11 +156,16 @@ class Hop(_Record, frozen=True, kw_only=True):
 
 
 class Frame(_Record, frozen=True, kw_only=True):
-    """One frame of an allocation stack."""
+    """One frame of an allocation stack.
+
+    Attributes:
+        source: the line's text when it was found; empty where the file could not be read.
+    """
 
     file: str
     line: int
     function: str
+    source: str = ""
 
 
 class Remedy(_Record, frozen=True, kw_only=True):

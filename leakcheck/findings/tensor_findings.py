@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -55,6 +56,9 @@ _LEAST_FREE = 2 << 20
 """Bytes that are reported as free beside a leak; small tensors share segments of this size with all others."""
 
 _RUNNERS = ("/_pytest/", "/pluggy/", "/unittest/")
+
+_LONGEST_LINE = 200
+"""Characters of a line of code in a report."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +156,19 @@ def with_stage(finding: Finding, stage: str) -> Finding:
 def frames(stack: Sequence[StackFrame]) -> tuple[Frame, ...]:
     """A stack as a report has it: up to the test, without those who called it."""
     own = list(itertools.takewhile(lambda frame: not any(name in frame.file for name in _RUNNERS), stack))
-    return tuple(Frame(file=frame.file, line=frame.line, function=frame.function) for frame in own or stack)
+    return tuple(
+        Frame(file=frame.file, line=frame.line, function=frame.function, source=_source(frame))
+        for frame in own or stack
+    )
+
+
+def _source(frame: StackFrame) -> str:
+    """The text of a frame's line; not from `linecache`, which would keep the file in the judged process."""
+    try:
+        with Path(frame.file).open(encoding="utf-8", errors="replace") as lines:
+            return next(itertools.islice(lines, max(0, frame.line - 1), None), "").strip()[:_LONGEST_LINE]
+    except (OSError, ValueError):  # made at run time, or gone
+        return ""
 
 
 def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable, Sequence
@@ -17,9 +16,8 @@ from lowtide.leakcheck.suppressions.toml import (
     table_of,
     written_entries,
 )
+from lowtide.reports.finding_lines import suppression_entry
 from lowtide.reports.schema import Finding
-
-_PLACEHOLDER = "TODO: say why this may stay"
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def write_entries(findings: Iterable[Finding], table: Sequence[str] = OWN_TABLE)
         findings: of a report.
         table: the name of the tables that are entries: `OWN_TABLE`, or `PYPROJECT_TABLE` for a `pyproject.toml`.
     """
-    return "\n".join(_entry(finding, table) for finding in _open(findings))
+    return "\n".join(suppression_entry(finding, header(table)) for finding in _open(findings))
 
 
 def append_entries(path: Path, findings: Iterable[Finding]) -> Added:
@@ -82,22 +80,6 @@ def _open(findings: Iterable[Finding]) -> list[Finding]:
         if finding.suppressed_by is None:
             groups.setdefault(finding.fingerprint, finding)
     return list(groups.values())
-
-
-def _entry(finding: Finding, table: Sequence[str]) -> str:
-    values = {
-        "fingerprint": finding.fingerprint,
-        "resource": finding.resource,
-        "cause": finding.cause,
-        "reason": f"{_PLACEHOLDER} ({finding.message})",
-    }
-    return "\n".join([header(table), *(f"{key} = {_quoted(value)}" for key, value in values.items()), ""])
-
-
-def _quoted(text: str) -> str:
-    # JSON's escapes are TOML's; but TOML has no halves of surrogate pairs, and wants DEL escaped too.
-    encodable = text.encode(errors="backslashreplace").decode()
-    return json.dumps(encodable, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _text_of(path: Path) -> str:

@@ -16,13 +16,14 @@ from lowtide.reports.finding_lines import (
     in_vain,
     remedy_effect,
     shared_text,
+    suppression_entry,
     trend_text,
 )
 from lowtide.reports.html.life_pictures import draw_life
-from lowtide.reports.html.scripts import as_data, scripts, security_policy
+from lowtide.reports.html.scripts import as_data, copying, drawing, security_policy
 from lowtide.reports.markdown import count_outcomes, not_measured, verdict
 from lowtide.reports.processes.tree_table import tree_tables
-from lowtide.reports.schema import Outcome, Readings, Report, Stage, Subject
+from lowtide.reports.schema import Finding, Outcome, Readings, Report, Stage, Subject
 from lowtide.reports.sizes import format_bytes
 
 DETAILED = 100
@@ -30,6 +31,9 @@ DETAILED = 100
 
 MOST_ROWS = 200
 """Rows of one subject's stages: a soak test has thousands, and the last ones matter."""
+
+MOST_OCCURRENCES = 20
+"""Other places of one leak that are linked from it."""
 
 LONGEST = 2000
 """Characters of one text; an `assert` of a large value in a reason can have millions."""
@@ -94,6 +98,7 @@ def render_html(report: Report) -> str:
         "trend": trend_text,
         "in_vain": in_vain,
         "cells": growth_cells,
+        "entry": suppression_entry,
     }
     ordered = sorted(report.subjects, key=lambda subject: (_URGENCY[subject.outcome], not subject.findings))
     # Numbered, because an id may hold what no anchor may.
@@ -101,7 +106,8 @@ def render_html(report: Report) -> str:
     pictures = {
         turn: picture for turn, subject in numbered[:DETAILED] if (picture := draw_life(subject.stages)) is not None
     }
-    run = scripts() if pictures else ()
+    findings = [finding for subject in ordered for finding in subject.findings]
+    run = (*(drawing() if pictures else ()), *(copying() if findings else ()))
     return environment.get_template("report.html.j2").render(
         policy=Markup(security_policy(run)),
         scripts=[Markup(text) for text in run],
@@ -117,6 +123,7 @@ def render_html(report: Report) -> str:
         stage_table=stage_table,
         ledger_tables=ledger_tables,
         remedy_effect=remedy_effect,
+        occurrences=_occurrences(numbered),
         advice_text=advice_text,
         growth_title=GROWTH_TITLE,
         growth_head=GROWTH_HEAD,
@@ -125,6 +132,19 @@ def render_html(report: Report) -> str:
         most_rows=MOST_ROWS,
         seconds=lambda subject: sum(stage.seconds for stage in subject.stages),
     )
+
+
+def _occurrences(numbered: Sequence[tuple[int, Subject]]) -> Callable[[Finding, str], list[tuple[str, str]]]:
+    """What gives the other places of a finding on the page, with their subjects: those of the same fingerprint."""
+    places: dict[str, list[tuple[str, str]]] = {}
+    for turn, subject in numbered:
+        for place, finding in enumerate(subject.findings):
+            places.setdefault(finding.fingerprint, []).append((f"s{turn}f{place}", subject.id))
+
+    def elsewhere(finding: Finding, place: str) -> list[tuple[str, str]]:
+        return [(other, name) for other, name in places[finding.fingerprint] if other != place][:MOST_OCCURRENCES]
+
+    return elsewhere
 
 
 def stage_table(subject: Subject) -> StageTable:

@@ -15,11 +15,19 @@ _HIDDEN = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028
 """What would end a script's element, or a line of it, as JSON has it in strings without that."""
 
 
-@cache
-def scripts() -> tuple[str, ...]:
+def drawing() -> tuple[str, ...]:
     """ECharts, and what draws with it; in the order in which they must run."""
-    folder = resources.files("lowtide.reports.html")
-    return tuple((folder / name).read_text() for name in ("echarts/echarts.js", "page.js"))
+    return _script("echarts/echarts.js"), _script("pictures.js")
+
+
+def copying() -> tuple[str, ...]:
+    """What copies a remedy, or an entry for what is known."""
+    return (_script("copying.js"),)
+
+
+@cache
+def _script(name: str) -> str:
+    return (resources.files("lowtide.reports.html") / name).read_text()
 
 
 def as_data(value: Any) -> str:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from lowtide.reports import schema
+from lowtide.reports.finding_lines import suppression_entry
 from lowtide.reports.html.page import DETAILED, LONGEST, MOST_ROWS, render_html
 
 VOID = {"meta", "link", "br"}
@@ -86,7 +87,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag, self.getpos()
 
     def handle_data(self, data: str) -> None:
-        if self.open[-1:] not in ([], ["style"]):
+        if self.open[-1:] not in ([], ["style"], ["script"]):
             self.texts.append((tuple(self.open), data))
 
     @property
@@ -177,15 +178,18 @@ def test_it_starts_as_a_document_that_fits_a_phone() -> None:
     assert "@media (prefers-color-scheme: dark)" in html
 
 
-def test_nothing_is_fetched_and_without_a_picture_nothing_runs() -> None:
+def test_nothing_is_fetched_and_what_runs_is_allowed_by_its_hash() -> None:
     html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("leak", findings=(FINDING,)),)))
     written = Page(html)
     links = [value for _, attrs in written.tags for name, value in attrs.items() if name in ("href", "src", "srcset")]
     assert links == ["data:,", "#s0"]
-    assert written.count("script") == written.count("img") == written.count("iframe") == 0
+    # It copies a remedy when it is asked to.
+    assert written.count("script") == 1
+    assert written.count("img") == written.count("iframe") == 0
+    assert page(subject("clean")).count("script") == 0
     assert "url(" not in html
     assert "@import" not in html
-    assert "default-src 'none'" in html
+    assert "default-src 'none'; script-src 'sha256-" in html
 
 
 def test_outcomes_are_totalled() -> None:
@@ -208,9 +212,9 @@ def test_every_field_of_a_finding_is_shown() -> None:
         "shared 16.0 MiB of it is held by others too",
         "tried gc.collect() (0 B) changed by trying the cache is empty",
         "held by supports_kw",
-        "path layers module meant to live .supports_kw functools._lru_cache_wrapper should be gone, retains 64.0 MiB",
+        "layers module meant to live .supports_kw functools._lru_cache_wrapper should be gone, retains 64.0 MiB",
         "allocated at model.py:1234 in forward",
-        "remedy supports_kw.cache_clear() gives back 96.0 MiB of 112.0 MiB",
+        "remedy supports_kw.cache_clear() copy gives back 96.0 MiB of 112.0 MiB",
         "suppressed by known.toml:3",
         "fingerprint 0123456789abcdef",
     ):
@@ -246,7 +250,7 @@ def test_advice_is_shown_where_there_is_no_remedy() -> None:
 def test_of_a_hop_only_what_is_known_is_shown() -> None:
     hops = (schema.Hop(type="T", edge=".x"), schema.Hop(type="T", edge=".y", retains_bytes=0))
     written = page(subject("leak", findings=(msgspec.structs.replace(FINDING, path=hops),)))
-    assert "path .x T .y T retains 0 B" in written.text
+    assert ".x T .y T retains 0 B" in written.text
     assert [attrs for tag, attrs in written.tags if (attrs.get("class") or "").startswith("facts")] == [
         {"class": "facts"}
     ]
@@ -268,6 +272,36 @@ def test_types_that_became_more_are_a_table() -> None:
     assert "5 more are in leakcheck.json." in html
     assert "Objects that became more" in page(subject("clean", type_growth=(grown,))).under("details")
     assert "Objects that became more" not in page(subject("leak")).text
+
+
+def test_a_remedy_and_an_entry_for_what_may_stay_are_code_to_copy() -> None:
+    known = msgspec.structs.replace(FINDING, suppressed_by=None, message="it stays")
+    written = page(subject("leak", findings=(known,)))
+    buttons = [attrs["aria-label"] for tag, attrs in written.tags if tag == "button"]
+    assert buttons == ["copy the remedy", "copy the entry"]
+    assert suppression_entry(known) in written.under("details")
+    # What is suppressed has an entry already.
+    written = page(subject("leak", findings=(FINDING,)))
+    assert [attrs["aria-label"] for tag, attrs in written.tags if tag == "button"] == ["copy the remedy"]
+
+
+def test_the_same_leak_elsewhere_is_linked() -> None:
+    other = msgspec.structs.replace(FINDING, fingerprint="f" * 16)
+    written = page(
+        subject("leak", "test_a", findings=(FINDING,)),
+        subject("leak", "test_b", findings=(other, FINDING)),
+    )
+    places = [attrs["id"] for tag, attrs in written.tags if tag == "section"]
+    assert places == ["s0f0", "s1f0", "s1f1"]
+    links = [attrs["href"] for tag, attrs in written.tags if tag == "a" and "f" in (attrs["href"] or "")]
+    assert links == ["#s1f1", "#s0f0"]
+    assert written.text.count("also in") == 2
+
+
+def test_a_frame_has_the_text_of_its_line() -> None:
+    frame = schema.Frame(file="model.py", line=7, function="forward", source="KEPT.append(torch.ones(9))")
+    written = page(subject("leak", findings=(msgspec.structs.replace(FINDING, allocated_at=(frame,)),)))
+    assert "model.py:7 in forward KEPT.append(torch.ones(9))" in written.text
 
 
 def test_suspects_are_underlined_and_others_are_not() -> None:

@@ -91,6 +91,17 @@ def test_what_is_under_the_pointer_is_said_in_bytes(browser: Any, tmp_path: Path
     assert "weights\t40.0 MiB\t98 %" in tip.inner_text()
 
 
+def test_a_remedy_is_copied(browser: Any, tmp_path: Path) -> None:
+    leak = finding(remedy=schema.Remedy(action="pool.CACHE.clear()  # <b>", returns_bytes=48 << 20))
+    written = report(subject(leak, name="run"))
+    opened = Opened(browser, tmp_path / "index.html", written, permissions=["clipboard-read", "clipboard-write"])
+    button = opened.tab.get_by_role("button", name="copy the remedy")
+    button.click()
+    assert opened.tab.evaluate("navigator.clipboard.readText()") == "pool.CACHE.clear()  # <b>"
+    assert button.inner_text() == "copied"
+    assert opened.said == []
+
+
 def test_no_text_of_a_report_runs_or_changes_the_page(browser: Any, tmp_path: Path) -> None:
     for text in (SCRIPT, HOSTILE):
         process = msgspec.structs.replace(CORE, name=text)
