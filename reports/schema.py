@@ -156,11 +156,7 @@ class Hop(_Record, frozen=True, kw_only=True):
 
 
 class Frame(_Record, frozen=True, kw_only=True):
-    """One frame of an allocation stack.
-
-    Attributes:
-        source: the line's text when it was found; empty where the file could not be read.
-    """
+    """One frame of an allocation stack; `source` is the line's text, empty where it could not be read."""
 
     file: str
     line: int

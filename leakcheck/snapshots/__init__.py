@@ -1,0 +1,1 @@
+"""Snapshots of torch's allocator that programs have written: read safely, and compared."""
