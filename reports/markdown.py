@@ -60,7 +60,7 @@ def render_markdown(report: Report) -> str:
     if missing:
         parts += ["### Not measured", "\n".join(missing[:MOST]), *_rest(len(missing), "line(s)")]
     notes = [
-        f"- {_code(subject.id)}: {_text(subject.reason)}"
+        f"- {as_code(subject.id)}: {as_text(subject.reason)}"
         for subject in report.subjects
         if subject.outcome == "clean" and subject.reason
     ]
@@ -68,7 +68,7 @@ def render_markdown(report: Report) -> str:
         parts += ["### Notes", "\n".join(notes[:MOST]), *_rest(len(notes), "line(s)")]
     machine = report.machine
     devices = ", ".join(machine.devices) or "no card"
-    parts.append(f"lowtide {_text(report.version)} · torch {_text(machine.torch)} · {_text(devices)}")
+    parts.append(f"lowtide {as_text(report.version)} · torch {as_text(machine.torch)} · {as_text(devices)}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -119,11 +119,19 @@ def _counts(report: Report) -> str:
 
 
 def _row(subject: Subject, finding: Finding) -> str:
-    remedy = _text(advice_text(finding))
+    remedy = as_text(advice_text(finding))
     if finding.remedy is not None:
-        remedy = f"{_code(finding.remedy.action)} {remedy_effect(finding.remedy, finding)}"
-    holder = _code(finding.holder) if finding.holder else ""
-    cells = (_code(subject.id), finding.resource, finding.cause, amount(finding), _text(finding.stage), holder, remedy)
+        remedy = f"{as_code(finding.remedy.action)} {remedy_effect(finding.remedy, finding)}"
+    holder = as_code(finding.holder) if finding.holder else ""
+    cells = (
+        as_code(subject.id),
+        finding.resource,
+        finding.cause,
+        amount(finding),
+        as_text(finding.stage),
+        holder,
+        remedy,
+    )
     return f"| {' | '.join(cells)} |"
 
 
@@ -134,7 +142,7 @@ def _details(leaks: Sequence[tuple[Subject, Finding]]) -> Iterator[str]:
         yield "### Who holds it"
     for subject, finding in reported[:MOST_DETAILED]:
         lines = finding_lines(finding, whole=False, rest="in leakcheck.json")
-        yield f"{_code(subject.id)}: {finding.resource}/{finding.cause}, {amount(finding)}"
+        yield f"{as_code(subject.id)}: {finding.resource}/{finding.cause}, {amount(finding)}"
         yield "\n".join(f"- {_detail(line)}" for line in lines)
     if len(reported) > MOST_DETAILED:
         yield f"… and {len(reported) - MOST_DETAILED} more; all are in `leakcheck.json`"
@@ -147,9 +155,9 @@ def _has_details(finding: Finding) -> bool:
 
 def _detail(line: DetailLine) -> str:
     if not line.edge:
-        return _text(line.before)
-    edge = f"<ins>{_code(line.edge)}</ins>" if line.suspect else _code(line.edge)
-    return " ".join(part for part in (_text(line.before), edge, _text(line.after)) if part)
+        return as_text(line.before)
+    edge = f"<ins>{as_code(line.edge)}</ins>" if line.suspect else as_code(line.edge)
+    return " ".join(part for part in (as_text(line.before), edge, as_text(line.after)) if part)
 
 
 def _growth(report: Report) -> Iterator[str]:
@@ -157,7 +165,9 @@ def _growth(report: Report) -> Iterator[str]:
     if not grown:
         return
     yield f"### {GROWTH_TITLE}"
-    rows = (f"| {' | '.join((_code(subject.id), *map(_text, growth_cells(item))))} |" for subject, item in grown[:MOST])
+    rows = (
+        f"| {' | '.join((as_code(subject.id), *map(as_text, growth_cells(item))))} |" for subject, item in grown[:MOST]
+    )
     yield "\n".join([*_GROWTH_HEAD, *rows])
     yield from _rest(len(grown), "row(s)")
 
@@ -165,24 +175,25 @@ def _growth(report: Report) -> Iterator[str]:
 def _missing(report: Report) -> Iterator[str]:
     for subject in report.subjects:
         if subject.outcome in ("error", "unsupported"):
-            yield f"- {_code(subject.id)}: {subject.outcome}: {_text(subject.reason or 'no reason given')}"
+            yield f"- {as_code(subject.id)}: {subject.outcome}: {as_text(subject.reason or 'no reason given')}"
     reasons = [subject.reason for subject in report.subjects if subject.outcome == "unsupported"]
     for missing, subjects in not_measured(report.subjects).items():
         if missing.process is not None and any(missing.what in reason for reason in reasons):
             continue
-        yield f"- {_text(missing.what)} in {subjects} subject(s): {_text(missing.why)}"
+        yield f"- {as_text(missing.what)} in {subjects} subject(s): {as_text(missing.why)}"
 
 
 def _rest(total: int, what: str) -> Sequence[str]:
     return [f"… and {total - MOST} more {what}; all are in `leakcheck.json`"] if total > MOST else []
 
 
-def _code(text: str) -> str:
+def as_code(text: str) -> str:
+    """One short line as code."""
     # Not between backticks: there a pipe can be escaped only in ways that renderers disagree about.
-    return f"<code>{_text(text)}</code>"
+    return f"<code>{as_text(text)}</code>"
 
 
-def _text(text: str) -> str:
+def as_text(text: str) -> str:
     """One short line in which nothing is markup."""
     # Cut first: joining the words of a text without end would cost more than the rest of the summary.
     line = one_line(" ".join(text[: 4 * _LONGEST].split()))

@@ -17,6 +17,8 @@ from lowtide.leakcheck.cli.history import history
 from lowtide.leakcheck.cli.init import init
 from lowtide.leakcheck.cli.processes.execute import execute
 from lowtide.leakcheck.cli.processes.ps import ps
+from lowtide.leakcheck.cli.reports.diff import diff
+from lowtide.leakcheck.cli.reports.pages import open_page, report
 from lowtide.leakcheck.cli.reports.snapshot import snapshot
 from lowtide.leakcheck.cli.run import run
 from lowtide.leakcheck.cli.suppress import suppress
@@ -75,6 +77,9 @@ app.command()(bisect_step)
 app.command()(history)
 app.command()(init)
 app.command()(ps)
+app.command()(report)
+app.command("open")(open_page)
+app.command()(diff)
 app.command()(snapshot)
 # What follows the command is its own: `lowtide exec vllm serve --port 1` needs no `--`.
 app.command("exec", context_settings={"allow_interspersed_args": False})(execute)

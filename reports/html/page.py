@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowtide.reports.finding_lines import (
     GROWTH_HEAD,
@@ -25,6 +25,9 @@ from lowtide.reports.markdown import count_outcomes, not_measured, verdict
 from lowtide.reports.processes.tree_table import tree_tables
 from lowtide.reports.schema import Finding, Outcome, Readings, Report, Stage, Subject
 from lowtide.reports.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 DETAILED = 100
 """Subjects whose stages and ledgers are on the page; findings are on it always."""
@@ -76,13 +79,12 @@ class LedgerTable(NamedTuple):
     rows: list[tuple[str, list[str]]]
 
 
-def render_html(report: Report) -> str:
-    """The whole page: verdict, what leaked or failed, everything else folded, and what was not measured."""
+def environment() -> Environment:
+    """What renders templates: every text in it is escaped, and what no page may have is replaced."""
     # Not at the top: whoever loads this module may never render.
     import jinja2
-    from markupsafe import Markup
 
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("lowtide.reports.html"),
         autoescape=True,
         finalize=_printable,
@@ -90,7 +92,14 @@ def render_html(report: Report) -> str:
         trim_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {
+
+
+def render_html(report: Report) -> str:
+    """The whole page: verdict, what leaked or failed, everything else folded, and what was not measured."""
+    from markupsafe import Markup
+
+    templates = environment()
+    templates.filters |= {
         "size": format_bytes,
         "amount": amount,
         "facts": hop_facts,
@@ -108,7 +117,7 @@ def render_html(report: Report) -> str:
     }
     findings = [finding for subject in ordered for finding in subject.findings]
     run = (*(drawing() if pictures else ()), *(copying() if findings else ()))
-    return environment.get_template("report.html.j2").render(
+    return templates.get_template("report.html.j2").render(
         policy=Markup(security_policy(run)),
         scripts=[Markup(text) for text in run],
         pictures=pictures,

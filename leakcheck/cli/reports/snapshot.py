@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import refuse
+from lowtide.leakcheck.cli.console import find_console, refuse
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -45,15 +45,13 @@ def snapshot(
 
     Exit codes: 0 shown, 2 a file is no snapshot.
     """
-    from rich.console import Console
-
     from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, read_snapshot
 
     try:
         read = [read_snapshot(file) for file in files]
     except SnapshotError as error:
         refuse(str(error))
-    console = Console()
+    console = find_console()
     for part in _shown(read, by.value, top):
         console.print(part)
 

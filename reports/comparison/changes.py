@@ -1,0 +1,117 @@
+"""What is new, gone or grown from one report to a later one, finding by finding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lowtide.reports.schema import Finding, Report, Subject
+
+Kind = Literal["new", "grown", "not judged", "shrunk", "same", "gone"]
+
+_ORDER: dict[Kind, int] = {"new": 0, "grown": 1, "not judged": 2, "shrunk": 3, "same": 4, "gone": 5}
+
+_NOISY = ("host-memory", "driver", "reserved", "pinned")
+"""Resources whose bytes are a level of the whole process, and differ a little from run to run."""
+
+_NOISE = 0.05
+_LEAST_NOISE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A leak in one report: all findings of one fingerprint.
+
+    Attributes:
+        finding: the largest of them.
+        bytes: of all of them.
+        count: of all of them.
+        subjects: those that have it.
+        known: whether all of them are suppressed.
+    """
+
+    finding: Finding
+    bytes: int
+    count: int
+    subjects: tuple[str, ...]
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What became of one leak.
+
+    Attributes:
+        kind: `not judged`: none of the subjects that had it was judged later, so that nobody knows whether it is gone.
+        before: in the earlier report; None where it was not there.
+        after: in the later one; None where it is not there.
+    """
+
+    kind: Kind
+    before: Side | None
+    after: Side | None
+
+    @property
+    def side(self) -> Side:
+        """The later side, or the earlier one of what is not there any more."""
+        side = self.after or self.before
+        assert side is not None
+        return side
+
+    @property
+    def fails(self) -> bool:
+        """Whether it is worse than before, and nobody has said that it may be."""
+        return self.kind in ("new", "grown") and not self.side.known
+
+
+def compare_reports(before: Report, after: Report) -> list[Change]:
+    """What became of each leak, the worst first; findings are the same where their fingerprints are.
+
+    A finding of today's whose `former_fingerprint` an older version of lowtide wrote is the same, too.
+
+    Args:
+        before: the earlier report.
+        after: the later one.
+    """
+    earlier, later = _sides(before.subjects), _sides(after.subjects)
+    former = {side.finding.former_fingerprint: mark for mark, side in later.items() if side.finding.former_fingerprint}
+    # Under the later name where both are known.
+    earlier = {former.get(mark, mark) if mark not in later else mark: side for mark, side in earlier.items()}
+    judged = {subject.id for subject in after.subjects if subject.outcome in ("clean", "leak")}
+    changes = [
+        Change(_kind(earlier.get(mark), later.get(mark), judged), earlier.get(mark), later.get(mark))
+        for mark in dict.fromkeys((*later, *earlier))
+    ]
+    return sorted(changes, key=lambda change: (_ORDER[change.kind], change.side.known, -change.side.bytes))
+
+
+def _sides(subjects: Iterable[Subject]) -> dict[str, Side]:
+    groups: dict[str, list[tuple[str, Finding]]] = {}
+    for subject in subjects:
+        for finding in subject.findings:
+            groups.setdefault(finding.fingerprint, []).append((subject.id, finding))
+    return {mark: _side(group) for mark, group in groups.items()}
+
+
+def _side(group: Sequence[tuple[str, Finding]]) -> Side:
+    findings = [finding for _, finding in group]
+    return Side(
+        finding=max(findings, key=lambda finding: finding.bytes),
+        bytes=sum(finding.bytes for finding in findings),
+        count=sum(finding.count for finding in findings),
+        subjects=tuple(dict.fromkeys(name for name, _ in group)),
+        known=all(finding.suppressed_by is not None for finding in findings),
+    )
+
+
+def _kind(before: Side | None, after: Side | None, judged: set[str]) -> Kind:
+    if before is None:
+        return "new"
+    if after is None:
+        return "gone" if judged.intersection(before.subjects) else "not judged"
+    was, now = (before.bytes, after.bytes) if before.bytes or after.bytes else (before.count, after.count)
+    noise = max(_LEAST_NOISE, int(was * _NOISE)) if after.finding.resource in _NOISY else 0
+    if abs(now - was) <= noise:
+        return "same"
+    return "grown" if now > was else "shrunk"

@@ -1,0 +1,105 @@
+"""A comparison of two reports as text: for a terminal, as Markdown and as a page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from lowtide.reports.comparison.changes import Change, Kind, Side
+from lowtide.reports.finding_lines import one_line
+from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.html.page import environment
+from lowtide.reports.html.scripts import security_policy
+from lowtide.reports.markdown import as_code, as_text
+from lowtide.reports.sizes import format_amount, format_bytes
+
+_STYLES: dict[Kind, str] = {
+    "new": "bold red",
+    "grown": "bold red",
+    "not judged": "yellow",
+    "gone": "green",
+    "shrunk": "green",
+    "same": "",
+}
+
+
+def verdict_of(changes: Sequence[Change]) -> str:
+    """`WORSE: 1 new, 2 grown, 1 gone`; one line."""
+    counts = Counter(change.kind for change in changes)
+    said = ", ".join(f"{counts[kind]} {kind}" for kind in _STYLES if counts[kind]) or "no findings in either"
+    known = sum(change.kind in ("new", "grown") and not change.fails for change in changes)
+    said += f"; {known} of them known" if known else ""
+    if any(change.fails for change in changes):
+        return f"WORSE: {said}"
+    return f"NOT KNOWN: {said}" if counts["not judged"] else f"NO WORSE: {said}"
+
+
+def render_for_terminal(changes: Sequence[Change]) -> RenderableType:
+    """A line for each change, and the verdict."""
+    lines: list[RenderableType] = []
+    for change in changes:
+        text = Text()
+        text.append(f"{change.kind} ", style=_STYLES[change.kind])
+        text.append(f"{amounts(change)}  {one_line(change.side.finding.message)}")
+        text.append(one_line(f"\n    in {subjects(change.side)}"))
+        text.append(f"\n    fingerprint {change.side.finding.fingerprint}", style="dim")
+        lines.append(HangingText(text))
+    worse = any(change.fails for change in changes)
+    return Group(*lines, Text(verdict_of(changes), style="bold red" if worse else "bold green"))
+
+
+def render_as_markdown(changes: Sequence[Change]) -> str:
+    """The verdict and a table."""
+    parts = ["## lowtide diff", f"**{verdict_of(changes)}**"]
+    if changes:
+        rows = [
+            f"| {change.kind} | {amounts(change)} | {as_text(change.side.finding.message)} "
+            f"| {as_code(subjects(change.side))} | `{change.side.finding.fingerprint}` |"
+            for change in changes
+        ]
+        parts.append("\n".join(["| | how much | what | in | fingerprint |", "|---|---|---|---|---|", *rows]))
+    return "\n\n".join(parts) + "\n"
+
+
+def render_as_page(changes: Sequence[Change], before: str, after: str) -> str:
+    """A page of its own.
+
+    Args:
+        changes: what changed.
+        before: where the earlier report is.
+        after: where the later one is.
+    """
+    return (
+        environment()
+        .get_template("diff.html.j2")
+        .render(
+            verdict=verdict_of(changes),
+            changes=changes,
+            before=before,
+            after=after,
+            amounts=amounts,
+            subjects=subjects,
+            policy=security_policy(()),
+        )
+    )
+
+
+def amounts(change: Change) -> str:
+    """`8.0 MiB → 12.0 MiB`; in things for what has no bytes."""
+    if change.before is None or change.after is None:
+        return _amount(change.side)
+    was, now = _amount(change.before), _amount(change.after)
+    return now if was == now else f"{was} → {now}"
+
+
+def subjects(side: Side) -> str:
+    """`test_a`; `test_a and 3 more`."""
+    more = len(side.subjects) - 1
+    return f"{side.subjects[0]} and {more} more" if more else side.subjects[0]
+
+
+def _amount(side: Side) -> str:
+    return format_bytes(side.bytes) if side.bytes else format_amount(side.count, side.finding.resource)

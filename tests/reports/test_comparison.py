@@ -1,0 +1,143 @@
+"""Two reports beside each other: what is new, grown, gone, or not known, and what fails a build."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lowtide.reports import schema
+from lowtide.reports.comparison.changes import Change, compare_reports
+from lowtide.reports.comparison.renderings import render_as_markdown, render_as_page, verdict_of
+from lowtide.reports.folder import write_folder
+from tests.reports.small_reports import HOSTILE, MIB, finding, report, subject
+
+
+def compared(before: schema.Report, after: schema.Report) -> list[Change]:
+    return compare_reports(before, after)
+
+
+def kinds(before: schema.Report, after: schema.Report) -> list[tuple[str, str, bool]]:
+    return [(change.kind, change.side.finding.fingerprint, change.fails) for change in compared(before, after)]
+
+
+def leak(mark: str, size: int = 8 * MIB, **fields: object) -> schema.Finding:
+    return finding(fingerprint=mark, bytes=size, **fields)
+
+
+def test_findings_of_one_fingerprint_are_one_leak() -> None:
+    before = report(subject(leak("same"), leak("gone"), leak("grown"), leak("less")))
+    after = report(
+        subject(leak("same"), leak("grown"), leak("less", 4 * MIB), leak("new")),
+        subject(leak("grown"), name="test_c"),
+    )
+    assert kinds(before, after) == [
+        ("new", "new", True),
+        ("grown", "grown", True),
+        ("shrunk", "less", False),
+        ("same", "same", False),
+        ("gone", "gone", False),
+    ]
+    assert verdict_of(compared(before, after)) == "WORSE: 1 new, 1 grown, 1 gone, 1 shrunk, 1 same"
+    assert verdict_of(compared(before, before)) == "NO WORSE: 4 same"
+    assert verdict_of([]) == "NO WORSE: no findings in either"
+
+
+def test_what_was_not_judged_since_is_not_gone() -> None:
+    before = report(subject(leak("one"), name="a"), subject(leak("two"), name="b"))
+    after = report(subject(name="a"), subject(name="b", outcome="unsupported"))
+    assert kinds(before, after) == [("not judged", "two", False), ("gone", "one", False)]
+    assert verdict_of(compared(before, after)) == "NOT KNOWN: 1 not judged, 1 gone"
+
+
+def test_what_a_suppression_knows_does_not_fail() -> None:
+    after = report(
+        subject(leak("known", suppressed_by="lowtide.toml:3"), leak("both"), leak("both", suppressed_by="x"))
+    )
+    assert kinds(report(), after) == [("new", "both", True), ("new", "known", False)]
+    assert verdict_of(compared(report(), after)) == "WORSE: 2 new; 1 of them known"
+
+
+@pytest.mark.parametrize(("resource", "kind"), [("tensors", "grown"), ("host-memory", "same")])
+def test_a_level_of_the_process_differs_a_little_from_run_to_run(resource: str, kind: str) -> None:
+    before, after = (report(subject(leak("one", size, resource=resource))) for size in (100 * MIB, 104 * MIB))
+    assert [change[0] for change in kinds(before, after)] == [kind]
+    more = report(subject(leak("one", 106 * MIB, resource=resource)))
+    assert [change[0] for change in kinds(before, more)] == ["grown"]
+
+
+def test_what_has_no_bytes_is_counted() -> None:
+    before, after = (report(subject(leak("one", 0, count=count, resource="threads"))) for count in (2, 3))
+    assert [change[0] for change in kinds(before, after)] == ["grown"]
+    assert "2 threads → 3 threads" in render_as_markdown(compared(before, after))
+
+
+def test_a_report_of_an_older_version_is_understood() -> None:
+    before = report(subject(leak("older")))
+    after = report(subject(leak("newer", former_fingerprint="older")))
+    assert kinds(before, after) == [("same", "newer", False)]
+
+
+def test_names_stay_texts_everywhere() -> None:
+    changes = compared(report(), report(subject(leak("one", message=HOSTILE), name="<script>x</script>")))
+    page = render_as_page(changes, "<b>", "after")
+    assert "<script" not in page
+    assert "&lt;script&gt;x&lt;/script&gt;" in page
+    assert "<code>&lt;b&gt;</code>" in page
+    assert "<b>" not in render_as_markdown(changes)
+
+
+def run(*words: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "lowtide", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+
+
+def test_the_command_fails_where_it_is_worse(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    write_folder(report(subject()), before)
+    write_folder(report(subject(leak("0123"))), after)
+    worse = run("diff", before, after)
+    assert worse.returncode == 1
+    assert worse.stdout.startswith("new 8.0 MiB  48.0 MiB of tensors did not come back")
+    assert worse.stdout.endswith("WORSE: 1 new\n")
+    assert run("diff", after, before).returncode == 0
+    assert run("diff", "--format", "markdown", before, after).stdout.startswith("## lowtide diff\n\n**WORSE: 1 new**")
+    assert run("diff", "--format", "html", before, after).stdout.startswith("<!doctype html>")
+    none = run("diff", before, tmp_path)
+    assert (none.returncode, none.stderr.count("\n")) == (2, 1)
+
+
+def test_the_pages_of_a_report_are_made_again(tmp_path: Path) -> None:
+    written = msgspec.structs.replace(report(subject(leak("0123"))), command="lowtide run")
+    write_folder(written, tmp_path)
+    (tmp_path / "index.html").unlink()
+    (tmp_path / "junit.xml").write_text("broken")
+    shown = run("report", tmp_path)
+    assert shown.returncode == 1
+    assert "engine.cache.POOL" in shown.stdout
+    assert (tmp_path / "index.html").exists()
+    assert (tmp_path / "junit.xml").read_text().startswith("<?xml")
+    assert run("report", tmp_path / "nowhere").stderr.count("\n") == 1
+
+
+def test_a_page_is_opened_and_made_where_it_is_not_there(tmp_path: Path) -> None:
+    write_folder(report(subject()), tmp_path)
+    (tmp_path / "index.html").unlink()
+    browser = tmp_path / "browser"
+    browser.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/opened\n')
+    browser.chmod(0o755)
+    command = [sys.executable, "-m", "lowtide", "open", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "BROWSER": str(browser)})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "opened").read_text().strip() == (tmp_path / "index.html").as_uri()
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "BROWSER": "/nowhere", "PATH": ""}
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"lowtide: no browser can be opened here: open {tmp_path}/index.html\n",
+    )
