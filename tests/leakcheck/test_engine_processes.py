@@ -40,8 +40,8 @@ class Model:
         self.faults = faults
         self.device = "cuda:0" if "on a card" in faults else "cpu"
         self.weights: torch.Tensor | None = self.loaded()
-        self.table = torch.arange(1000, device=self.device)
         if "announces" in faults:
+            self.table = torch.arange(1000, device=self.device)
             stages.announce(self)
 
     def preserved_tensors(self) -> Mapping[str, torch.Tensor]:
