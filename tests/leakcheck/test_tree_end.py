@@ -26,6 +26,8 @@ from lowtide.reports.processes.stage_processes import ProcessName
 
 MIB = 1 << 20
 
+pytestmark = pytest.mark.usefixtures("no_neighbours")
+
 
 class Cards:
     """Stands for the driver: what it counts on its only card, by process identifier."""
