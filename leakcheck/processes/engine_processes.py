@@ -163,8 +163,8 @@ class EngineProcesses:
         """What appeared in a process in one cycle, or in any, and is there; with its bytes by cycle."""
         asked = [] if pid in self.not_measured else [pid]
         answer = self._each(asked, ExplainLeft(cycle=cycle), Left, EXPLAIN_S).get(pid, Left())
-        placed = [placed(finding, describe_process(pid)) for finding in answer.findings]
-        return list(zip(placed, answer.by_cycle, strict=True))
+        found = [placed(finding, describe_process(pid)) for finding in answer.findings]
+        return list(zip(found, answer.by_cycle, strict=True))
 
     def with_caches_cleared(self, pid: int, findings: Sequence[Finding]) -> list[Finding]:
         """Some findings about a process that lives, with what clearing gives back where an `lru_cache` is the cause."""
