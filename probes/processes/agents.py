@@ -22,6 +22,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lowtide.probes.host.process_files import MARK, environment, stat
 
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
@@ -35,6 +37,9 @@ ANSWER_S = 5.0
 
 FOLDER_PREFIX = "lowtide-agents-"
 """The first part of the name of a folder of sockets; the number of the process whose it is follows."""
+
+_CLOCK_S = 1.0
+"""Seconds by which the system's clock may have been set since a process began."""
 
 _HEADER = 16
 _MOST_BYTES = 256 << 20
@@ -229,9 +234,20 @@ def processes_with_agents() -> set[int]:
     """The living processes of this host that put agents into those they start: themselves, not what they started."""
     with contextlib.suppress(OSError):
         folders = Path(_short_temporary_folder() or tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")
-        owners = [folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0] for folder in folders]
-        return {int(owner) for owner in owners if owner.isdecimal() and stat(int(owner)) is not None}
+        return {int(pid) for folder in folders if (pid := _owner(folder)).isdecimal() and _has_made(int(pid), folder)}
     return set()
+
+
+def _owner(folder: Path) -> str:
+    return folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+
+
+def _has_made(pid: int, folder: Path) -> bool:
+    """Whether a living process made a folder, and has not just the number of one that was killed and left it."""
+    try:
+        return bool(psutil.Process(pid).create_time() <= folder.lstat().st_mtime + _CLOCK_S)
+    except (OSError, psutil.Error):
+        return False
 
 
 def _take_from_path(folder: str) -> None:

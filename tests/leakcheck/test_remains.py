@@ -28,6 +28,7 @@ from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
+from lowtide.probes.processes.agents import processes_with_agents
 from lowtide.reports.schema import Subject
 
 ENGINE = """
@@ -170,6 +171,19 @@ def test_what_another_run_may_have_left_is_nobodys(neighbour: int, ends_before: 
                 time.sleep(0.01)
 
     assert left_by(leave) == []
+
+
+def test_the_folder_of_a_run_that_was_killed_is_no_neighbour() -> None:
+    with engine() as process:
+        folder = Path(tempfile.gettempdir(), f"lowtide-agents-{process.pid}-x")
+        folder.mkdir()
+        assert process.pid in processes_with_agents()
+        # Left before this process began, by one that had its number.
+        long_ago = time.time() - 60
+        os.utime(folder, (long_ago, long_ago))
+        assert process.pid not in processes_with_agents()
+        folder.rmdir()
+        process.kill()
 
 
 def test_what_is_known_to_be_an_ended_childs_is_found_beside_another_run(neighbour: int) -> None:
