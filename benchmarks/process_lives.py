@@ -37,6 +37,8 @@ from lowtide.engine import EngineConfig, LLMEngine
 stage, settings = sys.argv[1], eval(sys.argv[2])
 engine = LLMEngine(EngineConfig(**settings))
 begins = lambda: print("now", flush=True)
+# A shutdown raises the errors of its steps together.
+say = lambda error: [print(type(each).__name__, flush=True) for each in getattr(error, "exceptions", (error,))]
 calls = {
     "infer": lambda: engine.generate([list(range(40))]),
     "sleep and wake": lambda: (engine.sleep(2), engine.wake()),
@@ -60,12 +62,12 @@ try:
         while stage != "shutdown":
             calls[stage]()
 except BaseException as error:
-    print(type(error).__name__, flush=True)
+    say(error)
 finally:
     try:
         engine.shutdown()
     except BaseException as error:
-        print(type(error).__name__, flush=True)
+        say(error)
 """
 
 STAGES = ("create", "infer", "sleep and wake", "asleep", "idle", "reload", "shutdown")
@@ -172,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--shape", action="append", choices=tuple(SHAPES), help="default: all")
+    parser.add_argument("--stage", action="append", choices=STAGES, help="of kills; default: all")
     parser.add_argument("--lives", type=int, default=300, help="with the core alone; a third as many with two ranks")
     parser.add_argument("--kills", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
@@ -184,7 +187,7 @@ def main() -> None:
         engine = {"device": args.device, "kv_cache_bytes": 1 << 20 if args.device == "cpu" else 64 << 20}
         cases = [
             (shape, stage, victim)
-            for shape, stage, victim in itertools.product(shapes, STAGES, VICTIMS)
+            for shape, stage, victim in itertools.product(shapes, args.stage or STAGES, VICTIMS)
             if "ranks" in shape or not victim.startswith("rank")
         ]
         results["kills"] = kills = []
