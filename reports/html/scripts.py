@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import zlib
 from collections.abc import Iterable
 from functools import cache
 from importlib import resources
@@ -11,13 +12,23 @@ from typing import Any
 
 import msgspec
 
-_HIDDEN = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-"""What would end a script's element, or a line of it, as JSON has it in strings without that."""
+_LEVEL = 6
+"""Of the compression: a higher one takes several times as long, for a few percent."""
 
 
 def drawing() -> tuple[str, ...]:
-    """ECharts, and what draws with it; in the order in which they must run."""
-    return _script("echarts/echarts.js"), _script("pictures.js")
+    """ECharts, and what draws with it; in the order in which they must run, after `unpacking`."""
+    return tuple(map(_script, ("echarts/echarts.js", "drawing.js", "life.js", "charts.js")))
+
+
+def unpacking() -> tuple[str, ...]:
+    """What unpacks the data of a page."""
+    return (_script("stored.js"),)
+
+
+def filtering() -> tuple[str, ...]:
+    """What filters a page's findings; after `unpacking`."""
+    return (_script("filter.js"),)
 
 
 def copying() -> tuple[str, ...]:
@@ -30,9 +41,9 @@ def _script(name: str) -> str:
     return (resources.files("lowtide.reports.html") / name).read_text()
 
 
-def as_data(value: Any) -> str:
-    """Some data as JSON for an element `script` of a type that is not executed."""
-    return msgspec.json.encode(value).decode().translate(_HIDDEN)
+def as_stored(value: Any) -> str:
+    """Some data as text that ends no element and executes nothing: zlib's compressed JSON, in base64."""
+    return base64.b64encode(zlib.compress(msgspec.json.encode(value), _LEVEL)).decode()
 
 
 def security_policy(run: Iterable[str]) -> str:
