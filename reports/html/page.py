@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lowtide.reports.finding_lines import (
-    GROWTH_HEAD,
-    GROWTH_TITLE,
-    advice_text,
-    amount,
-    growth_cells,
-    hop_facts,
-    in_vain,
-    remedy_effect,
-    shared_text,
-    suppression_entry,
-    trend_text,
-)
+from lowtide.reports.finding_lines import GROWTH_HEAD, GROWTH_TITLE, advice_text, remedy_effect
 from lowtide.reports.html.entries import filterable
+from lowtide.reports.html.jinja_environment import environment
 from lowtide.reports.html.life_pictures import draw_life
-from lowtide.reports.html.scripts import as_stored, copying, drawing, filtering, security_policy, unpacking
+from lowtide.reports.html.scripts import as_stored, copying, drawing, filtering, following, security_policy, unpacking
 from lowtide.reports.html.tables import MOST_ROWS, ledger_tables, mib, stage_table
 from lowtide.reports.html.trees import allocation_tree, distinct, holder_tree
 from lowtide.reports.html.trends import draw_growth, draw_trends
 from lowtide.reports.markdown import count_outcomes, not_measured, verdict
 from lowtide.reports.processes.tree_table import tree_tables
 from lowtide.reports.schema import Finding, Outcome, Report, Subject
-from lowtide.reports.sizes import format_bytes
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -54,44 +41,19 @@ FILTERED_FROM = 10
 MOST_OCCURRENCES = 20
 """Other places of one leak that are linked from it."""
 
-LONGEST = 2000
-"""Characters of one text; an `assert` of a large value in a reason can have millions."""
-
-# Other control characters are errors in HTML, and lone surrogates cannot be encoded.
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _URGENCY: dict[Outcome, int] = {"leak": 0, "error": 1, "unsupported": 2, "skipped": 3, "clean": 4}
 
 
-def environment() -> Environment:
-    """What renders templates: every text in it is escaped, and what no page may have is replaced."""
-    # Not at the top: whoever loads this module may never render.
-    import jinja2
+def render_html(report: Report, *, served: bool = False) -> str:
+    """The whole page: verdict, what leaked or failed, everything else folded, and what was not measured.
 
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("lowtide.reports.html"),
-        autoescape=True,
-        finalize=_printable,
-        lstrip_blocks=True,
-        trim_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-
-
-def render_html(report: Report) -> str:
-    """The whole page: verdict, what leaked or failed, everything else folded, and what was not measured."""
+    Args:
+        report: what is on it.
+        served: whether it is from a server that tells when there is another one.
+    """
     from markupsafe import Markup
 
     templates = environment()
-    templates.filters |= {
-        "size": format_bytes,
-        "amount": amount,
-        "facts": hop_facts,
-        "shared": shared_text,
-        "trend": trend_text,
-        "in_vain": in_vain,
-        "cells": growth_cells,
-        "entry": suppression_entry,
-    }
     ordered = sorted(report.subjects, key=lambda subject: (_URGENCY[subject.outcome], not subject.findings))
     # Numbered, because an id may hold what no anchor may.
     numbered = list(enumerate(ordered))
@@ -123,23 +85,24 @@ def render_html(report: Report) -> str:
         "seconds": lambda subject: sum(stage.seconds for stage in subject.stages),
     }
     stored = {**pictures, **_filterable(templates, context, numbered)}
-    run = _scripts(bool(pictures), "index" in stored, any(subject.findings for subject in ordered))
+    run = _scripts(bool(pictures), "index" in stored, any(subject.findings for subject in ordered), served)
     return templates.get_template("report.html.j2").render(
         context,
-        policy=Markup(security_policy(run)),
+        policy=Markup(security_policy(run, connects=served)),
         scripts=[Markup(text) for text in run],
         filtered="index" in stored,
         stored={name: Markup(as_stored(value)) for name, value in stored.items()},
     )
 
 
-def _scripts(draws: bool, filters: bool, copies: bool) -> tuple[str, ...]:
+def _scripts(draws: bool, filters: bool, copies: bool, follows: bool) -> tuple[str, ...]:
     """The scripts that a page needs, in the order in which they must run."""
     return (
         *(unpacking() if draws or filters else ()),
         *(drawing() if draws else ()),
         *(filtering() if filters else ()),
         *(copying() if copies else ()),
+        *(following() if follows else ()),
     )
 
 
@@ -191,12 +154,3 @@ def _occurrences(numbered: Sequence[tuple[int, Subject]]) -> Callable[[Finding, 
         return [(other, name) for other, name in places[finding.fingerprint] if other != place][:MOST_OCCURRENCES]
 
     return elsewhere
-
-
-def _printable(value: object) -> object:
-    """Each text on its way into the page; what the template itself made (`Markup`) is left alone."""
-    if type(value) is not str:
-        return value
-    if len(value) > LONGEST:
-        value = f"{value[:LONGEST]}… ({len(value):,} characters)"
-    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", value)

@@ -31,6 +31,11 @@ def filtering() -> tuple[str, ...]:
     return (_script("filter.js"),)
 
 
+def following() -> tuple[str, ...]:
+    """What follows a running life that a server tells of; after `drawing`, if there is anything to draw."""
+    return (_script("following.js"),)
+
+
 def copying() -> tuple[str, ...]:
     """What copies a remedy, or an entry for what is known."""
     return (_script("copying.js"),)
@@ -41,17 +46,31 @@ def _script(name: str) -> str:
     return (resources.files("lowtide.reports.html") / name).read_text()
 
 
+def as_json(value: Any) -> str:
+    """Some data as JSON."""
+    return msgspec.json.encode(value).decode()
+
+
 def as_stored(value: Any) -> str:
     """Some data as text that ends no element and executes nothing: zlib's compressed JSON, in base64."""
     return base64.b64encode(zlib.compress(msgspec.json.encode(value), _LEVEL)).decode()
 
 
-def security_policy(run: Iterable[str]) -> str:
+def security_policy(run: Iterable[str], *, connects: bool = False) -> str:
     """A Content-Security-Policy under which some scripts run and nothing else, and nothing is loaded from anywhere.
 
     Args:
         run: the scripts, as they stand in the page.
+        connects: whether they may ask the server that the page is from.
     """
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in run)
-    scripts = f"script-src {hashes}; " if hashes else ""
-    return f"default-src 'none'; {scripts}style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    allowed = {
+        "default-src": "'none'",
+        "script-src": hashes,
+        "connect-src": "'self'" if connects else "",
+        "style-src": "'unsafe-inline'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in allowed.items() if value)

@@ -13,7 +13,8 @@ import pytest
 
 from lowtide.reports import schema
 from lowtide.reports.finding_lines import suppression_entry
-from lowtide.reports.html.page import DETAILED, LISTED, LONGEST, render_html
+from lowtide.reports.html.jinja_environment import LONGEST
+from lowtide.reports.html.page import DETAILED, LISTED, render_html
 from lowtide.reports.html.tables import MOST_ROWS
 
 VOID = {"meta", "link", "br"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from lowtide.reports import schema
 from lowtide.reports.html.page import render_html
+from lowtide.reports.live.broadcast import Broadcast
+from lowtide.reports.live.server import PageServer
 from tests.reports.small_reports import CORE, HOSTILE, LIFE, finding, report, stage, subject
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -302,3 +305,35 @@ def test_nobody_is_kept_out(browser: Any, tmp_path: Path, scheme: str, width: in
     # Whether axe looks at all: a picture without a text is what it must find.
     opened.tab.evaluate("document.querySelector('main').append(document.createElement('img'))")
     assert [each["id"] for each in Axe().run(opened.tab).response["violations"]] == ["image-alt"]
+
+
+def test_a_life_is_watched_until_its_report_is_there(browser: Any, tmp_path: Path) -> None:
+    server = PageServer(tmp_path)
+    answering = threading.Thread(target=server.serve)
+    answering.start()
+    try:
+        tab = browser.new_context().new_page()
+        said: list[str] = []
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.goto(server.url)
+        assert "WAITING" in tab.locator("h1").inner_text()
+        broadcast = Broadcast(tmp_path, report(), SCRIPT)
+        broadcast.stage_begins("cycle 1 of 9: wake", lambda: LIFE)
+        tab.get_by_text("RUNNING: cycle 1 of 9: wake").wait_for()
+        tab.locator("#live-life canvas").first.wait_for()
+        box = tab.get_by_role("checkbox", name="VLLM::EngineCore, cpu")
+        box.check()
+        broadcast.stage_begins("cycle 9 of 9: infer", lambda: growing(9))
+        tab.get_by_text("RUNNING: cycle 9 of 9: infer").wait_for()
+        tab.locator("#live-trends canvas").wait_for()
+        # What was chosen stays chosen.
+        assert box.is_checked()
+        (tmp_path / "leakcheck.json").write_bytes(msgspec.json.encode(WHOLE))
+        broadcast.close()
+        tab.get_by_text("LEAK: 1 of 2 subject(s) leaked").wait_for()
+        assert tab.get_by_role("searchbox").is_visible()
+        assert said == []
+    finally:
+        server.close()
+        answering.join()

@@ -30,14 +30,27 @@ def report(folder: _Folder) -> None:
     raise typer.Exit(schema.exit_code(read))
 
 
-def open_page(folder: _Folder) -> None:
+def open_page(
+    folder: _Folder,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Serve the page on this machine until Ctrl-C; it follows a life that runs there."),
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve: where; 0 takes a free one.")] = 0,
+) -> None:
     """Open a report's page in the browser; it is made from leakcheck.json first where it is not there.
+
+    With --serve the page shows the life that `lowtide run --report DIR` or `lowtide check --report DIR` goes through,
+    stage by stage, and then its report. Only this machine can reach it, and only with the token in its address.
 
     Exit codes: 0 opened, 2 bad input, or there is no browser.
     """
     from lowtide.reports import schema
     from lowtide.reports.folder import write_folder
 
+    if serve:
+        _serve(folder, port)
+        return
     page = folder / "index.html"
     try:
         if not page.exists():
@@ -47,3 +60,21 @@ def open_page(folder: _Folder) -> None:
     if not webbrowser.open(page.resolve().as_uri()):
         refuse(f"no browser can be opened here: open {page.resolve()}")
     typer.echo(page)
+
+
+def _serve(folder: Path, port: int) -> None:
+    from lowtide.reports.live.server import PageServer
+
+    try:
+        server = PageServer(folder, port)
+    except OSError as error:
+        refuse(f"{folder} cannot be served on port {port}: {error.strerror or error}")
+    # Said first: the browser may be on another machine, behind a tunnel.
+    typer.echo(server.url)
+    webbrowser.open(server.url)
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        typer.echo("lowtide: the page is served no longer", err=True)
+    finally:
+        server.close()
