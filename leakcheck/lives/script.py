@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 if sys.version_info < (3, 11):
@@ -41,15 +41,36 @@ class Life(Protocol):
         """Give everything back; legal at any time."""
 
 
+JUDGEMENT = "judgement"
+"""What an event calls the time after a shutdown, in which it is judged what the life has left."""
+
+
 @dataclass(frozen=True)
 class Event:
-    """What a listener hears before each stage: how far the run is."""
+    """What a listener hears before each stage, and before a life is judged: how far the run is, and what it has read.
+
+    Attributes:
+        cycle: the life, from 1 on.
+        cycles: how many lives there are to be.
+        stage: what starts now, `JUDGEMENT` after a shutdown.
+        done: stages of all lives that are done.
+        total: stages of all lives.
+        sizes: bytes at the latest reading, by name; whole numbers alone, so that whoever keeps them keeps nothing of
+            what is measured.
+    """
 
     cycle: int
     cycles: int
     stage: str
     done: int
     total: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def at(cls, turn: int, script: Sequence[str], cycle: int, cycles: int, sizes: Mapping[str, int]) -> Event:
+        """The event before the stage `turn` of a life's script; past its end, before the judgement."""
+        done, total = (cycle - 1) * len(script) + turn, cycles * len(script)
+        return cls(cycle, cycles, (*script, JUDGEMENT)[turn], done, total, sizes)
 
 
 def perform(life: Life, name: str) -> Sequence[Sequence[int]]:
