@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn, TextIO
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -16,6 +16,8 @@ INTERRUPTED = 130
 
 WITHOUT_TERMINAL = 100
 """Columns of a table where nobody says how wide the output is shown, as in a log of a CI."""
+
+Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, not only the most telling ones that fit.")]
 
 
 def find_console(output: TextIO | None = None) -> Console:

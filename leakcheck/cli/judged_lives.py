@@ -51,9 +51,23 @@ def snapshots_in(report: Path | None) -> AllocatorSnapshots | None:
 
 
 def live(
-    make_run: Callable[[Driver, Callable[[Event], None]], LifecycleRun], report: Path | None, suppressions: Suppressions
+    make_run: Callable[[Driver, Callable[[Event], None]], LifecycleRun],
+    report: Path | None,
+    suppressions: Suppressions,
+    *,
+    wide: bool,
 ) -> int:
-    """Lives all lives with a progress line, and shows and writes the verdict; the exit code."""
+    """Live all lives, on a terminal in view of its user, and show and write the verdict.
+
+    Args:
+        make_run: makes the run, for a driver's figures and with whom hears of its stages.
+        report: folder of the report; None for none.
+        suppressions: the leaks that may stay.
+        wide: whether all columns of the tables are shown.
+
+    Returns:
+        The command's exit code.
+    """
     from rich.text import Text
 
     from lowtide.leakcheck.suppressions.entries import problems
@@ -88,9 +102,9 @@ def live(
         try:
             where = write_folder(written, report)
         except schema.ReportError as error:
-            console.print(render(written))
+            console.print(render(written, wide=wide))
             refuse(str(error))
-    console.print(render(written, *(() if where is None else (f"report: {where}",))))
+    console.print(render(written, *(() if where is None else (f"report: {where}",)), wide=wide))
     # A run that ended early may not have come to what an entry is for.
     wrong = problems(suppressions.entries, used, today, subject.findings, ran_all=not subject.reason)
     for problem in wrong:

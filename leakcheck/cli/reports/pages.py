@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import find_console, refuse
+from lowtide.leakcheck.cli.console import Wide, find_console, refuse
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a report.")]
 
 
-def report(folder: _Folder) -> None:
+def report(folder: _Folder, wide: Wide = False) -> None:
     """Show a report on the terminal, and make all files beside its leakcheck.json from it again.
 
     Exit codes: those of the run that wrote it: 0 clean, 1 leak, 2 something could not be measured, or bad input.
@@ -26,7 +26,7 @@ def report(folder: _Folder) -> None:
         write_folder(read, folder)
     except schema.ReportError as error:
         refuse(str(error))
-    find_console().print(terminal.render(read, f"report: {folder / 'index.html'}"))
+    find_console().print(terminal.render(read, f"report: {folder / 'index.html'}", wide=wide))
     raise typer.Exit(schema.exit_code(read))
 
 
