@@ -8,7 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, progress_line, refuse
+from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse
+from lowtide.leakcheck.cli.display.live_life import shown_live
 from lowtide.leakcheck.cli.reporting import make_report
 
 if TYPE_CHECKING:
@@ -81,18 +82,7 @@ def live(
     with ExitStack() as stack:
         driver = find_driver()
         stack.callback(driver.close)
-        progress = stack.enter_context(progress_line(console))
-        task = progress.add_task("starting")
-
-        def show(event: Event) -> None:
-            progress.update(
-                task,
-                description=f"cycle {event.cycle}/{event.cycles}: {event.stage}",
-                completed=event.done,
-                total=event.total,
-            )
-
-        life = make_run(driver, show)
+        life = make_run(driver, stack.enter_context(shown_live(console)))
         today = datetime.date.today()
         subject, used = suppressions.judge(life.run(), today)
         written = make_report(subject, driver)
