@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse
 from lowtide.leakcheck.cli.display.live_life import shown_live
+from lowtide.leakcheck.cli.display.watched_life import broadcast_live
 from lowtide.leakcheck.cli.reporting import make_report
 
 if TYPE_CHECKING:
@@ -79,21 +80,31 @@ def live(
     from lowtide.reports.terminal import render
 
     console = find_console()
-    with ExitStack() as stack:
+    # Until the report is there: who watches the folder goes on to that.
+    with ExitStack() as watched, ExitStack() as stack:
         driver = find_driver()
         stack.callback(driver.close)
-        life = make_run(driver, stack.enter_context(shown_live(console)))
+        listeners = [stack.enter_context(shown_live(console))]
+        if report is not None:
+            listeners.append(watched.enter_context(broadcast_live(report, lambda: make_report(None, driver))))
+
+        def tell(event: Event) -> None:
+            for hear in listeners:
+                hear(event)
+
+        life = make_run(driver, tell)
         today = datetime.date.today()
         subject, used = suppressions.judge(life.run(), today)
         written = make_report(subject, driver)
-    # Written before it is shown: a pipe that breaks must not cost the report.
-    where = None
-    if report is not None:
-        try:
-            where = write_folder(written, report)
-        except schema.ReportError as error:
-            console.print(render(written, wide=wide))
-            refuse(str(error))
+        stack.close()
+        # Written before it is shown: a pipe that breaks must not cost the report.
+        where = None
+        if report is not None:
+            try:
+                where = write_folder(written, report)
+            except schema.ReportError as error:
+                console.print(render(written, wide=wide))
+                refuse(str(error))
     console.print(render(written, *(() if where is None else (f"report: {where}",)), wide=wide))
     # A run that ended early may not have come to what an entry is for.
     wrong = problems(suppressions.entries, used, today, subject.findings, ran_all=not subject.reason)

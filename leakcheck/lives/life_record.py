@@ -142,14 +142,19 @@ class LifeRecord:
             id=self._name,
             outcome=outcome,
             reason=reason,
-            stages=tuple(
-                self._stage(lived, follows=turn > 0 and lived.before is self.stages[turn - 1].after)
-                for turn, lived in enumerate(self.stages)
-            ),
+            stages=self.latest_stages(len(self.stages)),
             findings=findings,
             returns=tuple(self.returns),
             not_measured=not_measured,
             type_growth=self.type_growth if findings else (),
+        )
+
+    def latest_stages(self, most: int) -> tuple[Stage, ...]:
+        """The last stages that have ended, as a report has them."""
+        first = max(0, len(self.stages) - most)
+        return tuple(
+            self._stage(lived, follows=turn > first and lived.before is self.stages[turn - 1].after)
+            for turn, lived in enumerate(self.stages[first:], first)
         )
 
     def _with_trend(self, finding: Finding, used_before: dict[str, set[int]]) -> Finding:

@@ -364,7 +364,7 @@ class LifecycleRun:
         self._process.adopt(self._imported.end())
 
     def _announce(self, cycle: int, turn: int) -> None:
-        self._listener(Event.at(turn, self._script, cycle, self._cycles, self._record.sizes()))
+        self._listener(Event.at(turn, self._script, cycle, self._cycles, self._record))
 
     def _wait_for_driver(self, stage: str, cycle: int, before: Snapshot) -> None:
         """Until the driver counts as much less as the arenas have dropped since `before`, or does not move any more."""

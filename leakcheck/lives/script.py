@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from lowtide.reports.schema import Stage
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -45,6 +47,16 @@ JUDGEMENT = "judgement"
 """What an event calls the time after a shutdown, in which it is judged what the life has left."""
 
 
+class Recorded(Protocol):
+    """What a run has read so far."""
+
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes at the latest reading, by name."""
+
+    def latest_stages(self, most: int) -> Sequence[Stage]:
+        """The last stages that have ended, as a report has them."""
+
+
 @dataclass(frozen=True)
 class Event:
     """What a listener hears before each stage, and before a life is judged: how far the run is, and what it has read.
@@ -57,6 +69,7 @@ class Event:
         total: stages of all lives.
         sizes: bytes at the latest reading, by name; whole numbers alone, so that whoever keeps them keeps nothing of
             what is measured.
+        latest_stages: gives some of the last stages as a report has them; to be asked while the listener hears of it.
     """
 
     cycle: int
@@ -65,12 +78,19 @@ class Event:
     done: int
     total: int
     sizes: Mapping[str, int] = field(default_factory=dict)
+    latest_stages: Callable[[int], Sequence[Stage]] = lambda most: ()
 
     @classmethod
-    def at(cls, turn: int, script: Sequence[str], cycle: int, cycles: int, sizes: Mapping[str, int]) -> Event:
+    def at(cls, turn: int, script: Sequence[str], cycle: int, cycles: int, record: Recorded) -> Event:
         """The event before the stage `turn` of a life's script; past its end, before the judgement."""
         done, total = (cycle - 1) * len(script) + turn, cycles * len(script)
-        return cls(cycle, cycles, (*script, JUDGEMENT)[turn], done, total, sizes)
+        doing = (*script, JUDGEMENT)[turn]
+        return cls(cycle, cycles, doing, done, total, record.sizes(), record.latest_stages)
+
+    @property
+    def text(self) -> str:
+        """`cycle 1/2: infer`."""
+        return f"cycle {self.cycle}/{self.cycles}: {self.stage}"
 
 
 def perform(life: Life, name: str) -> Sequence[Sequence[int]]:

@@ -26,11 +26,11 @@ function again(holder, show, data) {
 const source = new EventSource("events");
 source.addEventListener("reload", () => location.reload());
 source.addEventListener("life", (event) => {
-  const { subject, now, life, trends } = JSON.parse(event.data);
+  const { now, life, trends } = JSON.parse(event.data);
   // The page of a report, or one that has waited, is not that of a life.
   if (!holders.life || "waiting" in document.body.dataset) return location.reload();
   document.getElementById("now").textContent = `RUNNING: ${now}`;
-  document.title = `lowtide: ${subject}, ${now}`;
+  document.title = `lowtide: ${now}`;
   if (life) again(holders.life, showLife, life);
   if (trends.length) again(holders.trends, showTrends, trends);
 });

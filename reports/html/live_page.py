@@ -40,8 +40,7 @@ def render_live(life: LiveLife | None, problem: str = "") -> str:
 def describe_life(life: LiveLife) -> dict[str, Any]:
     """What an event says of a life: the stage that is running, and the pictures so far."""
     return {
-        "subject": one_line(life.subject),
         "now": one_line(life.now),
         "life": draw_life(life.stages),
-        "trends": draw_trends(Subject(id=life.subject, outcome="clean", stages=life.stages)),
+        "trends": draw_trends(Subject(id="", outcome="clean", stages=life.stages)),
     }

@@ -40,7 +40,6 @@ class LiveLife(msgspec.Struct, frozen=True, kw_only=True):
         pid: of the run's process.
         started: when that process was started, in seconds since 1970: another one may get its number.
         report: with what the report will have, too, and no subject yet.
-        subject: the name of the subject whose life it is.
         now: the stage that is running, with its cycle, for a person.
         stages: the last `MOST_STAGES` that have ended.
     """
@@ -48,7 +47,6 @@ class LiveLife(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     started: float
     report: Report
-    subject: str
     now: str
     stages: tuple[Stage, ...] = ()
 
@@ -66,31 +64,28 @@ class Broadcast:
 
     Args:
         folder: of the report.
-        report: what the report will have, without subjects.
-        subject: the name of the subject.
+        make_report: makes what the report will have, without subjects; not called where nobody watches.
     """
 
-    def __init__(self, folder: Path, report: Report, subject: str) -> None:
+    def __init__(self, folder: Path, make_report: Callable[[], Report]) -> None:
         self._folder = folder
-        self._report = report
-        self._subject = subject
+        self._make_report = make_report
 
-    def stage_begins(self, now: str, stages: Callable[[], Sequence[Stage]]) -> None:
+    def stage_begins(self, now: str, latest_stages: Callable[[int], Sequence[Stage]]) -> None:
         """Write what there is so far, if somebody watches; what cannot be written is left out.
 
         Args:
             now: the stage that begins, for a person.
-            stages: gives the last stages that have ended; not asked where nobody watches.
+            latest_stages: gives the last stages that have ended, that many at most; not called where nobody watches.
         """
         if not _is_fresh(self._folder / WANTED):
             return
         life = LiveLife(
             pid=os.getpid(),
             started=psutil.Process().create_time(),
-            report=self._report,
-            subject=self._subject,
+            report=self._make_report(),
             now=now,
-            stages=tuple(stages())[-MOST_STAGES:],
+            stages=tuple(latest_stages(MOST_STAGES)),
         )
         # A watcher must not cost the run anything, and no half of a file may be seen.
         with suppress(OSError):

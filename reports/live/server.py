@@ -43,12 +43,16 @@ class PageServer:
     """
 
     def __init__(self, folder: Path, port: int = 0) -> None:
-        want(folder)
         self._folder = folder
         self._token = secrets.token_urlsafe(16)
         self._closing = threading.Event()
         self._server = ThreadingHTTPServer((HOST, port), self._handler())
         self._server.daemon_threads = True
+        try:
+            want(folder)
+        except OSError:
+            self._server.server_close()
+            raise
 
     @property
     def url(self) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -73,19 +74,19 @@ def write(folder: Path, written: schema.Report) -> None:
 
 
 def begin(folder: Path, now: str = "cycle 1 of 2: infer", stages: Sequence[schema.Stage] = STAGES) -> Broadcast:
-    broadcast = Broadcast(folder, EMPTY, "run[tiny]")
-    broadcast.stage_begins(now, lambda: stages)
+    broadcast = Broadcast(folder, lambda: EMPTY)
+    broadcast.stage_begins(now, lambda most: stages[-most:])
     return broadcast
 
 
 def test_nobody_watches_and_nothing_is_written_or_asked(tmp_path: Path) -> None:
-    def asked() -> Sequence[schema.Stage]:
+    def asked(most: int = 0) -> Any:
         raise AssertionError("for nobody")
 
-    Broadcast(tmp_path, EMPTY, "run").stage_begins("infer", asked)
+    Broadcast(tmp_path, asked).stage_begins("infer", asked)
     want(tmp_path)
     os.utime(tmp_path / WANTED, (time.time() - FRESH_S - 1,) * 2)
-    Broadcast(tmp_path, EMPTY, "run").stage_begins("infer", asked)
+    Broadcast(tmp_path, asked).stage_begins("infer", asked)
     assert [path.name for path in tmp_path.iterdir()] == [WANTED]
 
 
@@ -94,12 +95,7 @@ def test_somebody_watches_and_the_last_stages_are_written_until_the_end(tmp_path
     broadcast = begin(tmp_path, stages=STAGES * MOST_STAGES)
     life = read_live(tmp_path)
     assert life is not None
-    assert (life.subject, life.now, len(life.stages), life.is_running) == (
-        "run[tiny]",
-        "cycle 1 of 2: infer",
-        MOST_STAGES,
-        True,
-    )
+    assert (life.now, len(life.stages), life.is_running) == ("cycle 1 of 2: infer", MOST_STAGES, True)
     assert life.stages[-1] == STAGES[-1]
     broadcast.close()
     assert read_live(tmp_path) is None
@@ -184,9 +180,9 @@ def test_a_life_is_followed_stage_by_stage_to_its_report(server: PageServer, tmp
     name, said = events.following()
     assert name == "life"
     assert isinstance(said, dict)
-    assert (said["subject"], said["now"]) == ("run[tiny]", "cycle 1 of 2: infer")
+    assert said["now"] == "cycle 1 of 2: infer"
     assert said["life"]["moments"] == ["before create", "create", "infer", "sleep(1)"]
-    broadcast.stage_begins("cycle 1 of 2: wake", lambda: STAGES)
+    broadcast.stage_begins("cycle 1 of 2: wake", lambda most: STAGES)
     name, said = events.following()
     assert isinstance(said, dict)
     assert (name, said["now"]) == ("life", "cycle 1 of 2: wake")
@@ -200,12 +196,13 @@ def test_a_life_is_followed_stage_by_stage_to_its_report(server: PageServer, tmp
 
 def test_texts_of_any_kind_stay_in_their_event(server: PageServer, tmp_path: Path) -> None:
     clean = HOSTILE.replace("\udc80", "")
-    Broadcast(tmp_path, EMPTY, f"{clean}\n\nevent: reload\ndata: 1\n\n").stage_begins(clean, lambda: STAGES)
+    broadcast = Broadcast(tmp_path, lambda: EMPTY)
+    broadcast.stage_begins(f"{clean}\n\nevent: reload\ndata: 1\n\n", lambda most: STAGES)
     events = Events(server.url)
     name, said = events.following()
     assert name == "life"
     assert isinstance(said, dict)
-    assert "event: reload" in said["subject"]
+    assert "event: reload" in said["now"]
     events.close()
 
 

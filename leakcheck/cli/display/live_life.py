@@ -63,8 +63,7 @@ class LiveLife:
         for name, sizes in self._sizes.items():
             sizes.append(event.sizes.get(name, 0))
         self._readings += 1
-        doing = f"cycle {event.cycle}/{event.cycles}: {event.stage}"
         since = time.strftime("%H:%M:%S")
-        drawing = RunningLife(doing, event.done, event.total, since, self._sizes)
+        drawing = RunningLife(event.text, event.done, event.total, since, self._sizes)
         with suppress(OSError):
             self._live.update(drawing, refresh=True)
