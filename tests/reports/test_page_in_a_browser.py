@@ -152,7 +152,7 @@ def leaks(count: int, **fields: Any) -> tuple[schema.Finding, ...]:
             holder=f"engine.CACHE_{turn}",
             message=f"held by engine.CACHE_{turn}",
             path=(
-                schema.Hop(type="module", edge="engine"),
+                schema.Hop(type="module", edge="engine", mark="innocent"),
                 schema.Hop(type="dict", edge=f".CACHE_{turn}", suspect=True),
             ),
             allocated_at=(schema.Frame(file="a.py", line=turn, function="load", source="x = 1"),),
