@@ -520,3 +520,17 @@ def test_importing_the_schema_does_not_load_the_template_engine() -> None:
     code = "import sys, lowtide.reports.schema, lowtide.reports.html.page; print('jinja2' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "False\n"
+
+
+def test_what_was_measured_says_by_whom_and_how_often() -> None:
+    known = readings(5 << 20, ledgers=(ledger(9, context=9),))
+    life = (stage(before=readings(), after=known), stage("infer", before=known, after=readings()))
+    html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("clean", stages=life),)))
+    rows = table_rows(html)
+    rows = rows[rows.index(["figure", "counted by", "known in", "lowest (MiB)", "highest (MiB)"]) :]
+    assert ["tensors", "lowtide", "4 of 4 readings", "0.0", "5.0"] in rows
+    assert ["allocated", "torch", "0 of 4 readings", "—", "—"] in rows
+    assert ["driver", "nvml", "0 of 4 readings", "—", "—"] in rows
+    assert ["RSS", "the kernel", "4 of 4 readings", "1024.0", "1024.0"] in rows
+    assert ["ledger of cuda:0", "nvml", "2 of 2 readings", "9.0", "9.0"] in rows
+    assert "Measured" not in page(subject("clean")).under("h2")
