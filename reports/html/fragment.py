@@ -13,7 +13,7 @@ from lowtide.reports.finding_lines import (
     shared_text,
     trend_text,
 )
-from lowtide.reports.html.page import environment
+from lowtide.reports.html.jinja_environment import environment
 from lowtide.reports.markdown import not_measured, verdict
 from lowtide.reports.schema import Finding, Outcome, Report, Subject
 from lowtide.reports.sizes import format_bytes

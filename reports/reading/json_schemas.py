@@ -23,7 +23,9 @@ def _with_clean_texts(schema: Any) -> Any:
     """A schema without the indentation of docstrings, which Python 3.13 takes away and earlier ones keep."""
     if isinstance(schema, dict):
         return {
-            key: inspect.cleandoc(value) if key == "description" and isinstance(value, str) else _with_clean_texts(value)
+            key: inspect.cleandoc(value)
+            if key == "description" and isinstance(value, str)
+            else _with_clean_texts(value)
             for key, value in schema.items()
         }
     return schema

@@ -536,3 +536,9 @@ def test_what_was_measured_says_by_whom_and_how_often() -> None:
     assert ["RSS", "the kernel", "4 of 4 readings", "1024.0", "1024.0"] in rows
     assert ["ledger of cuda:0", "nvml", "2 of 2 readings", "9.0", "9.0"] in rows
     assert "Measured" not in page(subject("clean")).under("h2")
+
+
+def test_the_settings_are_shown_where_they_are_known() -> None:
+    written = Page(render_html(msgspec.structs.replace(REPORT, settings={"tolerance": "4096", "<b>": "<i>"})))
+    assert "Settings tolerance 4096 <b> <i>" in written.text
+    assert "Settings" not in page().text
