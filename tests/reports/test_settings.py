@@ -13,6 +13,10 @@ from lowtide.leakcheck.cli.reporting import command_settings
 from lowtide.pytest_plugin.settings import Settings
 
 
+class Size(str, Enum):
+    SMALL = "small"
+
+
 def test_a_block_s_report_has_its_policy() -> None:
     with lowtide.LeakCheck(tolerance=7, processes=False) as check:
         pass
@@ -21,9 +25,6 @@ def test_a_block_s_report_has_its_policy() -> None:
 
 
 def test_a_command_s_report_has_its_options() -> None:
-    class Size(str, Enum):
-        SMALL = "small"
-
     seen: list[dict[str, str]] = []
     app = typer.Typer()
 
