@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from lowtide import old_names
 
 if TYPE_CHECKING:
+    from IPython.core.interactiveshell import InteractiveShell
+
     from lowtide.leakcheck.watching.check import LeakCheck
     from lowtide.probes.processes.agents import agent_environment
     from lowtide.probes.stages import announce, stage
@@ -38,3 +40,9 @@ def __getattr__(name: str) -> Any:
     # Once asked for it is an ordinary attribute: a stage mark must cost next to nothing.
     found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
     return found
+
+
+def load_ipython_extension(ipython: InteractiveShell) -> None:
+    """Give a notebook the cell magic `%%leakcheck`: `%load_ext lowtide` calls this."""
+    # By its name, as all that is here: no room below may depend on the notebook.
+    importlib.import_module("lowtide.leakcheck.notebooks.magic").register(ipython)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
+from lowtide.reports.reading.json_files import UnreadableError, decode_json, read_bounded
+from lowtide.reports.reading.json_schemas import schema_of
+from lowtide.reports.reading.numbers import Int64
+from lowtide.reports.reading.report_head import refuse_deep_parts, why_unreadable
 
 SCHEMA = "lowtide-report/1"
 
@@ -85,7 +88,7 @@ class LedgerLine(_Record, frozen=True, kw_only=True):
     """One named part of a device's memory."""
 
     name: str
-    bytes: int
+    bytes: Int64
     note: str = ""
 
 
@@ -94,9 +97,9 @@ class Ledger(_Record, frozen=True, kw_only=True):
 
     device: str
     source: str
-    total: int | None
+    total: Int64 | None
     lines: tuple[LedgerLine, ...]
-    unexplained: int | None
+    unexplained: Int64 | None
 
 
 class Readings(_Record, frozen=True, kw_only=True):
@@ -105,21 +108,21 @@ class Readings(_Record, frozen=True, kw_only=True):
     `ledgers` is empty before a stage that begins with what the stage before it has ended with.
     """
 
-    tensors: int
-    allocated: int | None
-    reserved: int | None
-    arenas: dict[str, int]
-    pinned: int | None
-    host_pools: int
-    driver: int | None
-    rss: int
-    frozen_objects: int
-    cache_bytes: int
-    threads: int
-    native_threads: int
-    processes: int
-    descriptors: int
-    shared_memory: int
+    tensors: Int64
+    allocated: Int64 | None
+    reserved: Int64 | None
+    arenas: dict[str, Int64]
+    pinned: Int64 | None
+    host_pools: Int64
+    driver: Int64 | None
+    rss: Int64
+    frozen_objects: Int64
+    cache_bytes: Int64
+    threads: Int64
+    native_threads: Int64
+    processes: Int64
+    descriptors: Int64
+    shared_memory: Int64
     ledgers: tuple[Ledger, ...] = ()
 
 
@@ -127,7 +130,7 @@ class Stage(_Record, frozen=True, kw_only=True):
     """One stage of a life, with the readings on both sides of it, and of the engine's other processes after it."""
 
     name: str
-    cycle: int
+    cycle: Int64
     seconds: float
     before: Readings
     after: Readings
@@ -152,14 +155,14 @@ class Hop(_Record, frozen=True, kw_only=True):
     edge: str
     suspect: bool = False
     mark: Literal["innocent", "holding"] | None = None
-    retains_bytes: int | None = None
+    retains_bytes: Int64 | None = None
 
 
 class Frame(_Record, frozen=True, kw_only=True):
     """One frame of an allocation stack; `source` is the line's text, empty where it could not be read."""
 
     file: str
-    line: int
+    line: Int64
     function: str
     source: str = ""
 
@@ -168,7 +171,7 @@ class Remedy(_Record, frozen=True, kw_only=True):
     """One action, and the bytes that it gave back when it was tried."""
 
     action: str
-    returns_bytes: int
+    returns_bytes: Int64
 
 
 class TypeGrowth(_Record, frozen=True, kw_only=True):
@@ -177,8 +180,8 @@ class TypeGrowth(_Record, frozen=True, kw_only=True):
     type: str
     since: str
     until: str
-    before: int
-    after: int
+    before: Int64
+    after: Int64
 
 
 class Finding(_Record, frozen=True, kw_only=True):
@@ -201,8 +204,8 @@ class Finding(_Record, frozen=True, kw_only=True):
 
     resource: Resource
     cause: Cause
-    bytes: int
-    count: int
+    bytes: Int64
+    count: Int64
     device: str
     stage: str
     message: str
@@ -212,7 +215,7 @@ class Finding(_Record, frozen=True, kw_only=True):
     path: tuple[Hop, ...] = ()
     allocated_at: tuple[Frame, ...] = ()
     remedy: Remedy | None = None
-    shared_bytes: int = 0
+    shared_bytes: Int64 = 0
     tried: tuple[Remedy, ...] = ()
     changed: tuple[str, ...] = ()
     advice: str | None = None
@@ -229,8 +232,8 @@ class Return(_Record, frozen=True, kw_only=True):
     resource: Resource
     device: str
     stage: str
-    cycle: int
-    bytes: int
+    cycle: Int64
+    bytes: Int64
     rung: Rung
     seconds: float
 
@@ -239,7 +242,7 @@ class CardMemory(_Record, frozen=True, kw_only=True):
     """What a process holds on one card; None where it has a context there and the driver does not report its size."""
 
     device: str
-    bytes: int | None
+    bytes: Int64 | None
 
 
 class OtherProcess(_Record, frozen=True, kw_only=True):
@@ -249,9 +252,9 @@ class OtherProcess(_Record, frozen=True, kw_only=True):
         host: bytes of host memory that only it maps; None where that may not be read.
     """
 
-    pid: int
+    pid: Int64
     name: str
-    host: int | None
+    host: Int64 | None
     cards: tuple[CardMemory, ...] = ()
 
 
@@ -286,8 +289,8 @@ class Machine(_Record, frozen=True, kw_only=True):
     platform: str
     python: str
     torch: str
-    cpus: int
-    memory: int
+    cpus: Int64
+    memory: Int64
     devices: tuple[str, ...]
     driver: str
 
@@ -323,6 +326,12 @@ class Report(_Record, frozen=True, kw_only=True):
         if lines:
             raise LeaksFoundError("\n".join(lines))
 
+    def _repr_html_(self) -> str:
+        # Here, because whoever reads or writes reports needs no templates.
+        from lowtide.reports.html.fragment import render_fragment
+
+        return render_fragment(self)
+
 
 def exit_code(report: Report) -> int:
     """0 clean, 1 a leak was found, 2 something could not be measured or failed."""
@@ -334,18 +343,7 @@ def exit_code(report: Report) -> int:
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of a report, as shipped in `lowtide-report-1.schema.json`."""
-    schema = with_clean_texts(msgspec.json.schema(Report))
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA, **schema}
-
-
-def with_clean_texts(schema: Any) -> Any:
-    """A schema without the indentation of docstrings, which Python 3.13 takes away and earlier ones keep."""
-    if isinstance(schema, dict):
-        return {
-            key: inspect.cleandoc(value) if key == "description" and isinstance(value, str) else with_clean_texts(value)
-            for key, value in schema.items()
-        }
-    return schema
+    return schema_of(Report, SCHEMA)
 
 
 def encode(report: Report) -> bytes:
@@ -358,25 +356,27 @@ def decode(data: bytes, name: str = "report") -> Report:
     """The report in `data`.
 
     Raises:
-        ReportError: not JSON, or not of this schema; `name` and the offending field are in the message.
+        ReportError: not JSON, or not of this schema; `name`, what is wrong and what to do are in the message, one line.
     """
     try:
-        return msgspec.json.decode(data, type=Report)
-    except msgspec.DecodeError as error:
-        raise ReportError(f"{name} is not a {SCHEMA} report: {error}") from error
+        report = decode_json(data, Report)
+        refuse_deep_parts(finding for subject in report.subjects for finding in subject.findings)
+    except UnreadableError as error:
+        raise ReportError(f"{name} {why_unreadable(data, error, SCHEMA)}") from error
+    return report
 
 
 def read(folder: Path) -> Report:
     """The report in a report folder.
 
     Raises:
-        ReportError: there is none, or it cannot be read.
+        ReportError: there is none, it cannot be read, or it is larger than 512 MiB.
     """
     path = folder / "leakcheck.json"
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise ReportError(f"{path} cannot be read: {error.strerror}") from error
+        data = read_bounded(path)
+    except UnreadableError as error:
+        raise ReportError(f"{path} {error}") from error
     return decode(data, str(path))
 
 

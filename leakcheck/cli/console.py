@@ -49,5 +49,8 @@ def progress_line(console: Console) -> Progress:
 
 def refuse(message: str) -> NoReturn:
     """End with one line and exit code 2."""
-    typer.echo(f"lowtide: {message}", err=True)
+    from lowtide.reports.finding_lines import one_line
+
+    # A message may quote a file or name one, and both may have anything in them.
+    typer.echo(one_line(f"lowtide: {message}"), err=True)
     raise typer.Exit(2)

@@ -26,6 +26,7 @@ from lowtide.leakcheck.fuzzing.target_source import start_program
 from lowtide.leakcheck.gate.matrix import CALIBRATION_FILE
 from lowtide.reports import schema
 from lowtide.reports.folder import write_folder
+from lowtide.reports.reading.json_files import UnreadableError, decode_json, read_bounded
 from lowtide.reports.schema import Report, Subject
 from lowtide.reports.sizes import format_bytes
 
@@ -260,11 +261,13 @@ def read_tolerances(folder: Path, device: str) -> dict[str, int]:
     """
     path = folder / CALIBRATION_FILE
     try:
-        table = msgspec.json.decode(path.read_bytes(), type=_Table)
-    except OSError as error:
-        raise CalibrationError(f"{path} cannot be read: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise CalibrationError(f"{path} has no calibrated tolerances: {error}") from error
+        data = read_bounded(path)
+    except UnreadableError as error:
+        raise CalibrationError(f"{path} {error}") from error
+    try:
+        table = decode_json(data, _Table)
+    except UnreadableError as error:
+        raise CalibrationError(f"{path} has no calibrated tolerances: {error}: calibrate again") from error
     if table.device != device:
         raise CalibrationError(f"{path} is of {table.device}, and the engine is on {device}: calibrate there")
     return table.tolerances

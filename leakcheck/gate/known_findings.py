@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
+from lowtide.reports.reading.json_files import UnreadableError, decode_json, read_bounded
 from lowtide.reports.schema import Finding, Subject
 
 SCHEMA = "lowtide-baseline/1"
@@ -83,15 +84,15 @@ class KnownFindings:
         Raises:
             KnownFindingsError: it cannot be read.
         """
-        try:
-            data = file.read_bytes()
-        except FileNotFoundError:
+        if not file.exists():
             return cls(file)
-        except OSError as error:
-            raise KnownFindingsError(f"{file} cannot be read: {error.strerror}") from error
         try:
-            content = msgspec.json.decode(data, type=_File)
-        except msgspec.DecodeError as error:
+            data = read_bounded(file)
+        except UnreadableError as error:
+            raise KnownFindingsError(f"{file} {error}") from error
+        try:
+            content = decode_json(data, _File)
+        except UnreadableError as error:
             raise KnownFindingsError(f"{file} is not a {SCHEMA} baseline: {error}") from error
         if content.schema != SCHEMA:
             raise KnownFindingsError(f"{file} has the schema {content.schema!r}; this version reads {SCHEMA}")

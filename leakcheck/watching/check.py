@@ -123,6 +123,14 @@ class LeakCheck:
             raise LeakCheckError("there is no report before the block has ended: ask for it after the with statement")
         return self._report
 
+    def _repr_html_(self) -> str:
+        # Only a notebook asks for it.
+        from lowtide.reports.html.fragment import render_fragment, render_line
+
+        if self._report is None:
+            return render_line("lowtide: the block has not ended; its report is here afterwards")
+        return render_fragment(self._report)
+
     def stage_entered(self, stage: Stage) -> None:
         """What appears from here on appeared in this stage."""
         if stage.thread == threading.main_thread().ident:

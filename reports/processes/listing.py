@@ -12,7 +12,8 @@ from lowtide.probes.device.driver.card_holders import CardHolders
 from lowtide.probes.processes.holders import Holders
 from lowtide.probes.processes.outside_view import ProcessView
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile
-from lowtide.reports.schema import CardMemory, NotMeasured, with_clean_texts
+from lowtide.reports.reading.json_schemas import schema_of
+from lowtide.reports.schema import CardMemory, NotMeasured
 
 SCHEMA: Literal["lowtide-ps/1"] = "lowtide-ps/1"
 
@@ -147,8 +148,7 @@ def make_listing(holders: Holders, *, version: str, now: datetime.datetime, limi
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema (2020-12) of a listing, as shipped in `lowtide-ps-1.schema.json`."""
-    schema = with_clean_texts(msgspec.json.schema(Listing))
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": SCHEMA, **schema}
+    return schema_of(Listing, SCHEMA)
 
 
 def encode(listing: Listing) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from lowtide.reports.reading.numbers import Int64
+
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of all parts: immutable, named fields only, and unknown ones are an error."""
@@ -22,11 +24,11 @@ class ProcessName(_Record, frozen=True, kw_only=True):
         device: where it holds memory, as `cuda:1` or `cpu`; empty if unknown.
     """
 
-    pid: int
+    pid: Int64
     name: str
-    parent: int | None = None
+    parent: Int64 | None = None
     role: str = ""
-    rank: int | None = None
+    rank: Int64 | None = None
     ranks: str = ""
     device: str = ""
 
@@ -53,13 +55,13 @@ class ProcessStage(_Record, frozen=True, kw_only=True):
     """
 
     process: ProcessName
-    tensors: dict[str, int]
-    arenas: dict[str, dict[str, int]]
-    reserved: dict[str, int | None]
-    cards: dict[str, int | None] = {}
-    host: int | None = None
-    contexts: dict[str, int] = {}
-    unexplained: dict[str, int | None] = {}
+    tensors: dict[str, Int64]
+    arenas: dict[str, dict[str, Int64]]
+    reserved: dict[str, Int64 | None]
+    cards: dict[str, Int64 | None] = {}
+    host: Int64 | None = None
+    contexts: dict[str, Int64] = {}
+    unexplained: dict[str, Int64 | None] = {}
 
     @property
     def bytes(self) -> int:

@@ -1,0 +1,29 @@
+"""The JSON Schema of a type, the same under every version of Python."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import msgspec
+
+
+def schema_of(kind: Any, title: str) -> dict[str, Any]:
+    """The JSON Schema (2020-12) of a type.
+
+    Args:
+        kind: the type.
+        title: the name of the schema, with its version.
+    """
+    schema = _with_clean_texts(msgspec.json.schema(kind))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **schema}
+
+
+def _with_clean_texts(schema: Any) -> Any:
+    """A schema without the indentation of docstrings, which Python 3.13 takes away and earlier ones keep."""
+    if isinstance(schema, dict):
+        return {
+            key: inspect.cleandoc(value) if key == "description" and isinstance(value, str) else _with_clean_texts(value)
+            for key, value in schema.items()
+        }
+    return schema

@@ -1,0 +1,168 @@
+"""More cells under `%%leakcheck`: advice that is tried, options, errors, and a real kernel of Jupyter."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import traceback
+import weakref
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("IPython")
+
+from tests.leakcheck.notebook_shell import Notebook, notebook
+
+__all__ = ["notebook"]
+
+
+def test_what_was_there_before_is_to_be_emptied_and_not_deleted(notebook: Notebook) -> None:
+    assert notebook.finding("engine.infer(keep=True)").advice == (
+        "Engine was there before the cell, which has added Engine.kept[0]: take it out where its use ends"
+    )
+
+
+def test_a_variable_that_the_cell_binds_anew_is_the_cell_s(notebook: Notebook) -> None:
+    notebook.run("x = torch.zeros(10)")
+    assert (notebook.finding("x = torch.zeros(1000)").advice or "").startswith("the cell binds the variable x: ")
+
+
+def test_what_a_semicolon_hides_does_not_stay(notebook: Notebook) -> None:
+    assert notebook.check("torch.zeros(1000);").subjects[0].findings == ()
+
+
+def test_a_variable_that_is_shown_too_is_given_back_by_xdel(notebook: Notebook) -> None:
+    finding = notebook.finding("x = torch.zeros(1000)", "x")
+    number = notebook.shell.execution_count - 1
+    assert finding.holder == "x"
+    assert finding.advice == (
+        f"the cell binds the variable x, and IPython keeps it as Out[{number}]: `%xdel x` gives both back"
+    )
+    tensor = weakref.ref(notebook.names["x"])
+    notebook.run("%xdel x")
+    assert tensor() is None
+
+
+def test_advice_that_is_better_than_to_delete_a_variable_stays(notebook: Notebook) -> None:
+    notebook.run("import threading", "done = threading.Event()")
+    finding = notebook.finding("t = threading.Thread(target=done.wait)", "t.start()", options="--settle 0.05")
+    assert finding.advice == "end it where the owner ends: done.set()"
+    notebook.run("done.set()", "t.join()")
+
+
+def test_what_the_last_error_holds_is_given_back_as_advised(notebook: Notebook) -> None:
+    finding = notebook.finding("def fail(z):", "    return 1 / 0", "fail(torch.zeros(1000))")
+    notebook.error = None
+    ends = list(traceback.walk_tb(sys.last_value.__traceback__))
+    tensor = weakref.ref(ends[-1][0].f_locals["z"])
+    del ends
+    _, advised, effect = (finding.advice or "").split("`")
+    assert effect == " gives it back"
+    notebook.run(advised)
+    assert notebook.error is None
+    assert tensor() is None
+
+
+def test_an_error_that_a_variable_holds_is_that_variable_s(notebook: Notebook) -> None:
+    finding = notebook.finding(
+        "def fail(z):", "    raise ValueError", "try:", "    fail(torch.zeros(1000))", "except ValueError as error:",
+        "    kept = error",
+    )  # fmt: skip
+    assert (finding.holder or "").startswith("kept.__traceback__")
+
+
+def test_a_cell_that_is_no_python_fails_as_any_other(notebook: Notebook) -> None:
+    notebook.run("%%leakcheck", "1 +")
+    assert isinstance(notebook.error, SyntaxError)
+    assert notebook.output.count("SyntaxError: invalid syntax") == 1
+
+
+def test_the_error_of_a_later_cell_is_shown_again(notebook: Notebook) -> None:
+    notebook.run(
+        "try:", "    get_ipython().run_cell_magic('leakcheck', '', '1 / 0')", "except ZeroDivisionError:", "    pass"
+    )
+    assert notebook.error is None
+    notebook.run("[][1]")
+    assert "IndexError: list index out of range" in notebook.output
+
+
+def test_a_warm_up_is_not_judged(notebook: Notebook) -> None:
+    notebook.run("runs = []", "first = []")
+    code = ("runs.append(1)", "if not first:", "    first.append(torch.zeros(1000))")
+    assert notebook.check(*code, options="--warmup").subjects[0].findings == ()
+    assert notebook.names["runs"] == [1, 1]
+
+
+def test_a_warm_up_that_fails_ends_it(notebook: Notebook) -> None:
+    notebook.run("runs = []")
+    notebook.run("%%leakcheck --warmup", "runs.append(1)", "1 / 0")
+    assert isinstance(notebook.error, ZeroDivisionError)
+    assert (notebook.names["runs"], notebook.html) == ([1], [])
+
+
+@pytest.mark.parametrize(("options", "outcome"), [("--tolerance 4000", "clean"), ("--tolerance 3999", "leak")])
+def test_options_are_those_of_leakcheck(notebook: Notebook, options: str, outcome: str) -> None:
+    assert notebook.check("engine.infer(keep=True)", options=options).subjects[0].outcome == outcome
+
+
+def test_a_remedy_is_tried_only_if_asked_for(notebook: Notebook) -> None:
+    finding = notebook.finding("engine.infer(keep=True)", options="--remedies")
+    assert [tried.returns_bytes for tried in finding.tried] == [4000]
+    assert notebook.names["Engine"].kept == []
+
+
+def test_a_magic_in_the_cell_stays_one(notebook: Notebook) -> None:
+    notebook.check("%%capture shown", "print('hidden')")
+    assert notebook.names["shown"].stdout == "hidden\n"
+
+
+def test_the_help_has_each_option(notebook: Notebook) -> None:
+    magic = notebook.shell.find_cell_magic("leakcheck")
+    for option in ("--tolerance BYTES", "--warmup", "--fail", "--into NAME"):
+        assert option in magic.__doc__
+
+
+KERNEL_CELLS = (
+    "import torch\n%load_ext lowtide",
+    "%%leakcheck\nx = torch.zeros(1000)\nx",
+    "%xdel x",
+    "%%leakcheck\ntorch.zeros(1000);",
+    "%%leakcheck\nimport asyncio\nawait asyncio.sleep(0)",
+    "%%leakcheck\n1 / 0",
+    "print('after')",
+)
+
+
+def test_a_kernel_of_jupyter_shows_the_report_and_stops_at_a_cell_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = tmp_path / "kernels" / "this" / "kernel.json"
+    spec.parent.mkdir(parents=True)
+    spec.write_text(json.dumps({"argv": argv, "display_name": "this", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    written = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code) for code in KERNEL_CELLS])
+    # A cell that is refused fails; what is looked at is whether each failed, and what it showed.
+    nbclient.NotebookClient(written, timeout=120, kernel_name="this", allow_errors=True).execute()
+    outputs = [cell.outputs for cell in written.cells]
+    (leak,) = [output.data for output in outputs[1] if "text/html" in output.data]
+    assert "held by x" in leak["text/html"]
+    assert "`%xdel x` gives both back" in " ".join(leak["text/plain"].split())
+    assert ["CLEAN" in output.data["text/plain"] for output in outputs[3]] == [True]
+    assert "write `with lowtide.LeakCheck() as check:` around the await" in outputs[4][0].text
+    error, report = outputs[5]
+    assert (error.output_type, error.ename) == ("error", "ZeroDivisionError")
+    assert "CLEAN" in report.data["text/plain"]
+    assert outputs[6][0].text == "after\n"
+
+
+def test_the_page_has_each_option(notebook: Notebook) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", notebook.shell.find_cell_magic("leakcheck").__doc__)
+    assert len(set(options)) > 8
+    assert [option for option in options if f"| `{option}" not in page] == []
