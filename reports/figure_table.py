@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, JustifyMethod, RenderResult
+from rich.segment import Segment
 from rich.style import Style
 from rich.table import Table
 from rich.text import Text
@@ -20,18 +22,37 @@ _GAP = 2
 _LEAST_LABEL = 8
 """Below this a label is not folded any further, however narrow the terminal is."""
 
+_MOST_HEAD = 32
+"""A head that is longer is folded: it may be a command with all its arguments."""
+
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its head and a cell per row."""
+    """One column.
+
+    Attributes:
+        name: its head.
+        cells: one per row.
+        change: by how many bytes its figures change, where it may be left out for others; None where it may not.
+    """
 
     name: str
     cells: tuple[str, ...]
+    change: int | None = None
+
+    @cached_property
+    def width(self) -> int:
+        """Cells of a terminal that the column takes beside others."""
+        return max(self._cells_width, min(cell_len(self.name), _MOST_HEAD))
+
+    @cached_property
+    def whole_width(self) -> int:
+        """Cells of a terminal that the column takes where nothing of it is folded."""
+        return max(self._cells_width, cell_len(self.name))
 
     @property
-    def width(self) -> int:
-        """Cells of a terminal that the column takes."""
-        return max(map(cell_len, (self.name, *self.cells)))
+    def _cells_width(self) -> int:
+        return max(map(cell_len, self.cells), default=0)
 
 
 @dataclass(frozen=True)
@@ -46,6 +67,7 @@ class FigureTable:
         sections: rows before which there is a blank line.
         bold: rows that are sums.
         left: how many of the labels are set to the left, from the right end on.
+        most_label: cells of a terminal that the last label takes at most; None where only figures make it give way.
     """
 
     title: str
@@ -55,17 +77,22 @@ class FigureTable:
     sections: frozenset[int] = frozenset()
     bold: frozenset[int] = frozenset()
     left: int = 1
+    most_label: int | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, the tables one below the other, and the notes."""
-        yield HangingText(Text(self.title, style="italic"))
+        yield from self._folded(Text(self.title, style="italic"), console, options)
         for turn, figures in enumerate(self.blocks(options.max_width)):
             if turn:
                 yield Text()
             yield self._table(figures, options.max_width)
         for note in self.notes:
-            yield HangingText(Text(note, style="dim"))
+            yield from self._folded(Text(note, style="dim"), console, options)
         yield Text()
+
+    def fits(self, width: int) -> bool:
+        """Whether one table is enough."""
+        return self._labels_width(width) + sum(_GAP + column.width for column in self.figures) <= width
 
     def blocks(self, width: int) -> list[list[Column]]:
         """The figures of each table: as few tables as fit `width` beside the labels, and all about as wide."""
@@ -75,6 +102,10 @@ class FigureTable:
         while room > 0 and len(narrower := self._filled(room - 1)) == len(blocks):
             room, blocks = room - 1, narrower
         return blocks
+
+    def _folded(self, text: Text, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        """Also where prose is not folded: it belongs to a table, and is as wide as that."""
+        yield from console.render(HangingText(text), options.update(no_wrap=False))
 
     def _filled(self, room: int) -> list[list[Column]]:
         """As many columns into each table as there is room for, and one at least."""
@@ -95,10 +126,11 @@ class FigureTable:
 
     def _label_widths(self, width: int) -> list[int]:
         """Widths of the labels; the last one is folded where the widest figure would not fit beside it."""
-        widths = [label.width for label in self.labels]
+        widths = [label.whole_width for label in self.labels]
         figure = max((column.width for column in self.figures), default=0)
         room = width - figure - sum(widths[:-1]) - _GAP * len(widths)
-        return [*widths[:-1], min(widths[-1], max(_LEAST_LABEL, room))]
+        most = room if self.most_label is None else min(room, self.most_label)
+        return [*widths[:-1], min(widths[-1], max(_LEAST_LABEL, most))]
 
     def _table(self, figures: Sequence[Column], width: int) -> Table:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -107,7 +139,8 @@ class FigureTable:
             justify: JustifyMethod = "right" if turn < set_right else "left"
             table.add_column(Text(label.name), justify=justify, width=label_width, overflow="fold")
         for figure in figures:
-            table.add_column(Text(figure.name), justify="right", width=figure.width, no_wrap=True)
+            # Figures are as wide as their column at most; a head may be wider.
+            table.add_column(Text(figure.name), justify="right", width=figure.width, overflow="fold")
         columns = [*self.labels, *figures]
         for row in range(len(self.labels[0].cells)):
             if row in self.sections:

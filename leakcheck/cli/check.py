@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, refuse
+from lowtide.leakcheck.cli.console import INTERRUPTED, Wide, refuse
 from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances, snapshots_in
 from lowtide.leakcheck.cli.reporting import check_writable
 
@@ -33,6 +33,7 @@ def check(
         Path | None,
         typer.Option(metavar="DIR", help="Report folder of a calibration: its tolerances for what one life may leave."),
     ] = None,
+    wide: Wide = False,
 ) -> None:
     """Drive your engine through one fixed life (create, infer, every sleep, wake, shutdown) again and again, and judge.
 
@@ -44,7 +45,7 @@ def check(
     if report is not None:
         check_writable(report)
     try:
-        code = _check(target, cycles, report, known, tenant, calibration)
+        code = _check(target, cycles, report, known, tenant, calibration, wide=wide)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
@@ -58,6 +59,8 @@ def _check(
     suppressions: Suppressions,
     tenant: bool,
     calibration: Path | None,
+    *,
+    wide: bool,
 ) -> int:
     from lowtide.leakcheck.lives.target_life import check_run
     from lowtide.leakcheck.targets.target import TargetError, load_factory
@@ -78,6 +81,6 @@ def _check(
                 snapshots=snapshots_in(report),
             )
 
-        return live(make_run, report, suppressions)
+        return live(make_run, report, suppressions, wide=wide)
     except TargetError as error:
         refuse(str(error))

@@ -10,6 +10,7 @@ import typer
 import lowtide
 from lowtide.leakcheck.cli.bisect_step import STOPS_BISECT, bisect_step
 from lowtide.leakcheck.cli.check import check
+from lowtide.leakcheck.cli.console import colors_are_off
 from lowtide.leakcheck.cli.defects import defects
 from lowtide.leakcheck.cli.fuzz import fuzz
 from lowtide.leakcheck.cli.gate import gate
@@ -39,6 +40,8 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 def main() -> None:
     """Run the command line; bad input is reported in one line, with exit code 2."""
+    if "--help" in sys.argv or not sys.argv[1:]:
+        _choose_help_styles()
     if not sys.argv[1:]:
         app()
     try:
@@ -50,6 +53,21 @@ def main() -> None:
         typer.echo(f"lowtide: {said.rstrip('.')}: see `{command} --help`", err=True)
         code = STOPS_BISECT if command.endswith(" bisect-step") else 2
     sys.exit(code)
+
+
+def _choose_help_styles() -> None:
+    """Let typer, which prints the help, follow the rules of `find_console`.
+
+    By itself it prints control codes also without a terminal, in GitHub Actions or with `FORCE_COLOR`, and with
+    `NO_COLOR` still other styles than colours.
+    """
+    # Only here: it loads all that renders Markdown.
+    from typer import rich_utils
+
+    if not sys.stdout.isatty():
+        rich_utils.FORCE_TERMINAL = False
+    if colors_are_off():
+        rich_utils.COLOR_SYSTEM = None
 
 
 def _version(wanted: bool) -> None:

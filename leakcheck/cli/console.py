@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import NoReturn, TextIO
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 from rich.console import Console
@@ -17,18 +17,28 @@ INTERRUPTED = 130
 WITHOUT_TERMINAL = 100
 """Columns of a table where nobody says how wide the output is shown, as in a log of a CI."""
 
+Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, not only the most telling ones that fit.")]
+
 
 def find_console(output: TextIO | None = None) -> Console:
     """Where to print: as wide as its terminal; elsewhere tables take `COLUMNS`, or 100, and prose is not folded.
+
+    Without a terminal no control code is printed, whatever the environment forces; with `NO_COLOR` neither colours nor
+    other styles.
 
     Args:
         output: None for standard output.
     """
     if (output or sys.stdout).isatty():
-        return Console(file=output)
+        return Console(file=output, color_system=None if colors_are_off() else "auto")
     reported = os.environ.get("COLUMNS", "")
     width = int(reported) if reported.isdecimal() and int(reported) else WITHOUT_TERMINAL
-    return Console(file=output, width=width, soft_wrap=True)
+    return Console(file=output, width=width, soft_wrap=True, force_terminal=False)
+
+
+def colors_are_off() -> bool:
+    """Whether the user wants none: https://no-color.org."""
+    return os.environ.get("NO_COLOR", "") != ""
 
 
 def progress_line(console: Console) -> Progress:
@@ -41,7 +51,7 @@ def progress_line(console: Console) -> Progress:
         MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=7)),
         TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
         console=console,
-        disable=not sys.stdout.isatty(),
+        disable=not sys.stdout.isatty() or console.is_dumb_terminal,
         transient=True,
         expand=True,
     )

@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, progress_line, refuse
+from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse
+from lowtide.leakcheck.cli.display.live_life import shown_live
+from lowtide.leakcheck.cli.display.watched_life import broadcast_live
 from lowtide.leakcheck.cli.reporting import make_report
 
 if TYPE_CHECKING:
@@ -51,9 +53,23 @@ def snapshots_in(report: Path | None) -> AllocatorSnapshots | None:
 
 
 def live(
-    make_run: Callable[[Driver, Callable[[Event], None]], LifecycleRun], report: Path | None, suppressions: Suppressions
+    make_run: Callable[[Driver, Callable[[Event], None]], LifecycleRun],
+    report: Path | None,
+    suppressions: Suppressions,
+    *,
+    wide: bool,
 ) -> int:
-    """Lives all lives with a progress line, and shows and writes the verdict; the exit code."""
+    """Live all lives, on a terminal in view of its user, and show and write the verdict.
+
+    Args:
+        make_run: makes the run, for a driver's figures and with whom hears of its stages.
+        report: folder of the report; None for none.
+        suppressions: the leaks that may stay.
+        wide: whether all columns of the tables are shown.
+
+    Returns:
+        The command's exit code.
+    """
     from rich.text import Text
 
     from lowtide.leakcheck.suppressions.entries import problems
@@ -64,33 +80,32 @@ def live(
     from lowtide.reports.terminal import render
 
     console = find_console()
-    with ExitStack() as stack:
+    # Until the report is there: who watches the folder goes on to that.
+    with ExitStack() as watched, ExitStack() as stack:
         driver = find_driver()
         stack.callback(driver.close)
-        progress = stack.enter_context(progress_line(console))
-        task = progress.add_task("starting")
+        listeners = [stack.enter_context(shown_live(console))]
+        if report is not None:
+            listeners.append(watched.enter_context(broadcast_live(report, lambda: make_report(None, driver))))
 
-        def show(event: Event) -> None:
-            progress.update(
-                task,
-                description=f"cycle {event.cycle}/{event.cycles}: {event.stage}",
-                completed=event.done,
-                total=event.total,
-            )
+        def tell(event: Event) -> None:
+            for hear in listeners:
+                hear(event)
 
-        life = make_run(driver, show)
+        life = make_run(driver, tell)
         today = datetime.date.today()
         subject, used = suppressions.judge(life.run(), today)
         written = make_report(subject, driver)
-    # Written before it is shown: a pipe that breaks must not cost the report.
-    where = None
-    if report is not None:
-        try:
-            where = write_folder(written, report)
-        except schema.ReportError as error:
-            console.print(render(written))
-            refuse(str(error))
-    console.print(render(written, *(() if where is None else (f"report: {where}",))))
+        stack.close()
+        # Written before it is shown: a pipe that breaks must not cost the report.
+        where = None
+        if report is not None:
+            try:
+                where = write_folder(written, report)
+            except schema.ReportError as error:
+                console.print(render(written, wide=wide))
+                refuse(str(error))
+    console.print(render(written, *(() if where is None else (f"report: {where}",)), wide=wide))
     # A run that ended early may not have come to what an entry is for.
     wrong = problems(suppressions.entries, used, today, subject.findings, ran_all=not subject.reason)
     for problem in wrong:

@@ -45,8 +45,8 @@ def show_on_github(report: Report) -> None:
     typer.echo(render_annotations(report, Path.cwd()), nl=False)
 
 
-def make_report(subject: Subject, driver: Driver) -> Report:
-    """The report of one subject, with this machine and the command line."""
+def make_report(subject: Subject | None, driver: Driver) -> Report:
+    """The report of one subject, or of none yet, with this machine and the command line."""
     from lowtide.leakcheck.baseline.readings import this_machine
     from lowtide.reports.schema import Report
 
@@ -56,5 +56,5 @@ def make_report(subject: Subject, driver: Driver) -> Report:
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         command=shlex.join(["lowtide", *sys.argv[1:]]),
         machine=this_machine(driver),
-        subjects=(subject,),
+        subjects=() if subject is None else (subject,),
     )

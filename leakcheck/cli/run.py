@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, refuse
+from lowtide.leakcheck.cli.console import INTERRUPTED, Wide, refuse
 from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances, snapshots_in
 from lowtide.leakcheck.cli.reporting import check_writable
 from lowtide.leakcheck.targets.devices import Device, device_name
@@ -61,6 +61,7 @@ def run(
         Path | None,
         typer.Option(metavar="DIR", help="Report folder of a calibration: its tolerances for what one life may leave."),
     ] = None,
+    wide: Wide = False,
 ) -> None:
     """Drive the reference engine through its life, account for every byte, and judge.
 
@@ -80,7 +81,7 @@ def run(
     try:
         name = str(model) if model else (preset or Preset.TINY).value
         shape = _Shape(tensor_parallel_size, engine_process)
-        code = _run(device, name, cycles, seed, shape, defect, twin, report, known, tenant, calibration)
+        code = _run(device, name, cycles, seed, shape, defect, twin, report, known, tenant, calibration, wide=wide)
     except KeyboardInterrupt:
         typer.echo("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
@@ -107,6 +108,8 @@ def _run(
     suppressions: Suppressions,
     tenant: bool,
     calibration: Path | None,
+    *,
+    wide: bool,
 ) -> int:
     # Only now: importing torch takes seconds, and refusing bad input should not.
     from lowtide.engine import EngineError
@@ -138,7 +141,7 @@ def _run(
     with ExitStack() as stack:
         if active is not None:
             stack.enter_context(active.trigger() if twin else active.switched_on())
-        return live(make_run, report, suppressions)
+        return live(make_run, report, suppressions, wide=wide)
 
 
 def _configure(

@@ -70,14 +70,24 @@ class LifeRecord:
         # Of what is counted and not followed one by one: in which lives there was more of it at the end.
         self._left_in: dict[str, list[int]] = {}
         self._turns: dict[str, int] = {}
+        # What there was before the latest life, and how many stages had been gone through then.
+        self._begun: tuple[int, dict[str, int]] = (0, {})
 
     def note_baseline(self, cycle: int, baseline: Snapshot) -> None:
         """What nothing explains before a first life is the process's; before the second also what libraries took."""
+        self._begun = (len(self.stages), sizes_of(baseline, self._device))
         if cycle == 1:
             self._context = self._unexplained(baseline)
         elif cycle == 2:
             unexplained = self._unexplained(baseline)
             self._libraries = {device: left - self._context[device] for device, left in unexplained.items()}
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes at the latest reading, by name: after the last stage, or before the life that begins."""
+        stages, begun = self._begun
+        if stages == len(self.stages):
+            return begun
+        return sizes_of(self.stages[-1].after, self._device, self.stages[-1].processes)
 
     def note_returns(self, judgement: Judgement, cycle: int, explained: Collection[str]) -> None:
         """What came back after a life and at which rung, and in which lives each finding was left."""
@@ -132,14 +142,19 @@ class LifeRecord:
             id=self._name,
             outcome=outcome,
             reason=reason,
-            stages=tuple(
-                self._stage(lived, follows=turn > 0 and lived.before is self.stages[turn - 1].after)
-                for turn, lived in enumerate(self.stages)
-            ),
+            stages=self.latest_stages(len(self.stages)),
             findings=findings,
             returns=tuple(self.returns),
             not_measured=not_measured,
             type_growth=self.type_growth if findings else (),
+        )
+
+    def latest_stages(self, most: int) -> tuple[Stage, ...]:
+        """The last stages that have ended, as a report has them."""
+        first = max(0, len(self.stages) - most)
+        return tuple(
+            self._stage(lived, follows=turn > first and lived.before is self.stages[turn - 1].after)
+            for turn, lived in enumerate(self.stages[first:], first)
         )
 
     def _with_trend(self, finding: Finding, used_before: dict[str, set[int]]) -> Finding:
@@ -176,6 +191,31 @@ class LifeRecord:
             bytes_per_second=lived.moved / lived.seconds if lived.moved else None,
             processes=lived.processes,
         )
+
+
+def sizes_of(snapshot: Snapshot, device: str, processes: Sequence[ProcessStage] = ()) -> dict[str, int]:
+    """The bytes to watch a life by, by name.
+
+    Those mapped by each arena in all of the engine's processes, what the other processes hold, what the driver counts
+    for this one where it is asked, and this process's resident memory.
+
+    Args:
+        snapshot: of this process.
+        device: where the engine keeps its memory.
+        processes: what the engine's other processes held.
+    """
+    sizes: dict[str, int] = {}
+    arenas = [(pool.tag, pool.mapped) for pool in snapshot.pools if pool.kind == "arena" and pool.device == device]
+    arenas += [item for each in processes for tags in each.arenas.values() for item in tags.items()]
+    held = [(f"arena {tag}", size) for tag, size in arenas]
+    held += [(f"in {each.process.name}", each.bytes) for each in processes]
+    for name, size in held:
+        sizes[name] = sizes.get(name, 0) + size
+    driver = snapshot.driver_bytes(device)
+    if driver is not None:
+        sizes[f"driver, {device}"] = driver
+    sizes["RSS"] = snapshot.host.rss
+    return sizes
 
 
 def is_reported(item: Finding | Return, devices: Collection[str]) -> bool:

@@ -56,7 +56,7 @@ class LifecycleRun:
         device: "cpu" or "cuda:N", where the engine keeps its memory.
         driver: whom to ask for the card's figures.
         cycles: how many lives; the first of several also loads the libraries, and is judged without what they move.
-        listener: hears of each stage before it starts.
+        listener: hears of each stage before it starts, and of the judgement after each shutdown.
         script: the stages of one life, from `create` to `shutdown`; without sleeps for an engine that does not sleep.
         preserving: the sleeps in it from which the contents of `preserved()` come back with the wake; None for all.
         emptying: the sleeps in it in which the driver must count no more for the process than before create.
@@ -309,6 +309,7 @@ class LifecycleRun:
             steps = self._judgement.settle(cycle, baseline)
         self._keep_snapshot(cycle, "shutdown", leaves=self._judgement.leaves(cycle, baseline, steps))
         self._record.stages.append(Lived("shutdown", cycle, seconds, before, steps[0].reading))
+        self._announce(cycle, len(self._script))
         self._judgement(getattr(life, "engine", life), cycle, baseline, steps, failed=bool(self._failure))
         self._record.findings += self._processes.ended.findings()
 
@@ -363,8 +364,7 @@ class LifecycleRun:
         self._process.adopt(self._imported.end())
 
     def _announce(self, cycle: int, turn: int) -> None:
-        done = (cycle - 1) * len(self._script) + turn
-        self._listener(Event(cycle, self._cycles, self._script[turn], done, self._cycles * len(self._script)))
+        self._listener(Event.at(turn, self._script, cycle, self._cycles, self._record))
 
     def _wait_for_driver(self, stage: str, cycle: int, before: Snapshot) -> None:
         """Until the driver counts as much less as the arenas have dropped since `before`, or does not move any more."""

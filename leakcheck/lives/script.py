@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from lowtide.reports.schema import Stage
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -41,15 +43,54 @@ class Life(Protocol):
         """Give everything back; legal at any time."""
 
 
+JUDGEMENT = "judgement"
+"""What an event calls the time after a shutdown, in which it is judged what the life has left."""
+
+
+class Recorded(Protocol):
+    """What a run has read so far."""
+
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes at the latest reading, by name."""
+
+    def latest_stages(self, most: int) -> Sequence[Stage]:
+        """The last stages that have ended, as a report has them."""
+
+
 @dataclass(frozen=True)
 class Event:
-    """What a listener hears before each stage: how far the run is."""
+    """What a listener hears before each stage, and before a life is judged: how far the run is, and what it has read.
+
+    Attributes:
+        cycle: the life, from 1 on.
+        cycles: how many lives there are to be.
+        stage: what starts now, `JUDGEMENT` after a shutdown.
+        done: stages of all lives that are done.
+        total: stages of all lives.
+        sizes: bytes at the latest reading, by name; whole numbers alone, so that whoever keeps them keeps nothing of
+            what is measured.
+        latest_stages: gives some of the last stages as a report has them; to be asked while the listener hears of it.
+    """
 
     cycle: int
     cycles: int
     stage: str
     done: int
     total: int
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    latest_stages: Callable[[int], Sequence[Stage]] = lambda most: ()
+
+    @classmethod
+    def at(cls, turn: int, script: Sequence[str], cycle: int, cycles: int, record: Recorded) -> Event:
+        """The event before the stage `turn` of a life's script; past its end, before the judgement."""
+        done, total = (cycle - 1) * len(script) + turn, cycles * len(script)
+        doing = (*script, JUDGEMENT)[turn]
+        return cls(cycle, cycles, doing, done, total, record.sizes(), record.latest_stages)
+
+    @property
+    def text(self) -> str:
+        """`cycle 1/2: infer`."""
+        return f"cycle {self.cycle}/{self.cycles}: {self.stage}"
 
 
 def perform(life: Life, name: str) -> Sequence[Sequence[int]]:

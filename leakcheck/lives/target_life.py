@@ -46,7 +46,7 @@ def check_run(
         factory: makes a target; one for each life.
         driver: whom to ask for a card's figures.
         cycles: how many lives.
-        listener: hears of each stage before it starts.
+        listener: hears of each stage before it starts, and of the judgement after each shutdown.
         tenant: whether a second process takes what each sleep has freed on a card.
         tolerances_on: gives what one life on a device may leave in place of the table's tolerances.
         snapshots: keeps what torch's allocator has on a card after each sleep and shutdown that leaves something.

@@ -11,7 +11,7 @@ from rich.text import Text
 from lowtide.reports.comparison.changes import Change, Kind, Side
 from lowtide.reports.finding_lines import one_line
 from lowtide.reports.hanging_text import HangingText
-from lowtide.reports.html.page import environment
+from lowtide.reports.html.jinja_environment import environment
 from lowtide.reports.html.scripts import security_policy
 from lowtide.reports.markdown import as_code, as_text
 from lowtide.reports.sizes import format_amount, format_bytes

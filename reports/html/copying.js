@@ -14,7 +14,13 @@ async function copied(button) {
   setTimeout(() => (button.textContent = "copy"), 2000);
 }
 
-for (const button of document.querySelectorAll(".code > button")) {
-  button.hidden = false;
-  button.addEventListener("click", () => copied(button));
+function offerCopies(part) {
+  for (const button of part.querySelectorAll(".code > button")) {
+    button.hidden = false;
+    button.addEventListener("click", () => copied(button));
+  }
 }
+
+offerCopies(document);
+// What the filter shows comes later.
+document.addEventListener("inserted", (event) => offerCopies(event.detail));

@@ -122,9 +122,9 @@ def _parts(ledger: Ledger) -> dict[str, int | None]:
 
 def _of_other_processes(others: Sequence[Sequence[ProcessStage]]) -> Iterable[View]:
     """A view for each process and device; those that each life has anew are one, by their name and rank."""
-    names = dict.fromkeys(_lasting(each.process) for side in others for each in side)
+    names = dict.fromkeys(lasting_name(each.process) for side in others for each in side)
     for name in names:
-        readings = [next((each for each in side if _lasting(each.process) == name), None) for side in others]
+        readings = [next((each for each in side if lasting_name(each.process) == name), None) for side in others]
         present = [each for each in readings if each is not None]
         for device in dict.fromkeys(["cpu", *(device for each in present for device in each.cards)]):
             parts = [{} if each is None else _parts_of_process(each, device) for each in readings]
@@ -133,8 +133,8 @@ def _of_other_processes(others: Sequence[Sequence[ProcessStage]]) -> Iterable[Vi
             yield _view(name, device, parts, total)
 
 
-def _lasting(process: ProcessName) -> str:
-    """What is the same about a process in each life: not its number."""
+def lasting_name(process: ProcessName) -> str:
+    """What is the same about a process in each life: its name and rank, not its number."""
     return process.text.removeprefix(f"pid {process.pid} (").removesuffix(")")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import zlib
 from collections.abc import Iterable
 from functools import cache
 from importlib import resources
@@ -11,13 +12,28 @@ from typing import Any
 
 import msgspec
 
-_HIDDEN = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
-"""What would end a script's element, or a line of it, as JSON has it in strings without that."""
+_LEVEL = 6
+"""Of the compression: a higher one takes several times as long, for a few percent."""
 
 
 def drawing() -> tuple[str, ...]:
-    """ECharts, and what draws with it; in the order in which they must run."""
-    return _script("echarts/echarts.js"), _script("pictures.js")
+    """ECharts, and what draws with it; in the order in which they must run, after `unpacking`."""
+    return tuple(map(_script, ("echarts/echarts.js", "drawing.js", "life.js", "charts.js")))
+
+
+def unpacking() -> tuple[str, ...]:
+    """What unpacks the data of a page."""
+    return (_script("stored.js"),)
+
+
+def filtering() -> tuple[str, ...]:
+    """What filters a page's findings; after `unpacking`."""
+    return (_script("filter.js"),)
+
+
+def following() -> tuple[str, ...]:
+    """What follows a running life that a server tells of; after `drawing`, if there is anything to draw."""
+    return (_script("following.js"),)
 
 
 def copying() -> tuple[str, ...]:
@@ -30,17 +46,31 @@ def _script(name: str) -> str:
     return (resources.files("lowtide.reports.html") / name).read_text()
 
 
-def as_data(value: Any) -> str:
-    """Some data as JSON for an element `script` of a type that is not executed."""
-    return msgspec.json.encode(value).decode().translate(_HIDDEN)
+def as_json(value: Any) -> str:
+    """Some data as JSON."""
+    return msgspec.json.encode(value).decode()
 
 
-def security_policy(run: Iterable[str]) -> str:
+def as_stored(value: Any) -> str:
+    """Some data as text that ends no element and executes nothing: zlib's compressed JSON, in base64."""
+    return base64.b64encode(zlib.compress(msgspec.json.encode(value), _LEVEL)).decode()
+
+
+def security_policy(run: Iterable[str], *, connects: bool = False) -> str:
     """A Content-Security-Policy under which some scripts run and nothing else, and nothing is loaded from anywhere.
 
     Args:
         run: the scripts, as they stand in the page.
+        connects: whether they may ask the server that the page is from.
     """
     hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in run)
-    scripts = f"script-src {hashes}; " if hashes else ""
-    return f"default-src 'none'; {scripts}style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+    allowed = {
+        "default-src": "'none'",
+        "script-src": hashes,
+        "connect-src": "'self'" if connects else "",
+        "style-src": "'unsafe-inline'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in allowed.items() if value)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lowtide.reports.figure_table import Column, FigureTable
-from lowtide.reports.finding_lines import one_line
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Ledger, Stage
 
@@ -21,6 +19,11 @@ class TreeRow:
 
     name: str
     sizes: tuple[int | None, ...]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is in what the line of its process says."""
+        return self.name in _PARTS
 
 
 @dataclass(frozen=True)
@@ -60,20 +63,6 @@ def tree_tables(stages: Sequence[Stage]) -> list[TreeTable]:
     return [_table(device, cycle, shown) for device in devices]
 
 
-def as_figures(table: TreeTable) -> FigureTable:
-    """The table for a terminal."""
-    return FigureTable(
-        title=table.title,
-        labels=(Column("process", tuple(one_line(row.name) for row in table.rows)),),
-        figures=tuple(
-            Column(one_line(stage), tuple(_mib(row.sizes[turn]) for row in table.rows))
-            for turn, stage in enumerate(table.stages)
-        ),
-        sections=frozenset({len(table.rows) - 1}),
-        bold=frozenset({len(table.rows) - 1}),
-    )
-
-
 def _table(device: str, cycle: int, stages: Sequence[Stage]) -> TreeTable:
     rows = []
     own = [_ledger(stage, device) for stage in stages]
@@ -91,7 +80,7 @@ def _table(device: str, cycle: int, stages: Sequence[Stage]) -> TreeTable:
                 rows.append(TreeRow(_CONTEXT, contexts))
             left = (None if each is None else each.unexplained.get(device) for each in readings)
             rows.append(TreeRow(_UNEXPLAINED, tuple(left)))
-    held = [row for row in rows if row.name not in _PARTS]
+    held = [row for row in rows if not row.is_part]
     whole = tuple(sum(row.sizes[turn] or 0 for row in held) for turn in range(len(stages)))
     return TreeTable(device, cycle, tuple(stage.name for stage in stages), (*rows, TreeRow("all of them", whole)))
 
@@ -102,7 +91,3 @@ def _ledger(stage: Stage, device: str) -> Ledger | None:
 
 def _held(process: ProcessStage, device: str) -> int | None:
     return process.host if device == "cpu" else process.cards.get(device)
-
-
-def _mib(size: int | None) -> str:
-    return "" if size is None else f"{size / (1 << 20):.1f}"

@@ -27,7 +27,7 @@ from lowtide.leakcheck.history.errors import HistoryError
 from lowtide.leakcheck.history.page import draw, render_page
 from lowtide.leakcheck.history.store import add_report
 from lowtide.leakcheck.history.tables import METADATA, RESIDUES, RUNS, SERIES
-from lowtide.leakcheck.history.terminal import bars, trend_lines
+from lowtide.leakcheck.history.terminal import trend_lines
 from lowtide.leakcheck.history.trends import Trend, read_trends
 from lowtide.reports import schema
 from lowtide.reports.folder import write_folder
@@ -236,12 +236,6 @@ def test_no_text_is_markup_on_the_page_or_moves_the_cursor(engine: Engine) -> No
         for line in trend_lines(trends):
             console.print(line)
     assert "\x1b" not in page + captured.get()
-
-
-def test_bars_are_as_high_as_the_largest_value_in_them() -> None:
-    assert bars([0, 1, 2, 7]) == "▁▂▃█"
-    assert bars([5] * 10) == "█" * 10
-    assert bars([0] * 80 + [9] + [0] * 79) == "▁" * 20 + "█" + "▁" * 19
 
 
 def test_changes_come_first_and_the_newest_of_them_before_the_others(engine: Engine) -> None:

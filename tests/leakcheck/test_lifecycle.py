@@ -211,9 +211,20 @@ def test_without_a_card_nobody_waits_for_a_driver(monkeypatch: pytest.MonkeyPatc
 def test_each_stage_is_announced_before_it_starts() -> None:
     heard: list[Event] = []
     LifecycleRun("small", SmallLife, device="cpu", driver=NoDriver("a test"), cycles=2, listener=heard.append).run()
-    assert [(event.cycle, event.stage) for event in heard] == [(c, name) for c in (1, 2) for name in SCRIPT]
-    assert [event.done for event in heard] == list(range(18))
+    names = (*SCRIPT, "judgement")
+    assert [(event.cycle, event.stage) for event in heard] == [(c, name) for c in (1, 2) for name in names]
+    assert [event.done for event in heard] == [*range(10), *range(9, 19)]
     assert {(event.cycles, event.total) for event in heard} == {(2, 18)}
+
+
+def test_an_event_has_the_sizes_of_the_reading_before_it_as_whole_numbers() -> None:
+    heard: list[Event] = []
+    run = LifecycleRun("small", SmallLife, device="cpu", driver=NoDriver("a test"), cycles=2, listener=heard.append)
+    stages = run.run().stages
+    read = [stages[0].before, *(stage.after for stage in stages[:9]), stages[9].before]
+    read += [stage.after for stage in stages[9:]]
+    assert [event.sizes["RSS"] for event in heard] == [readings.rss for readings in read]
+    assert {type(size) for event in heard for size in event.sizes.values()} == {int}
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ from lowtide.leakcheck.lives import lifecycle
 from lowtide.leakcheck.lives.checked_life import Coverage
 from lowtide.leakcheck.suppressions.entries import load
 from lowtide.reports import schema
+from tests.reports.terminals import lines_of, sent_to_terminal
 
 ROOT = Path(__file__).parents[2]
 
@@ -688,3 +689,15 @@ def test_failing_every_point_prints_how_many_there_are(tmp_path: Path) -> None:
     for stage in ("create", "infer", "shutdown"):
         assert re.search(rf"{stage} +kill +1 +1 +nothing stayed", done.stdout)
     assert not (tmp_path / "life.py").exists()
+
+
+@pytest.mark.parametrize("command", [("run", "--device", "cpu"), ("check", "tests.leakcheck.small_target:SmallTarget")])
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=["no-color", "dumb"])
+def test_a_life_is_shown_without_a_style_and_on_a_dumb_terminal_not_at_all(
+    command: tuple[str, ...], environment: dict[str, str]
+) -> None:
+    code, sent = sent_to_terminal(100, ["-m", "lowtide", *command], ROOT, **environment)
+    assert code == 0, sent
+    assert re.findall(r"\x1b\[[0-9;]*m", sent) == []
+    assert ("cycle 2/2: shutdown" in sent) == ("\x1b" in sent) == ("NO_COLOR" in environment)
+    assert max(map(len, lines_of(sent))) <= 100

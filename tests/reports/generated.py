@@ -16,7 +16,8 @@ NESTED = 2
 # Surrogates are no text that a file of JSON can have.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ["", "x" * 3000, "<script>alert(1)</script>", "\" onload='x' ", "</style><b>", "]]>", "-->", "{{ 7 }}", "a\nb\r\nc",
-     "\x1b[31mred\x1b[0m", "\x00\x7f\x85\u2028", "| a | `b` |", "[link](javascript:x)", "::error::x", "[bold]", "\\u0000",
+     "\x1b[31mred\x1b[0m", "\x00\x7f\x85\u2028", "| a | `b` |", "[link](javascript:x)",
+     "::error::x", "[bold]", "\\u0000",
      "file.py:3", "/etc/passwd:1", "🌊" * 40, "\u202egnp.exe", "\ufeff", "\ufffe", "&amp;&lt;", "$x$", "%0A"]
 )  # fmt: skip
 
@@ -38,8 +39,8 @@ def of_type(kind: Any, depth: int = 0) -> st.SearchStrategy[Any]:
             return st.none()
         case msgspec.inspect.IntType(ge=least, le=most):
             return st.integers(0, 1 << 36) | st.integers(least, most) | st.sampled_from([least, -1, most])
-        case msgspec.inspect.FloatType():
-            return st.floats(0, 1e6) | st.floats(allow_nan=False, allow_infinity=False)
+        case msgspec.inspect.FloatType(ge=least, le=most):
+            return st.floats(0, 1e6) | st.floats(least, most)
         case msgspec.inspect.LiteralType(values=values):
             return st.sampled_from(list(values))
         case msgspec.inspect.UnionType(types=types):

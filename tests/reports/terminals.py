@@ -19,6 +19,17 @@ _RULE = re.compile(r"─+")
 
 def in_terminal(columns: int, arguments: Sequence[str], folder: Path) -> tuple[int, list[str]]:
     """The exit code of `python ARGUMENTS`, and the lines that a terminal of `columns` columns is sent."""
+    code, sent = sent_to_terminal(columns, arguments, folder)
+    return code, lines_of(sent)
+
+
+def lines_of(sent: str) -> list[str]:
+    """What a terminal is sent, without control codes; what is drawn over itself is a line for each drawing."""
+    return re.split(r"\r?\n|\r", _CONTROL.sub("", sent))
+
+
+def sent_to_terminal(columns: int, arguments: Sequence[str], folder: Path, **environment: str) -> tuple[int, str]:
+    """The exit code of `python ARGUMENTS`, and all that a terminal of `columns` columns is sent."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -28,14 +39,13 @@ def in_terminal(columns: int, arguments: Sequence[str], folder: Path) -> tuple[i
         stdout=theirs,
         stderr=theirs,
         cwd=folder,
-        env={**env, "TERM": "xterm", "OMP_NUM_THREADS": "1"},
+        env={**env, "TERM": "xterm", "OMP_NUM_THREADS": "1", **environment},
     )
     os.close(theirs)
     sent = b"".join(_read(ours))
     os.close(ours)
     code = process.wait()
-    # A progress line is drawn over itself: each drawing is a line here.
-    return code, re.split(r"\r?\n|\r", _CONTROL.sub("", sent.decode()))
+    return code, sent.decode()
 
 
 def _read(terminal: int) -> Iterator[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import unicodedata
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from itertools import zip_longest
@@ -116,17 +117,24 @@ def test_a_report_is_read_as_it_was_written(report: schema.Report) -> None:
     assert schema.decode(schema.encode(report)) == report
 
 
-@BOUNDED
-@given(REPORTS)
-def test_every_rendering_takes_any_report(report: schema.Report) -> None:
-    printed(terminal.render(report, "a note"))
+def render_all(report: schema.Report) -> None:
+    """Each rendering but the pages, and what reads it next can read it."""
+    for wide in (False, True):
+        text = printed(terminal.render(report, "a note", wide=wide))
+        assert [char for char in text if char != "\n" and unicodedata.category(char) == "Cc"] == []
     render_markdown(report)
     render_annotations(report, Path.cwd())
     ElementTree.fromstring(render_junit(report))
     json.loads(render_sarif(report, Path.cwd()))
-    json.loads(render_trace(report))
+    json.loads(render_trace(report), parse_constant=pytest.fail)
     assert render_openmetrics(report).endswith("# EOF\n")
     schema.exit_code(report)
+
+
+@BOUNDED
+@given(REPORTS)
+def test_every_rendering_takes_any_report(report: schema.Report) -> None:
+    render_all(report)
 
 
 @BOUNDED
@@ -139,7 +147,7 @@ def test_any_two_reports_are_compared(before: schema.Report, after: schema.Repor
         assert not [name for _, names in page for name in names if name.startswith("on")]
 
 
-@BOUNDED
+@settings(BOUNDED, max_examples=20)
 @given(REPORTS)
 def test_no_element_and_no_attribute_of_a_page_stems_from_a_text(report: schema.Report) -> None:
     harmless = Harmless(report)(report, schema.Report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 
 from lowtide.reports import schema
 from lowtide.reports.html.page import render_html
+from lowtide.reports.live.broadcast import Broadcast
+from lowtide.reports.live.server import PageServer
 from tests.reports.small_reports import CORE, HOSTILE, LIFE, finding, report, stage, subject
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -53,9 +56,13 @@ def is_drawn(tab: Any, turn: int = 0) -> bool:
     canvas.wait_for()
     canvas.scroll_into_view_if_needed()
     tab.wait_for_timeout(100)
-    count = "canvas => new Set(new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, "
-    count += "canvas.height).data.buffer)).size"
-    return bool(canvas.evaluate(count) > 3)
+    return len(colours_of(canvas)) > 3
+
+
+def colours_of(canvas: Any) -> set[int]:
+    """The colours of a canvas, as ABGR."""
+    pixels = "new Uint32Array(canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)"
+    return set(canvas.evaluate(f"canvas => [...new Set({pixels})]"))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -134,3 +141,199 @@ def test_a_script_that_is_not_the_pages_own_does_not_run(browser: Any, tmp_path:
     opened.tab.wait_for_timeout(200)
     assert opened.tab.title().startswith("lowtide: ")
     assert any("Content Security Policy" in said for said in opened.said)
+
+
+def leaks(count: int, **fields: Any) -> tuple[schema.Finding, ...]:
+    """Leaks that differ, each with a path and a stack."""
+    return tuple(
+        finding(
+            fingerprint=f"{turn:016x}",
+            bytes=(turn + 1) << 20,
+            holder=f"engine.CACHE_{turn}",
+            message=f"held by engine.CACHE_{turn}",
+            path=(
+                schema.Hop(type="module", edge="engine"),
+                schema.Hop(type="dict", edge=f".CACHE_{turn}", suspect=True),
+            ),
+            allocated_at=(schema.Frame(file="a.py", line=turn, function="load", source="x = 1"),),
+            remedy=schema.Remedy(action=f"engine.CACHE_{turn}.clear()", returns_bytes=1 << 20),
+            **fields,
+        )
+        for turn in range(count)
+    )
+
+
+def growing(cycles: int) -> tuple[schema.Stage, ...]:
+    """A life in which more is held in each cycle."""
+    return tuple(
+        msgspec.structs.replace(
+            each, cycle=cycle, after=msgspec.structs.replace(each.after, tensors=cycle << 20, rss=cycle << 21)
+        )
+        for cycle in range(1, cycles + 1)
+        for each in LIFE
+    )
+
+
+WHOLE = report(
+    subject(
+        *leaks(300, trend="growth", stage="infer"),
+        name="engine",
+        stages=growing(5),
+        type_growth=(schema.TypeGrowth(type="dict", since="cycle 1", until="cycle 2", before=1, after=9),),
+    ),
+    subject(name="tests/test_quiet.py::test_b", reason="no card"),
+)
+"""A report with everything that a page draws, and more findings than it shows from the start."""
+
+
+@pytest.fixture
+def whole(browser: Any, tmp_path: Path) -> Iterator[Opened]:
+    opened = Opened(browser, tmp_path / "index.html", WHOLE)
+    yield opened
+    assert opened.said == []
+    opened.tab.context.close()
+
+
+def test_a_filter_finds_what_the_page_does_not_show(whole: Opened) -> None:
+    tab = whole.tab
+    assert "CACHE_250" not in tab.locator("body").inner_text()
+    tab.get_by_role("searchbox").fill("cache_250 LEAK")
+    assert tab.get_by_role("status").inner_text() == "1 of 301"
+    tab.locator(".match summary").first.click()
+    part = tab.locator(".match .finding")
+    part.wait_for()
+    assert "held by engine.CACHE_250" in part.inner_text()
+    assert part.get_by_role("button", name="copy the remedy").is_visible()
+    assert tab.locator("#all").is_hidden()
+    tab.get_by_role("searchbox").fill("")
+    assert tab.locator("#all").is_visible()
+    assert tab.locator(".match").count() == 0
+
+
+def test_a_filter_for_nothing_that_is_there_says_so(whole: Opened) -> None:
+    whole.tab.get_by_role("searchbox").fill("no-such-thing")
+    assert whole.tab.get_by_role("status").inner_text() == "0 of 301"
+    assert whole.tab.locator(".match").count() == 0
+
+
+def test_outcomes_are_filtered_by_keyboard(whole: Opened) -> None:
+    box = whole.tab.get_by_role("checkbox", name="clean (1)")
+    box.focus()
+    whole.tab.keyboard.press("Space")
+    assert "test_quiet" in whole.tab.locator(".match").inner_text()
+    assert whole.tab.get_by_role("status").inner_text() == "1 of 301"
+
+
+def test_many_matches_come_a_hundred_at_a_time(whole: Opened) -> None:
+    whole.tab.get_by_role("searchbox").fill("engine")
+    assert whole.tab.locator(".match").count() == 100
+    whole.tab.get_by_role("button", name="show 100 of 200 more").click()
+    assert whole.tab.locator(".match").count() == 200
+
+
+def test_a_link_to_what_is_no_element_yet_shows_it(browser: Any, tmp_path: Path) -> None:
+    path = tmp_path / "index.html"
+    opened = Opened(browser, path, WHOLE)
+    opened.tab.goto(f"{path.as_uri()}#s0f299")
+    opened.tab.reload()
+    part = opened.tab.locator(".match .finding")
+    part.wait_for()
+    assert "held by engine.CACHE_299" in part.inner_text()
+    opened.tab.get_by_role("button", name="show the whole page").click()
+    assert opened.tab.locator("#all").is_visible()
+    assert opened.said == []
+
+
+@pytest.mark.parametrize("kind", ["trends", "growth", "stacks", "holders"])
+def test_each_picture_is_drawn(whole: Opened, kind: str) -> None:
+    for folded in whole.tab.locator("details.whole > summary").all():
+        folded.click()
+    place = whole.tab.locator(f"[data-{kind}]").first
+    place.scroll_into_view_if_needed()
+    canvas = place.locator("canvas")
+    canvas.wait_for()
+    whole.tab.wait_for_timeout(200)
+    assert len(colours_of(canvas)) > 8
+
+
+def test_the_verdict_is_drawn_into_the_trend(browser: Any, tmp_path: Path) -> None:
+    drawn = []
+    for trend in ("growth", None):
+        life = subject(finding(trend=trend, stage="infer"), name="engine", stages=growing(5))
+        opened = Opened(browser, tmp_path / "index.html", report(life))
+        place = opened.tab.locator("[data-trends]")
+        place.scroll_into_view_if_needed()
+        place.locator("canvas").wait_for()
+        opened.tab.wait_for_timeout(200)
+        drawn.append((colours_of(place.locator("canvas")), place.locator("ul").inner_text()))
+        opened.tab.context.close()
+    # The colour of what is bad, which nothing else in the picture has: `--bad` as the canvas has it, ABGR.
+    assert [0xFF1E26B3 in colours for colours, _ in drawn] == [True, False]
+    assert "tensors: growth (grew every time), 48.0 MiB, held by engine.cache.POOL[0]" in drawn[0][1]
+    assert drawn[1][1] == ""
+
+
+def test_a_frame_of_the_flame_graph_is_seen_alone_and_all_again(whole: Opened) -> None:
+    whole.tab.get_by_text("Where it was allocated").click()
+    place = whole.tab.locator("[data-stacks] .chart")
+    place.locator("canvas").wait_for()
+    whole.tab.wait_for_timeout(200)
+    back = whole.tab.get_by_role("button", name="show all")
+    assert back.is_hidden()
+    place.click(position={"x": 20, "y": 40})
+    assert back.is_visible()
+    back.click()
+    assert back.is_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_nobody_is_kept_out(browser: Any, tmp_path: Path, scheme: str, width: int) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    size = {"width": width, "height": 844}
+    opened = Opened(browser, tmp_path / "index.html", WHOLE, viewport=size, color_scheme=scheme)
+    for folded in opened.tab.locator("summary").all():
+        folded.click()
+    for place in opened.tab.locator("[data-life], [data-trends], [data-growth], [data-stacks], [data-holders]").all():
+        place.scroll_into_view_if_needed()
+        place.locator("canvas").first.wait_for()
+    opened.tab.evaluate("scrollTo(0, 0)")
+    found = Axe().run(opened.tab)
+    assert [each["id"] for each in found.response["violations"]] == [], found.generate_report()
+    assert opened.tab.evaluate("document.documentElement.scrollWidth") <= width
+    # Whether axe looks at all: a picture without a text is what it must find.
+    opened.tab.evaluate("document.querySelector('main').append(document.createElement('img'))")
+    assert [each["id"] for each in Axe().run(opened.tab).response["violations"]] == ["image-alt"]
+
+
+def test_a_life_is_watched_until_its_report_is_there(browser: Any, tmp_path: Path) -> None:
+    server = PageServer(tmp_path)
+    answering = threading.Thread(target=server.serve)
+    answering.start()
+    try:
+        tab = browser.new_context().new_page()
+        said: list[str] = []
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.goto(server.url)
+        assert "WAITING" in tab.locator("h1").inner_text()
+        broadcast = Broadcast(tmp_path, lambda: report(command=SCRIPT))
+        broadcast.stage_begins("cycle 1 of 9: wake", lambda most: LIFE)
+        tab.get_by_text("RUNNING: cycle 1 of 9: wake").wait_for()
+        tab.locator("#live-life canvas").first.wait_for()
+        box = tab.get_by_role("checkbox", name="VLLM::EngineCore, cpu")
+        box.check()
+        broadcast.stage_begins("cycle 9 of 9: infer", lambda most: growing(9))
+        tab.get_by_text("RUNNING: cycle 9 of 9: infer").wait_for()
+        tab.locator("#live-trends canvas").wait_for()
+        # What was chosen stays chosen.
+        assert box.is_checked()
+        (tmp_path / "leakcheck.json").write_bytes(msgspec.json.encode(WHOLE))
+        broadcast.close()
+        tab.get_by_text("LEAK: 1 of 2 subject(s) leaked").wait_for()
+        assert tab.get_by_role("searchbox").is_visible()
+        assert said == []
+    finally:
+        server.close()
+        answering.join()

@@ -127,7 +127,7 @@ def test_exit_codes(outcomes: list[schema.Outcome], code: int) -> None:
 def shown(written: schema.Report) -> str:
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(render(written))
+        console.print(render(written, wide=True))
     return captured.get()
 
 

@@ -6,8 +6,9 @@ import msgspec
 
 from lowtide.reports.html.page import render_html
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
-from lowtide.reports.processes.tree_table import as_figures, tree_tables
+from lowtide.reports.processes.tree_table import tree_tables
 from lowtide.reports.schema import Ledger, LedgerLine, Readings, Stage
+from lowtide.reports.terminal import process_table
 from tests.reports.small_reports import report, subject
 
 MIB = 1 << 20
@@ -74,7 +75,7 @@ def test_the_host_has_a_line_per_process_and_the_sum() -> None:
         ("all of them", [450, 240, 200]),
     ]
     assert (table.device, table.cycle, table.stages) == ("cpu", 1, ("infer", "sleep(1)", "shutdown"))
-    figures = as_figures(table)
+    figures = process_table(table)
     assert [column.name for column in figures.figures] == ["infer", "sleep(1)", "shutdown"]
     assert figures.figures[1].cells == ("200.0", "2.0", "40.0", "5.0", "", "", "240.0")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from pathlib import Path
 from lowtide.leakcheck.cli.console import find_console
 from lowtide.reports import schema
 from lowtide.reports.terminal import render
-find_console().print(render(schema.read(Path(sys.argv[1])), "report: somewhere"))
+find_console().print(render(schema.read(Path(sys.argv[1])), "report: somewhere", wide=sys.argv[2:] == ["wide"]))
 """
 
 STAGES = ("create", "infer", "sleep(1)", "wake(weights)", "wake", "infer", "sleep(2)", "wake", "infer", "shutdown")
@@ -191,7 +192,7 @@ def check_figures(report: schema.Report, lines: Sequence[str]) -> None:
 def test_no_figure_is_cut_and_no_line_is_too_long(columns: int, tmp_path: Path) -> None:
     report = large_report()
     schema.write(report, tmp_path)
-    code, lines = in_terminal(columns, ["-c", SHOW, str(tmp_path)], ROOT)
+    code, lines = in_terminal(columns, ["-c", SHOW, str(tmp_path), "wide"], ROOT)
     assert code == 0, lines
     assert max(map(len, lines)) <= columns
     assert "…" not in "".join(lines)
@@ -205,7 +206,7 @@ def test_without_a_terminal_tables_have_100_columns_and_prose_is_not_folded(tmp_
     report = large_report()
     schema.write(report, tmp_path)
     env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    command = [sys.executable, "-c", SHOW, str(tmp_path)]
+    command = [sys.executable, "-c", SHOW, str(tmp_path), "wide"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=env)
     lines = done.stdout.splitlines()
     check_figures(report, lines)
@@ -237,11 +238,28 @@ def first(lines: Sequence[str], start: str) -> int:
     return next(turn for turn, line in enumerate(lines) if line.startswith(start))
 
 
-def test_a_run_ends_with_its_verdict_and_its_progress_line_fits(tmp_path: Path) -> None:
-    arguments = ["-m", "lowtide", "run", "--device", "cpu", "--report", str(tmp_path)]
-    code, lines = in_terminal(80, arguments, ROOT)
-    assert code == 0, lines
-    assert max(map(len, lines)) <= 80
-    check_figures(schema.read(tmp_path), lines)
-    assert any("cycle 2/2: " in line and "/18" in line for line in lines)
-    assert [line for line in lines if line][-1] == "CLEAN: 2 cycle(s), everything came back"
+@pytest.mark.parametrize("columns", [*WIDTHS, None])
+def test_tables_take_100_columns_at_most_and_name_what_they_leave_out(columns: int | None, tmp_path: Path) -> None:
+    schema.write(large_report(), tmp_path)
+    arguments = ["-c", SHOW, str(tmp_path)]
+    if columns is None:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=ROOT,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+        lines = done.stdout.splitlines()
+    else:
+        code, lines = in_terminal(columns, arguments, ROOT)
+        assert code == 0, lines
+    upper = lines[: first(lines, "not judged")]
+    assert max(map(len, upper)) <= min(columns or 100, 100)
+    (stages,) = [shown for title, shown in tables(lines) if title.startswith("After each stage")]
+    assert {"cycle", "stage", "seconds"} <= stages.keys()
+    left_out = re.findall(r"left out: (.*?) \(--wide shows them\)", " ".join(" ".join(upper).split()))
+    assert len(left_out) == 3
+    varying = [name for _, name, cells in figures(large_report()) if len({*cells}) > 1]
+    assert sorted([*(stages.keys() - {"cycle", "stage"}), *left_out[0].split(", ")]) == sorted(varying)

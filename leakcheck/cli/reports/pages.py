@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import find_console, refuse
+from lowtide.leakcheck.cli.console import Wide, find_console, refuse
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a report.")]
 
 
-def report(folder: _Folder) -> None:
+def report(folder: _Folder, wide: Wide = False) -> None:
     """Show a report on the terminal, and make all files beside its leakcheck.json from it again.
 
     Exit codes: those of the run that wrote it: 0 clean, 1 leak, 2 something could not be measured, or bad input.
@@ -26,18 +26,31 @@ def report(folder: _Folder) -> None:
         write_folder(read, folder)
     except schema.ReportError as error:
         refuse(str(error))
-    find_console().print(terminal.render(read, f"report: {folder / 'index.html'}"))
+    find_console().print(terminal.render(read, f"report: {folder / 'index.html'}", wide=wide))
     raise typer.Exit(schema.exit_code(read))
 
 
-def open_page(folder: _Folder) -> None:
+def open_page(
+    folder: _Folder,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="Serve the page on this machine until Ctrl-C; it follows a life that runs there."),
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve: where; 0 takes a free one.")] = 0,
+) -> None:
     """Open a report's page in the browser; it is made from leakcheck.json first where it is not there.
+
+    With --serve the page shows the life that `lowtide run --report DIR` or `lowtide check --report DIR` goes through,
+    stage by stage, and then its report. Only this machine can reach it, and only with the token in its address.
 
     Exit codes: 0 opened, 2 bad input, or there is no browser.
     """
     from lowtide.reports import schema
     from lowtide.reports.folder import write_folder
 
+    if serve:
+        _serve(folder, port)
+        return
     page = folder / "index.html"
     try:
         if not page.exists():
@@ -47,3 +60,21 @@ def open_page(folder: _Folder) -> None:
     if not webbrowser.open(page.resolve().as_uri()):
         refuse(f"no browser can be opened here: open {page.resolve()}")
     typer.echo(page)
+
+
+def _serve(folder: Path, port: int) -> None:
+    from lowtide.reports.live.server import PageServer
+
+    try:
+        server = PageServer(folder, port)
+    except OSError as error:
+        refuse(f"{folder} cannot be served on port {port}: {error.strerror or error}")
+    # Said first: the browser may be on another machine, behind a tunnel.
+    typer.echo(server.url)
+    webbrowser.open(server.url)
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        typer.echo("lowtide: the page is served no longer", err=True)
+    finally:
+        server.close()

@@ -1,6 +1,6 @@
 // What the page draws with, of Apache ECharts: `make echarts` builds echarts.js from it.
 import * as echarts from "echarts/core";
-import { CustomChart, LineChart, TreemapChart } from "echarts/charts";
+import { BarChart, CustomChart, LineChart, TreemapChart } from "echarts/charts";
 import {
   AriaComponent,
   DataZoomComponent,
@@ -14,6 +14,7 @@ import { CanvasRenderer } from "echarts/renderers";
 
 echarts.use([
   AriaComponent,
+  BarChart,
   CanvasRenderer,
   CustomChart,
   DataZoomComponent,

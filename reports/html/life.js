@@ -1,52 +1,18 @@
-// Draws the pictures of the page with ECharts, from the data in it. All texts of a report stay texts: they get into the
-// document by textContent, or onto a canvas.
+// Draws the life of a subject: what each process held on each device from stage to stage.
 "use strict";
 
-const MIB = 1024 * 1024;
-const COLOURS = ["#3b7dd8", "#e0803a", "#4aa564", "#b25fc7", "#c9a227", "#3aa6b9", "#d0566f", "#7c8796", "#8a6d3b", "#5c6bc0"];
 const UNEXPLAINED = "unexplained";
-
-const pictures = JSON.parse(document.getElementById("pictures").textContent);
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-const charts = new Map();
-
-function unitOf(bytes) {
-  return Math.abs(bytes) >= 1024 * MIB ? [1024 * MIB, "GiB"] : [MIB, "MiB"];
-}
-
-function amount(bytes) {
-  if (bytes === null || bytes === undefined) return "not known";
-  const [unit, name] = unitOf(bytes);
-  return `${(bytes / unit).toFixed(1)} ${name}`;
-}
-
-function element(tag, text, attributes = {}) {
-  const made = document.createElement(tag);
-  if (text) made.textContent = text;
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
-}
-
-function styleOf(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-}
 
 // What is under the pointer: each line in bytes, with its share, the largest on top.
 function tooltip(picture, view, turn) {
   const total = view.total[turn];
-  const box = element("div", "", { class: "tip" });
-  box.append(element("b", `${picture.moments[turn]}, cycle ${picture.cycles[turn]}`));
-  const table = element("table");
   const rows = view.lines.map((line) => [line.name, line.bytes[turn]]).reverse();
   rows.push([view.device === "cpu" ? "as the kernel counts" : "as the driver counts", total]);
-  for (const [name, bytes] of rows) {
-    const row = element("tr");
+  const shares = rows.map(([name, bytes]) => {
     const share = total && bytes !== null ? `${((100 * bytes) / total).toFixed(0)} %` : "";
-    row.append(element("td", name), element("td", amount(bytes)), element("td", share));
-    table.append(row);
-  }
-  box.append(table);
-  return box;
+    return [name, amount(bytes), share];
+  });
+  return tip(`${picture.moments[turn]}, cycle ${picture.cycles[turn]}`, shares);
 }
 
 // Each moment is the middle of a plateau, so that a sleep of one stage has a width.
@@ -54,7 +20,7 @@ function points(sizes, unit) {
   return sizes.map((bytes, turn) => [turn, bytes === null ? null : bytes / unit]);
 }
 
-function series(view, unit) {
+function lifeSeries(view, unit) {
   const hatch = { symbol: "rect", dashArrayX: [1, 0], dashArrayY: [2, 4], rotation: -Math.PI / 4, color: styleOf("--page") };
   const stacked = view.lines.map((line, turn) => {
     const colour = line.name === UNEXPLAINED ? styleOf("--dim") : COLOURS[turn % COLOURS.length];
@@ -85,10 +51,10 @@ function series(view, unit) {
   return [...stacked, total];
 }
 
-function option(picture, view, width) {
+function lifeOption(picture, view, width) {
   // Not bytes: the axis has round numbers of its unit.
   const [unit, name] = unitOf(Math.max(...view.total));
-  const lines = series(view, unit);
+  const lines = lifeSeries(view, unit);
   if (picture.asleep.length && lines.length) {
     lines[0].markArea = {
       silent: true,
@@ -99,17 +65,12 @@ function option(picture, view, width) {
   }
   const many = picture.moments.length > 24;
   return {
-    animation: false,
     aria: { enabled: true },
-    textStyle: { fontFamily: "system-ui, sans-serif" },
     grid: { left: 52, right: 16, top: 52, bottom: many ? 100 : 74 },
     legend: { type: "scroll", top: 0, itemWidth: 14, itemHeight: 10, textStyle: { color: styleOf("--text") } },
     tooltip: {
+      ...tooltipStyle(),
       trigger: "axis",
-      confine: true,
-      backgroundColor: styleOf("--card"),
-      borderColor: styleOf("--line"),
-      textStyle: { color: styleOf("--text") },
       formatter: (under) => tooltip(picture, view, under[0].dataIndex),
     },
     xAxis: {
@@ -153,19 +114,12 @@ function lastCycles(picture) {
   return { startValue: Math.max(0, Math.min(first, end - 8)), endValue: end };
 }
 
-function draw(place, picture, view) {
-  const chart = charts.get(place) || echarts.init(place, null, { renderer: "canvas" });
-  charts.set(place, chart);
-  place.drawn = [picture, view];
-  chart.setOption(option(picture, view, place.clientWidth), true);
-}
-
 function nameOf(view) {
   return `${view.process}, ${view.device}`;
 }
 
 // The views to choose from: each one that is ticked is drawn, two beside each other where there is room.
-function show(holder, picture) {
+function showLife(holder, picture) {
   const choice = element("fieldset", "", { class: "choice" });
   choice.append(element("legend", "memory of"));
   const area = element("div", "", { class: "pictures" });
@@ -178,36 +132,19 @@ function show(holder, picture) {
     area.append(figure);
     box.addEventListener("change", () => {
       figure.hidden = !box.checked;
-      if (box.checked) draw(place, picture, view);
+      if (box.checked) draw(place, (width) => lifeOption(picture, view, width));
       redraw();
     });
     label.append(box, ` ${nameOf(view)}`);
     choice.append(label);
-    if (turn === 0) {
+    // All processes together, and the one that holds most.
+    if (turn === 0 || (turn === 1 && picture.views.length > 2)) {
       box.checked = true;
       figure.hidden = false;
-      requestAnimationFrame(() => draw(place, picture, view));
+      requestAnimationFrame(() => draw(place, (width) => lifeOption(picture, view, width)));
     }
   });
   holder.append(...(picture.views.length > 1 ? [choice] : []), area);
 }
 
-// Nothing is drawn before it is seen: a page may have a hundred lives.
-const watch = new IntersectionObserver((entries) => {
-  for (const entry of entries) {
-    if (!entry.isIntersecting) continue;
-    watch.unobserve(entry.target);
-    show(entry.target, pictures[entry.target.dataset.life]);
-  }
-});
-for (const holder of document.querySelectorAll("[data-life]")) watch.observe(holder);
-
-function redraw() {
-  charts.forEach((chart, place) => {
-    chart.resize();
-    draw(place, ...place.drawn);
-  });
-}
-
-window.addEventListener("resize", redraw);
-dark.addEventListener("change", redraw);
+whenSeen("life", showLife);

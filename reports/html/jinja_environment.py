@@ -1,0 +1,61 @@
+"""Jinja's environment of all pages: what is put into one is escaped, cut, and without what no page may have."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from lowtide.reports.finding_lines import (
+    amount,
+    growth_cells,
+    hop_facts,
+    in_vain,
+    shared_text,
+    suppression_entry,
+    trend_text,
+)
+from lowtide.reports.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+LONGEST = 2000
+"""Characters of one text; an `assert` of a large value in a reason can have millions."""
+
+# Other control characters are errors in HTML, and lone surrogates cannot be encoded.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def environment() -> Environment:
+    """What renders templates: every text in it is escaped, and what no page may have is replaced."""
+    # Not at the top: whoever loads this module may never render.
+    import jinja2
+
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("lowtide.reports.html"),
+        autoescape=True,
+        finalize=_printable,
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    made.filters |= {
+        "size": format_bytes,
+        "amount": amount,
+        "facts": hop_facts,
+        "shared": shared_text,
+        "trend": trend_text,
+        "in_vain": in_vain,
+        "cells": growth_cells,
+        "entry": suppression_entry,
+    }
+    return made
+
+
+def _printable(value: object) -> object:
+    """Each text on its way into the page; what the template itself made (`Markup`) is left alone."""
+    if type(value) is not str:
+        return value
+    if len(value) > LONGEST:
+        value = f"{value[:LONGEST]}… ({len(value):,} characters)"
+    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", value)

@@ -1,0 +1,179 @@
+"""Serves the page of a report folder on this machine, and tells it when a life goes on there (server-sent events).
+
+Who may see it is who has its address, which has a token of 128 bits. It listens on the loopback interface alone, and a
+request for another host (by a page elsewhere whose name was made to point here) gets nothing.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from lowtide.reports import schema
+from lowtide.reports.html.live_page import describe_life, render_live
+from lowtide.reports.html.page import render_html
+from lowtide.reports.html.scripts import as_json
+from lowtide.reports.live.broadcast import LIFE, read_live, stop_wanting, want
+
+HOST = "127.0.0.1"
+
+INTERVAL_S = 0.5
+"""Seconds between two looks at the folder."""
+
+_SILENCE_S = 5.0
+"""Seconds after which a word is sent that means nothing: a browser that is gone is noticed by it."""
+
+
+class PageServer:
+    """Shows a report folder until it is closed.
+
+    Args:
+        folder: where a report is, or will be.
+        port: to listen on; 0 takes one that is free.
+
+    Raises:
+        OSError: the port is taken, or the folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path, port: int = 0) -> None:
+        self._folder = folder
+        self._token = secrets.token_urlsafe(16)
+        self._closing = threading.Event()
+        self._server = ThreadingHTTPServer((HOST, port), self._handler())
+        self._server.daemon_threads = True
+        try:
+            want(folder)
+        except OSError:
+            self._server.server_close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """The page's address, with the token."""
+        return f"http://{HOST}:{self._server.server_port}/{self._token}/"
+
+    def serve(self) -> None:
+        """Answer until `close`, and keep saying that somebody watches."""
+        keeper = threading.Thread(target=self._keep_wanting, daemon=True)
+        keeper.start()
+        self._server.serve_forever()
+        keeper.join()
+
+    def close(self) -> None:
+        """Stop; called from another thread, or a signal's handler, than `serve`."""
+        self._closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+        stop_wanting(self._folder)
+
+    def _keep_wanting(self) -> None:
+        while not self._closing.wait(INTERVAL_S):
+            with suppress(OSError):
+                want(self._folder)
+
+    def page(self) -> str:
+        """The life that is running, or else the report; a page that waits where there is neither."""
+        life = read_live(self._folder)
+        if life is not None and life.is_running:
+            return render_live(life)
+        try:
+            return render_html(schema.read(self._folder), served=True)
+        except schema.ReportError as error:
+            return render_live(None, str(error) if (self._folder / "leakcheck.json").exists() else "")
+
+    def events(self) -> Iterator[bytes]:
+        """What happens in the folder, as server-sent events, from now on."""
+        before, silence = self._state(), 0.0
+        if before[0] is not None:
+            yield self._life()
+        while not self._closing.wait(INTERVAL_S):
+            now, silence = self._state(), silence + INTERVAL_S
+            if now != before:
+                # With a report the page is another one; with another stage it goes on.
+                goes_on = now[0] is not None and before[0] is not None
+                yield self._life() if goes_on else _event("reload", None)
+                before, silence = now, 0.0
+            elif silence >= _SILENCE_S:
+                silence = 0.0
+                yield b": still here\n\n"
+
+    def _life(self) -> bytes:
+        life = read_live(self._folder)
+        return _event("reload", None) if life is None else _event("life", describe_life(life))
+
+    def _state(self) -> tuple[int | None, int | None]:
+        """When the life and the report were written, in nanoseconds; None for one that is not there."""
+        life = _written(self._folder / LIFE)
+        if life is not None:
+            read = read_live(self._folder)
+            # A run that was killed has left it.
+            life = life if read is not None and read.is_running else None
+        return life, _written(self._folder / "leakcheck.json")
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                token, _, name = self.path.lstrip("/").partition("/")
+                known = hmac.compare_digest(token.encode(), server._token.encode())
+                if not known or self.headers.get("Host") not in server._hosts() or name not in ("", "events"):
+                    self.send_error(HTTPStatus.NOT_FOUND)
+                elif name == "events":
+                    self._send_events()
+                else:
+                    self._send_page(server.page().encode())
+
+            def _send_page(self, data: bytes) -> None:
+                self.send_response(HTTPStatus.OK)
+                self._send_headers("text/html; charset=utf-8")
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def _send_events(self) -> None:
+                self.send_response(HTTPStatus.OK)
+                self._send_headers("text/event-stream")
+                self.send_header("Connection", "close")
+                self.end_headers()
+                self.close_connection = True
+                # The browser went away.
+                with suppress(ConnectionError):
+                    for event in server.events():
+                        self.wfile.write(event)
+
+            def _send_headers(self, kind: str) -> None:
+                self.send_header("Content-Type", kind)
+                self.send_header("Cache-Control", "no-store")
+                self.send_header("X-Content-Type-Options", "nosniff")
+                self.send_header("Referrer-Policy", "no-referrer")
+
+            def log_message(self, *_: Any) -> None:
+                """Nothing: the address has the token in it."""
+
+        return Handler
+
+    def _hosts(self) -> tuple[str, str]:
+        port = self._server.server_port
+        return f"{HOST}:{port}", f"localhost:{port}"
+
+
+def _written(path: Path) -> int | None:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return None
+
+
+def _event(name: str, data: Any) -> bytes:
+    # JSON has no line breaks outside of strings, and none in them.
+    return f"event: {name}\ndata: {as_json(data)}\n\n".encode()

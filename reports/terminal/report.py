@@ -1,0 +1,162 @@
+"""A report on the terminal: pure functions from a report to what rich prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from lowtide.reports.finding_lines import (
+    GROWTH_HEAD,
+    GROWTH_TITLE,
+    DetailLine,
+    first_line,
+    growth_cells,
+    one_line,
+    terminal_lines,
+)
+from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.processes.tree_table import tree_tables
+from lowtide.reports.schema import Finding, NotMeasured, Report, Subject, TypeGrowth
+from lowtide.reports.sizes import format_bytes
+from lowtide.reports.terminal.life_tables import ledger_table, ledgers_by_device, process_table, stage_table
+from lowtide.reports.terminal.telling_table import TellingTable
+
+_MOST_TYPES = 20
+
+
+def render(report: Report, *notes: str, wide: bool = False) -> RenderableType:
+    """The whole report: machine, one table of stages and one ledger per device for each subject, notes, verdict.
+
+    Args:
+        report: what is shown.
+        notes: lines for above the last verdict, which ends the output.
+        wide: whether tables have all their columns, instead of the most telling ones that fit.
+    """
+    parts: list[RenderableType] = [HangingText(_machine_line(report))]
+    for subject in report.subjects:
+        parts += render_subject(subject, wide=wide)
+    end = len(parts) - 1 if report.subjects else len(parts)
+    parts[end:end] = [HangingText(Text(note)) for note in notes]
+    return Group(*parts)
+
+
+def render_subject(subject: Subject, *, wide: bool = False) -> list[RenderableType]:
+    """One subject's tables and verdict.
+
+    Args:
+        subject: what is shown.
+        wide: whether tables have all their columns, instead of the most telling ones that fit.
+    """
+    if not subject.stages:
+        return verdict_lines(subject)
+    last = subject.stages[-1].cycle
+    of_last = [stage for stage in subject.stages if stage.cycle == last]
+    tables = [
+        stage_table(subject.stages),
+        *(ledger_table(last, *ledgers) for ledgers in ledgers_by_device(of_last)),
+        *map(process_table, tree_tables(of_last)),
+    ]
+    return [*(tables if wide else map(TellingTable, tables)), *verdict_lines(subject)]
+
+
+def verdict_lines(subject: Subject) -> list[RenderableType]:
+    """What came back and where, what did not, what could not be judged, and the outcome in one line."""
+    lines: list[RenderableType] = []
+    for item in subject.returns:
+        what = f"{item.resource} on {item.device}" if item.device else item.resource
+        if item.bytes:
+            what += f" ({format_bytes(item.bytes)})"
+        came = f"came back at rung {item.rung}, {item.seconds:.2f} s after {item.stage}"
+        lines.append(HangingText(Text(f"cycle {item.cycle}: {what} {came}")))
+    # A reason that names other processes says all of them.
+    missed = [missing for missing in subject.not_measured if missing.process is None or not subject.reason]
+    lines += [HangingText(not_judged_text(missing)) for missing in missed]
+    lines += [HangingText(finding_text(finding)) for finding in subject.findings]
+    if subject.type_growth:
+        lines.append(growth_table(subject.type_growth))
+    if subject.reason:
+        lines.append(HangingText(Text(one_line(subject.reason), style="red" if subject.outcome != "clean" else "")))
+    lines.append(HangingText(_outcome_text(subject)))
+    return lines
+
+
+def not_judged_text(missing: NotMeasured) -> Text:
+    """One thing that could not be judged, and why."""
+    why = f" ({missing.why})" if missing.process is None else f"; {missing.why}"
+    return Text(one_line(f"not judged: {missing.what}{why}"), style="yellow")
+
+
+def finding_text(finding: Finding) -> Text:
+    """One finding: what, how much, why, what gives it back; one that is suppressed is known, and no alarm."""
+    known = finding.suppressed_by is not None
+    text = Text()
+    text.append("known " if known else "", style="yellow")
+    text.append(f"{finding.resource}/{finding.cause}", style="yellow" if known else "bold red")
+    text.append(f" {first_line(finding)}")
+    for line in terminal_lines(finding, "in the report (--report DIR)"):
+        text.append("\n    ")
+        text.append(_detail_text(line))
+    return text
+
+
+def _detail_text(line: DetailLine) -> Text:
+    text = Text(style="dim" if line.quiet else "")
+    text.append(one_line(line.before))
+    text.append(one_line(line.edge), style="underline" if line.suspect else "")
+    text.append(one_line(line.after))
+    return text
+
+
+def growth_table(growth: Sequence[TypeGrowth]) -> Table:
+    """A row per type of which there are more objects than before."""
+    more = len(growth) - _MOST_TYPES
+    caption = f"… {more} more are in the report" if more > 0 else None
+    table = Table(
+        title=GROWTH_TITLE,
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for name in GROWTH_HEAD:
+        if name in ("type", "between"):
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    for grown in growth[:_MOST_TYPES]:
+        # As text, not as a string: what stands in brackets is no markup.
+        table.add_row(*(Text(one_line(cell)) for cell in growth_cells(grown)))
+    return table
+
+
+def _outcome_text(subject: Subject) -> Text:
+    cycles = len({stage.cycle for stage in subject.stages})
+    known = sum(finding.suppressed_by is not None for finding in subject.findings)
+    if subject.outcome == "clean":
+        what = "everything that was judged came back" if subject.not_measured else "everything came back"
+        but = f" but {known} known finding(s)" if known else ""
+        return Text(f"CLEAN: {f'{cycles} cycle(s), ' if cycles else ''}{what}{but}", style="bold green")
+    if subject.outcome == "leak":
+        also = f", and {known} known" if known else ""
+        counted = len(subject.findings) - known
+        where = f" in {cycles} cycle(s)" if cycles else ""
+        return Text(f"LEAK: {counted} finding(s){where}{also}", style="bold red")
+    word = "NOT JUDGED" if subject.outcome == "unsupported" else subject.outcome.upper()
+    return Text(f"{word}: nothing can be concluded", style="bold yellow")
+
+
+def _machine_line(report: Report) -> Text:
+    machine = report.machine
+    counted = Counter(machine.devices)
+    devices = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counted.items()) or "no card"
+    return Text(
+        f"lowtide {report.version} · Python {machine.python} · torch {machine.torch} · {machine.cpus} cores, "
+        f"{format_bytes(machine.memory)}\n{devices} (driver figures: {machine.driver})",
+        style="dim",
+    )

@@ -1,0 +1,216 @@
+"""A life that is running, as a server shows it: who may see it, what it says, and what it costs the run."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import psutil
+import pytest
+
+from lowtide.reports import schema
+from lowtide.reports.live.broadcast import FRESH_S, LIFE, MOST_STAGES, WANTED, Broadcast, read_live, want
+from lowtide.reports.live.server import PageServer
+from tests.reports.small_reports import HOSTILE, report, subject
+from tests.reports.small_reports import LIFE as STAGES
+
+EMPTY = report()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[PageServer]:
+    made = PageServer(tmp_path)
+    answering = threading.Thread(target=made.serve)
+    answering.start()
+    yield made
+    made.close()
+    answering.join(10)
+    assert not answering.is_alive()
+
+
+def get(url: str, path: str | None = None, host: str | None = None) -> tuple[int, str, http.client.HTTPMessage]:
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+    connection.request("GET", parts.path if path is None else path, headers={} if host is None else {"Host": host})
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text, answer.headers
+
+
+class Events:
+    """The events of a page, one after the other."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+        self._connection.request("GET", f"{parts.path}events")
+        self._answer = self._connection.getresponse()
+        assert self._answer.headers["Content-Type"] == "text/event-stream"
+
+    def following(self) -> tuple[str, object]:
+        lines = []
+        while (line := self._answer.readline().decode().rstrip("\n")) or not lines:
+            if line and not line.startswith(":"):
+                lines.append(line)
+        name, data = (line.partition(": ")[2] for line in lines)
+        return name, msgspec.json.decode(data)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def write(folder: Path, written: schema.Report) -> None:
+    (folder / "leakcheck.json").write_bytes(msgspec.json.encode(written))
+
+
+def begin(folder: Path, now: str = "cycle 1 of 2: infer", stages: Sequence[schema.Stage] = STAGES) -> Broadcast:
+    broadcast = Broadcast(folder, lambda: EMPTY)
+    broadcast.stage_begins(now, lambda most: stages[-most:])
+    return broadcast
+
+
+def test_nobody_watches_and_nothing_is_written_or_asked(tmp_path: Path) -> None:
+    def asked(most: int = 0) -> Any:
+        raise AssertionError("for nobody")
+
+    Broadcast(tmp_path, asked).stage_begins("infer", asked)
+    want(tmp_path)
+    os.utime(tmp_path / WANTED, (time.time() - FRESH_S - 1,) * 2)
+    Broadcast(tmp_path, asked).stage_begins("infer", asked)
+    assert [path.name for path in tmp_path.iterdir()] == [WANTED]
+
+
+def test_somebody_watches_and_the_last_stages_are_written_until_the_end(tmp_path: Path) -> None:
+    want(tmp_path)
+    broadcast = begin(tmp_path, stages=STAGES * MOST_STAGES)
+    life = read_live(tmp_path)
+    assert life is not None
+    assert (life.now, len(life.stages), life.is_running) == ("cycle 1 of 2: infer", MOST_STAGES, True)
+    assert life.stages[-1] == STAGES[-1]
+    broadcast.close()
+    assert read_live(tmp_path) is None
+    broadcast.close()
+
+
+def test_a_folder_that_cannot_be_written_costs_the_run_nothing(tmp_path: Path) -> None:
+    want(tmp_path)
+    (tmp_path / f"{LIFE}.half").mkdir()
+    begin(tmp_path).close()
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff", b"[" * 100_000, b'{"pid": 1}'])
+def test_a_file_that_is_no_life_is_none(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / LIFE).write_bytes(data)
+    assert read_live(tmp_path) is None
+
+
+def test_a_life_whose_process_is_gone_runs_no_more(tmp_path: Path) -> None:
+    want(tmp_path)
+    begin(tmp_path)
+    life = read_live(tmp_path)
+    assert life is not None
+    other = subprocess.Popen([sys.executable, "-c", "pass"])
+    started = psutil.Process(other.pid).create_time()
+    other.wait()
+    assert not msgspec.structs.replace(life, pid=other.pid, started=started).is_running
+    # Its number may be another process's.
+    assert not msgspec.structs.replace(life, started=life.started - 1).is_running
+
+
+def test_only_who_has_the_token_and_asks_for_this_host_gets_the_page(server: PageServer, tmp_path: Path) -> None:
+    write(tmp_path, report(subject(name="a")))
+    status, text, headers = get(server.url)
+    assert status == 200
+    assert "CLEAN: 1 subject(s)" in text
+    assert "connect-src 'self'" in text
+    assert headers["Cache-Control"] == "no-store"
+    port = urlsplit(server.url).port
+    token = urlsplit(server.url).path.strip("/")
+    assert len(token) >= 20
+    assert get(server.url, host=f"localhost:{port}")[0] == 200
+    for path, host in (
+        ("/", None),
+        ("/events", None),
+        (f"/{token[:-1]}/", None),
+        (f"/{token}x/events", None),
+        (f"/{token}/leakcheck.json", None),
+        (f"/{token}/../leakcheck.json", None),
+        (f"/{token}/", "evil.example"),
+        (f"/{token}/events", f"evil.example:{port}"),
+    ):
+        status, text, _ = get(server.url, path, host)
+        assert (status, token in text) == (404, False), path
+
+
+def test_it_listens_on_this_machine_alone(server: PageServer) -> None:
+    port = urlsplit(server.url).port
+    listening = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    assert [each.laddr.ip for each in listening if each.laddr.port == port] == ["127.0.0.1"]
+
+
+def test_a_folder_without_anything_waits_and_says_what_is_wrong_with_what_is_there(
+    server: PageServer, tmp_path: Path
+) -> None:
+    assert "WAITING: no life runs here yet" in get(server.url)[1]
+    (tmp_path / "leakcheck.json").write_text('{"schema": "lowtide-report/9"')
+    text = get(server.url)[1]
+    assert "WAITING" in text
+    assert "leakcheck.json" in text
+
+
+def test_a_life_is_followed_stage_by_stage_to_its_report(server: PageServer, tmp_path: Path) -> None:
+    events = Events(server.url)
+    broadcast = begin(tmp_path)
+    # What waited is another page.
+    assert events.following()[0] in ("reload", "life")
+    text = get(server.url)[1]
+    assert "RUNNING: cycle 1 of 2: infer" in text
+    events.close()
+    events = Events(server.url)
+    name, said = events.following()
+    assert name == "life"
+    assert isinstance(said, dict)
+    assert said["now"] == "cycle 1 of 2: infer"
+    assert said["life"]["moments"] == ["before create", "create", "infer", "sleep(1)"]
+    broadcast.stage_begins("cycle 1 of 2: wake", lambda most: STAGES)
+    name, said = events.following()
+    assert isinstance(said, dict)
+    assert (name, said["now"]) == ("life", "cycle 1 of 2: wake")
+    write(tmp_path, report(subject(name="a")))
+    broadcast.close()
+    while events.following()[0] != "reload":
+        pass
+    assert "CLEAN" in get(server.url)[1]
+    events.close()
+
+
+def test_texts_of_any_kind_stay_in_their_event(server: PageServer, tmp_path: Path) -> None:
+    clean = HOSTILE.replace("\udc80", "")
+    broadcast = Broadcast(tmp_path, lambda: EMPTY)
+    broadcast.stage_begins(f"{clean}\n\nevent: reload\ndata: 1\n\n", lambda most: STAGES)
+    events = Events(server.url)
+    name, said = events.following()
+    assert name == "life"
+    assert isinstance(said, dict)
+    assert "event: reload" in said["now"]
+    events.close()
+
+
+def test_who_stops_watching_costs_the_next_run_nothing(tmp_path: Path) -> None:
+    made = PageServer(tmp_path)
+    answering = threading.Thread(target=made.serve)
+    answering.start()
+    assert (tmp_path / WANTED).exists()
+    made.close()
+    answering.join(10)
+    assert list(tmp_path.iterdir()) == []
