@@ -33,6 +33,11 @@ def test_what_a_semicolon_hides_does_not_stay(notebook: Notebook) -> None:
     assert notebook.check("torch.zeros(1000);").subjects[0].findings == ()
 
 
+def test_a_value_that_is_shown_and_not_cached_does_not_stay(notebook: Notebook) -> None:
+    notebook.shell.displayhook.cache_size = 0
+    assert notebook.check("torch.zeros(1000)").subjects[0].findings == ()
+
+
 def test_a_variable_that_is_shown_too_is_given_back_by_xdel(notebook: Notebook) -> None:
     finding = notebook.finding("x = torch.zeros(1000)", "x")
     number = notebook.shell.execution_count - 1

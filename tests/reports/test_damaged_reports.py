@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -22,6 +22,7 @@ from lowtide.leakcheck.gate.known_findings import KnownFindings, KnownFindingsEr
 from lowtide.reports import schema
 from lowtide.reports.reading.json_files import MOST_BYTES, UnreadableError, decode_json, read_bounded
 from tests.reports.small_reports import LIFE, finding, report, subject
+from tests.reports.test_generated_reports import BOUNDED as GENERATED
 from tests.reports.test_generated_reports import render_all
 
 REAL = (Path(__file__).parent / "data" / "vllm-life.json").read_bytes()
@@ -41,9 +42,7 @@ LEAK = schema.encode(
     )
 )
 
-BOUNDED = settings(
-    max_examples=150, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+BOUNDED = settings(GENERATED, max_examples=100)
 
 STRANGE = [None, True, -1, 0.5, 1e308, 10**30, 1 << 63, "", "x", "\x1b[2J\n", [], {}, [[[]]], {"": {"": None}}]
 """What a value may be replaced by."""
