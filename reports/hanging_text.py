@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+"""What would act on the terminal; a report may be from anywhere, and its texts are anything."""
 
 _HANG = 2
 """Blanks by which a line that goes on is further to the right than its beginning."""
@@ -25,10 +29,13 @@ class HangingText:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The lines, as wide as the terminal at most; whole where its console does not fold."""
+        text = self.text.copy()
+        # One character for one, so that styles stay where they are.
+        text.plain = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text.plain)
         if options.no_wrap:
-            yield self.text
+            yield text
             return
-        for line in self.text.split("\n", allow_blank=True):
+        for line in text.split("\n", allow_blank=True):
             indent = len(line.plain) - len(line.plain.lstrip(" "))
             folded = line[indent:].wrap(console, max(_LEAST_WIDTH, options.max_width - indent - _HANG))
             for turn, part in enumerate(folded):

@@ -10,7 +10,7 @@ import msgspec
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.reading.json_files import UnreadableError, decode_json, read_bounded
 from lowtide.reports.reading.json_schemas import schema_of
-from lowtide.reports.reading.numbers import Int64
+from lowtide.reports.reading.numbers import Float15, Int64
 from lowtide.reports.reading.report_head import refuse_deep_parts, why_unreadable
 
 SCHEMA = "lowtide-report/1"
@@ -131,11 +131,11 @@ class Stage(_Record, frozen=True, kw_only=True):
 
     name: str
     cycle: Int64
-    seconds: float
+    seconds: Float15
     before: Readings
     after: Readings
-    tokens_per_second: float | None = None
-    bytes_per_second: float | None = None
+    tokens_per_second: Float15 | None = None
+    bytes_per_second: Float15 | None = None
     processes: tuple[ProcessStage, ...] = ()
 
 
@@ -235,7 +235,7 @@ class Return(_Record, frozen=True, kw_only=True):
     cycle: Int64
     bytes: Int64
     rung: Rung
-    seconds: float
+    seconds: Float15
 
 
 class CardMemory(_Record, frozen=True, kw_only=True):

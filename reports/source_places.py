@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lowtide.reports.schema import Finding, Subject
 
-_LOCAL = re.compile(r"local '[^']*' of .+\(\) in (?P<file>.+):(?P<line>\d+)$")
+_LOCAL = re.compile(r"local '[^']*' of .+\(\) in (?P<file>.+):(?P<line>[0-9]{1,9})$")
 _NAMES = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 _SOURCE_FOLDERS = ("", "src")
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
@@ -71,7 +71,7 @@ class SourcePlaces:
         for folder in _SOURCE_FOLDERS:
             path = self.root.joinpath(folder, *names)
             for file in (path.with_name(f"{path.name}.py"), path / "__init__.py"):
-                if file.is_file():
+                if _is_file(file):
                     yield file
 
     def _definitions(self, file: Path) -> dict[str, int]:
@@ -88,7 +88,7 @@ class SourcePlaces:
         head = subject.id.partition("[")[0].partition("::")[0]
         # A cell of the gate puts its own name before the test's.
         for name in (head, head.partition("/")[2]):
-            if name.endswith(".py") and (self.root is None or (self.root / name).is_file()):
+            if name.endswith(".py") and (self.root is None or _is_file(self.root / name)):
                 return self._place(name, 1)
         return None
 
@@ -98,13 +98,24 @@ class SourcePlaces:
         path = Path(file)
         if self.root is not None:
             # Through links, which a viewer of the repository does not follow.
-            real = (self.root / path).resolve()
-            if not path.is_absolute() and not real.is_file():
+            try:
+                real = (self.root / path).resolve()
+            except (OSError, RuntimeError):
+                return None
+            if not path.is_absolute() and not _is_file(real):
                 # A bare name of a file that is elsewhere would mark a file that does not exist.
                 return None
             if real.is_relative_to(self.root) and not _INSTALLED & set(real.parts):
                 path = real.relative_to(self.root)
         return Place(path.as_posix(), max(line, 1))
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a path that a report has names a file here; what the system takes for no path names none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def _definitions(file: Path) -> dict[str, int]:

@@ -4,19 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lowtide.reports.finding_lines import (
-    advice_text,
-    amount,
-    hop_facts,
-    in_vain,
-    remedy_effect,
-    shared_text,
-    trend_text,
-)
+from lowtide.reports.finding_lines import advice_text, remedy_effect
 from lowtide.reports.html.jinja_environment import environment
 from lowtide.reports.markdown import not_measured, verdict
 from lowtide.reports.schema import Finding, Outcome, Report, Subject
-from lowtide.reports.sizes import format_bytes
 
 MOST_FINDINGS = 30
 """Findings that are shown, the first subjects' first: a notebook keeps each output in its file."""
@@ -45,26 +36,21 @@ def render_fragment(report: Report) -> str:
     # notebook's file each time it is shown; without a sandbox its scripts would have the notebook's origin, and with
     # one their policy depends on the server's; sites that show notebooks remove frames. `LeakCheck` has no stages to
     # draw, and a report folder has the page as a file.
-    templates = environment()
-    templates.filters |= {
-        "size": format_bytes,
-        "amount": amount,
-        "facts": hop_facts,
-        "shared": shared_text,
-        "trend": trend_text,
-        "in_vain": in_vain,
-    }
     ordered = sorted(report.subjects, key=lambda subject: (_URGENCY[subject.outcome], not subject.findings))
     missing = not_measured(report.subjects)
-    return templates.get_template("fragment.html.j2").render(
-        report=report,
-        verdict=verdict(report),
-        shown=_with_findings(ordered[:MOST_SUBJECTS]),
-        more_subjects=max(len(ordered) - MOST_SUBJECTS, 0),
-        missing=list(missing)[:MOST_MISSING],
-        more_missing=max(len(missing) - MOST_MISSING, 0),
-        remedy_effect=remedy_effect,
-        advice_text=advice_text,
+    return (
+        environment()
+        .get_template("fragment.html.j2")
+        .render(
+            report=report,
+            verdict=verdict(report),
+            shown=_with_findings(ordered[:MOST_SUBJECTS]),
+            more_subjects=max(len(ordered) - MOST_SUBJECTS, 0),
+            missing=list(missing)[:MOST_MISSING],
+            more_missing=max(len(missing) - MOST_MISSING, 0),
+            remedy_effect=remedy_effect,
+            advice_text=advice_text,
+        )
     )
 
 

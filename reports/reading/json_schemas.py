@@ -22,10 +22,9 @@ def schema_of(kind: Any, title: str) -> dict[str, Any]:
 def _with_clean_texts(schema: Any) -> Any:
     """A schema without the indentation of docstrings, which Python 3.13 takes away and earlier ones keep."""
     if isinstance(schema, dict):
-        return {
-            key: inspect.cleandoc(value)
-            if key == "description" and isinstance(value, str)
-            else _with_clean_texts(value)
-            for key, value in schema.items()
-        }
+        return {key: _clean(key, value) for key, value in schema.items()}
     return schema
+
+
+def _clean(key: str, value: Any) -> Any:
+    return inspect.cleandoc(value) if key == "description" and isinstance(value, str) else _with_clean_texts(value)

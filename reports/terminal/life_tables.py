@@ -8,7 +8,7 @@ from itertools import pairwise
 from lowtide.reports.figure_table import Column, FigureTable
 from lowtide.reports.finding_lines import one_line
 from lowtide.reports.processes.tree_table import TreeTable
-from lowtide.reports.schema import Ledger, Stage
+from lowtide.reports.schema import Ledger, Readings, Stage
 
 _ARENAS = ("weights", "kv_cache", "runtime", "workspace")
 _UNKNOWN = "—"
@@ -81,7 +81,7 @@ def ledger_table(cycle: int, names: Sequence[str], ledgers: Sequence[Ledger]) ->
 
     Lines that no stage changes are named below; they are in the totals.
     """
-    first = ledgers[0]
+    first = next((ledger for ledger in ledgers if ledger.source != "none"), ledgers[0])
     source = "this process, " + first.source if first.source != "none" else "no driver says what this process holds"
     sizes: dict[str, list[int | None]] = {}
     for turn, ledger in enumerate(ledgers):
@@ -144,10 +144,15 @@ def changes_by_stage(rows: Sequence[Sequence[int | None]]) -> list[int | None]:
 
 def ledgers_by_device(stages: Sequence[Stage]) -> Iterable[tuple[list[str], list[Ledger]]]:
     """For each device the moments of one life, `before` and its stages, with the ledger at each of them."""
-    devices = [ledger.device for ledger in stages[0].after.ledgers]
-    for turn, _ in enumerate(devices):
-        ledgers = [stages[0].before.ledgers[turn], *(stage.after.ledgers[turn] for stage in stages)]
-        yield ["before", *(stage.name for stage in stages)], ledgers
+    sides = [stages[0].before, *(stage.after for stage in stages)]
+    for device in dict.fromkeys(ledger.device for side in sides for ledger in side.ledgers):
+        yield ["before", *(stage.name for stage in stages)], [_ledger_of(device, side) for side in sides]
+
+
+def _ledger_of(device: str, readings: Readings) -> Ledger:
+    """A device's ledger; one in which nothing is known where a reading has none, as before a card came up."""
+    unknown = Ledger(device=device, source="none", total=None, lines=(), unexplained=None)
+    return next((ledger for ledger in readings.ledgers if ledger.device == device), unknown)
 
 
 def _varying(figures: Sequence[Column]) -> tuple[list[Column], tuple[str, ...]]:

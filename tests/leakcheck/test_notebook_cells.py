@@ -33,6 +33,11 @@ def test_what_a_semicolon_hides_does_not_stay(notebook: Notebook) -> None:
     assert notebook.check("torch.zeros(1000);").subjects[0].findings == ()
 
 
+def test_a_value_that_is_shown_and_not_cached_does_not_stay(notebook: Notebook) -> None:
+    notebook.shell.displayhook.cache_size = 0
+    assert notebook.check("torch.zeros(1000)").subjects[0].findings == ()
+
+
 def test_a_variable_that_is_shown_too_is_given_back_by_xdel(notebook: Notebook) -> None:
     finding = notebook.finding("x = torch.zeros(1000)", "x")
     number = notebook.shell.execution_count - 1
@@ -122,6 +127,29 @@ def test_the_help_has_each_option(notebook: Notebook) -> None:
     magic = notebook.shell.find_cell_magic("leakcheck")
     for option in ("--tolerance BYTES", "--warmup", "--fail", "--into NAME"):
         assert option in magic.__doc__
+
+
+def test_what_the_cell_shows_is_named_as_output_with_what_gives_it_back(notebook: Notebook) -> None:
+    finding = notebook.finding("torch.zeros(1000)")
+    number = notebook.shell.execution_count - 1
+    assert finding.holder == f"Out[{number}]"
+    assert finding.message.endswith(f"held by Out[{number}]")
+    assert f"`%xdel _{number}` gives it back" in (finding.advice or "")
+    tensor = weakref.ref(notebook.names["Out"][number])
+    notebook.run(f"%xdel _{number}")
+    assert tensor() is None
+
+
+def test_fail_raises_after_the_report_was_shown(notebook: Notebook) -> None:
+    notebook.run("%%leakcheck --fail", "engine.infer(keep=True)")
+    assert type(notebook.error).__name__ == "LeaksFoundError"
+    assert len(notebook.html) == 1
+
+
+def test_a_wrong_option_is_one_line(notebook: Notebook) -> None:
+    notebook.run("%%leakcheck --stacks most", "ran = True")
+    assert type(notebook.error).__name__ == "UsageError"
+    assert "ran" not in notebook.names
 
 
 KERNEL_CELLS = (

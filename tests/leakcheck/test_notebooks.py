@@ -44,17 +44,6 @@ def test_a_variable_of_the_cell_is_named_with_what_gives_it_back(notebook: Noteb
     assert tensor() is None
 
 
-def test_what_the_cell_shows_is_named_as_output_with_what_gives_it_back(notebook: Notebook) -> None:
-    finding = notebook.finding("torch.zeros(1000)")
-    number = notebook.shell.execution_count - 1
-    assert finding.holder == f"Out[{number}]"
-    assert finding.message.endswith(f"held by Out[{number}]")
-    assert f"`%xdel _{number}` gives it back" in (finding.advice or "")
-    tensor = weakref.ref(notebook.names["Out"][number])
-    notebook.run(f"%xdel _{number}")
-    assert tensor() is None
-
-
 def test_an_error_is_shown_once_as_ipython_shows_it_and_the_report_says_what_stays(notebook: Notebook) -> None:
     finding = notebook.finding("def fail():", "    z = torch.zeros(1000)", "    return 1 / 0", "fail()")
     assert isinstance(notebook.error, ZeroDivisionError)
@@ -65,18 +54,6 @@ def test_an_error_is_shown_once_as_ipython_shows_it_and_the_report_says_what_sta
     assert "lowtide/" not in notebook.output
     assert finding.holder == "the variable z in the traceback of the last error (ZeroDivisionError)"
     assert len(notebook.html) == 1
-
-
-def test_fail_raises_after_the_report_was_shown(notebook: Notebook) -> None:
-    notebook.run("%%leakcheck --fail", "engine.infer(keep=True)")
-    assert type(notebook.error).__name__ == "LeaksFoundError"
-    assert len(notebook.html) == 1
-
-
-def test_a_wrong_option_is_one_line(notebook: Notebook) -> None:
-    notebook.run("%%leakcheck --stacks most", "ran = True")
-    assert type(notebook.error).__name__ == "UsageError"
-    assert "ran" not in notebook.names
 
 
 def test_before_the_block_has_ended_a_check_says_so(notebook: Notebook) -> None:

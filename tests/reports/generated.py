@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from hypothesis import strategies as st
@@ -16,7 +16,8 @@ NESTED = 2
 # Surrogates are no text that a file of JSON can have.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ["", "x" * 3000, "<script>alert(1)</script>", "\" onload='x' ", "</style><b>", "]]>", "-->", "{{ 7 }}", "a\nb\r\nc",
-     "\x1b[31mred\x1b[0m", "\x00\x7f\x85\u2028", "| a | `b` |", "[link](javascript:x)", "::error::x", "[bold]", "\\u0000",
+     "\x1b[31mred\x1b[0m", "\x00\x7f\x85\u2028", "| a | `b` |", "[link](javascript:x)",
+     "::error::x", "[bold]", "\\u0000",
      "file.py:3", "/etc/passwd:1", "🌊" * 40, "\u202egnp.exe", "\ufeff", "\ufffe", "&amp;&lt;", "$x$", "%0A"]
 )  # fmt: skip
 
@@ -38,8 +39,8 @@ def of_type(kind: Any, depth: int = 0) -> st.SearchStrategy[Any]:
             return st.none()
         case msgspec.inspect.IntType(ge=least, le=most):
             return st.integers(0, 1 << 36) | st.integers(least, most) | st.sampled_from([least, -1, most])
-        case msgspec.inspect.FloatType():
-            return st.floats(0, 1e6) | st.floats(allow_nan=False, allow_infinity=False)
+        case msgspec.inspect.FloatType(ge=least, le=most):
+            return st.floats(0, 1e6) | st.floats(least, most)
         case msgspec.inspect.LiteralType(values=values):
             return st.sampled_from(list(values))
         case msgspec.inspect.UnionType(types=types):
@@ -66,6 +67,36 @@ def _struct(cls: type[Any], depth: int) -> st.SearchStrategy[Any]:
             made = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
             fields[field.name] = st.just(made) | values
     return st.builds(cls, **fields)
+
+
+def filled(kind: Any, text: str, depth: int = 0) -> Any:
+    """A value of a type with all that it may have: each text is the same one, and each list has one entry."""
+    info = kind if isinstance(kind, msgspec.inspect.Type) else msgspec.inspect.type_info(kind)
+    match info:
+        case msgspec.inspect.StrType():
+            return text
+        case msgspec.inspect.UnionType(types=types):
+            return filled(next(each for each in types if not isinstance(each, msgspec.inspect.NoneType)), text, depth)
+        case msgspec.inspect.VarTupleType(item_type=item):
+            return (filled(item, text, depth + 1),)
+        case msgspec.inspect.DictType(value_type=value):
+            return {text: filled(value, text, depth)}
+        case msgspec.inspect.StructType(cls=cls, fields=fields):
+            # Parts are findings.
+            own = [field for field in fields if field.name != "parts" or depth < NESTED + 2]
+            return cls(**{field.name: filled(field.type, text, depth + 1) for field in own})
+        case msgspec.inspect.LiteralType(values=values):
+            return values[0]
+        case msgspec.inspect.BoolType():
+            return True
+    return 7
+
+
+def filled_report(text: str) -> schema.Report:
+    """A report with all that it may have, and a subject of each outcome: pages show some more than others."""
+    made: schema.Report = filled(schema.Report, text)
+    subjects = [msgspec.structs.replace(made.subjects[0], outcome=each) for each in get_args(schema.Outcome)]
+    return msgspec.structs.replace(made, subjects=tuple(subjects))
 
 
 def _with_one(field: str, values: st.SearchStrategy[Any]) -> st.SearchStrategy[schema.Report]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import unicodedata
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from itertools import zip_longest
@@ -13,7 +14,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from rich.console import Console
 
 from lowtide.reports import schema, terminal
@@ -27,12 +28,19 @@ from lowtide.reports.markdown import render_markdown
 from lowtide.reports.openmetrics import render_openmetrics
 from lowtide.reports.perfetto import render_trace
 from lowtide.reports.sarif import render_sarif
-from tests.reports.generated import REPORTS, of_type
+from tests.reports.generated import REPORTS, filled_report, of_type
 
 BOUNDED = settings(
-    max_examples=60, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=40,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
 )
-"""The same examples in each run, so that a change is judged and not the day's luck."""
+"""The same examples in each run, so that a change is judged and not the day's luck; to shrink one takes a minute."""
+
+MARKUP = "\"'><script>alert(1)</script><b onload=x>]]></style>{{ 7 }}"
 
 
 def printed(part: Any) -> str:
@@ -116,17 +124,27 @@ def test_a_report_is_read_as_it_was_written(report: schema.Report) -> None:
     assert schema.decode(schema.encode(report)) == report
 
 
-@BOUNDED
-@given(REPORTS)
-def test_every_rendering_takes_any_report(report: schema.Report) -> None:
-    printed(terminal.render(report, "a note"))
+def render_all(report: schema.Report) -> None:
+    """Each rendering but the pages, and what reads it next can read it."""
+    for wide in (False, True):
+        text = printed(terminal.render(report, "a note", wide=wide))
+        assert [char for char in text if char != "\n" and unicodedata.category(char) == "Cc"] == []
     render_markdown(report)
     render_annotations(report, Path.cwd())
     ElementTree.fromstring(render_junit(report))
     json.loads(render_sarif(report, Path.cwd()))
-    json.loads(render_trace(report))
+    json.loads(render_trace(report), parse_constant=pytest.fail)
     assert render_openmetrics(report).endswith("# EOF\n")
     schema.exit_code(report)
+
+
+@BOUNDED
+@given(REPORTS)
+@example(filled_report(MARKUP))
+@example(filled_report("x" * 3000 + ".py"))
+@example(filled_report("\x1b[31m\x07\r\n"))
+def test_every_rendering_takes_any_report(report: schema.Report) -> None:
+    render_all(report)
 
 
 @BOUNDED
@@ -139,8 +157,10 @@ def test_any_two_reports_are_compared(before: schema.Report, after: schema.Repor
         assert not [name for _, names in page for name in names if name.startswith("on")]
 
 
-@BOUNDED
+@settings(BOUNDED, max_examples=10)
 @given(REPORTS)
+@example(filled_report(MARKUP))
+@example(filled_report(MARKUP * 100))
 def test_no_element_and_no_attribute_of_a_page_stems_from_a_text(report: schema.Report) -> None:
     harmless = Harmless(report)(report, schema.Report)
     for render in (render_html, render_fragment):
