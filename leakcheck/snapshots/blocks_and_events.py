@@ -79,7 +79,7 @@ class Blocks:
         used = [block for block in blocks if block["state"] != _FREE]
         self.addresses.extend([block.get("address", 0) for block in used])
         self.sizes.extend([block["size"] for block in used])
-        self.stacks.extend([stacks.number(_frames_of(block)) for block in used])
+        self.stacks.extend(stacks.numbers([block.get("frames") or _older_frames(block) for block in used]))
         if len(used) < len(blocks):
             for block in blocks:
                 if block["state"] == _FREE:
@@ -94,9 +94,6 @@ class Blocks:
 
 class _Number(int):
     """Of a stack; no file can have one."""
-
-
-_NO_LIST: tuple[list[Any], _Number] = ([], _Number(0))
 
 
 class Stacks:
@@ -114,23 +111,32 @@ class Stacks:
         # the identities of all frames take.
         self._last: dict[tuple[int, int, int], tuple[list[Any], _Number]] = {}
 
-    def number(self, frames: list[Any]) -> int:
-        """A number for a stack; the list is replaced by it, for memory and for the next one that refers to it."""
-        if not frames:
-            return 0
-        first = frames[0]
-        if type(first) is _Number:
-            return first
-        length = len(frames)
-        kind = (length, id(first), id(frames[length // 2]))
-        last, number = self._last.get(kind, _NO_LIST)
-        if last != frames:
-            key = tuple(map(id, frames))
-            found = self._by_frames.get(key)
-            number = self._by_frames[key] = found or _Number(self._new(frames))
-            self._last[kind] = (frames.copy(), number)
-        frames.clear()
-        frames.append(number)
+    def numbers(self, lists: Sequence[list[Any]]) -> list[int]:
+        """A number for each stack; a list is replaced by it, for memory and for the next one that refers to it."""
+        found = []
+        last_of_kind = self._last
+        for frames in lists:
+            if not frames:
+                found.append(0)
+                continue
+            first = frames[0]
+            if type(first) is _Number:
+                found.append(first)
+                continue
+            length = len(frames)
+            last = last_of_kind.get((length, id(first), id(frames[length >> 1])))
+            number = last[1] if last is not None and last[0] == frames else self._number(frames)
+            frames.clear()
+            frames.append(number)
+            found.append(number)
+        return found
+
+    def _number(self, frames: list[Any]) -> _Number:
+        key = tuple(map(id, frames))
+        number = self._by_frames.get(key)
+        if number is None:
+            number = self._by_frames[key] = _Number(self._new(frames))
+        self._last[len(frames), id(frames[0]), id(frames[len(frames) >> 1])] = (frames.copy(), number)
         return number
 
     def _new(self, frames: Sequence[Mapping[str, Any]]) -> int:
@@ -231,13 +237,10 @@ def _whole_pages(begin: int, length: int, page: int) -> int:
     return max(0, (begin + length) // page - -(-begin // page)) * page
 
 
-def _frames_of(block: Mapping[str, Any]) -> list[Any]:
-    """The frames of a block; torch before 2.1 has them in the last entry of a history."""
-    frames = block.get("frames")
-    if frames is None:
-        history = block.get("history") or [{}]
-        frames = history[-1].get("frames")
-    return frames or []
+def _older_frames(block: Mapping[str, Any]) -> list[Any]:
+    """The frames of a block of torch before 2.1, in the last entry of a history; empty if it has none."""
+    history = block.get("history") or [{}]
+    return history[-1].get("frames") or []
 
 
 def _frame(frame: Mapping[str, Any]) -> StackFrame:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lowtide.leakcheck.snapshots import allocator_snapshot
 from lowtide.leakcheck.snapshots.comparison import compare, sum_stages
 from lowtide.leakcheck.snapshots.stage_timeline import Annotation, StageTimeline
 from tests.leakcheck.torch_snapshots import FORWARD, LOAD, MIB, annotation, block, event, read, segment, written
@@ -154,7 +155,9 @@ def test_many_open_stages_take_no_square_of_time() -> None:
     assert (timeline.at(count - 1), timeline.at(2 * count)) == ("1", None)
 
 
-def test_long_lists_are_read_as_short_ones_are(tmp_path: Path) -> None:
+@pytest.mark.parametrize("largest", [10_000_000, 0])
+def test_long_lists_are_read_as_short_ones_are(tmp_path: Path, largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator_snapshot, "_LARGEST_TABLE", largest)
     stacks = [list(FORWARD), list(LOAD)]
     kept = [list(stacks[turn % 2]) for turn in range(MANY)]
     freed = [list(LOAD) for _ in range(MANY)]
@@ -253,7 +256,5 @@ def test_a_name_that_is_long_or_none_is_handled(tmp_path: Path) -> None:
     path.write_bytes(
         pickle.dumps({"segments": [], "external_annotations": [annotation("START", 1, "a") | {"name": 1}]})
     )
-    from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, read_snapshot
-
-    with pytest.raises(SnapshotError, match="the name of a stage is no text but int"):
-        read_snapshot(path)
+    with pytest.raises(allocator_snapshot.SnapshotError, match="the name of a stage is no text but int"):
+        allocator_snapshot.read_snapshot(path)
