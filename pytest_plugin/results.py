@@ -122,6 +122,7 @@ class Results:
                 command=" ".join(["pytest", *self._config.invocation_params.args]),
                 machine=this_machine(driver),
                 subjects=tuple(self.subjects),
+                settings=self._settings.as_texts(),
             )
             write_folder(report, self._settings.report)
         except ReportError as error:

@@ -7,7 +7,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
@@ -63,6 +63,10 @@ class Settings:
     growth: int | None = None
     processes: bool = True
     budget: float = 30.0
+
+    def as_texts(self) -> dict[str, str]:
+        """Each setting by its name, as a report has it."""
+        return {each.name: str(getattr(self, each.name)) for each in fields(self)}
 
 
 def read_settings(config: pytest.Config) -> Settings:

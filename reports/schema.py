@@ -300,7 +300,7 @@ class LeaksFoundError(AssertionError):
 
 
 class Report(_Record, frozen=True, kw_only=True):
-    """One run of lowtide."""
+    """One run of lowtide; `settings` are those in effect, given or not, by name."""
 
     schema: Literal["lowtide-report/1"]
     version: str
@@ -308,6 +308,7 @@ class Report(_Record, frozen=True, kw_only=True):
     command: str
     machine: Machine
     subjects: tuple[Subject, ...]
+    settings: dict[str, str] = {}
 
     def raise_for_leaks(self) -> None:
         """Does nothing if everything came back.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import importlib
 import os
 import shlex
 import sys
 import tempfile
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,4 +59,20 @@ def make_report(subject: Subject | None, driver: Driver) -> Report:
         command=shlex.join(["lowtide", *sys.argv[1:]]),
         machine=this_machine(driver),
         subjects=() if subject is None else (subject,),
+        settings=command_settings(),
     )
+
+
+def command_settings() -> dict[str, str]:
+    """The arguments and options of the command that runs, with those that were not given; empty outside of one."""
+    # click's, which typer takes from elsewhere in some versions.
+    package = typer.Context.__mro__[1].__module__.rpartition(".")[0]
+    context = importlib.import_module(f"{package}.globals").get_current_context(silent=True)
+    given = {} if context is None else context.params
+    return {name: _shown(value) for name, value in sorted(given.items()) if value is not None}
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Enum):
+        return str(value.value)
+    return shlex.join(map(str, value)) if isinstance(value, list | tuple) else str(value)

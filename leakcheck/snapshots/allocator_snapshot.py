@@ -1,17 +1,19 @@
-"""What a snapshot of torch's allocator has: blocks in use by allocating stack, and how free memory lies in pools."""
+"""What a snapshot of torch's allocator has: blocks in use by stack and stage, and how free memory lies in pools."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.snapshots.plain_pickle import PickleError, read_plain
-from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
+import numpy as np
 
-_FREE = "inactive"
+from lowtide.leakcheck.judging.fingerprints import fingerprint
+from lowtide.leakcheck.snapshots.blocks_and_events import Blocks, Events, Segment, SnapshotSums
+from lowtide.leakcheck.snapshots.plain_pickle import PickleError, enough_memory_for, read_plain
+from lowtide.leakcheck.snapshots.stage_timeline import Annotation, StageTimeline, stage_name
+from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
 
 
 class SnapshotError(ValueError):
@@ -20,18 +22,21 @@ class SnapshotError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Survivors:
-    """The blocks in use that were allocated from one stack, on one device.
+    """The blocks in use that were allocated from one stack in one stage, on one device.
 
     Attributes:
         device: `cuda:0`, as the program that wrote the snapshot numbers its cards.
         stack: Python's frames, the innermost first; empty where no history was recorded when they were allocated.
+        stage: in which they were allocated: what `torch.cuda.memory._set_memory_metadata` had set, or else the
+            innermost `record_function`; None where the snapshot does not say it.
         bytes: what they take, with what the allocator has rounded them up to.
         count: how many blocks.
-        fingerprint: the same for this stack in every snapshot, whatever its lines and cards.
+        fingerprint: the same for this stack in every snapshot, whatever its lines, stages and cards.
     """
 
     device: str
     stack: tuple[StackFrame, ...]
+    stage: str | None
     bytes: int
     count: int
     fingerprint: str
@@ -57,7 +62,8 @@ class Pool:
         reserved: in them.
         used: of these, in blocks that are in use or wait for a stream.
         largest_free: the largest block that is free.
-        empty: in segments without any block in use, which `empty_cache()` gives back.
+        returnable: what `empty_cache()` gives back, unless a CUDA graph or a `MemPool` still has the pool: segments
+            without any block in use, and free pages of expandable ones.
     """
 
     device: str
@@ -66,7 +72,7 @@ class Pool:
     reserved: int
     used: int
     largest_free: int
-    empty: int
+    returnable: int
 
     @property
     def free(self) -> int:
@@ -87,36 +93,13 @@ class AllocatorSnapshot:
         name: of its file.
         survivors: the largest first.
         pools: by device and number.
+        segments: those with the most free bytes first.
     """
 
     name: str
     survivors: tuple[Survivors, ...]
     pools: tuple[Pool, ...]
-
-
-@dataclass(slots=True)
-class _Sum:
-    segments: int = 0
-    reserved: int = 0
-    used: int = 0
-    largest_free: int = 0
-    empty: int = 0
-
-
-@dataclass(slots=True)
-class _Stacks:
-    """Keeps each stack once, and knows it by the frames that a pickle has once for all blocks."""
-
-    known: dict[tuple[int, ...], tuple[StackFrame, ...]] = field(default_factory=dict)
-
-    def of(self, frames: Sequence[Mapping[str, Any]]) -> tuple[StackFrame, ...]:
-        key = tuple(map(id, frames))
-        if key not in self.known:
-            python = (frame for frame in frames if _is_python(str(frame["filename"])))
-            self.known[key] = tuple(
-                StackFrame(str(frame["filename"]), int(frame["line"]), str(frame["name"])) for frame in python
-            )
-        return self.known[key]
+    segments: tuple[Segment, ...]
 
 
 def read_snapshot(path: Path) -> AllocatorSnapshot:
@@ -127,69 +110,94 @@ def read_snapshot(path: Path) -> AllocatorSnapshot:
     Raises:
         SnapshotError: it cannot be read, or is no such file.
     """
+    sums = SnapshotSums()
     try:
-        read = read_plain(path)
+        with enough_memory_for(path):
+            read = read_plain(path, sums.fold)
+            segments = read.get("segments") if isinstance(read, dict) else read
+            if not isinstance(segments, list):
+                raise SnapshotError(f"{path} is no snapshot of torch's allocator: it has no segments")
+            sums.add_segments(segments)
+            return _summed(path.name, sums, read if isinstance(read, dict) else {})
+    except SnapshotError:
+        raise
     except PickleError as error:
-        raise SnapshotError(str(error)) from error
-    segments = read.get("segments") if isinstance(read, dict) else read
-    if not isinstance(segments, list):
-        raise SnapshotError(f"{path} is no snapshot of torch's allocator: it has no segments")
-    try:
-        return _summed(path.name, segments)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        problem = f"a segment or a block is not as torch writes it ({type(error).__name__}: {error})"
+        raise SnapshotError(f"{path}: {error}") from error
+    except MemoryError as error:
+        raise SnapshotError(f"{path}: it asks for more memory than plain data of its size needs") from error
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        problem = f"a part of it is not as torch writes it ({type(error).__name__}: {error})"
         raise SnapshotError(f"{path} is no snapshot of torch's allocator: {problem}") from error
 
 
-def _summed(name: str, segments: Iterable[Mapping[str, Any]]) -> AllocatorSnapshot:
-    stacks = _Stacks()
-    pools: dict[tuple[str, tuple[int, int]], _Sum] = {}
-    held: dict[tuple[str, tuple[StackFrame, ...]], list[int]] = {}
+def _summed(name: str, sums: SnapshotSums, snapshot: Mapping[str, Any]) -> AllocatorSnapshot:
+    events = [sums.events(each) for each in snapshot.get("device_traces", ())]
+    annotations = _annotations(snapshot.get("external_annotations", ()))
+    survivors: list[Survivors] = []
+    for device, blocks in sums.in_use.items():
+        history = events[device] if device < len(events) else Events()
+        timeline = StageTimeline([*history.annotations, *annotations.get(device, ())])
+        survivors += _survivors(f"cuda:{device}", blocks, sums.stacks.known, _stages(history, timeline))
+    survivors.sort(key=lambda each: (-each.bytes, each.fingerprint, each.stage or ""))
+    segments = sorted(sums.segments, key=lambda each: (-each.free, each.device, each.address))
+    return AllocatorSnapshot(name, tuple(survivors), tuple(_pools(segments)), tuple(segments))
+
+
+def _annotations(entries: Iterable[Mapping[str, Any]]) -> dict[int, list[Annotation]]:
+    """By device those that torch since 2.5 keeps beside the history."""
+    found: dict[int, list[Annotation]] = {}
+    for entry in entries:
+        annotation = Annotation(int(entry["time_us"]), entry["stage"] == "START", stage_name(entry["name"]))
+        found.setdefault(int(entry["device"]), []).append(annotation)
+    return found
+
+
+def _stages(history: Events, timeline: StageTimeline) -> dict[int, str]:
+    """By address the stages of the blocks of which they are known."""
+    found = {}
+    for address, (time, metadata, _) in history.live.items():
+        stage = stage_name(metadata) if metadata else None if time is None else timeline.at(time)
+        if stage is not None:
+            found[address] = stage
+    return found
+
+
+def _survivors(
+    device: str, blocks: Blocks, stacks: Sequence[tuple[StackFrame, ...]], stages: Mapping[int, str]
+) -> Iterator[Survivors]:
+    if not blocks.addresses:
+        return
+    names = [None, *sorted(set(stages.values()))]
+    numbers = {name: turn for turn, name in enumerate(names)}
+    known = sorted(stages)
+    stage_of = np.array([0, *(numbers[stages[address]] for address in known)])
+    addresses = np.frombuffer(blocks.addresses, np.uint64)
+    # Each address is the last one up to it, or its stage is not known.
+    place = np.searchsorted(np.array(known, np.uint64), addresses, side="right")
+    stage = np.where(np.array([0, *known], np.uint64)[place] == addresses, stage_of[place], 0)
+    stack = np.frombuffer(blocks.stacks, np.uint32).astype(np.int64)
+    found, which, counts = np.unique(stack * len(names) + stage, return_inverse=True, return_counts=True)
+    sizes = np.zeros(len(found), np.uint64)
+    np.add.at(sizes, which, np.frombuffer(blocks.sizes, np.uint64))
+    for kind, size, count in zip(found.tolist(), sizes.tolist(), counts.tolist(), strict=True):
+        frames = stacks[kind // len(names)]
+        yield Survivors(device, frames, names[kind % len(names)], size, count, _fingerprint(device, frames))
+
+
+def _pools(segments: Iterable[Segment]) -> Iterator[Pool]:
+    by_pool: dict[tuple[int, tuple[int, int]], list[Segment]] = {}
     for segment in segments:
-        device = f"cuda:{int(segment['device'])}"
-        first, second = segment.get("segment_pool_id", (0, 0))
-        pool = pools.setdefault((device, (int(first), int(second))), _Sum())
-        pool.segments += 1
-        pool.reserved += int(segment["total_size"])
-        used = 0
-        for block in segment["blocks"]:
-            size = int(block["size"])
-            if block["state"] == _FREE:
-                pool.largest_free = max(pool.largest_free, size)
-                continue
-            used += size
-            amounts = held.setdefault((device, stacks.of(_frames_of(block))), [0, 0])
-            amounts[0] += size
-            amounts[1] += 1
-        pool.used += used
-        pool.empty += 0 if used else int(segment["total_size"])
-    survivors = [
-        Survivors(device, stack, size, count, _fingerprint(device, stack))
-        for (device, stack), (size, count) in held.items()
-    ]
-    survivors.sort(key=lambda each: (-each.bytes, each.fingerprint))
-    return AllocatorSnapshot(
-        name,
-        tuple(survivors),
-        tuple(
-            Pool(device, number, each.segments, each.reserved, each.used, each.largest_free, each.empty)
-            for (device, number), each in sorted(pools.items())
-        ),
-    )
-
-
-def _frames_of(block: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
-    """The frames of a block; torch before 2.1 has them in the last entry of a history."""
-    frames = block.get("frames")
-    if frames is None:
-        history = block.get("history") or [{}]
-        frames = history[-1].get("frames")
-    return frames or ()
-
-
-def _is_python(file: str) -> bool:
-    """Whether a frame is Python's: a history with `stacks="all"` has those of C++ too."""
-    return file.endswith(".py") or file.startswith("<")
+        by_pool.setdefault((segment.device, segment.pool), []).append(segment)
+    for (device, number), each in sorted(by_pool.items()):
+        yield Pool(
+            device=f"cuda:{device}",
+            id=number,
+            segments=len(each),
+            reserved=sum(segment.size for segment in each),
+            used=sum(segment.used for segment in each),
+            largest_free=max(segment.largest_free for segment in each),
+            returnable=sum(segment.returnable for segment in each),
+        )
 
 
 def _fingerprint(device: str, stack: Sequence[StackFrame]) -> str:

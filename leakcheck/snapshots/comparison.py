@@ -8,15 +8,18 @@ from typing import Literal
 
 from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot, Survivors
 
+By = Literal["cycle", "rank", "stage"]
+"""What several snapshots are: of one process, by stack or by stage, or of ranks."""
+
 Trend = Literal["new", "gone", "grown", "shrunk", "same"]
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What was allocated from one stack, in each of the snapshots.
+    """What was allocated from one stack, or in one stage, in each of the snapshots.
 
     Attributes:
-        survivors: of the last snapshot that has some of it.
+        survivors: of the last snapshot that has some of it; of a stage those of any of its stacks.
         bytes: in each snapshot.
         counts: blocks, likewise.
     """
@@ -54,26 +57,35 @@ class Compared:
         return len(steps) > 1 and all(before < after for before, after in steps)
 
 
-def compare(snapshots: Sequence[AllocatorSnapshot], *, by_rank: bool = False) -> list[Compared]:
+def compare(snapshots: Sequence[AllocatorSnapshot], by: By = "cycle") -> list[Compared]:
     """What differs between snapshots; the largest difference first.
 
     Args:
         snapshots: in the order of their time, or of their ranks.
-        by_rank: whether each is another rank's, whose card has another number: then those of one stack are the same,
-            whatever the card, and not the growth counts but the spread.
+        by: `rank` where each is another rank's, whose card has another number: then those of one stack are the same,
+            whatever the card, and not the growth counts but the spread. `stage` for the growth by stage.
     """
-    held: dict[tuple[str, str], list[list[int]]] = {}
-    latest: dict[tuple[str, str], Survivors] = {}
+    compared = _side_by_side(snapshots, by)
+    differing = [each for each in compared if (each.spread if by == "rank" else each.growth)]
+    return sorted(differing, key=lambda each: -(each.spread if by == "rank" else abs(each.growth)))
+
+
+def sum_stages(snapshot: AllocatorSnapshot) -> list[Compared]:
+    """What was allocated in each stage of one snapshot; the most bytes first."""
+    return sorted(_side_by_side([snapshot], "stage"), key=lambda each: -each.bytes[0])
+
+
+def _side_by_side(snapshots: Sequence[AllocatorSnapshot], by: By) -> list[Compared]:
+    held: dict[tuple[str | None, str], list[list[int]]] = {}
+    latest: dict[tuple[str | None, str], Survivors] = {}
     for turn, snapshot in enumerate(snapshots):
         for each in snapshot.survivors:
-            key = (each.fingerprint, "" if by_rank else each.device)
+            key = (each.stage if by == "stage" else each.fingerprint, "" if by == "rank" else each.device)
             amounts = held.setdefault(key, [[0, 0] for _ in snapshots])[turn]
             amounts[0] += each.bytes
             amounts[1] += each.count
             latest[key] = each
-    compared = [
+    return [
         Compared(latest[key], tuple(size for size, _ in amounts), tuple(count for _, count in amounts))
         for key, amounts in held.items()
     ]
-    differing = [each for each in compared if (each.spread if by_rank else each.growth)]
-    return sorted(differing, key=lambda each: -(each.spread if by_rank else abs(each.growth)))

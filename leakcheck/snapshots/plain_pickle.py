@@ -3,124 +3,127 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
-import mmap
 import pickle
 import resource
-from collections.abc import Iterator
+import secrets
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-_TRACES = (b"\x8c\rdevice_traces", b"X\r\x00\x00\x00device_traces")
-"""The key of the history in a snapshot, as protocols 4 and 5 and as protocols 1 to 3 write it."""
-
-_STOP = b"u."
-"""Sets the items that are on the stack, and ends."""
-
-_LONGEST_FRAME = 1 << 20
-"""Bytes by which a frame of a pickle may reach beyond what is read of it: those of CPython have 64 KiB."""
+from lowtide.leakcheck.snapshots.batched_opcodes import BatchedOpcodes
+from lowtide.reports.finding_lines import one_line
 
 _EXPANSION = 8
 """Bytes of memory that a byte of a pickle may take: a small integer takes 2 bytes there and 32 as an object."""
 
 _LEAST_MEMORY = 1 << 30
 
+_BUFFER = 1 << 20
 
-_NO_PICKLE = (pickle.UnpicklingError, EOFError, IndexError, KeyError, TypeError, ValueError)
-"""What an unpickler raises where a pickle was cut in the middle of a value."""
+_LONGEST_NAME = 200
+
+Fold = Callable[[list[Any]], None]
+"""Takes from a list that is being read what it does not need any more."""
 
 
 class PickleError(ValueError):
     """A file that cannot be read as plain data; the message names it and says why."""
 
 
+class _FoldError(Exception):
+    """What is told apart from a broken pickle: the reader's own function has raised its cause."""
+
+
 class _Plain(pickle.Unpickler):
-    """Makes what the format itself can make. Whatever names a class or a function is refused by that name."""
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        raise PickleError(f"it asks for {module}.{name}, and a snapshot needs nothing but plain data: refused")
-
-    def persistent_load(self, pid: Any, /) -> Any:
-        raise PickleError("it refers to objects outside of the file: refused")
-
-
-class _Begin(io.RawIOBase):
-    """The beginning of some bytes, followed by what ends a pickle there and by zeros, which nobody looks at.
+    """Makes what the format itself can make. Whatever names a class or a function is refused by that name.
 
     Args:
-        data: the bytes.
-        stop: where the beginning ends.
+        file: opcodes, with calls of `fold` in them.
+        fold: called with lists of dicts, each time a batch of their items is complete.
+        secret: by which a call in the opcodes is known to come from here and not from the file.
     """
 
-    def __init__(self, data: mmap.mmap, stop: int) -> None:
-        self._parts = [memoryview(data)[:stop], memoryview(_STOP + bytes(_LONGEST_FRAME))]
+    def __init__(self, file: io.BufferedReader[Any], fold: Fold, secret: str) -> None:
+        super().__init__(file)
+        self._fold, self._secret = fold, secret
 
-    def readable(self) -> bool:
-        return True
+    def find_class(self, module: str, name: str, /) -> Any:
+        asked = one_line(f"{module}.{name}")[:_LONGEST_NAME]
+        raise PickleError(f"it asks for {asked}, and a snapshot needs nothing but plain data: refused")
 
-    def readinto(self, buffer: Any) -> int:
-        if not self._parts:
-            return 0
-        first = self._parts[0]
-        size = min(len(first), len(buffer))
-        buffer[:size] = first[:size]
-        if size == len(first):
-            self._parts.pop(0).release()
-        else:
-            self._parts[0] = first[size:]
-        return size
-
-    def close(self) -> None:
-        while self._parts:
-            self._parts.pop().release()
-        super().close()
+    def persistent_load(self, pid: Any, /) -> Any:
+        if type(pid) is not tuple or len(pid) != 2 or pid[1] != self._secret:
+            raise PickleError("it refers to objects outside of the file: refused")
+        if type(pid[0]) is list and pid[0]:
+            try:
+                self._fold(pid[0])
+            except Exception as error:
+                raise _FoldError from error
+        return pid[0]
 
 
-def read_plain(path: Path) -> Any:
-    """What a pickle has, without the history of allocations of a snapshot, which is by far the most of it.
+def read_plain(path: Path, fold: Fold) -> Any:
+    """Read a pickle of plain data.
+
+    Args:
+        path: the file.
+        fold: called with each list of dicts, from time to time while it is read, and free to change the list and its
+            items, so that of a pickle which is larger than memory only what is needed is kept. The last items of a
+            list, up to 1000, are left in what is returned.
 
     Raises:
         PickleError: the file cannot be read, is cut off, or is no pickle of plain data.
+        MemoryError: as it is; and what `fold` raises.
     """
     try:
-        with (
-            path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
-            _limited_memory(max(_LEAST_MEMORY, _EXPANSION * len(data))),
-        ):
-            return _loaded(data)
-    except PickleError as error:
-        raise PickleError(f"{path}: {error}") from None
+        with path.open("rb") as file:
+            return _loaded(file, fold)
     except OSError as error:
-        raise PickleError(f"{path} cannot be read: {error.strerror or error}") from error
-    except MemoryError as error:
-        raise PickleError(f"{path}: it asks for more memory than plain data of its size needs") from error
+        raise PickleError(f"it cannot be read: {error.strerror or error}") from error
+    except _FoldError as error:
+        raise error.__cause__ or error from None
+    except (PickleError, MemoryError):
+        raise
     except Exception as error:
         # An unpickler raises nearly anything for bytes that are no pickle.
-        raise PickleError(f"{path} is cut off, or no pickle of plain data: {error}") from error
+        raise PickleError(f"it is cut off, or no pickle of plain data: {error}") from error
 
 
-def _loaded(data: mmap.mmap) -> Any:
-    for key in _TRACES:
-        stop = data.find(key)
-        if stop >= 0:
-            # A text that has these bytes inside is no key: then all of it is read.
-            with contextlib.suppress(*_NO_PICKLE), io.BufferedReader(_Begin(data, stop), 1 << 20) as beginning:
-                return _Plain(beginning).load()
-    data.seek(0)
-    return _Plain(data).load()
+def _loaded(file: BinaryIO, fold: Fold) -> Any:
+    secret = secrets.token_hex(16)
+    # SHORT_BINUNICODE, TUPLE2, BINPERSID: a persistent identifier is how a pickle calls its reader.
+    call = b"\x8c" + bytes([len(secret)]) + secret.encode() + b"\x86Q"
+    with io.BufferedReader(BatchedOpcodes(file, call), _BUFFER) as opcodes:
+        return _Plain(opcodes, fold, secret).load()
 
 
 @contextlib.contextmanager
-def _limited_memory(more: int) -> Iterator[None]:
-    """So many bytes beyond what the process has: a few bytes of a pickle can ask for all memory of a machine."""
+def enough_memory_for(path: Path) -> Iterator[None]:
+    """Let this process take the memory that plain data of a file's size can need, and not more.
+
+    A few bytes of a pickle can ask for all memory of a machine. Python's garbage collection is off meanwhile, because
+    each one would pass over all that was read.
+
+    Raises:
+        MemoryError: more is needed.
+    """
+    try:
+        more = max(_LEAST_MEMORY, _EXPANSION * path.stat().st_size)
+    except OSError:
+        more = _LEAST_MEMORY
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + more
     if soft != resource.RLIM_INFINITY:
         limit = min(limit, soft)
+    collects = gc.isenabled()
+    gc.disable()
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        if collects:
+            gc.enable()

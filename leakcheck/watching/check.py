@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import shlex
 import sys
@@ -56,15 +57,15 @@ class LeakCheck:
         processes: bool = True,
     ) -> None:
         self._name = name
-        self._watch = Watch(
-            Policy(
-                tolerance=tolerance,
-                settle=settle,
-                stacks=stacks,
-                remedies="now" if remedies else "never",
-                processes=processes,
-            )
+        policy = Policy(
+            tolerance=tolerance,
+            settle=settle,
+            stacks=stacks,
+            remedies="now" if remedies else "never",
+            processes=processes,
         )
+        self._settings = {name: str(value) for name, value in dataclasses.asdict(policy).items()}
+        self._watch = Watch(policy)
         self._imports = ImportWatch(self._watch.enter, self._watch.leave)
         self._stack = ExitStack()
         self._report: Report | None = None
@@ -156,6 +157,7 @@ class LeakCheck:
                 command=shlex.join(sys.argv),
                 machine=this_machine(driver),
                 subjects=(subject,),
+                settings=self._settings,
             )
         finally:
             driver.close()

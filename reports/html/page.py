@@ -9,6 +9,7 @@ from lowtide.reports.finding_lines import GROWTH_HEAD, GROWTH_TITLE, advice_text
 from lowtide.reports.html.entries import filterable
 from lowtide.reports.html.jinja_environment import environment
 from lowtide.reports.html.life_pictures import draw_life
+from lowtide.reports.html.measured import measured_figures
 from lowtide.reports.html.scripts import as_stored, copying, drawing, filtering, following, security_policy, unpacking
 from lowtide.reports.html.tables import MOST_ROWS, ledger_tables, mib, stage_table
 from lowtide.reports.html.trees import allocation_tree, distinct, holder_tree
@@ -68,6 +69,7 @@ def render_html(report: Report, *, served: bool = False) -> str:
         "others": others,
         "shown_findings": _shown_findings([*urgent, *others]),
         "pictures": pictures,
+        "measured": measured_figures(report),
         "not_measured": not_measured(report.subjects),
         "detailed": DETAILED,
         "most_named": MOST_NAMED,

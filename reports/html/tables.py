@@ -51,11 +51,11 @@ def stage_table(subject: Subject) -> StageTable:
     tags = sorted({tag for stage in shown for side in (stage.before, stage.after) for tag in side.arenas})
     rows = []
     for stage in shown:
-        before, after = (_sizes(side, tags) for side in (stage.before, stage.after))
+        before, after = (sizes_of(side, tags) for side in (stage.before, stage.after))
         cells = [_size_cell(before[name], after[name]) for name in before]
         cells += [_count_cell(count(stage.before), count(stage.after)) for count in _COUNTS.values()]
         rows.append((stage, cells))
-    columns = (*_sizes(shown[0].before, tags), *_COUNTS) if shown else ()
+    columns = (*sizes_of(shown[0].before, tags), *_COUNTS) if shown else ()
     return StageTable(columns, rows, len(subject.stages) - len(shown))
 
 
@@ -89,7 +89,8 @@ def _ledger_table(device: str, cycle: int, moments: list[str], sides: Sequence[R
     return LedgerTable(device, known[0].source, cycle, moments, rows)
 
 
-def _sizes(readings: Readings, tags: Sequence[str]) -> dict[str, int | None]:
+def sizes_of(readings: Readings, tags: Sequence[str]) -> dict[str, int | None]:
+    """The figures in bytes of some readings, by name; None for what is not known."""
     return {
         "tensors": readings.tensors,
         "allocated": readings.allocated,

@@ -391,7 +391,8 @@ def test_the_ledger_is_that_of_the_last_cycle_and_adds_up() -> None:
     html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("leak", stages=life),)))
     assert "Ledger of cuda:0, cycle 2 (MiB; this process, nvml)" in html
     rows = table_rows(html)
-    assert rows[rows.index(["line", "before create", "create"]) :] == [
+    began = rows.index(["line", "before create", "create"])
+    assert rows[began : began + 5] == [
         ["line", "before create", "create"],
         ["context", "3.0", "3.0"],
         ["arena", "0.0", "10.0"],
@@ -425,7 +426,8 @@ def test_what_was_not_measured_is_one_line_with_its_reason_and_subjects() -> Non
 
 def test_of_a_single_subject_everything_is_open() -> None:
     written = page(subject("clean", stages=(stage(),)))
-    assert written.count("details") == written.count("h2") == 0
+    assert "test_a" not in written.under("details")
+    assert written.under("h2") == "Measured"
     assert (written.count("article"), written.under("h3").split()) == (1, ["clean", "test_a", "0.250", "s"])
 
 
@@ -520,3 +522,23 @@ def test_importing_the_schema_does_not_load_the_template_engine() -> None:
     code = "import sys, lowtide.reports.schema, lowtide.reports.html.page; print('jinja2' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "False\n"
+
+
+def test_what_was_measured_says_by_whom_and_how_often() -> None:
+    known = readings(5 << 20, ledgers=(ledger(9, context=9),))
+    life = (stage(before=readings(), after=known), stage("infer", before=known, after=readings()))
+    html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("clean", stages=life),)))
+    rows = table_rows(html)
+    rows = rows[rows.index(["figure", "counted by", "known in", "lowest (MiB)", "highest (MiB)"]) :]
+    assert ["tensors", "lowtide", "4 of 4 readings", "0.0", "5.0"] in rows
+    assert ["allocated", "torch", "0 of 4 readings", "—", "—"] in rows
+    assert ["driver", "nvml", "0 of 4 readings", "—", "—"] in rows
+    assert ["RSS", "the kernel", "4 of 4 readings", "1024.0", "1024.0"] in rows
+    assert ["ledger of cuda:0", "nvml", "2 of 2 readings", "9.0", "9.0"] in rows
+    assert "Measured" not in page(subject("clean")).under("h2")
+
+
+def test_the_settings_are_shown_where_they_are_known() -> None:
+    written = Page(render_html(msgspec.structs.replace(REPORT, settings={"tolerance": "4096", "<b>": "<i>"})))
+    assert "Settings tolerance 4096 <b> <i>" in written.text
+    assert "Settings" not in page().text

@@ -15,6 +15,7 @@ from lowtide.reports import schema
 from lowtide.reports.html.page import render_html
 from lowtide.reports.live.broadcast import Broadcast
 from lowtide.reports.live.server import PageServer
+from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from tests.reports.small_reports import CORE, HOSTILE, LIFE, finding, report, stage, subject
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -87,6 +88,30 @@ def test_another_process_is_chosen_by_keyboard(browser: Any, tmp_path: Path) -> 
     assert opened.said == []
 
 
+def test_two_ranks_are_side_by_side_and_eight_can_be_chosen(browser: Any, tmp_path: Path) -> None:
+    ranks = tuple(
+        ProcessStage(
+            process=ProcessName(pid=turn, name=f"VLLM::Worker_TP{turn}", rank=turn),
+            tensors={},
+            arenas={},
+            reserved={f"cuda:{turn}": 5 << 20},
+            cards={f"cuda:{turn}": 9 << 20},
+        )
+        for turn in range(8)
+    )
+    life = tuple(msgspec.structs.replace(each, processes=ranks) for each in LIFE)
+    opened = Opened(browser, tmp_path / "index.html", report(subject(name="run", stages=life)))
+    assert is_drawn(opened.tab)
+    for box in opened.tab.locator(".choice input").all():
+        box.uncheck()
+    for turn in (3, 7):
+        opened.tab.get_by_role("checkbox", name=f"VLLM::Worker_TP{turn}, rank {turn}, cuda:{turn}").check()
+    one, other = (figure.bounding_box() for figure in opened.tab.locator("figure:visible").all())
+    assert one["y"] == other["y"]
+    assert one["x"] + one["width"] <= other["x"]
+    assert opened.said == []
+
+
 def test_what_is_under_the_pointer_is_said_in_bytes(browser: Any, tmp_path: Path) -> None:
     opened = Opened(browser, tmp_path / "index.html", report(subject(name="run", stages=LIFE)))
     assert is_drawn(opened.tab)
@@ -152,7 +177,7 @@ def leaks(count: int, **fields: Any) -> tuple[schema.Finding, ...]:
             holder=f"engine.CACHE_{turn}",
             message=f"held by engine.CACHE_{turn}",
             path=(
-                schema.Hop(type="module", edge="engine"),
+                schema.Hop(type="module", edge="engine", mark="innocent"),
                 schema.Hop(type="dict", edge=f".CACHE_{turn}", suspect=True),
             ),
             allocated_at=(schema.Frame(file="a.py", line=turn, function="load", source="x = 1"),),
@@ -276,14 +301,16 @@ def test_the_verdict_is_drawn_into_the_trend(browser: Any, tmp_path: Path) -> No
 def test_a_frame_of_the_flame_graph_is_seen_alone_and_all_again(whole: Opened) -> None:
     whole.tab.get_by_text("Where it was allocated").click()
     place = whole.tab.locator("[data-stacks] .chart")
-    place.locator("canvas").wait_for()
-    whole.tab.wait_for_timeout(200)
+    canvas = place.locator("canvas")
+    canvas.wait_for()
+    while len(colours_of(canvas)) <= 8:
+        whole.tab.wait_for_timeout(50)
     back = whole.tab.get_by_role("button", name="show all")
     assert back.is_hidden()
     place.click(position={"x": 20, "y": 40})
-    assert back.is_visible()
+    back.wait_for()
     back.click()
-    assert back.is_hidden()
+    back.wait_for(state="hidden")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

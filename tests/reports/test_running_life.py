@@ -16,7 +16,7 @@ from rich.console import Console
 from lowtide.leakcheck.cli.console import find_console
 from lowtide.leakcheck.cli.display import live_life
 from lowtide.leakcheck.cli.display.live_life import shown_live
-from lowtide.leakcheck.lives.script import Event
+from lowtide.leakcheck.lives.script import SCRIPT, Event
 from lowtide.reports import schema
 from lowtide.reports.terminal.running_life import RunningLife
 from lowtide.reports.terminal.sparkline import sparkline
@@ -108,6 +108,24 @@ def test_what_is_shown_live_keeps_whole_numbers_alone() -> None:
         assert [reference() for reference in seen] == [None, None]
     # Before it was there, and after it went, there was nothing of it.
     assert re.search("arena weights.* ▁█▁", re.sub(r"\x1b\[[0-9;]*m", "", file.getvalue()))
+
+
+def test_drawing_leaves_no_more_objects_after_each_life() -> None:
+    def live(cycle: int) -> int:
+        for turn in range(len(SCRIPT) + 1):
+            show(Event.at(turn, SCRIPT, cycle, 3, {"RSS": cycle * 10**9 + turn * 10**7, "arena weights": turn << 24}))
+        return len(gc.get_objects())
+
+    gc.collect()
+    # A collection lets go of tuples of texts, though they are still there.
+    gc.disable()
+    try:
+        with shown_live(Console(file=io.StringIO(), force_terminal=True, width=80)) as show:
+            counts = [live(cycle) for cycle in (1, 2, 3)]
+    finally:
+        gc.enable()
+    # Not one for each drawing.
+    assert counts[2] - counts[1] < len(SCRIPT)
 
 
 def test_a_terminal_that_is_gone_is_no_error_of_the_life_s() -> None:

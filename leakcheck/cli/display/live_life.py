@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from rich.cells import cached_cell_len
 from rich.console import Console
 from rich.live import Live
 
@@ -67,3 +68,5 @@ class LiveLife:
         drawing = RunningLife(event.text, event.done, event.total, since, self._sizes)
         with suppress(OSError):
             self._live.update(drawing, refresh=True)
+        # It would keep each text that was drawn, and be among the objects of which there are more after each life.
+        cached_cell_len.cache_clear()

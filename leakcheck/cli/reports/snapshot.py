@@ -14,17 +14,16 @@ from lowtide.leakcheck.cli.console import find_console, refuse
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot, Survivors
-    from lowtide.reports.figure_table import FigureTable
-
-_MOST_FRAMES = 4
+    from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot
+    from lowtide.leakcheck.snapshots.comparison import By as ComparedBy
 
 
 class By(str, Enum):
-    """What several files are."""
+    """What several files are, and what is added up."""
 
     cycle = "cycle"
     rank = "rank"
+    stage = "stage"
 
 
 def snapshot(
@@ -34,14 +33,19 @@ def snapshot(
     ],
     by: Annotated[
         By,
-        typer.Option(help="What several files are: one process at later and later moments, or ranks at the same one."),
+        typer.Option(
+            help="What several files are: one process at later and later moments (cycle), or ranks at the same one "
+            "(rank). With stage, one process; what is in use is added up by stage, not by stack."
+        ),
     ] = By.cycle,
     top: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 20,
 ) -> None:
-    """Show what is in use by allocating stack, and how free memory lies; of several files what differs.
+    """Show what is in use by allocating stack and stage, and how free memory lies; of several files what differs.
 
-    Nothing in a file is executed: whatever is more than plain data is refused by its name. The history of allocations
-    in it is not read.
+    The stage is what torch.cuda.memory._set_memory_metadata had set when a block was allocated, or else the innermost
+    torch.profiler.record_function; "not known" where the history in the file does not have the allocation.
+
+    Nothing in a file is executed: whatever is more than plain data is refused by its name.
 
     Exit codes: 0 shown, 2 a file is no snapshot.
     """
@@ -56,109 +60,25 @@ def snapshot(
         console.print(part)
 
 
-def _shown(read: Sequence[AllocatorSnapshot], by: str, top: int) -> Iterator[RenderableType]:
+def _shown(read: Sequence[AllocatorSnapshot], by: ComparedBy, top: int) -> Iterator[RenderableType]:
+    from lowtide.leakcheck.cli.reports.snapshot_tables import (
+        differences_table,
+        pools_table,
+        segments_table,
+        stack_lines,
+        stages_table,
+        survivors_table,
+    )
+
     for each in read:
-        yield _pools(each)
-    if len(read) == 1:
-        yield _survivors(read[0].survivors, top)
-        yield from _stacks(read[0].survivors[:top])
-    else:
-        yield from _differences(read, by, top)
-
-
-def _pools(read: AllocatorSnapshot) -> FigureTable:
-    from lowtide.reports.figure_table import Column, FigureTable
-    from lowtide.reports.finding_lines import one_line
-
-    pools = read.pools
-    figures = {
-        "segments": [str(pool.segments) for pool in pools],
-        "reserved": [_mib(pool.reserved) for pool in pools],
-        "in use": [_mib(pool.used) for pool in pools],
-        "free": [_mib(pool.free) for pool in pools],
-        "largest free block": [_mib(pool.largest_free) for pool in pools],
-        "in empty segments": [_mib(pool.empty) for pool in pools],
-        "fragmentation": [f"{pool.fragmentation:.0%}" for pool in pools],
-    }
-    return FigureTable(
-        title=f"{one_line(read.name)}: pools (MiB)",
-        labels=(
-            Column("device", tuple(pool.device for pool in pools)),
-            Column("pool", tuple("default" if pool.id == (0, 0) else str(pool.id) for pool in pools)),
-        ),
-        figures=tuple(Column(name, tuple(cells)) for name, cells in figures.items()),
-    )
-
-
-def _survivors(survivors: Sequence[Survivors], top: int) -> FigureTable:
-    from lowtide.reports.figure_table import Column, FigureTable
-    from lowtide.reports.finding_lines import one_line
-
-    shown = survivors[:top]
-    more = len(survivors) - len(shown)
-    return FigureTable(
-        title="In use, by the function that allocated it (MiB)",
-        labels=(
-            Column("device", tuple(each.device for each in shown)),
-            Column("fingerprint", tuple(each.fingerprint for each in shown)),
-            Column("allocated by", tuple(one_line(each.text) for each in shown)),
-        ),
-        figures=(
-            Column("MiB", tuple(_mib(each.bytes) for each in shown)),
-            Column("blocks", tuple(str(each.count) for each in shown)),
-        ),
-        notes=(f"{more} more: --top {len(survivors)}",) if more else (),
-    )
-
-
-def _stacks(survivors: Sequence[Survivors]) -> Iterator[RenderableType]:
-    from rich.text import Text
-
-    from lowtide.reports.finding_lines import one_line
-
-    for each in survivors:
-        if each.stack:
-            yield Text(f"{each.fingerprint}  {_mib(each.bytes)} MiB", style="bold")
-            for frame in each.stack[:_MOST_FRAMES]:
-                yield Text(one_line(f"  {frame.function}, {frame.file}:{frame.line}"))
-            if len(each.stack) > _MOST_FRAMES:
-                yield Text(f"  … {len(each.stack) - _MOST_FRAMES} more", style="dim")
-
-
-def _differences(read: Sequence[AllocatorSnapshot], by: str, top: int) -> Iterator[RenderableType]:
-    from rich.text import Text
-
-    from lowtide.leakcheck.snapshots.comparison import compare
-    from lowtide.reports.figure_table import Column, FigureTable
-    from lowtide.reports.finding_lines import one_line
-
-    by_rank = by == "rank"
-    differing = compare(read, by_rank=by_rank)
-    if not differing:
-        yield Text("in use is the same in all of them, stack by stack")
+        yield pools_table(each)
+    if len(read) > 1:
+        yield differences_table(read, by, top)
         return
-    shown = differing[:top]
-    more = len(differing) - len(shown)
-    last = Column("spread", tuple(_mib(each.spread) for each in shown))
-    if not by_rank:
-        words = ("grows always" if each.grows_always else each.trend for each in shown)
-        last = Column("growth", tuple(f"{_mib(each.growth)} {word}" for each, word in zip(shown, words, strict=True)))
-    yield FigureTable(
-        title=f"What differs from {by} to {by}, by the function that allocated it (MiB)",
-        labels=(
-            Column("fingerprint", tuple(each.survivors.fingerprint for each in shown)),
-            Column("allocated by", tuple(one_line(each.survivors.text) for each in shown)),
-        ),
-        figures=(
-            *(
-                Column(one_line(each.name), tuple(_mib(row.bytes[turn]) for row in shown))
-                for turn, each in enumerate(read)
-            ),
-            last,
-        ),
-        notes=(f"{more} more: --top {len(differing)}",) if more else (),
-    )
-
-
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):.1f}"
+    (only,) = read
+    yield from segments_table(only.segments, top)
+    if by == "stage":
+        yield stages_table(only, top)
+    else:
+        yield survivors_table(only.survivors, top)
+        yield from stack_lines(only.survivors[:top])

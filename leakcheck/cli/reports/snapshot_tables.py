@@ -1,0 +1,164 @@
+"""The tables of `lowtide snapshot`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot, Survivors
+from lowtide.leakcheck.snapshots.blocks_and_events import Segment
+from lowtide.leakcheck.snapshots.comparison import By, Compared, compare, sum_stages
+from lowtide.reports.figure_table import Column, FigureTable
+from lowtide.reports.finding_lines import one_line
+
+_MOST_FRAMES = 4
+
+
+def pools_table(read: AllocatorSnapshot) -> FigureTable:
+    """How free memory lies in the pools of each card."""
+    pools = read.pools
+    figures = {
+        "segments": [str(pool.segments) for pool in pools],
+        "reserved": [_mib(pool.reserved) for pool in pools],
+        "in use": [_mib(pool.used) for pool in pools],
+        "free": [_mib(pool.free) for pool in pools],
+        "largest free block": [_mib(pool.largest_free) for pool in pools],
+        "empty_cache() gives back": [_mib(pool.returnable) for pool in pools],
+        "fragmentation": [f"{pool.fragmentation:.0%}" for pool in pools],
+    }
+    return FigureTable(
+        title=f"{one_line(read.name)}: pools (MiB)",
+        labels=(
+            Column("device", tuple(pool.device for pool in pools)),
+            Column("pool", tuple(_pool(pool.id) for pool in pools)),
+        ),
+        figures=tuple(Column(name, tuple(cells)) for name, cells in figures.items()),
+    )
+
+
+def segments_table(segments: Sequence[Segment], top: int) -> Iterator[FigureTable]:
+    """How free memory lies in the segments that have some; no table where none has."""
+    with_free = [each for each in segments if each.free]
+    if not with_free:
+        return
+    shown = with_free[:top]
+    figures = {
+        "size": [_mib(each.size) for each in shown],
+        "in use": [_mib(each.used) for each in shown],
+        "free": [_mib(each.free) for each in shown],
+        "largest free block": [_mib(each.largest_free) for each in shown],
+        "fragmentation": [f"{each.fragmentation:.0%}" for each in shown],
+    }
+    yield FigureTable(
+        title="Segments with the most free bytes (MiB)",
+        labels=(
+            Column("device", tuple(f"cuda:{each.device}" for each in shown)),
+            Column("pool", tuple(_pool(each.pool) for each in shown)),
+            Column("segment", tuple(f"{each.address:#x}{', expandable' * each.expandable}" for each in shown)),
+        ),
+        figures=tuple(Column(name, tuple(cells)) for name, cells in figures.items()),
+        notes=_more(len(with_free), len(shown)),
+    )
+
+
+def survivors_table(survivors: Sequence[Survivors], top: int) -> FigureTable:
+    """What is in use by allocating stack, and by stage where any is known."""
+    shown = survivors[:top]
+    stages = (Column("stage", tuple(_stage(each) for each in shown)),) if any(each.stage for each in survivors) else ()
+    return FigureTable(
+        title="In use, by the function that allocated it (MiB)",
+        labels=(
+            Column("device", tuple(each.device for each in shown)),
+            Column("fingerprint", tuple(each.fingerprint for each in shown)),
+            *stages,
+            Column("allocated by", tuple(one_line(each.text) for each in shown)),
+        ),
+        figures=(
+            Column("MiB", tuple(_mib(each.bytes) for each in shown)),
+            Column("blocks", tuple(str(each.count) for each in shown)),
+        ),
+        left=len(stages) + 1,
+        notes=_more(len(survivors), len(shown)),
+    )
+
+
+def stages_table(read: AllocatorSnapshot, top: int) -> FigureTable:
+    """What is in use by the stage in which it was allocated."""
+    stages = sum_stages(read)
+    shown = stages[:top]
+    return FigureTable(
+        title="In use, by the stage that allocated it (MiB)",
+        labels=(
+            Column("device", tuple(each.survivors.device for each in shown)),
+            Column("stage", tuple(_stage(each.survivors) for each in shown)),
+        ),
+        figures=(
+            Column("MiB", tuple(_mib(each.bytes[0]) for each in shown)),
+            Column("blocks", tuple(str(each.counts[0]) for each in shown)),
+        ),
+        notes=_more(len(stages), len(shown)),
+    )
+
+
+def stack_lines(survivors: Sequence[Survivors]) -> Iterator[RenderableType]:
+    """The innermost frames of each stack."""
+    # One stack stands in the table once for each stage.
+    sizes: dict[str, int] = {}
+    for each in survivors:
+        sizes[each.fingerprint] = sizes.get(each.fingerprint, 0) + each.bytes
+    for mark, each in {each.fingerprint: each for each in survivors}.items():
+        if each.stack:
+            yield Text(f"{mark}  {_mib(sizes[mark])} MiB", style="bold")
+            for frame in each.stack[:_MOST_FRAMES]:
+                yield Text(one_line(f"  {frame.function}, {frame.file}:{frame.line}"))
+            if len(each.stack) > _MOST_FRAMES:
+                yield Text(f"  … {len(each.stack) - _MOST_FRAMES} more", style="dim")
+
+
+def differences_table(read: Sequence[AllocatorSnapshot], by: By, top: int) -> RenderableType:
+    """What differs between several snapshots, by stack or by stage."""
+    differing = compare(read, by)
+    if not differing:
+        return Text(f"in use is the same in all of them, {'stage by stage' if by == 'stage' else 'stack by stack'}")
+    shown = differing[:top]
+    last = Column("spread", tuple(_mib(each.spread) for each in shown))
+    if by != "rank":
+        last = Column("growth", tuple(f"{_mib(each.growth)} {_trend(each)}" for each in shown))
+    if by == "stage":
+        title = "What differs from file to file, by the stage that allocated it (MiB)"
+        labels = (
+            Column("device", tuple(each.survivors.device for each in shown)),
+            Column("stage", tuple(_stage(each.survivors) for each in shown)),
+        )
+    else:
+        title = f"What differs from {by} to {by}, by the function that allocated it (MiB)"
+        labels = (
+            Column("fingerprint", tuple(each.survivors.fingerprint for each in shown)),
+            Column("allocated by", tuple(one_line(each.survivors.text) for each in shown)),
+        )
+    files = (
+        Column(one_line(each.name), tuple(_mib(row.bytes[turn]) for row in shown)) for turn, each in enumerate(read)
+    )
+    return FigureTable(title=title, labels=labels, figures=(*files, last), notes=_more(len(differing), len(shown)))
+
+
+def _trend(compared: Compared) -> str:
+    return "grows always" if compared.grows_always else compared.trend
+
+
+def _more(count: int, shown: int) -> tuple[str, ...]:
+    return (f"{count - shown} more: --top {count}",) if count > shown else ()
+
+
+def _pool(number: tuple[int, int]) -> str:
+    return "default" if number == (0, 0) else str(number)
+
+
+def _stage(survivors: Survivors) -> str:
+    return "not known" if survivors.stage is None else one_line(survivors.stage)
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f}"

@@ -1,0 +1,311 @@
+"""Sums what a snapshot of torch's allocator has, while it is being read."""
+
+from __future__ import annotations
+
+import reprlib
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from lowtide.leakcheck.snapshots.stage_timeline import Annotation, stage_name
+from lowtide.probes.memory.stack_frames import StackFrame
+
+_FREE = "inactive"
+
+_NOTHING: tuple[None, str, None] = (None, "", None)
+
+_MOST_BYTES = 1 << 62
+"""Beyond any size or address: what is larger was not written by torch."""
+
+_SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20
+"""Bytes that torch maps into an expandable segment at once, of small and of large blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A segment that the allocator has taken from the driver, or a range that is mapped in an expandable one; bytes.
+
+    Attributes:
+        device: index of the card.
+        pool: (0, 0) for the default one; others are of CUDA graphs and `MemPool`s.
+        address: where it begins.
+        expandable: whether it can grow at its end, and give back pages in its middle.
+        size: of all of it.
+        used: of this, in blocks that are in use or wait for a stream.
+        largest_free: the largest block that is free.
+        returnable: what `empty_cache()` gives back, if the pool is the default one.
+    """
+
+    device: int
+    pool: tuple[int, int]
+    address: int
+    expandable: bool
+    size: int
+    used: int
+    largest_free: int
+    returnable: int
+
+    @property
+    def free(self) -> int:
+        """Bytes that are not in use."""
+        return self.size - self.used
+
+    @property
+    def fragmentation(self) -> float:
+        """The part of the free bytes that are not in the largest free block: from 0 to 1."""
+        return 1 - self.largest_free / self.free if self.free else 0.0
+
+
+@dataclass(slots=True)
+class Blocks:
+    """Blocks in use and free ones, as columns: a snapshot can have millions.
+
+    Attributes:
+        addresses: of those in use; 0 where torch has not written it.
+        sizes: likewise, bytes.
+        stacks: likewise, numbers of `Stacks`.
+        free: addresses and sizes of the free ones, in turn.
+    """
+
+    addresses: array[int] = field(default_factory=lambda: array("Q"))
+    sizes: array[int] = field(default_factory=lambda: array("Q"))
+    stacks: array[int] = field(default_factory=lambda: array("I"))
+    free: array[int] = field(default_factory=lambda: array("Q"))
+
+    def add(self, blocks: Sequence[Mapping[str, Any]], stacks: Stacks) -> None:
+        """Add some as torch writes them."""
+        used = [block for block in blocks if block["state"] != _FREE]
+        self.addresses.extend([block.get("address", 0) for block in used])
+        self.sizes.extend([block["size"] for block in used])
+        self.stacks.extend([stacks.number(_frames_of(block)) for block in used])
+        if len(used) < len(blocks):
+            for block in blocks:
+                if block["state"] == _FREE:
+                    self.free.extend((block.get("address", 0), block["size"]))
+
+    def take_in_use(self, other: Blocks) -> None:
+        """Add those in use of others."""
+        self.addresses.extend(other.addresses)
+        self.sizes.extend(other.sizes)
+        self.stacks.extend(other.stacks)
+
+
+class _Number(int):
+    """Of a stack; no file can have one."""
+
+
+_NO_LIST: tuple[list[Any], _Number] = ([], _Number(0))
+
+
+class Stacks:
+    """Keeps each stack once.
+
+    Frames are one object each in a snapshot, and so a list of them is known by their identities, which do not change
+    while the snapshot is read: the unpickler keeps all objects until then.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[tuple[StackFrame, ...]] = [()]
+        self._numbers: dict[tuple[StackFrame, ...], int] = {(): 0}
+        self._by_frames: dict[tuple[int, ...], _Number] = {}
+        # Lists with some frames in common, the last of each kind: to compare two lists takes a third of the time that
+        # the identities of all frames take.
+        self._last: dict[tuple[int, int, int], tuple[list[Any], _Number]] = {}
+
+    def number(self, frames: list[Any]) -> int:
+        """A number for a stack; the list is replaced by it, for memory and for the next one that refers to it."""
+        if not frames:
+            return 0
+        first = frames[0]
+        if type(first) is _Number:
+            return first
+        length = len(frames)
+        kind = (length, id(first), id(frames[length // 2]))
+        last, number = self._last.get(kind, _NO_LIST)
+        if last != frames:
+            key = tuple(map(id, frames))
+            found = self._by_frames.get(key)
+            number = self._by_frames[key] = found or _Number(self._new(frames))
+            self._last[kind] = (frames.copy(), number)
+        frames.clear()
+        frames.append(number)
+        return number
+
+    def _new(self, frames: Sequence[Mapping[str, Any]]) -> int:
+        stack = tuple(_frame(each) for each in frames if _is_python(_text(each["filename"])))
+        number = self._numbers.setdefault(stack, len(self.known))
+        if number == len(self.known):
+            self.known.append(stack)
+        return number
+
+
+@dataclass(slots=True)
+class Events:
+    """What the history of one device says of the blocks that are in use at its end.
+
+    Attributes:
+        live: by address the time of the allocation in microseconds, None if it was not recorded, and the metadata
+            that the program had set for it.
+        annotations: those that torch 2.4 has among the events.
+    """
+
+    live: dict[int, tuple[int | None, str, list[Any]]] = field(default_factory=dict)
+    annotations: list[Annotation] = field(default_factory=list)
+
+    def add(self, events: Sequence[dict[str, Any]]) -> None:
+        """Add some as torch writes them, in the order of their time, and forget the stacks of what was freed."""
+        live = self.live
+        for event in events:
+            action = event["action"]
+            if action == "alloc":
+                metadata = event.get("user_metadata", "")
+                live[event["addr"]] = (event.get("time_us"), metadata, event.get("frames") or [])
+            elif action == "free_completed":
+                for frames in (event.get("frames"), live.pop(event["addr"], _NOTHING)[2]):
+                    if frames:
+                        frames.clear()
+            elif action == "user_defined":
+                self.annotations.append(_annotation_among_events(event))
+
+
+def read_segment(segment: Mapping[str, Any], stacks: Stacks) -> tuple[Segment, Blocks]:
+    """A segment as torch writes it, and its blocks."""
+    blocks = _rest_of(segment["blocks"], Blocks)
+    blocks.add(segment["blocks"], stacks)
+    # Another segment that refers to the same list has them no second time.
+    _empty(segment["blocks"])
+    first, second = segment.get("segment_pool_id", (0, 0))
+    size, address = _whole(segment["total_size"]), _whole(segment.get("address", 0))
+    expandable = bool(segment.get("is_expandable"))
+    used = _whole(sum(blocks.sizes))
+    page = _LARGE_PAGE if segment.get("segment_type") == "large" else _SMALL_PAGE
+    free = list(zip(blocks.free[::2], blocks.free[1::2], strict=True))
+    if expandable:
+        returnable = sum(_whole_pages(begin - address, length, page) for begin, length in free)
+    else:
+        returnable = 0 if used else size
+    return (
+        Segment(
+            device=_whole(segment["device"]),
+            pool=(_whole(first), _whole(second)),
+            address=address,
+            expandable=expandable,
+            size=size,
+            used=used,
+            largest_free=max((length for _, length in free), default=0),
+            returnable=returnable,
+        ),
+        blocks,
+    )
+
+
+_Sums = TypeVar("_Sums", Blocks, Events)
+
+
+def _rest_of(items: list[Any], kind: type[_Sums]) -> _Sums:
+    """The sums of what has been taken from a list before; they are taken out of it."""
+    return items.pop(0) if items and type(items[0]) is kind else kind()
+
+
+def _empty(items: list[Any]) -> None:
+    """Empty a list, and its items too: the unpickler keeps them all, for what may refer to them."""
+    deque(map(dict.clear, items), maxlen=0)
+    items.clear()
+
+
+def _whole(value: object) -> int:
+    """A size, an address or a number of something.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, int) or not 0 <= value < _MOST_BYTES:
+        raise ValueError(f"{reprlib.repr(value)} is no size, address or number")
+    return value
+
+
+def _whole_pages(begin: int, length: int, page: int) -> int:
+    """Bytes of the pages that lie completely in a range of a segment."""
+    return max(0, (begin + length) // page - -(-begin // page)) * page
+
+
+def _frames_of(block: Mapping[str, Any]) -> list[Any]:
+    """The frames of a block; torch before 2.1 has them in the last entry of a history."""
+    frames = block.get("frames")
+    if frames is None:
+        history = block.get("history") or [{}]
+        frames = history[-1].get("frames")
+    return frames or []
+
+
+def _frame(frame: Mapping[str, Any]) -> StackFrame:
+    return StackFrame(_text(frame["filename"]), _whole(frame["line"]), _text(frame["name"]))
+
+
+def _is_python(file: str) -> bool:
+    """Whether a frame is Python's: a history with `stacks="all"` has those of C++ too."""
+    return file.endswith(".py") or file.startswith("<")
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} in the place of a text")
+    return value
+
+
+def _annotation_among_events(event: Mapping[str, Any]) -> Annotation:
+    """Of torch 2.4: an event whose only frame is called as the annotation's end."""
+    (frame,) = event["frames"]
+    return Annotation(_whole(event["time_us"]), frame["name"] == "START", stage_name(frame["filename"]))
+
+
+class SnapshotSums:
+    """Takes the parts of a snapshot as they are read, and keeps what is shown of them.
+
+    Attributes:
+        stacks: of all blocks.
+        segments: in the order of the file.
+        in_use: the blocks in use, by device.
+    """
+
+    def __init__(self) -> None:
+        self.stacks = Stacks()
+        self.segments: list[Segment] = []
+        self.in_use: dict[int, Blocks] = {}
+
+    def fold(self, items: list[Any]) -> None:
+        """Replace what has been read of a list by its sums; a list of something else is left as it is.
+
+        Raises:
+            KeyError, TypeError, ValueError, OverflowError: an item is not as torch writes it.
+        """
+        last = items[-1]
+        if type(last) is not dict:
+            return
+        if "blocks" in last:
+            self.add_segments(items)
+        elif "state" in last:
+            blocks = _rest_of(items, Blocks)
+            blocks.add(items, self.stacks)
+            _empty(items)
+            items.append(blocks)
+        elif "action" in last:
+            events = self.events(items)
+            _empty(items)
+            items.append(events)
+
+    def add_segments(self, segments: list[Any]) -> None:
+        """Add some, and empty the list."""
+        for each in segments:
+            segment, blocks = read_segment(each, self.stacks)
+            self.segments.append(segment)
+            self.in_use.setdefault(segment.device, Blocks()).take_in_use(blocks)
+        _empty(segments)
+
+    def events(self, items: list[Any]) -> Events:
+        """The events of a device, from its list in the history."""
+        events = _rest_of(items, Events)
+        events.add(items)
+        return events
