@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,12 +88,7 @@ def live(
         listeners = [stack.enter_context(shown_live(console))]
         if report is not None:
             listeners.append(watched.enter_context(broadcast_live(report, lambda: make_report(None, driver))))
-
-        def tell(event: Event) -> None:
-            for hear in listeners:
-                hear(event)
-
-        life = make_run(driver, tell)
+        life = make_run(driver, partial(_tell, listeners))
         today = datetime.date.today()
         subject, used = suppressions.judge(life.run(), today)
         written = make_report(subject, driver)
@@ -113,3 +109,8 @@ def live(
     if life.interrupted:
         return INTERRUPTED
     return schema.exit_code(written) or (1 if wrong else 0)
+
+
+def _tell(listeners: Iterable[Callable[[Event], None]], event: Event) -> None:
+    for hear in listeners:
+        hear(event)

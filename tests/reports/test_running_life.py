@@ -113,7 +113,9 @@ def test_what_is_shown_live_keeps_whole_numbers_alone() -> None:
 def test_drawing_leaves_no_more_objects_after_each_life() -> None:
     def live(cycle: int) -> int:
         for turn in range(len(SCRIPT) + 1):
-            show(Event.at(turn, SCRIPT, cycle, 3, {"RSS": cycle * 10**9 + turn * 10**7, "arena weights": turn << 24}))
+            sizes = {"RSS": cycle * 10**9 + turn * 10**7, "arena weights": turn << 24}
+            doing, done = (*SCRIPT, "judgement")[turn], (cycle - 1) * len(SCRIPT) + turn
+            show(Event(cycle, 3, doing, done, 3 * len(SCRIPT), sizes))
         return len(gc.get_objects())
 
     gc.collect()
