@@ -12,7 +12,6 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic_arguments import MagicArgumentParser
-from IPython.display import publish_display_data
 from rich.console import Console
 
 from lowtide.leakcheck.notebooks.kept_names import CellNames, in_words_of_a_notebook
@@ -62,7 +61,7 @@ class CellCheck:
             # Nothing here may hold what the cell has made or raised: it would be a holder.
             succeeded = self._succeeds(code)
         report = in_words_of_a_notebook(check.report, self._shell, names)
-        _show(report)
+        _show(report, self._shell)
         if options.into is not None:
             self._shell.push({options.into: report}, interactive=False)
         if not succeeded:
@@ -160,10 +159,10 @@ def _check(options: Namespace) -> LeakCheck:
     )
 
 
-def _show(report: Report) -> None:
+def _show(report: Report, shell: InteractiveShell) -> None:
     # In a kernel, rich would show HTML of its own.
     console = Console(file=io.StringIO(), width=_WIDTH, force_jupyter=False, force_terminal=False, no_color=True)
     with console.capture() as text:
         for part in terminal.render_subject(report.subjects[0]):
             console.print(part)
-    publish_display_data({"text/html": report._repr_html_(), "text/plain": text.get().rstrip("\n")})
+    shell.display_pub.publish({"text/html": report._repr_html_(), "text/plain": text.get().rstrip("\n")})

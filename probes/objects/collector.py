@@ -10,6 +10,8 @@ import gc
 import sys
 from dataclasses import dataclass
 
+from lowtide.probes.objects.listed import collector_paused
+
 NEEDS = "CPython 3.10 to 3.13, or 3.14.5 or newer, with the interpreter lock"
 """What runs have to have, for a message."""
 
@@ -32,11 +34,13 @@ class Collector:
 
 def observed_collector() -> Collector:
     """Sees what becomes of an object that survives; collects the young generations."""
-    witness: list[object] = []
-    moves = [_generations_of(witness)]
-    for generation in (0, 1):
-        gc.collect(generation)
-        moves.append(_generations_of(witness))
+    # A collection by itself, which the objects of any thread start, would move the witness too early.
+    with collector_paused():
+        witness: list[object] = []
+        moves = [_generations_of(witness)]
+        for generation in (0, 1):
+            gc.collect(generation)
+            moves.append(_generations_of(witness))
     return Collector(sys.implementation.name, "t" not in sys.abiflags, tuple(moves))
 
 

@@ -65,7 +65,8 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebo
     module = types.ModuleType("notebook_of_a_test")
     config = Config()
     config.HistoryManager.enabled = False
-    shell = InteractiveShell(user_module=module, user_ns=vars(module), config=config, colors="nocolor")
+    # The one of the process, or IPython makes another where it looks for that.
+    shell = InteractiveShell.instance(user_module=module, user_ns=vars(module), config=config, colors="nocolor")
     made = Notebook(shell)
     made.run("import torch, lowtide", "%load_ext lowtide", ENGINE)
     assert made.error is None, made.output
@@ -73,6 +74,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebo
     atexit.unregister(shell.atexit_operations)
     shell.reset()
     shell.atexit_operations()
+    InteractiveShell.clear_instance()
     for name in ("last_type", "last_value", "last_traceback", "last_exc"):
         vars(sys).pop(name, None)
     sys.modules.pop(module.__name__, None)

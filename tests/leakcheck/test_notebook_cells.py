@@ -163,6 +163,7 @@ KERNEL_CELLS = (
 )
 
 
+@pytest.mark.no_leakcheck(reason="nbclient keeps its event loop for the process")
 def test_a_kernel_of_jupyter_shows_the_report_and_stops_at_a_cell_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +179,7 @@ def test_a_kernel_of_jupyter_shows_the_report_and_stops_at_a_cell_that_fails(
     # A cell that is refused fails; what is looked at is whether each failed, and what it showed.
     nbclient.NotebookClient(written, timeout=120, kernel_name="this", allow_errors=True).execute()
     outputs = [cell.outputs for cell in written.cells]
-    (leak,) = [output.data for output in outputs[1] if "text/html" in output.data]
+    (leak,) = [output.data for output in outputs[1] if "text/html" in output.get("data", {})]
     assert "held by x" in leak["text/html"]
     assert "`%xdel x` gives both back" in " ".join(leak["text/plain"].split())
     assert ["CLEAN" in output.data["text/plain"] for output in outputs[3]] == [True]

@@ -56,3 +56,14 @@ def test_every_supported_version_that_is_here_is_seen_as_usable(version: str) ->
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([found[-1], "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.stdout.strip() == "usable", done.stderr
+
+
+def test_collections_that_start_by_themselves_change_nothing_of_what_is_seen() -> None:
+    expected, thresholds = observed_collector(), gc.get_threshold()
+    # As in a kernel of Jupyter, where other threads make objects meanwhile.
+    gc.set_threshold(1, 1, 1)
+    try:
+        assert [observed_collector() for _ in range(20)] == [expected] * 20
+    finally:
+        gc.set_threshold(*thresholds)
+    assert gc.isenabled()
