@@ -8,6 +8,7 @@ import io
 import pickle
 import resource
 import secrets
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -118,12 +119,15 @@ def enough_memory_for(path: Path) -> Iterator[None]:
     limit = pages * resource.getpagesize() + more
     if soft != resource.RLIM_INFINITY:
         limit = min(limit, soft)
-    collects = gc.isenabled()
+    collects, hook = gc.isenabled(), sys.excepthook
     gc.disable()
+    # Of a bytearray that is too large CPython says by this hook that it was made badly; the error itself is raised.
+    sys.excepthook = lambda *_: None
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        sys.excepthook = hook
         if collects:
             gc.enable()

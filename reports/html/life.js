@@ -63,7 +63,8 @@ function lifeOption(picture, view, width) {
       data: picture.asleep.map(([first, last]) => [{ name: "asleep", xAxis: first - 0.5 }, { xAxis: last + 0.5 }]),
     };
   }
-  const many = picture.moments.length > 24;
+  const [from, to] = picture.range || [0, picture.moments.length - 1];
+  const many = to - from >= 24;
   return {
     aria: { enabled: true },
     grid: { left: 52, right: 16, top: 52, bottom: many ? 100 : 74 },
@@ -75,10 +76,10 @@ function lifeOption(picture, view, width) {
     },
     xAxis: {
       type: "value",
-      min: 0,
-      max: picture.moments.length - 1,
+      min: from,
+      max: to,
       minInterval: 1,
-      interval: many || width < 26 * picture.moments.length ? undefined : 1,
+      interval: many || width < 26 * (to - from + 1) ? undefined : 1,
       splitLine: { show: false },
       axisLabel: {
         color: styleOf("--dim"),
@@ -118,6 +119,25 @@ function nameOf(view) {
   return `${view.process}, ${view.device}`;
 }
 
+// The moments of one cycle, with the last one before it: what it began with.
+function rangeOf(picture, cycle) {
+  const first = picture.cycles.indexOf(cycle);
+  return [Math.max(0, first - 1), picture.cycles.lastIndexOf(cycle)];
+}
+
+function cycleChoice(picture) {
+  const label = element("label", "cycle ");
+  const select = element("select", "", { "aria-label": "cycle" });
+  select.append(element("option", "all", { value: "" }));
+  for (const cycle of new Set(picture.cycles)) select.append(element("option", String(cycle), { value: cycle }));
+  select.addEventListener("change", () => {
+    picture.range = select.value ? rangeOf(picture, Number(select.value)) : null;
+    redraw();
+  });
+  label.append(select);
+  return label;
+}
+
 // The views to choose from: each one that is ticked is drawn, two beside each other where there is room.
 function showLife(holder, picture) {
   const choice = element("fieldset", "", { class: "choice" });
@@ -144,7 +164,9 @@ function showLife(holder, picture) {
       requestAnimationFrame(() => draw(place, (width) => lifeOption(picture, view, width)));
     }
   });
-  holder.append(...(picture.views.length > 1 ? [choice] : []), area);
+  const parts = picture.views.length > 1 ? [choice] : [];
+  if (new Set(picture.cycles).size > 1) parts.push(cycleChoice(picture));
+  holder.append(...parts, area);
 }
 
 whenSeen("life", showLife);

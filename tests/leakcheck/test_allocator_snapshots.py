@@ -326,6 +326,17 @@ LARGE = pickle.dumps(
 )
 
 
+def test_a_bytearray_that_is_too_large_is_refused_in_one_line_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "snapshot.pickle"
+    for turn in range(20):
+        path.write_bytes(SMALL.replace(b"\x8c\x05empty", b"\x96" + (1 << 34).to_bytes(8, "little") + b"\x94" * turn))
+        with pytest.raises(SnapshotError, match="it asks for more memory"):
+            read_snapshot(path)
+    assert capfd.readouterr() == ("", "")
+
+
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     whole=st.sampled_from([SMALL, LARGE]), place=st.floats(0, 1), bytes_=st.binary(max_size=4), cut=st.integers(0, 8)

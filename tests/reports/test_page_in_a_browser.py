@@ -112,6 +112,25 @@ def test_two_ranks_are_side_by_side_and_eight_can_be_chosen(browser: Any, tmp_pa
     assert opened.said == []
 
 
+def test_one_cycle_is_seen_alone(browser: Any, tmp_path: Path) -> None:
+    opened = Opened(browser, tmp_path / "index.html", report(subject(name="run", stages=growing(5))))
+    assert is_drawn(opened.tab)
+
+    def said_in_the_middle() -> str:
+        place = opened.tab.locator("[data-life] .chart").first.bounding_box()
+        opened.tab.mouse.move(0, 0)
+        opened.tab.mouse.move(place["x"] + place["width"] / 2, place["y"] + place["height"] / 2)
+        opened.tab.wait_for_timeout(200)
+        return str(opened.tab.locator(".tip b").first.inner_text())
+
+    assert said_in_the_middle().endswith("cycle 3")
+    opened.tab.get_by_role("combobox", name="cycle").select_option("5")
+    assert said_in_the_middle().endswith("cycle 5")
+    opened.tab.get_by_role("combobox", name="cycle").select_option("all")
+    assert said_in_the_middle().endswith("cycle 3")
+    assert opened.said == []
+
+
 def test_what_is_under_the_pointer_is_said_in_bytes(browser: Any, tmp_path: Path) -> None:
     opened = Opened(browser, tmp_path / "index.html", report(subject(name="run", stages=LIFE)))
     assert is_drawn(opened.tab)
