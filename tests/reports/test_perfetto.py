@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from lowtide.reports.perfetto import render_trace
+from lowtide.reports.schema import decode
 from tests.reports.small_reports import CORE, HOSTILE, LIFE, MIB, finding, ledger, readings, report, subject
 
 NODE = shutil.which("node")
@@ -118,3 +119,17 @@ def test_what_could_not_be_read_has_no_sample() -> None:
 
 def test_subjects_without_stages_and_findings_are_left_out() -> None:
     assert msgspec.json.decode(render_trace(report(subject(), subject(name="b"))))["traceEvents"] == []
+
+
+@needs_node
+def test_the_trace_of_a_real_engine_has_what_its_core_kept_asleep() -> None:
+    real = decode((Path(__file__).parents[2] / "docs" / "data" / "vllm-life.json").read_bytes(), "vllm-life.json")
+    slices = "select p.name, count(*) from slice s join thread_track t on s.track_id = t.id join thread using (utid) "
+    slices += "join process p using (upid) where s.name = 'sleep(1)' group by p.name order by p.name"
+    sizes = "select max(c.value) from counter c join process_counter_track t on t.id = c.track_id "
+    sizes += "where t.name like '%cuda:0%'"
+    asleep, ((most,),) = asked(render_trace(real), slices, sizes)
+    assert sum(count for _, count in asleep) == 4
+    assert any("VLLM::EngineCore" in name for name, _ in asleep)
+    # As the driver counted for the core, awake.
+    assert most == 7_199_522_816
