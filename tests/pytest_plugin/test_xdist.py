@@ -32,7 +32,8 @@ CONFTEST = """
     def note(event, args):
         if event == "open" and "leakcheck.json" in str(args[0]):
             with WRITTEN.open("a") as file:
-                file.write(os.environ.get("PYTEST_XDIST_WORKER", "controller") + "\\n")
+                who = os.environ.get("PYTEST_XDIST_WORKER", "controller")
+                file.write(f"{who}: {Path(str(args[0])).name} {args[1]}\\n")
 
     def pytest_configure(config):
         sys.modules["helper"] = sys.modules[__name__]
@@ -108,7 +109,7 @@ def test_every_test_is_in_the_report_exactly_once(run: InnerRun) -> None:
 
 
 def test_the_report_is_written_once_and_by_the_controller(run: InnerRun) -> None:
-    assert (run.folder / "written.txt").read_text().splitlines() == ["controller"]
+    assert (run.folder / "written.txt").read_text().splitlines() == ["controller: leakcheck.json.partial w"]
 
 
 def test_a_leak_in_a_worker_fails_its_test(run: InnerRun) -> None:
