@@ -37,8 +37,12 @@ from lowtide.engine import EngineConfig, LLMEngine
 stage, settings = sys.argv[1], eval(sys.argv[2])
 engine = LLMEngine(EngineConfig(**settings))
 begins = lambda: print("now", flush=True)
-# A shutdown raises the errors of its steps together.
-say = lambda error: [print(type(each).__name__, flush=True) for each in getattr(error, "exceptions", (error,))]
+def say(error):
+    # A shutdown raises the errors of its steps together, and one of them may be those of the ranks' steps.
+    for part in getattr(error, "exceptions", ()):
+        say(part)
+    if not hasattr(error, "exceptions"):
+        print(type(error).__name__, flush=True)
 calls = {
     "infer": lambda: engine.generate([list(range(40))]),
     "sleep and wake": lambda: (engine.sleep(2), engine.wake()),
