@@ -153,6 +153,8 @@ def _occurrences(numbered: Sequence[tuple[int, Subject]]) -> Callable[[Finding, 
             places.setdefault(finding.fingerprint, []).append((f"s{turn}f{place}", subject.id))
 
     def elsewhere(finding: Finding, place: str) -> list[tuple[str, str]]:
-        return [(other, name) for other, name in places[finding.fingerprint] if other != place][:MOST_OCCURRENCES]
+        # One more than are shown, which may be this one: thousands of tests may have the same leak.
+        first = places[finding.fingerprint][: MOST_OCCURRENCES + 1]
+        return [(other, name) for other, name in first if other != place][:MOST_OCCURRENCES]
 
     return elsewhere

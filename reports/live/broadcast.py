@@ -95,7 +95,8 @@ class Broadcast:
 
     def close(self) -> None:
         """The life has ended."""
-        (self._folder / LIFE).unlink(missing_ok=True)
+        with suppress(OSError):
+            (self._folder / LIFE).unlink(missing_ok=True)
 
 
 def want(folder: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from lowtide.reports import schema
 from lowtide.reports.finding_lines import suppression_entry
 from lowtide.reports.html.jinja_environment import LONGEST
-from lowtide.reports.html.page import DETAILED, LISTED, render_html
+from lowtide.reports.html.page import DETAILED, LISTED, MOST_OCCURRENCES, render_html
 from lowtide.reports.html.tables import MOST_ROWS
 
 VOID = {"meta", "link", "br"}
@@ -542,3 +542,15 @@ def test_the_settings_are_shown_where_they_are_known() -> None:
     written = Page(render_html(msgspec.structs.replace(REPORT, settings={"tolerance": "4096", "<b>": "<i>"})))
     assert "Settings tolerance 4096 <b> <i>" in written.text
     assert "Settings" not in page().text
+
+
+def test_a_leak_of_every_test_is_linked_from_each_to_the_first_ones_alone() -> None:
+    html = render_html(
+        msgspec.structs.replace(
+            REPORT, subjects=tuple(subject("leak", f"t{n}", findings=(FINDING,)) for n in range(40))
+        )
+    )
+    sections = re.findall(r'<section class="finding.*?</section>', html, re.DOTALL)
+    assert [section.count('href="#s') for section in sections] == [MOST_OCCURRENCES] * 40
+    assert 'href="#s0f0"' not in sections[0]
+    assert 'href="#s0f0"' in sections[39]
