@@ -17,8 +17,8 @@ from lowtide.leakcheck.processes.messages import Levels
 from lowtide.probes.device.sleeping_segments import sleeping_bytes
 from lowtide.probes.device.torch_allocator import AllocatorReading, read_allocators, read_pinned
 from lowtide.probes.host.counters import describe_process_group, process_groups
-from lowtide.probes.host.readings import resident_in
-from lowtide.probes.memory.ranges import Range, total, without
+from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
+from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import StorageReading, summarize, survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.stages import announced_pools
@@ -117,7 +117,8 @@ class OwnTensors:
                 of_device = arenas.setdefault(pool.device, {})
                 of_device[pool.tag] = of_device.get(pool.tag, 0) + pool.mapped
         allocators = read_allocators({storage.address for storage in survey.storages})
-        present = resident_in([*tensors.on("cpu").ranges, *pooled.get("cpu", ())])
+        on_host = [*tensors.on("cpu").ranges, *pooled.get("cpu", ())]
+        present = resident_in(on_host)
         return Levels(
             # Of a tensor in a pool the pool's own pages count: an engine that sleeps keeps it, and they are gone.
             tensors={
@@ -127,7 +128,7 @@ class OwnTensors:
             reserved={each.device: _with_pages(each) for each in allocators},
             has_torch=True,
             # What a card's driver has pinned is shared memory without a name, which only this process maps.
-            resident=present.anonymous + present.shared + _pinned_for_later(),
+            resident=present.anonymous + present.shared + _pinned_for_later(on_host),
             communicators=_communicators(),
         )
 
@@ -146,10 +147,20 @@ def _with_pages(allocator: AllocatorReading) -> int | None:
     return allocator.reserved - sleeping_bytes(int(allocator.device.partition(":")[2]))
 
 
-def _pinned_for_later() -> int:
-    """Bytes of pinned host memory that torch keeps for the next tensors that ask for some."""
+def _pinned_for_later(on_host: list[Range]) -> int:
+    """Bytes of pinned host memory that torch keeps for the next tensors that ask for some, beside `on_host`.
+
+    What torch says of it is too little: a block whose tensor is gone counts as handed out until torch sees that the
+    copies from it are over, and it looks only when the next tensor asks. So what is pinned and in no tensor is
+    measured, up to what torch has; others pin memory too, NCCL among them.
+    """
     pinned = read_pinned()
-    return max(0, (pinned.torch_reserved or 0) - (pinned.torch_allocated or 0))
+    reserved = pinned.torch_reserved or 0
+    if not reserved:
+        return 0
+    mapped = unnamed_shared_memory()
+    free = min(reserved, resident_in(mapped).shared) - resident_in(common(on_host, mapped)).shared
+    return max(free, reserved - (pinned.torch_allocated or 0))
 
 
 def _held(storage: StorageReading, stage: str) -> Held:

@@ -307,6 +307,11 @@ def named_shared_memory() -> list[Range]:
     return [part for parts in mapped_shared_files().values() for part in parts]
 
 
+def unnamed_shared_memory() -> list[Range]:
+    """Where this process maps shared memory that never had a name, as a card's driver does what it pins."""
+    return [(start, end - start) for start, end, _, name in _maps() if name.startswith(_UNNAMED_SHARED_MEMORY)]
+
+
 def mapped_shared_files() -> dict[str, list[Range]]:
     """By their names, the files of /dev/shm that this process maps and that still have these names, with where."""
     prefix = f"{_SHARED_MEMORY}/"

@@ -44,3 +44,21 @@ def test_a_tensor_beside_the_arenas_is_still_there_asleep(arena: Arena) -> None:
     assert finding.bytes == SIZE
     assert own.held("sleep(1)", "cpu", 1)[0].bytes == SIZE
     del tensor
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
+def test_pinned_memory_that_torch_keeps_is_not_unexplained() -> None:
+    own = OwnTensors()
+    own.begin("infer", 1)
+    torch.zeros(1, device="cuda")
+    before = own.levels().resident
+    pinned = torch.ones(SIZE, dtype=torch.uint8).pin_memory()
+    pinned.to("cuda", non_blocking=True)
+    assert own.levels().resident - before == pytest.approx(SIZE, abs=SIZE // 16)
+    torch.cuda.synchronize()
+    del pinned
+    kept = torch.cuda.host_memory_stats()
+    assert own.levels().resident - before == pytest.approx(SIZE, abs=SIZE // 16), kept
+    torch._C._host_emptyCache()
+    assert own.levels().resident - before == pytest.approx(0, abs=SIZE // 16)

@@ -14,7 +14,13 @@ from multiprocessing import shared_memory
 import psutil
 import pytest
 
-from lowtide.probes.host.readings import UnmappedRangeError, read_host, resident_bytes, resident_in
+from lowtide.probes.host.readings import (
+    UnmappedRangeError,
+    read_host,
+    resident_bytes,
+    resident_in,
+    unnamed_shared_memory,
+)
 
 PAGE = mmap.PAGESIZE
 
@@ -202,3 +208,10 @@ def test_kinds_of_mapping_are_distinguished_and_gaps_count_nothing(pages: mmap.m
         ranges = [(address_of(pages), 16 * PAGE), (address_of(shared), 4 * PAGE), (PAGE, PAGE)]
         found = resident_in(ranges)
     assert (found.anonymous, found.file_backed, found.total) == (PAGE, 2 * PAGE, 3 * PAGE)
+
+
+def test_shared_memory_without_a_name_is_where_it_is_mapped() -> None:
+    with mmap.mmap(-1, 1 << 20) as shared, mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as own:
+        places = unnamed_shared_memory()
+        assert address_of(shared) in {start for start, _ in places}
+        assert not any(start <= address_of(own) < start + length for start, length in places)
