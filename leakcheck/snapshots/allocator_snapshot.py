@@ -14,7 +14,7 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.snapshots.blocks_and_events import Blocks, Events, Segment, SnapshotSums
 from lowtide.leakcheck.snapshots.plain_pickle import PickleError, enough_memory_for, read_plain
 from lowtide.leakcheck.snapshots.stage_timeline import Annotation, StageTimeline, stage_name
-from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
+from lowtide.probes.memory.stack_frames import StackFrame, allocating_function, telling_frames
 
 _LARGEST_TABLE = 10_000_000
 
@@ -46,12 +46,11 @@ class Survivors:
 
     @property
     def text(self) -> str:
-        """`load_weights, model.py:12`: the program's own function that allocated them."""
+        """`load_weights, model.py:12`: the innermost function that is not torch's or Python's."""
         if not self.stack:
             return "no stack was recorded"
-        function = allocating_function(self.stack)
-        own = next((frame for frame in self.stack if frame.function.rpartition(".")[2] == function), self.stack[0])
-        return f"{own.function}, {Path(own.file).name}:{own.line}"
+        frame = self.stack[telling_frames(self.stack)[0]]
+        return f"{frame.function}, {Path(frame.file).name}:{frame.line}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+_STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+t?/(?!site-packages/|dist-packages/)")
+_INSTALLED_FRAMEWORK = re.compile(r"/(?:site|dist)-packages/(?:torch|functorch|numpy)/")
+"""Where the files of Python and of torch are on other machines, too."""
 
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 """Frames of their own before Python 3.12, and none since."""
@@ -44,6 +49,29 @@ def allocating_function(stack: Iterable[StackFrame]) -> str:
     return ""
 
 
+def telling_frames(stack: Sequence[StackFrame]) -> list[int]:
+    """Which frames of a stack are not torch's, numpy's or Python's, the innermost first; all if none is.
+
+    A library that is built on these counts as the program: vLLM is installed as torch is, and where in vLLM memory was
+    allocated says more than that a script has called it. The files may be those of another machine.
+    """
+    folders = _library_folders()
+    telling = [
+        turn
+        for turn, frame in enumerate(stack)
+        if frame.function not in _COMPREHENSIONS and not _is_framework(frame.file, folders)
+    ]
+    return telling or list(range(len(stack)))
+
+
+def _is_framework(file: str, folders: tuple[str, ...]) -> bool:
+    if file.startswith("<") or _is_compiled(file):
+        return True
+    if _INSTALLED_FRAMEWORK.search(file) or _STANDARD_LIBRARY.search(file):
+        return True
+    return file.startswith(folders) and not _is_installed(file)
+
+
 def _library_folders() -> tuple[str, ...]:
     """Where Python's own modules are, where inductor writes its code, and torch and numpy, installed or not."""
     folders: set[str | None] = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
@@ -57,6 +85,13 @@ def _library_folders() -> tuple[str, ...]:
 def _is_library(file: str, folders: tuple[str, ...]) -> bool:
     if file.startswith("<") or file.startswith(folders):
         return True
-    parts = Path(file).parts
+    return _is_installed(file) or _is_compiled(file)
+
+
+def _is_compiled(file: str) -> bool:
     # Inductor's folder has the user's name behind it.
-    return any(part in ("site-packages", "dist-packages") or part.startswith("torchinductor_") for part in parts)
+    return any(part.startswith("torchinductor_") for part in Path(file).parts)
+
+
+def _is_installed(file: str) -> bool:
+    return any(part in ("site-packages", "dist-packages") for part in Path(file).parts)

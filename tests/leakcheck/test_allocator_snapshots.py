@@ -374,6 +374,23 @@ def test_the_command_shows_one_file_and_the_differences_of_several(tmp_path: Pat
     assert "in use is the same in all of them, stack by stack" in ranks.stdout
 
 
+def test_the_command_shows_the_frames_of_the_program_in_a_stack(tmp_path: Path) -> None:
+    torch = [frame(f"torch{turn}", file="/x/site-packages/torch/nn.py") for turn in range(6)]
+    program = [frame(name, line, "/x/site-packages/vllm/model.py") for line, name in enumerate(("layer", "model"), 8)]
+    path = written(tmp_path / "a.pickle", segment(block(1, [*torch, *program, *torch, frame("serve")])))
+    shown = run(path).stdout
+    assert "layer, model.py:8" in shown
+    lines = [line.strip() for line in shown[shown.rindex("1.0 MiB") :].splitlines()[1:]]
+    assert lines == [
+        "torch0, /x/site-packages/torch/nn.py:1",
+        "… 5 more",
+        "layer, /x/site-packages/vllm/model.py:8",
+        "model, /x/site-packages/vllm/model.py:9",
+        "… 6 more",
+        "serve, /srv/model.py:1",
+    ]
+
+
 def test_the_command_refuses_what_is_no_snapshot(tmp_path: Path) -> None:
     path = tmp_path / "a.pickle"
     path.write_bytes(b"\x80\x04cos\nsystem\n.")

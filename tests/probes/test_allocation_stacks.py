@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import (
 
 from lowtide.probes import allocation_stacks as module
 from lowtide.probes.allocation_stacks import AllocationStacks, StackFrame, allocating_function, parse_stacks
+from lowtide.probes.memory.stack_frames import telling_frames
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
 
@@ -186,6 +187,26 @@ def test_a_library_that_is_not_installed_is_one_too(monkeypatch: pytest.MonkeyPa
     assert allocating_function(stack) == "pad"
     monkeypatch.setattr(np, "__file__", "/src/numpy/__init__.py")
     assert allocating_function(stack) == "test"
+
+
+@pytest.mark.parametrize(
+    ("files", "telling"),
+    [
+        (["/x/lib/python3.12/site-packages/torch/nn/functional.py", f"{SITE}/vllm/model.py", "/work/serve.py"], [1, 2]),
+        (["/opt/conda/lib/python3.11/contextlib.py", "/usr/lib/python3/dist-packages/numpy/core.py", "a.py"], [2]),
+        (["<frozen importlib>", "/tmp/torchinductor_me/ab/cd.py", "a.py", f"{SITE}/torchvision/ops.py"], [2, 3]),
+        ([f"{STDLIB}/threading.py", f"{SITE}/torch/nn/modules/module.py"], [0, 1]),
+        ([], []),
+    ],
+)
+def test_the_telling_frames_are_not_torchs_or_pythons_wherever_these_are(files: list[str], telling: list[int]) -> None:
+    assert telling_frames([StackFrame(file, 1, "f") for file in files]) == telling
+
+
+def test_torch_that_is_not_installed_tells_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__file__", "/src/torch/__init__.py")
+    stack = [StackFrame("/src/torch/nn.py", 1, "linear"), StackFrame("/src/mine/torch.py", 1, "forward")]
+    assert telling_frames(stack) == [1]
 
 
 # The CPU's ops.

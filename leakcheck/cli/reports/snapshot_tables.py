@@ -10,6 +10,7 @@ from rich.text import Text
 from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot, Survivors
 from lowtide.leakcheck.snapshots.blocks_and_events import Segment
 from lowtide.leakcheck.snapshots.comparison import By, Compared, compare, sum_stages
+from lowtide.probes.memory.stack_frames import StackFrame, telling_frames
 from lowtide.reports.figure_table import Column, FigureTable
 from lowtide.reports.finding_lines import one_line
 
@@ -103,7 +104,7 @@ def stages_table(read: AllocatorSnapshot, top: int) -> FigureTable:
 
 
 def stack_lines(survivors: Sequence[Survivors]) -> Iterator[RenderableType]:
-    """The innermost frames of each stack."""
+    """Of each stack the innermost frame, and the first ones that are not torch's or Python's."""
     # One stack stands in the table once for each stage.
     sizes: dict[str, int] = {}
     for each in survivors:
@@ -111,10 +112,16 @@ def stack_lines(survivors: Sequence[Survivors]) -> Iterator[RenderableType]:
     for mark, each in {each.fingerprint: each for each in survivors}.items():
         if each.stack:
             yield Text(f"{mark}  {_mib(sizes[mark])} MiB", style="bold")
-            for frame in each.stack[:_MOST_FRAMES]:
-                yield Text(one_line(f"  {frame.function}, {frame.file}:{frame.line}"))
-            if len(each.stack) > _MOST_FRAMES:
-                yield Text(f"  … {len(each.stack) - _MOST_FRAMES} more", style="dim")
+            yield from _frames(each.stack)
+
+
+def _frames(stack: Sequence[StackFrame]) -> Iterator[Text]:
+    shown = sorted({0, *telling_frames(stack)[:_MOST_FRAMES]})[:_MOST_FRAMES]
+    for turn, after in zip(shown, [*shown[1:], len(stack)], strict=True):
+        frame = stack[turn]
+        yield Text(one_line(f"  {frame.function}, {frame.file}:{frame.line}"))
+        if after > turn + 1:
+            yield Text(f"  … {after - turn - 1} more", style="dim")
 
 
 def differences_table(read: Sequence[AllocatorSnapshot], by: By, top: int) -> RenderableType:
