@@ -43,7 +43,7 @@ function trendOption(trend) {
   return {
     aria: { enabled: true },
     grid: { left: 60, right: 24, top: 52, bottom: trend.occurrences.length > 40 ? 76 : 46 },
-    legend: { type: "scroll", top: 0, itemWidth: 14, itemHeight: 10, textStyle: { color: styleOf("--text") } },
+    legend: { type: "scroll", top: 0, itemWidth: 14, itemHeight: 14, textStyle: { color: styleOf("--text") } },
     tooltip: {
       ...tooltipStyle(),
       trigger: "axis",
@@ -83,32 +83,39 @@ function showTrends(holder, trends) {
   show();
 }
 
+// How many more, not before and after: of a thousand new blocks nothing is seen beside all of the process's tuples.
 function showGrowth(holder, grown) {
-  const types = [...grown].sort((one, other) => one.after - one.before - (other.after - other.before));
-  const place = element("div", "", { class: "chart", role: "img", "aria-label": "objects of each type before and after; the table below has the figures" });
-  place.style.height = `${80 + 26 * types.length}px`;
+  const types = grown.map((each) => ({ ...each, more: each.after - each.before })).sort((one, other) => one.more - other.more);
+  const place = element("div", "", { class: "chart", role: "img", "aria-label": "how many more objects there are of each type; the table below has the figures" });
+  place.style.height = `${50 + 26 * types.length}px`;
   holder.append(place);
-  const bars = (key, colour) => ({ name: key, type: "bar", itemStyle: { color: colour }, data: types.map((each) => each[key]) });
   draw(place, (width) => ({
     aria: { enabled: true },
-    grid: { left: 12, right: 24, top: 34, bottom: 30, containLabel: true },
-    legend: { top: 0, textStyle: { color: styleOf("--text") } },
+    grid: { left: 12, right: 72, top: 8, bottom: 30, containLabel: true },
     tooltip: {
       ...tooltipStyle(),
       trigger: "axis",
       axisPointer: { type: "shadow" },
       formatter: ([{ dataIndex }]) => {
-        const { type, since, until, before, after } = types[dataIndex];
-        return tip(type, [[since, String(before)], [until, String(after)], ["more", String(after - before)]]);
+        const { type, since, until, before, after, more } = types[dataIndex];
+        return tip(type, [[since, String(before)], [until, String(after)], ["more", String(more)]]);
       },
     },
-    xAxis: { type: "value", ...axisStyle() },
+    xAxis: { type: "value", minInterval: 1, ...axisStyle() },
     yAxis: {
       type: "category",
       data: types.map((each) => each.type),
       axisLabel: { color: styleOf("--text"), width: Math.min(360, 0.4 * width), overflow: "truncate" },
     },
-    series: [bars("before", COLOURS[7]), bars("after", COLOURS[1])],
+    series: [
+      {
+        name: "more",
+        type: "bar",
+        itemStyle: { color: COLOURS[1] },
+        label: { show: true, position: "right", color: styleOf("--text"), formatter: ({ value }) => `+${value}` },
+        data: types.map((each) => each.more),
+      },
+    ],
   }));
 }
 

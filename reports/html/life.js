@@ -2,12 +2,19 @@
 "use strict";
 
 const UNEXPLAINED = "unexplained";
+const ASLEEP_WIDTH = 35; // pixels of the word "asleep", with some air
+
+const MARGINS = { left: 52, right: 16 };
+
+function countedBy(view) {
+  return view.device === "cpu" ? "as the kernel counts" : "as the driver counts";
+}
 
 // What is under the pointer: each line in bytes, with its share, the largest on top.
 function tooltip(picture, view, turn) {
   const total = view.total[turn];
   const rows = view.lines.map((line) => [line.name, line.bytes[turn]]).reverse();
-  rows.push([view.device === "cpu" ? "as the kernel counts" : "as the driver counts", total]);
+  rows.push([countedBy(view), total]);
   const shares = rows.map(([name, bytes]) => {
     const share = total && bytes !== null ? `${((100 * bytes) / total).toFixed(0)} %` : "";
     return [name, amount(bytes), share];
@@ -39,7 +46,7 @@ function lifeSeries(view, unit) {
     };
   });
   const total = {
-    name: "in all",
+    name: countedBy(view),
     type: "line",
     symbol: "none",
     step: "middle",
@@ -51,6 +58,13 @@ function lifeSeries(view, unit) {
   return [...stacked, total];
 }
 
+// How wide the narrowest sleep is drawn; pixels.
+function narrowest(picture, width) {
+  const [from, to] = picture.range || [0, picture.moments.length - 1];
+  const shortest = Math.min(...picture.asleep.map(([first, last]) => last - first + 1));
+  return (shortest * (width - MARGINS.left - MARGINS.right)) / (to - from + 1);
+}
+
 function lifeOption(picture, view, width) {
   // Not bytes: the axis has round numbers of its unit.
   const [unit, name] = unitOf(Math.max(...view.total));
@@ -59,7 +73,8 @@ function lifeOption(picture, view, width) {
     lines[0].markArea = {
       silent: true,
       itemStyle: { color: styleOf("--asleep") },
-      label: { color: styleOf("--dim"), position: "insideTop" },
+      // Where the bands are narrow, as on a phone, the words would lie on each other.
+      label: { color: styleOf("--dim"), position: "insideTop", fontSize: 11, show: narrowest(picture, width) > ASLEEP_WIDTH },
       data: picture.asleep.map(([first, last]) => [{ name: "asleep", xAxis: first - 0.5 }, { xAxis: last + 0.5 }]),
     };
   }
@@ -67,8 +82,8 @@ function lifeOption(picture, view, width) {
   const many = to - from >= 24;
   return {
     aria: { enabled: true },
-    grid: { left: 52, right: 16, top: 52, bottom: many ? 100 : 74 },
-    legend: { type: "scroll", top: 0, itemWidth: 14, itemHeight: 10, textStyle: { color: styleOf("--text") } },
+    grid: { ...MARGINS, top: 52, bottom: many ? 100 : 74 },
+    legend: { type: "scroll", top: 0, itemWidth: 14, itemHeight: 14, textStyle: { color: styleOf("--text") } },
     tooltip: {
       ...tooltipStyle(),
       trigger: "axis",

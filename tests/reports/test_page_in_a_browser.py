@@ -288,6 +288,9 @@ def test_a_link_to_what_is_no_element_yet_shows_it(browser: Any, tmp_path: Path)
     assert opened.said == []
 
 
+GREW = (("tuple", 60_000, 7), ("KVBlock", 0, 2048), ("dict", 4_000, 30))
+
+
 @pytest.mark.parametrize("kind", ["trends", "growth", "stacks", "holders"])
 def test_each_picture_is_drawn(whole: Opened, kind: str) -> None:
     for folded in whole.tab.locator("details.whole > summary").all():
@@ -315,6 +318,21 @@ def test_the_verdict_is_drawn_into_the_trend(browser: Any, tmp_path: Path) -> No
     assert [0xFF1E26B3 in colours for colours, _ in drawn] == [True, False]
     assert "tensors: growth (grew every time), 48.0 MiB, held by engine.cache.POOL[0]" in drawn[0][1]
     assert drawn[1][1] == ""
+
+
+def test_the_types_that_grew_most_come_first_whatever_they_were_before(browser: Any, tmp_path: Path) -> None:
+    grown = [
+        schema.TypeGrowth(type=name, since="a", until="b", before=had, after=had + more) for name, had, more in GREW
+    ]
+    opened = Opened(browser, tmp_path / "index.html", report(subject(name="engine", type_growth=tuple(grown))))
+    place = opened.tab.locator("[data-growth]")
+    place.scroll_into_view_if_needed()
+    place.locator("canvas").wait_for()
+    option = place.evaluate("place => echarts.getInstanceByDom(place.querySelector('.chart')).getOption()")
+    # From the bottom up, as ECharts draws categories.
+    assert option["yAxis"][0]["data"] == ["tuple", "dict", "KVBlock"]
+    assert option["series"][0]["data"] == [7, 30, 2048]
+    opened.tab.context.close()
 
 
 def test_a_frame_of_the_flame_graph_is_seen_alone_and_all_again(whole: Opened) -> None:
