@@ -192,12 +192,14 @@ class Holder:
         path: the way to it, from the root on.
         target: the suspect itself, as code; None where no expression leads to it.
         way: the way to the suspect.
+        cause: what the way to it is.
     """
 
     identity: int
     path: tuple[Hop, ...]
     target: str | None = None
     way: tuple[Hop, ...] = ()
+    cause: Cause = "unknown"
 
 
 def first_holders(
@@ -229,19 +231,20 @@ def _first_holder(found: Traces, place: int, inspect: Inspector) -> Holder | Non
     if path is None or not path.steps or path.root_kind not in ("module", "object"):
         return None
     first, _ = suspect_steps(path.steps)
+    cause = telling_cause(path) or cause_of_edge(path, first)
     shown = shown_from_landmark(path)
     if first < shown.skipped:
         # What it has a name of its own for is the program's; a fixture's value is the test runner's to end.
         named = Hop(type=path.steps[shown.skipped - 1].type_name, edge=shown.path.root_name, suspect=True)
         held = found.link(place, shown.skipped - 1).held
-        return Holder(held, (named,), None, (named,)) if shown.is_code else None
+        return Holder(held, (named,), None, (named,), cause) if shown.is_code else None
     hops = [Hop(type=step.type_name, edge=step.edge) for step in shown.path.steps]
     turn = first - shown.skipped
     hops[turn] = msgspec.structs.replace(hops[turn], suspect=True)
     root = Hop(type=shown.path.root_kind, edge=shown.path.root_name)
     way = Way(shown, place, found)
     code = way.code(len(way.links))
-    return Holder(found.link(place, first).held, (root, *hops[: turn + 1]), code, (root, *hops))
+    return Holder(found.link(place, first).held, (root, *hops[: turn + 1]), code, (root, *hops), cause)
 
 
 def _may_hold_its_root(target: Any, root: object, held_from_c: Container[int]) -> bool:

@@ -209,7 +209,7 @@ def _cause(holder: Holder | None) -> Cause | None:
     name = way_text(holder.path)
     ending = ending_of(class_named(holder.path[-1].type))
     advice = f"end {name} where its owner ends" + (f": {on(name, ending)}" if ending else "")
-    return Cause(holder.identity, name, holder.path, advice)
+    return Cause(holder.identity, name, holder.path, advice, holder.cause)
 
 
 def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:

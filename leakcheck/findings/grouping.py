@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Hop
 
 BELONGING = ("processes", "process-groups", "threads", "shared-memory", "file-descriptors")
@@ -22,12 +23,14 @@ class Cause:
         holder: the object that should be gone, as code; empty if there is none.
         path: the way to it.
         advice: what to do about it.
+        kind: what the first suspect edge on that way is.
     """
 
     key: Hashable
     holder: str = ""
     path: tuple[Hop, ...] = ()
     advice: str = ""
+    kind: schema.Cause = "unknown"
 
 
 def by_cause(findings: Iterable[Finding], causes: Mapping[int, Cause | None]) -> tuple[Finding, ...]:
@@ -60,7 +63,10 @@ def _as_one(group: Sequence[Finding], cause: Cause | None) -> Finding:
     message = first.message if first.path else f"{first.message}, held by {cause.holder}"
     path = first.path or cause.path
     holder = first.holder if first.path else cause.holder
-    return msgspec.structs.replace(first, parts=tuple(parts), message=message, holder=holder, path=path, advice=advice)
+    kind = first.cause if first.path or first.cause != "unknown" else cause.kind
+    return msgspec.structs.replace(
+        first, parts=tuple(parts), message=message, holder=holder, path=path, advice=advice, cause=kind
+    )
 
 
 def _rank(finding: Finding) -> tuple[int, bool, bool, bool]:

@@ -390,11 +390,12 @@ def test_the_finding_names_the_pool_and_how_to_end_it(run: InnerRun) -> None:
 
 def test_a_descriptor_names_who_holds_its_object_and_how_to_close_that(run: InnerRun) -> None:
     (finding,) = run.subject("test_causes.py::test_socket").findings
-    assert (finding.resource, finding.holder) == ("file-descriptors", "kept.SOCKETS[0]")
+    told = (finding.resource, finding.cause, finding.holder)
+    assert told == ("file-descriptors", "module-global", "kept.SOCKETS[0]")
     assert finding.advice == "end kept.SOCKETS[0] where its owner ends: kept.SOCKETS[0].close()"
     # What holds one of the two is not said of both.
     (finding,) = run.subject("test_causes.py::test_socket_and_a_bare_descriptor").findings
-    assert finding.count == 2
+    assert (finding.count, finding.cause) == (2, "unknown")
     assert "kept" not in finding.holder
     assert run.subject("test_causes.py::test_socket_that_is_closed").findings == ()
 
