@@ -223,6 +223,15 @@ def test_every_field_of_a_finding_is_shown() -> None:
         assert shown in text
 
 
+def test_a_subject_has_seconds_where_its_stages_have_some() -> None:
+    timed = subject("leak", "test_timed", findings=(FINDING,), stages=(stage(),))
+    untimed = subject("leak", "test_untimed", findings=(FINDING,))
+    rows = table_rows(render_html(msgspec.structs.replace(REPORT, subjects=(timed, untimed))))
+    assert [row[-1] for row in rows if row[0] == "leak"] == ["0.250", ""]
+    rows = table_rows(render_html(msgspec.structs.replace(REPORT, subjects=(untimed,))))
+    assert [len(row) for row in rows] == [2, 2]
+
+
 def test_what_a_finding_does_not_know_is_left_out() -> None:
     bare = msgspec.structs.replace(
         FINDING,
@@ -236,10 +245,11 @@ def test_what_a_finding_does_not_know_is_left_out() -> None:
         changed=(),
         suppressed_by=None,
         trend=None,
+        bytes=0,
         device="",
     )
     text = page(subject("leak", findings=(bare,))).text
-    assert "device — since stage wake(7) fingerprint" in text
+    assert f"count {bare.count} since stage wake(7) fingerprint" in text
     assert "None" not in text
 
 
