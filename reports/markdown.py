@@ -68,7 +68,9 @@ def render_markdown(report: Report) -> str:
         parts += ["### Notes", "\n".join(notes[:MOST]), *_rest(len(notes), "line(s)")]
     machine = report.machine
     devices = ", ".join(machine.devices) or "no card"
-    parts.append(f"lowtide {as_text(report.version)} · torch {as_text(machine.torch)} · {as_text(devices)}")
+    parts.append(
+        f"lowtide {as_text(report.version)} · torch {as_text(machine.torch or 'not loaded')} · {as_text(devices)}"
+    )
     return "\n\n".join(parts) + "\n"
 
 

@@ -156,7 +156,7 @@ def _machine_line(report: Report) -> Text:
     counted = Counter(machine.devices)
     devices = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counted.items()) or "no card"
     return Text(
-        f"lowtide {report.version} · Python {machine.python} · torch {machine.torch} · {machine.cpus} cores, "
-        f"{format_bytes(machine.memory)}\n{devices} (driver figures: {machine.driver})",
+        f"lowtide {report.version} · Python {machine.python} · torch {machine.torch or 'not loaded'} · "
+        f"{machine.cpus} cores, {format_bytes(machine.memory)}\n{devices} (driver figures: {machine.driver})",
         style="dim",
     )

@@ -10,12 +10,15 @@ from html.parser import HTMLParser
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from lowtide.reports import schema
 from lowtide.reports.finding_lines import suppression_entry
 from lowtide.reports.html.jinja_environment import LONGEST
 from lowtide.reports.html.page import DETAILED, LISTED, MOST_OCCURRENCES, render_html
 from lowtide.reports.html.tables import MOST_ROWS
+from lowtide.reports.markdown import render_markdown
+from lowtide.reports.terminal import render
 
 VOID = {"meta", "link", "br"}
 FINDING = schema.Finding(
@@ -165,6 +168,16 @@ def test_the_header_says_what_ran_where() -> None:
     assert "NVIDIA H200, NVIDIA H100" in text
     assert "Python 3.11.7 · torch 2.13.0" in text
     assert "driver figures nvml" in text
+
+
+def test_a_process_without_torch_says_so_everywhere() -> None:
+    machine = msgspec.structs.replace(REPORT.machine, torch="")
+    without = msgspec.structs.replace(REPORT, machine=machine)
+    console = Console(width=100)
+    with console.capture() as printed:
+        console.print(render(without))
+    for text in (Page(render_html(without)).text, render_markdown(without), printed.get()):
+        assert "· torch not loaded" in text
 
 
 def test_an_empty_report_is_a_page_that_says_so() -> None:
