@@ -13,7 +13,7 @@ from lowtide.reports.finding_lines import one_line
 from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.html.jinja_environment import environment
 from lowtide.reports.html.scripts import security_policy
-from lowtide.reports.markdown import as_code, as_text
+from lowtide.reports.markdown import MOST, as_code, as_text
 from lowtide.reports.sizes import format_amount, format_bytes
 
 _STYLES: dict[Kind, str] = {
@@ -24,6 +24,8 @@ _STYLES: dict[Kind, str] = {
     "shrunk": "green",
     "same": "",
 }
+
+_VERDICT_STYLES = {"WORSE": "bold red", "NOT KNOWN": "bold yellow", "NO WORSE": "bold green"}
 
 
 def verdict_of(changes: Sequence[Change]) -> str:
@@ -44,23 +46,25 @@ def render_for_terminal(changes: Sequence[Change]) -> RenderableType:
         text = Text()
         text.append(f"{change.kind} ", style=_STYLES[change.kind])
         text.append(f"{amounts(change)}  {one_line(change.side.finding.message)}")
-        text.append(one_line(f"\n    in {subjects(change.side)}"))
-        text.append(f"\n    fingerprint {change.side.finding.fingerprint}", style="dim")
+        text.append(f"\n    in {one_line(subjects(change.side))}")
+        text.append(f"\n    fingerprint {one_line(change.side.finding.fingerprint)}", style="dim")
         lines.append(HangingText(text))
-    worse = any(change.fails for change in changes)
-    return Group(*lines, Text(verdict_of(changes), style="bold red" if worse else "bold green"))
+    verdict = verdict_of(changes)
+    return Group(*lines, Text(verdict, style=_VERDICT_STYLES[verdict.partition(":")[0]]))
 
 
 def render_as_markdown(changes: Sequence[Change]) -> str:
-    """The verdict and a table."""
+    """The verdict and a table of the first `MOST` changes, which are the worst."""
     parts = ["## lowtide diff", f"**{verdict_of(changes)}**"]
     if changes:
         rows = [
             f"| {change.kind} | {amounts(change)} | {as_text(change.side.finding.message)} "
-            f"| {as_code(subjects(change.side))} | `{change.side.finding.fingerprint}` |"
-            for change in changes
+            f"| {as_code(subjects(change.side))} | {as_code(change.side.finding.fingerprint)} |"
+            for change in changes[:MOST]
         ]
         parts.append("\n".join(["| | how much | what | in | fingerprint |", "|---|---|---|---|---|", *rows]))
+        if len(changes) > MOST:
+            parts.append(f"… and {len(changes) - MOST} more; `lowtide diff` shows all of them")
     return "\n\n".join(parts) + "\n"
 
 
@@ -88,11 +92,13 @@ def render_as_page(changes: Sequence[Change], before: str, after: str) -> str:
 
 
 def amounts(change: Change) -> str:
-    """`8.0 MiB → 12.0 MiB`; in things for what has no bytes."""
+    """`8.0 MiB → 12.0 MiB`, or `8.0 MiB (+512 B)` where both read the same; in things for what has no bytes."""
     if change.before is None or change.after is None:
         return _amount(change.side)
     was, now = _amount(change.before), _amount(change.after)
-    return now if was == now else f"{was} → {now}"
+    if was != now:
+        return f"{was} → {now}"
+    return now if change.kind == "same" else f"{now} ({change.after.bytes - change.before.bytes:+,} B)"
 
 
 def subjects(side: Side) -> str:

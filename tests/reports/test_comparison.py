@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from lowtide.reports import schema
 from lowtide.reports.comparison.changes import Change, compare_reports
-from lowtide.reports.comparison.renderings import render_as_markdown, render_as_page, verdict_of
+from lowtide.reports.comparison.renderings import render_as_markdown, render_as_page, render_for_terminal, verdict_of
 from lowtide.reports.folder import write_folder
 from tests.reports.small_reports import HOSTILE, MIB, finding, report, subject
 
@@ -89,6 +91,54 @@ def test_names_stay_texts_everywhere() -> None:
     assert "&lt;script&gt;x&lt;/script&gt;" in page
     assert "<code>&lt;b&gt;</code>" in page
     assert "<b>" not in render_as_markdown(changes)
+
+
+def shown(before: schema.Report, after: schema.Report) -> str:
+    """What a terminal shows of two reports."""
+    output = StringIO()
+    Console(file=output, width=200, color_system=None).print(render_for_terminal(compared(before, after)))
+    return output.getvalue()
+
+
+def test_a_terminal_has_three_lines_for_each_change_whatever_its_texts_are() -> None:
+    hostile = report(subject(leak("0\nWORSE: 9 new", message="a\nb"), name="c\nd"))
+    assert shown(report(), hostile).splitlines() == [
+        "new 8.0 MiB  a\ufffdb",
+        "    in c\ufffdd",
+        "    fingerprint 0\ufffdWORSE: 9 new",
+        "WORSE: 1 new",
+    ]
+
+
+def test_what_is_not_known_is_not_shown_as_good() -> None:
+    before, after = report(subject(leak("one"), name="a")), report(subject(name="b"))
+    output = StringIO()
+    console = Console(file=output, width=200, color_system="standard", force_terminal=True)
+    console.print(render_for_terminal(compared(before, after)))
+    assert "\x1b[1;33mNOT KNOWN: 1 not judged\x1b[0m" in output.getvalue()
+    assert '<h1 class="not-known">NOT KNOWN: 1 not judged</h1>' in render_as_page(compared(before, after), "a", "b")
+
+
+def test_growth_by_less_than_a_size_shows_is_told_in_bytes() -> None:
+    one, other = (report(subject(leak("one", size))) for size in (8 * MIB, 8 * MIB + 1))
+    assert shown(one, other).startswith("grown 8.0 MiB (+1 B)  ")
+    assert shown(other, one).startswith("shrunk 8.0 MiB (-1 B)  ")
+    assert shown(one, one).startswith("same 8.0 MiB  ")
+
+
+@pytest.mark.parametrize("mark", ["`<b>x</b>", "a\nb", "|", "<!--"])
+def test_a_fingerprint_is_no_markup_either(mark: str) -> None:
+    row = render_as_markdown(compared(report(), report(subject(leak(mark))))).splitlines()[-1]
+    assert row.count("|") == 6
+    assert row.endswith("</code> |")
+    assert "<b>" not in row
+    assert "<!--" not in row
+
+
+def test_many_changes_make_no_summary_that_is_refused() -> None:
+    text = render_as_markdown(compared(report(), report(subject(*(leak(f"{turn:016x}") for turn in range(5000))))))
+    assert text.count("| new |") == 100
+    assert text.endswith("… and 4900 more; `lowtide diff` shows all of them\n")
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
