@@ -12,6 +12,8 @@ import msgspec
 import pytest
 
 from lowtide.reports import schema
+from lowtide.reports.comparison.changes import compare_reports
+from lowtide.reports.comparison.renderings import render_as_page
 from lowtide.reports.html.page import render_html
 from lowtide.reports.live.broadcast import Broadcast
 from lowtide.reports.live.server import PageServer
@@ -369,6 +371,19 @@ def test_nobody_is_kept_out(browser: Any, tmp_path: Path, scheme: str, width: in
     # Whether axe looks at all: a picture without a text is what it must find.
     opened.tab.evaluate("document.querySelector('main').append(document.createElement('img'))")
     assert [each["id"] for each in Axe().run(opened.tab).response["violations"]] == ["image-alt"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nobody_is_kept_out_of_a_comparison(browser: Any, tmp_path: Path, scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
+    later = report(subject(*leaks(3), name="engine"))
+    path = tmp_path / "diff.html"
+    path.write_text(render_as_page(compare_reports(WHOLE, later), "before", "after"))
+    tab = browser.new_context(viewport={"width": 390, "height": 844}, color_scheme=scheme).new_page()
+    tab.goto(path.as_uri())
+    found = Axe().run(tab)
+    assert [each["id"] for each in found.response["violations"]] == [], found.generate_report()
 
 
 def test_a_life_is_watched_until_its_report_is_there(browser: Any, tmp_path: Path) -> None:
