@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -74,10 +74,8 @@ def compare_reports(before: Report, after: Report) -> list[Change]:
         before: the earlier report.
         after: the later one.
     """
-    earlier, later = _sides(before.subjects), _sides(after.subjects)
-    former = {side.finding.former_fingerprint: mark for mark, side in later.items() if side.finding.former_fingerprint}
-    # Under the later name where both are known.
-    earlier = {former.get(mark, mark) if mark not in later else mark: side for mark, side in earlier.items()}
+    marks = {finding.fingerprint for subject in before.subjects for finding in subject.findings}
+    earlier, later = _sides(before.subjects, set()), _sides(after.subjects, marks)
     judged = {subject.id for subject in after.subjects if subject.outcome in ("clean", "leak")}
     changes = [
         Change(_kind(earlier.get(mark), later.get(mark), judged), earlier.get(mark), later.get(mark))
@@ -86,11 +84,16 @@ def compare_reports(before: Report, after: Report) -> list[Change]:
     return sorted(changes, key=lambda change: (_ORDER[change.kind], change.side.known, -change.side.bytes))
 
 
-def _sides(subjects: Iterable[Subject]) -> dict[str, Side]:
+def _sides(subjects: Iterable[Subject], former: Collection[str]) -> dict[str, Side]:
+    """The leaks by fingerprint; by the former one where that is in `former`, and the one of today is not."""
     groups: dict[str, list[tuple[str, Finding]]] = {}
     for subject in subjects:
         for finding in subject.findings:
-            groups.setdefault(finding.fingerprint, []).append((subject.id, finding))
+            # What was one leak to an older version may be several today.
+            older = finding.former_fingerprint
+            is_older = bool(older) and older in former and finding.fingerprint not in former
+            mark = older if is_older else finding.fingerprint
+            groups.setdefault(mark, []).append((subject.id, finding))
     return {mark: _side(group) for mark, group in groups.items()}
 
 

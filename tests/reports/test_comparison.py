@@ -84,6 +84,22 @@ def test_a_report_of_an_older_version_is_understood() -> None:
     assert kinds(before, after) == [("same", "newer", False)]
 
 
+def test_what_an_older_version_took_for_one_leak_is_several_and_no_worse() -> None:
+    before = report(subject(leak("older", 16 * MIB)))
+    after = report(
+        subject(leak("one", 10 * MIB, former_fingerprint="older"), leak("two", 6 * MIB, former_fingerprint="older"))
+    )
+    assert kinds(before, after) == [("same", "one", False)]
+    third = report(subject(*after.subjects[0].findings, leak("three", former_fingerprint="older")))
+    assert kinds(before, third) == [("grown", "one", True)]
+
+
+def test_an_earlier_leak_is_not_lost_where_its_successor_was_there_too() -> None:
+    before = report(subject(leak("older"), leak("newer")))
+    after = report(subject(leak("newer", former_fingerprint="older")))
+    assert kinds(before, after) == [("same", "newer", False), ("gone", "older", False)]
+
+
 def test_names_stay_texts_everywhere() -> None:
     changes = compared(report(), report(subject(leak("one", message=HOSTILE), name="<script>x</script>")))
     page = render_as_page(changes, "<b>", "after")
