@@ -110,8 +110,9 @@ def want(folder: Path) -> None:
 
 
 def stop_wanting(folder: Path) -> None:
-    """Nobody watches any more."""
-    (folder / WANTED).unlink(missing_ok=True)
+    """Nobody watches any more; where the file cannot be removed it is old soon."""
+    with suppress(OSError):
+        (folder / WANTED).unlink(missing_ok=True)
 
 
 def read_live(folder: Path) -> LiveLife | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,6 +32,15 @@ _SILENCE_S = 5.0
 """Seconds after which a word is sent that means nothing: a browser that is gone is noticed by it."""
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A browser that goes away in the middle is no error: it reloads, or its tab was closed.
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
 class PageServer:
     """Shows a report folder until it is closed.
 
@@ -46,8 +56,7 @@ class PageServer:
         self._folder = folder
         self._token = secrets.token_urlsafe(16)
         self._closing = threading.Event()
-        self._server = ThreadingHTTPServer((HOST, port), self._handler())
-        self._server.daemon_threads = True
+        self._server = _Server((HOST, port), self._handler())
         try:
             want(folder)
         except OSError:
@@ -124,14 +133,23 @@ class PageServer:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                token, _, name = self.path.lstrip("/").partition("/")
+                token, slash, name = self.path.lstrip("/").partition("/")
                 known = hmac.compare_digest(token.encode(), server._token.encode())
                 if not known or self.headers.get("Host") not in server._hosts() or name not in ("", "events"):
                     self.send_error(HTTPStatus.NOT_FOUND)
+                elif not slash:
+                    # The page asks for its events by a name that is relative to its address.
+                    self._send_elsewhere(f"/{token}/")
                 elif name == "events":
                     self._send_events()
                 else:
                     self._send_page(server.page().encode())
+
+            def _send_elsewhere(self, path: str) -> None:
+                self.send_response(HTTPStatus.PERMANENT_REDIRECT)
+                self.send_header("Location", path)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
 
             def _send_page(self, data: bytes) -> None:
                 self.send_response(HTTPStatus.OK)

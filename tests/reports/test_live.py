@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import http.client
 import os
+import shutil
+import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -152,6 +156,53 @@ def test_only_who_has_the_token_and_asks_for_this_host_gets_the_page(server: Pag
         assert (status, token in text) == (404, False), path
 
 
+def test_an_address_without_its_last_slash_leads_to_the_page(server: PageServer, tmp_path: Path) -> None:
+    path = urlsplit(server.url).path.rstrip("/")
+    status, _, headers = get(server.url, path)
+    # From elsewhere the browser would ask for `/events`.
+    assert (status, headers["Location"]) == (308, f"{path}/")
+    assert get(server.url, path, "evil.example")[0] == 404
+    assert get(server.url, path[:-1])[0] == 404
+
+
+@pytest.mark.parametrize("sent", ["GET", "GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n"])
+def test_a_browser_that_goes_away_is_no_error(
+    server: PageServer, tmp_path: Path, capfd: pytest.CaptureFixture[str], sent: str
+) -> None:
+    # More than fits into what the system keeps for one that reads nothing.
+    write(tmp_path, report(*(subject(name=f"{turn}{'x' * 1000}", reason="y" * 1000) for turn in range(5000))))
+    parts = urlsplit(server.url)
+    for _ in range(3):
+        browser = socket.socket()
+        browser.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        browser.connect((parts.hostname, parts.port))
+        browser.sendall(sent.format(path=parts.path, host=parts.netloc).encode())
+        if sent != "GET":
+            assert browser.recv(16).startswith(b"HTTP/1.1 200")
+        browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        browser.close()
+    assert get(server.url)[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_a_browser_that_waits_for_the_page_gets_it(tmp_path: Path) -> None:
+    write(tmp_path, report(subject(name="a")))
+    browser = tmp_path / "browser"
+    fetch = f"import urllib.request as r; page = r.urlopen('$1', timeout=20); open('{tmp_path}/seen', 'w')"
+    browser.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{fetch}"\n')
+    browser.chmod(0o755)
+    command = [sys.executable, "-m", "lowtide", "open", str(tmp_path), "--serve"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "BROWSER": f"{browser} %s"}
+    ) as serving:
+        end = time.monotonic() + 15
+        while not (tmp_path / "seen").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        serving.send_signal(signal.SIGINT)
+        serving.communicate(timeout=10)
+    assert (tmp_path / "seen").exists()
+
+
 def test_it_listens_on_this_machine_alone(server: PageServer) -> None:
     port = urlsplit(server.url).port
     listening = [each for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN]
@@ -204,6 +255,18 @@ def test_texts_of_any_kind_stay_in_their_event(server: PageServer, tmp_path: Pat
     assert isinstance(said, dict)
     assert "event: reload" in said["now"]
     events.close()
+
+
+def test_a_folder_that_is_gone_does_not_keep_a_server_from_its_end(tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    made = PageServer(folder)
+    answering = threading.Thread(target=made.serve)
+    answering.start()
+    shutil.rmtree(folder)
+    folder.write_text("another thing")
+    made.close()
+    answering.join(10)
+    assert not answering.is_alive()
 
 
 def test_who_stops_watching_costs_the_next_run_nothing(tmp_path: Path) -> None:

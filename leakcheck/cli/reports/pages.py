@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import webbrowser
 from pathlib import Path
 from typing import Annotated
@@ -71,7 +72,8 @@ def _serve(folder: Path, port: int) -> None:
         refuse(f"{folder} cannot be served on port {port}: {error.strerror or error}")
     # Said first: the browser may be on another machine, behind a tunnel.
     typer.echo(server.url)
-    webbrowser.open(server.url)
+    # One in a terminal, as w3m, returns when it is closed, and waits for the page before.
+    threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
     try:
         server.serve()
     except KeyboardInterrupt:
