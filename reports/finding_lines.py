@@ -27,6 +27,9 @@ GROWTH_HEAD = ("type", "before", "after", "growth", "between")
 """Of the table of a subject's `type_growth`."""
 
 _PLACEHOLDER = "TODO: say why this may stay"
+_LONGEST_MESSAGE = 1000
+"""Characters of a message in an entry: an `assert` of a large value may have millions."""
+
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 _MARKS = {"innocent": "meant to live", "holding": "should be gone"}
 _TRENDS = {
@@ -174,11 +177,14 @@ def suppression_entry(finding: Finding, header: str = "[[suppressions]]") -> str
         finding: what is known.
         header: the line above the entry: the name of the table in which the file has its entries.
     """
+    message = finding.message
+    if len(message) > _LONGEST_MESSAGE:
+        message = f"{message[:_LONGEST_MESSAGE]}…"
     values = {
         "fingerprint": finding.fingerprint,
         "resource": finding.resource,
         "cause": finding.cause,
-        "reason": f"{_PLACEHOLDER} ({finding.message})",
+        "reason": f"{_PLACEHOLDER} ({message})",
     }
     return "\n".join([header, *(f"{key} = {_quoted(value)}" for key, value in values.items()), ""])
 

@@ -18,9 +18,13 @@ from lowtide.reports.sizes import format_bytes
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from markupsafe import Markup
 
 LONGEST = 2000
 """Characters of one text; an `assert` of a large value in a reason can have millions."""
+
+LONGEST_COPIED = 8000
+"""Characters of code that can be copied; an entry for a finding has fewer. What is longer is cut, and not offered."""
 
 # Other control characters are errors in HTML, and lone surrogates cannot be encoded.
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -48,7 +52,9 @@ def environment() -> Environment:
         "in_vain": in_vain,
         "cells": growth_cells,
         "entry": suppression_entry,
+        "whole": _whole,
     }
+    made.globals["longest_copied"] = LONGEST_COPIED
     return made
 
 
@@ -59,3 +65,10 @@ def _printable(value: object) -> object:
     if len(value) > LONGEST:
         value = f"{value[:LONGEST]}… ({len(value):,} characters)"
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", value)
+
+
+def _whole(code: str) -> Markup:
+    """Code that is to be copied: a part of it would be something else."""
+    from markupsafe import escape
+
+    return escape(_UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", code))
