@@ -25,7 +25,7 @@ function verdictLine(judged, changes) {
 
 function trendOption(trend) {
   const first = trend.series.map((each) => each.bytes.find((bytes) => bytes !== null) ?? 0);
-  const most = Math.max(...trend.series.flatMap((each, turn) => each.bytes.map((bytes) => Math.abs((bytes ?? first[turn]) - first[turn]))));
+  const most = largest(trend.series.flatMap((each, turn) => each.bytes.map((bytes) => Math.abs((bytes ?? first[turn]) - first[turn]))));
   const [unit, name] = unitOf(most);
   const series = trend.series.map((each, turn) => {
     const changes = each.bytes.map((bytes) => (bytes === null ? null : (bytes - first[turn]) / unit));
@@ -139,7 +139,7 @@ function rectangles(root) {
 function colourOf(name) {
   let sum = 0;
   for (const letter of name) sum = (sum * 31 + letter.codePointAt(0)) % 997;
-  return `hsl(${15 + (sum % 40)} 75% ${dark.matches ? 42 : 68}%)`;
+  return `hsl(${15 + (sum % 40)} 75% ${isDark() ? 42 : 68}%)`;
 }
 
 function frame(parameters, api) {
@@ -158,7 +158,7 @@ function frame(parameters, api) {
 
 function flameOption(root, whole) {
   const shown = rectangles(root);
-  const depth = Math.max(...shown.map((each) => each.value[0]));
+  const depth = largest(shown.map((each) => each.value[0]));
   return {
     aria: { enabled: true },
     grid: { left: 0, right: 0, top: 4, bottom: 4 },
@@ -195,7 +195,7 @@ function showFlame(holder, root) {
 }
 
 function deepest(root) {
-  return Math.max(...rectangles(root).map((each) => each.value[0]));
+  return largest(rectangles(root).map((each) => each.value[0]));
 }
 
 function treemapNode(node) {

@@ -6,6 +6,7 @@ const MIB = 1024 * 1024;
 const COLOURS = ["#3b7dd8", "#e0803a", "#4aa564", "#b25fc7", "#c9a227", "#3aa6b9", "#d0566f", "#7c8796", "#8a6d3b", "#5c6bc0"];
 
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
+const page = document.documentElement;
 const charts = new Map();
 
 function unitOf(bytes) {
@@ -19,8 +20,17 @@ function amount(bytes) {
   return `${(bytes / unit).toFixed(1)} ${name}`;
 }
 
+// The largest of some numbers, at least 0. Math.max has no room for the hundred thousand of a long life as arguments.
+function largest(numbers) {
+  return numbers.reduce((most, each) => Math.max(most, each ?? 0), 0);
+}
+
+function isDark() {
+  return dark.matches && !page.classList.contains("printed");
+}
+
 function styleOf(name) {
-  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  return getComputedStyle(page).getPropertyValue(name).trim();
 }
 
 // A box with a title and rows of texts, for what is under the pointer.
@@ -63,6 +73,13 @@ function redraw() {
 
 window.addEventListener("resize", redraw);
 dark.addEventListener("change", redraw);
+// On paper a page is light whatever the theme is. A canvas is printed as it was drawn.
+for (const [event, printed] of [["beforeprint", true], ["afterprint", false]]) {
+  addEventListener(event, () => {
+    page.classList.toggle("printed", printed);
+    redraw();
+  });
+}
 
 // Nothing is unpacked and drawn before it is seen: a page may have a hundred lives.
 function whenSeen(kind, show) {

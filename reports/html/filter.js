@@ -84,16 +84,20 @@ async function begin() {
     said.textContent = `${left.length.toLocaleString("en")} of ${entries.length.toLocaleString("en")}`;
   }
 
+  function showAll() {
+    words.value = "";
+    form.querySelectorAll("fieldset input").forEach((box) => (box.checked = false));
+    filter();
+  }
+
   // A link to a finding that is no element yet shows it by itself.
   function follow() {
-    const place = decodeURIComponent(location.hash.slice(1));
+    const place = location.hash.slice(1);
     const there = document.getElementById(place);
     const entry = entries.find((each) => each.place === place);
     if (there) {
       if (all.hidden && all.contains(there)) {
-        words.value = "";
-        form.querySelectorAll("fieldset input").forEach((box) => (box.checked = false));
-        filter();
+        showAll();
         there.scrollIntoView();
       }
     } else if (entry) {
@@ -102,7 +106,7 @@ async function begin() {
       matches.hidden = false;
       said.textContent = "1 of those that are linked";
       const back = element("button", "show the whole page", { type: "button" });
-      back.addEventListener("click", filter);
+      back.addEventListener("click", showAll);
       matches.replaceChildren(back, line);
       line.open = true;
       line.scrollIntoView();

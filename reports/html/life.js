@@ -61,13 +61,13 @@ function lifeSeries(view, unit) {
 // How wide the narrowest sleep is drawn; pixels.
 function narrowest(picture, width) {
   const [from, to] = picture.range || [0, picture.moments.length - 1];
-  const shortest = Math.min(...picture.asleep.map(([first, last]) => last - first + 1));
+  const shortest = picture.asleep.reduce((least, [first, last]) => Math.min(least, last - first + 1), Infinity);
   return (shortest * (width - MARGINS.left - MARGINS.right)) / (to - from + 1);
 }
 
 function lifeOption(picture, view, width) {
   // Not bytes: the axis has round numbers of its unit.
-  const [unit, name] = unitOf(Math.max(...view.total));
+  const [unit, name] = unitOf(largest(view.total));
   const lines = lifeSeries(view, unit);
   if (picture.asleep.length && lines.length) {
     lines[0].markArea = {

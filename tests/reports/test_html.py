@@ -190,7 +190,7 @@ def test_it_starts_as_a_document_that_fits_a_phone() -> None:
     html = render_html(REPORT)
     assert html.startswith("<!doctype html>")
     assert '<meta name="viewport" content="width=device-width, initial-scale=1">' in html
-    assert "@media (prefers-color-scheme: dark)" in html
+    assert "@media screen and (prefers-color-scheme: dark)" in html
 
 
 def test_nothing_is_fetched_and_what_runs_is_allowed_by_its_hash() -> None:

@@ -79,6 +79,74 @@ def test_the_life_is_drawn_and_fits(browser: Any, tmp_path: Path, scheme: str, w
     assert opened.said == []
 
 
+@pytest.mark.parametrize("width", [1280, 320])
+def test_names_without_end_leave_the_page_as_wide_as_the_window(browser: Any, tmp_path: Path, width: int) -> None:
+    name = "n" * 5000
+    process = msgspec.structs.replace(CORE, name=name)
+    life = tuple(
+        msgspec.structs.replace(
+            stage(name, 1.0, turn << 20, held=turn << 20),
+            processes=(ProcessStage(process=process, tensors={}, arenas={}, reserved={}, cards={name: turn << 20}),),
+        )
+        for turn in range(4)
+    )
+    path = (schema.Hop(type=name, edge=name, suspect=True),)
+    leak = finding(message=name, holder=name, device=name, trend="growth", stage=name, path=path)
+    opened = Opened(
+        browser,
+        tmp_path / "index.html",
+        report(subject(leak, name=name, stages=life, reason=name), command=name, settings={name: name}),
+        viewport={"width": width, "height": 844},
+    )
+    assert is_drawn(opened.tab)
+    place = opened.tab.locator("[data-trends]")
+    place.scroll_into_view_if_needed()
+    place.locator("canvas").wait_for()
+    assert opened.tab.evaluate("document.documentElement.scrollWidth") <= width
+    assert opened.said == []
+
+
+def test_code_on_a_narrow_phone_has_room_for_a_name(browser: Any, tmp_path: Path) -> None:
+    leak = finding(remedy=schema.Remedy(action="lowtide.engine.runner.supports_kw.cache_clear()", returns_bytes=1))
+    size = {"width": 320, "height": 844}
+    opened = Opened(browser, tmp_path / "index.html", report(subject(leak, name="run")), viewport=size)
+    assert opened.tab.locator(".code pre").first.bounding_box()["width"] > 100
+    assert opened.tab.evaluate("document.documentElement.scrollWidth") <= 320
+
+
+def test_a_life_of_thousands_of_stages_is_drawn(browser: Any, tmp_path: Path) -> None:
+    held = LIFE[1].after
+
+    def after(turn: int) -> schema.Readings:
+        figures = ("tensors", "reserved", "driver", "pinned", "rss", "cache_bytes", "shared_memory")
+        return msgspec.structs.replace(held, **dict.fromkeys(figures, turn << 10))
+
+    life = tuple(msgspec.structs.replace(LIFE[1], cycle=turn, after=after(turn)) for turn in range(20_000))
+    opened = Opened(browser, tmp_path / "index.html", report(subject(name="run", stages=life)))
+    assert is_drawn(opened.tab)
+    place = opened.tab.locator("[data-trends]")
+    place.scroll_into_view_if_needed()
+    place.locator("canvas").wait_for()
+    assert opened.said == []
+
+
+def test_on_paper_pictures_are_light(browser: Any, tmp_path: Path) -> None:
+    opened = Opened(browser, tmp_path / "index.html", report(subject(name="run", stages=LIFE)), color_scheme="dark")
+    assert is_drawn(opened.tab)
+    canvas = opened.tab.locator(".chart canvas").first
+    # `--text` of both themes, ABGR.
+    dark, light = 0xFFEEE7E3, 0xFF30231C
+    assert [each in colours_of(canvas) for each in (dark, light)] == [True, False]
+    opened.tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    opened.tab.wait_for_timeout(100)
+    assert [each in colours_of(canvas) for each in (dark, light)] == [False, True]
+    opened.tab.evaluate("dispatchEvent(new Event('afterprint'))")
+    opened.tab.wait_for_timeout(100)
+    assert [each in colours_of(canvas) for each in (dark, light)] == [True, False]
+    opened.tab.emulate_media(media="print")
+    assert opened.tab.evaluate("getComputedStyle(document.body).color") == "rgb(28, 35, 48)"
+
+
 def test_another_process_is_chosen_by_keyboard(browser: Any, tmp_path: Path) -> None:
     opened = Opened(browser, tmp_path / "index.html", report(subject(name="run", stages=LIFE)))
     assert is_drawn(opened.tab)
@@ -288,6 +356,21 @@ def test_a_link_to_what_is_no_element_yet_shows_it(browser: Any, tmp_path: Path)
     opened.tab.get_by_role("button", name="show the whole page").click()
     assert opened.tab.locator("#all").is_visible()
     assert opened.said == []
+
+
+def test_what_a_link_showed_gives_way_to_the_whole_page(whole: Opened) -> None:
+    tab = whole.tab
+    tab.get_by_role("searchbox").fill("cache_250")
+    tab.evaluate("location.hash = 's0f299'")
+    tab.get_by_role("button", name="show the whole page").click()
+    assert tab.locator("#all").is_visible()
+    assert tab.get_by_role("searchbox").input_value() == ""
+
+
+def test_an_address_that_links_to_nothing_is_no_error(whole: Opened) -> None:
+    whole.tab.evaluate("location.hash = '%'")
+    whole.tab.wait_for_timeout(100)
+    assert whole.tab.locator("#all").is_visible()
 
 
 GREW = (("tuple", 60_000, 7), ("KVBlock", 0, 2048), ("dict", 4_000, 30))
