@@ -30,7 +30,12 @@ _PLACEHOLDER = "TODO: say why this may stay"
 _LONGEST_MESSAGE = 1000
 """Characters of a message in an entry: an `assert` of a large value may have millions."""
 
-_UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+
+REORDERING = r"\u202a-\u202e\u2066-\u2069"
+"""Characters after which a text is shown in another order than it has, what follows it too: as a part of a regular
+expression. What is written from right to left needs none of them."""
+
+_UNPRINTABLE = re.compile(rf"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff{REORDERING}]")
 _MARKS = {"innocent": "meant to live", "holding": "should be gone"}
 _TRENDS = {
     "growth": "growth (grew every time)",
@@ -196,7 +201,7 @@ def _quoted(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same without what could move a terminal's cursor, end the line, or not be encoded."""
+    """The same without what could move a terminal's cursor, end the line, change its order, or not be encoded."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

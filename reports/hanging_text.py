@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+from lowtide.reports.finding_lines import REORDERING
+
+_CONTROL = re.compile(rf"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff{REORDERING}]")
 """What would act on the terminal; a report may be from anywhere, and its texts are anything."""
 
 _HANG = 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
@@ -40,6 +41,9 @@ _ESCAPES = str.maketrans(
         **{char: f"\\{char}" for char in "\\`*_[]~#!"},
     }
 )
+_LIST_MARK = re.compile(r"(?:[-+]|\d{1,9}[.)])(?= |$)")
+"""What begins a list, were it the first of a text: the others of those marks are escaped everywhere."""
+
 _TABLE_HEAD = (
     "| subject | resource | cause | bytes | since stage | holder | remedy |",
     "|---|---|---|---:|---|---|---|",
@@ -201,4 +205,8 @@ def as_text(text: str) -> str:
     line = one_line(" ".join(text[: 4 * _LONGEST].split()))
     if len(line) > _LONGEST or len(text) > 4 * _LONGEST:
         line = line[: _LONGEST - 1] + "…"
+    mark = _LIST_MARK.match(line)
+    if mark is not None:
+        end = mark.end() - 1
+        return f"{line[:end]}\\{line[end:].translate(_ESCAPES)}"
     return line.translate(_ESCAPES)

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from lowtide.reports.finding_lines import (
+    REORDERING,
     amount,
     growth_cells,
     hop_facts,
@@ -27,7 +28,7 @@ LONGEST_COPIED = 8000
 """Characters of code that can be copied; an entry for a finding has fewer. What is longer is cut, and not offered."""
 
 # Other control characters are errors in HTML, and lone surrogates cannot be encoded.
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+_UNPRINTABLE = re.compile(rf"[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ud800-\udfff{REORDERING}]")
 
 
 def environment() -> Environment:

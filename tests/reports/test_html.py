@@ -478,11 +478,12 @@ def test_ten_thousand_clean_subjects_are_a_line_each_and_quick() -> None:
         ("\"><img src=x onerror='a'>&amp;", "\"><img src=x onerror='a'>&amp;"),
         ("{{ 7 * 7 }}{% raw %}", "{{ 7 * 7 }}{% raw %}"),
         ("a\0b\x1bc\x90d\udc80", "a�b�c�d�"),
+        ("cuda\u202e:0\u2066x", "cuda\ufffd:0\ufffdx"),
         ("a|b `c`", "a|b `c`"),
         ("🌊 café", "🌊 café"),
         ("x" * (1 << 20), "x" * LONGEST + "… (1,048,576 characters)"),
     ],
-    ids=["script", "attribute", "template", "control", "markdown", "emoji", "long"],
+    ids=["script", "attribute", "template", "control", "order", "markdown", "emoji", "long"],
 )
 def test_any_text_anywhere_is_shown_and_never_markup(hostile: str, shown: str) -> None:
     html = render_html(filled(hostile))

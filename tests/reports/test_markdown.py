@@ -219,7 +219,8 @@ def test_types_that_became_more_are_a_table() -> None:
         ("a & b $c$", "a &amp; b &#36;c&#36;"),
         ("a\n# b\r\n\n| c", "a \\# b &#124; c"),
         ("a\0b\x1bc\x85\x90\udc80", "a�b�c ��"),
-        ("🌊 café", "🌊 café"),
+        ("a\u202eb\u2067c", "a�b�c"),
+        ("🌊 café 👩\u200d🔬", "🌊 café 👩\u200d🔬"),
     ],
 )
 def test_no_name_can_act_as_markup(hostile: str, shown: str) -> None:
@@ -230,6 +231,23 @@ def test_no_name_can_act_as_markup(hostile: str, shown: str) -> None:
     # Every cell is where the head says.
     assert row.count("|") == 8
     text.encode()
+
+
+@pytest.mark.parametrize(
+    ("hostile", "shown"),
+    [
+        ("- a", "\\- a"),
+        ("+ a", "\\+ a"),
+        ("12. a", "12\\. a"),
+        ("1) *a", "1\\) \\*a"),
+        ("-", "\\-"),
+        ("1.5 MiB", "1.5 MiB"),
+    ],
+)
+def test_no_text_begins_a_list(hostile: str, shown: str) -> None:
+    missing = schema.NotMeasured(what=hostile, why="no card")
+    text = render_markdown(report(schema.Subject(id="a", outcome="clean", not_measured=(missing,))))
+    assert f"\n- {shown} in 1 subject(s): no card\n" in text
 
 
 def test_names_without_end_are_cut() -> None:
