@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -39,7 +40,13 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
-    """Run the command line; bad input is reported in one line, with exit code 2."""
+    """Run the command line; bad input is reported in one line, with exit code 2.
+
+    What the output's encoding does not have is printed as a question mark.
+    """
+    # A traceback about an arrow would end with 1, which says that something leaks.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     if "--help" in sys.argv or not sys.argv[1:]:
         _choose_help_styles()
     if not sys.argv[1:]:

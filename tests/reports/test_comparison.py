@@ -157,9 +157,26 @@ def test_many_changes_make_no_summary_that_is_refused() -> None:
     assert text.endswith("… and 4900 more; `lowtide diff` shows all of them\n")
 
 
-def run(*words: object) -> subprocess.CompletedProcess[str]:
+def run(*words: object, encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lowtide", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+    environment = {**os.environ, "COLUMNS": "120", "PYTHONIOENCODING": encoding}
+    return subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", env=environment)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_an_output_without_an_arrow_changes_no_exit_code(tmp_path: Path, encoding: str) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    write_folder(report(subject(leak("0123", 9 * MIB))), before)
+    write_folder(report(subject(leak("0123", message="🌊"))), after)
+    done = run("diff", before, after, encoding=encoding)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("shrunk 9.0 MiB ? 8.0 MiB  ?\n")
+    for form in ("markdown", "html"):
+        done = run("diff", "--format", form, before, after, encoding=encoding)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "9.0 MiB → 8.0 MiB" in done.stdout
+        assert "🌊" in done.stdout
+    assert run("report", after, encoding=encoding).returncode == 1
 
 
 def test_the_command_fails_where_it_is_worse(tmp_path: Path) -> None:

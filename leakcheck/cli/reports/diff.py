@@ -42,9 +42,10 @@ def diff(
     if output is As.text:
         find_console().print(render_for_terminal(changes))
     elif output is As.markdown:
-        typer.echo(render_as_markdown(changes), nl=False)
+        typer.echo(render_as_markdown(changes).encode(), nl=False)
     else:
-        typer.echo(render_as_page(changes, str(before), str(after)))
+        # As bytes: the page says that it is UTF-8, whatever the locale is.
+        typer.echo(f"{render_as_page(changes, str(before), str(after))}\n".encode(), nl=False)
     if any(change.fails for change in changes):
         raise typer.Exit(1)
     if any(change.kind == "not judged" for change in changes):
