@@ -11,6 +11,9 @@ from lowtide.reports.schema import Finding, Report
 MOST_CHILDREN = 60
 """Nodes below one node, the largest ones; the others are together in one."""
 
+MOST_DEEP = 100
+"""Levels of a tree: a linked list may be a path of thousands, which no chart shows and no encoder of JSON takes."""
+
 LONGEST = 120
 """Characters of a node's name: a chart has no room for more."""
 
@@ -66,7 +69,7 @@ def _grown(ways: Iterable[tuple[Sequence[str], int]]) -> Node | None:
             continue
         node = root
         node.bytes += size
-        for step in way:
+        for step in _bounded(way):
             key = (id(node), step)
             below = index.get(key)
             if below is None:
@@ -78,6 +81,15 @@ def _grown(ways: Iterable[tuple[Sequence[str], int]]) -> Node | None:
         return None
     _fold(root)
     return root
+
+
+def _bounded(way: Sequence[str]) -> Sequence[str]:
+    """The steps, those in the middle of a long way as one."""
+    if len(way) <= MOST_DEEP:
+        return way
+    first = MOST_DEEP // 2
+    last = MOST_DEEP - first - 1
+    return [*way[:first], f"… {len(way) - first - last} more …", *way[-last:]]
 
 
 def _shown(step: str) -> str:

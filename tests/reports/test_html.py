@@ -288,6 +288,15 @@ def test_marks_differ_in_more_than_words() -> None:
     assert "facts holding" in classes
 
 
+def test_a_page_takes_paths_and_stacks_of_any_depth() -> None:
+    # A linked list, and a recursive function; a second leak, because the trees of one alone are left out.
+    path = tuple(schema.Hop(type="Node", edge=f".next_{turn}") for turn in range(5000))
+    stack = tuple(schema.Frame(file="a.py", line=turn, function="walk") for turn in range(5000))
+    deep = msgspec.structs.replace(FINDING, path=path, allocated_at=stack, suppressed_by=None)
+    other = msgspec.structs.replace(FINDING, fingerprint="f" * 16, suppressed_by=None)
+    assert ".next_4999" in page(subject("leak", findings=(deep, other))).text
+
+
 def test_types_that_became_more_are_a_table() -> None:
     grown = schema.TypeGrowth(type="dict", since="cycle 1", until="cycle 2", before=10, after=12)
     html = render_html(msgspec.structs.replace(REPORT, subjects=(subject("leak", type_growth=(grown,) * 205),)))

@@ -1,9 +1,9 @@
-"""Findings as trees: each leak once, bytes that add up, and paths as deep as they come."""
+"""Findings as trees: each leak once, bytes that add up, and paths of any depth."""
 
 from __future__ import annotations
 
 from lowtide.reports import schema
-from lowtide.reports.html.trees import LONGEST, MOST_CHILDREN, Node, allocation_tree, holder_tree
+from lowtide.reports.html.trees import LONGEST, MOST_CHILDREN, MOST_DEEP, Node, allocation_tree, holder_tree
 from tests.reports.small_reports import finding, report, subject
 
 
@@ -72,10 +72,12 @@ def test_beyond_the_largest_ones_children_are_one_node_and_no_bytes_are_lost() -
 def test_a_path_of_thousands_of_hops_with_long_names_is_no_trouble() -> None:
     deep = finding(path=hops(*(f".{turn}" for turn in range(5000)), "x" * 9999))
     tree = holder_tree(report(subject(deep)))
-    depth = 0
+    names = []
     while tree is not None and tree.children:
         (tree,) = tree.children
-        depth += 1
-    assert depth == 5001
+        names.append(tree.name)
+    # No more levels than an encoder of JSON takes: both ends, and how much is between them.
+    assert len(names) == MOST_DEEP
+    assert [names[0], names[49], names[50], names[51], names[98]] == [".0", ".49", "… 4902 more …", ".4952", ".4999"]
     assert tree is not None
     assert len(tree.name) == LONGEST + 1
