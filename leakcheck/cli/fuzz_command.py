@@ -284,7 +284,7 @@ def write_program(folder: Path, program: str) -> None:
     path = folder / PROGRAM
     try:
         if program:
-            path.write_text(program)
+            path.write_text(program, encoding="utf-8")
         else:
             path.unlink(missing_ok=True)
     except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 import re
 import sys
 import threading
@@ -224,7 +225,7 @@ def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:
     if not names:
         return {}
     places: dict[str, int] = {}
-    lines = [line.split(None, 5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    lines = [line.split(None, 5) for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")]
     for name in names:
         path = name.partition(" -> ")[2]
         ranges = [line[0].split("-") for line in lines if len(line) > 5 and line[5] == path]

@@ -104,7 +104,7 @@ class _Memory:
 
     def __init__(self, file: int) -> None:
         self._file = file
-        self._mappings = [_mapping(line) for line in Path("/proc/self/maps").read_text().splitlines()]
+        self._mappings = [_mapping(line) for line in _lines("/proc/self/maps")]
         self._begins = [mapping.begin for mapping in self._mappings]
         self._names: dict[int, str] = {}
         self._operators: dict[int, str] | None = None
@@ -292,6 +292,11 @@ def _opened() -> Iterator[_Memory | None]:
         yield _Memory(file)
     finally:
         os.close(file)
+
+
+def _lines(path: str) -> list[str]:
+    # A file's name may have any bytes, also where the locale has no name for them.
+    return os.fsdecode(Path(path).read_bytes()).strip("\n").split("\n")
 
 
 def _mapping(line: str) -> _Mapping:

@@ -12,6 +12,7 @@ import asyncio
 import functools
 import io
 import logging
+import os
 import warnings
 
 import numpy as np
@@ -130,7 +131,8 @@ def test_timer():
 
 
 def test_mapped_file(tmp_path):
-    HELD["mapped"] = torch.from_numpy(np.memmap(tmp_path / "file", np.float32, "w+", shape=(8,)))
+    # No text in any encoding, as file names may be.
+    HELD["mapped"] = torch.from_numpy(np.memmap(tmp_path / os.fsdecode(b"file\\xff"), np.float32, "w+", shape=(8,)))
 
 
 def test_mapped_file_that_was_dropped(tmp_path):
