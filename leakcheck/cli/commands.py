@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from typing import Annotated
 
@@ -13,6 +12,7 @@ from lowtide.leakcheck.cli.bisect_step import STOPS_BISECT, bisect_step
 from lowtide.leakcheck.cli.check import check
 from lowtide.leakcheck.cli.console import colors_are_off
 from lowtide.leakcheck.cli.defects import defects
+from lowtide.leakcheck.cli.display.standard_output import guard_standard_output
 from lowtide.leakcheck.cli.fuzz import fuzz
 from lowtide.leakcheck.cli.gate import gate
 from lowtide.leakcheck.cli.history import history
@@ -42,11 +42,9 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 def main() -> None:
     """Run the command line; bad input is reported in one line, with exit code 2.
 
-    What the output's encoding does not have is printed as a question mark.
+    Output that cannot be written is, too, where it does not end with another one already.
     """
-    # A traceback about an arrow would end with 1, which says that something leaks.
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="replace")
+    output = guard_standard_output()
     if "--help" in sys.argv or not sys.argv[1:]:
         _choose_help_styles()
     if not sys.argv[1:]:
@@ -59,6 +57,10 @@ def main() -> None:
         command = context.command_path if context is not None else "lowtide"
         typer.echo(f"lowtide: {said.rstrip('.')}: see `{command} --help`", err=True)
         code = STOPS_BISECT if command.endswith(" bisect-step") else 2
+    output.flush()
+    if output.problem is not None:
+        typer.echo(f"lowtide: {output.problem}", err=True)
+        code = code or 2
     sys.exit(code)
 
 

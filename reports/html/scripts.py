@@ -43,7 +43,7 @@ def copying() -> tuple[str, ...]:
 
 @cache
 def _script(name: str) -> str:
-    return (resources.files("lowtide.reports.html") / name).read_text()
+    return (resources.files("lowtide.reports.html") / name).read_text("utf-8")
 
 
 def as_json(value: Any) -> str:

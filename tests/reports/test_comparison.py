@@ -170,7 +170,7 @@ def test_an_output_without_an_arrow_changes_no_exit_code(tmp_path: Path, encodin
     write_folder(report(subject(leak("0123", message="🌊"))), after)
     done = run("diff", before, after, encoding=encoding)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("shrunk 9.0 MiB ? 8.0 MiB  ?\n")
+    assert done.stdout.startswith("shrunk 9.0 MiB -> 8.0 MiB  \\U0001f30a\n")
     for form in ("markdown", "html"):
         done = run("diff", "--format", form, before, after, encoding=encoding)
         assert (done.returncode, done.stderr) == (0, "")
