@@ -10,6 +10,7 @@ import msgspec
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.reports.schema import Finding, Subject
+from lowtide.reports.whole_texts import json_bytes
 
 
 class Proven(msgspec.Struct, frozen=True):
@@ -51,7 +52,7 @@ class DeferredProofs:
 
 def proven_as_json(proven: Sequence[Proven]) -> str:
     """For an xdist worker's output."""
-    return msgspec.json.encode(proven).decode()
+    return json_bytes(proven).decode()
 
 
 def proven_from_json(text: str) -> list[Proven]:

@@ -20,6 +20,7 @@ from lowtide.pytest_plugin.proven import Proven, retell, with_proven
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.reports.folder import write_folder
 from lowtide.reports.schema import Finding, NotMeasured, Report, ReportError, Subject
+from lowtide.reports.whole_texts import json_bytes
 
 _SUBJECTS = "lowtide_subjects"
 """The attribute under which a test's report carries what was judged, as JSON, also from an xdist worker."""
@@ -158,7 +159,7 @@ def is_bad(subject: Subject) -> bool:
 
 
 def _encode(subjects: Sequence[Subject]) -> str:
-    return msgspec.json.encode(list(subjects)).decode()
+    return json_bytes(list(subjects)).decode()
 
 
 def _decode(text: str) -> list[Subject]:

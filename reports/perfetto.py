@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import msgspec
-
 from lowtide.reports.finding_lines import first_line, one_line
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, Ledger, Report, Stage, Subject
+from lowtide.reports.whole_texts import json_bytes
 
 _Event = dict[str, Any]
 
@@ -36,7 +35,7 @@ def render_trace(report: Report) -> str:
             trace.add(subject)
     known = {"version": report.version, "created": report.created, "command": report.command}
     other = {name: one_line(text) for name, text in known.items()}
-    return msgspec.json.encode({"traceEvents": trace.events, "displayTimeUnit": "ms", "otherData": other}).decode()
+    return json_bytes({"traceEvents": trace.events, "displayTimeUnit": "ms", "otherData": other}).decode()
 
 
 class _Trace:

@@ -13,6 +13,7 @@ from lowtide.reports.finding_lines import finding_lines, first_line, one_line
 from lowtide.reports.markdown import not_measured
 from lowtide.reports.schema import Finding, Report, Subject
 from lowtide.reports.source_places import Place, SourcePlaces
+from lowtide.reports.whole_texts import json_bytes
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -43,7 +44,7 @@ def render_sarif(report: Report, root: Path | None = None) -> str:
         "results": results,
     }
     log = {"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}
-    return msgspec.json.format(msgspec.json.encode(log), indent=2).decode() + "\n"
+    return msgspec.json.format(json_bytes(log), indent=2).decode() + "\n"
 
 
 def _rules(report: Report) -> Iterator[Mapping[str, Any]]:

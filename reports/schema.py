@@ -12,6 +12,7 @@ from lowtide.reports.reading.json_files import UnreadableError, decode_json, rea
 from lowtide.reports.reading.json_schemas import schema_of
 from lowtide.reports.reading.numbers import Float15, Int64
 from lowtide.reports.reading.report_head import refuse_deep_parts, why_unreadable
+from lowtide.reports.whole_texts import json_bytes
 
 SCHEMA = "lowtide-report/1"
 
@@ -349,7 +350,7 @@ def json_schema() -> dict[str, Any]:
 
 def encode(report: Report) -> bytes:
     """The report as JSON: indented, but for one so large that nobody reads it as text."""
-    data = msgspec.json.encode(report)
+    data = json_bytes(report)
     return (data if len(data) > _MOST_INDENTED else msgspec.json.format(data, indent=2)) + b"\n"
 
 

@@ -15,6 +15,7 @@ import msgspec
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions
 from lowtide.reports.reading.json_files import UnreadableError, decode_json, read_bounded
 from lowtide.reports.schema import Finding, Subject
+from lowtide.reports.whole_texts import json_bytes
 
 SCHEMA = "lowtide-baseline/1"
 
@@ -110,7 +111,7 @@ class KnownFindings:
         content = _File(schema=SCHEMA, findings=tuple(sorted(self.entries, key=lambda entry: entry.fingerprint)))
         partial = self.file.with_name(f"{self.file.name}.partial")
         try:
-            partial.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+            partial.write_bytes(msgspec.json.format(json_bytes(content), indent=2) + b"\n")
             partial.replace(self.file)
         except OSError as error:
             raise KnownFindingsError(f"{self.file} cannot be written: {error.strerror}") from error

@@ -35,7 +35,7 @@ def fingerprint(
     """
     parts = [resource, device.split(":")[0], stage, allocated_in, *(re.sub(r"\d+", "*", edge) for edge in suspects)]
     parts += [f"{word} {text}" for word, text in (("kind", kind), ("module", module)) if text]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()[:16]
 
 
 def fingerprint_of_items(

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from lowtide.reports.schema import Finding
+from lowtide.reports.whole_texts import encoded
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -203,7 +204,7 @@ class Trimmed(_Message, frozen=True, kw_only=True):
 
 def encode(message: msgspec.Struct) -> bytes:
     """A message as bytes."""
-    return msgspec.msgpack.encode(message)
+    return encoded(msgspec.msgpack.encode, message)
 
 
 def decode_question(data: bytes) -> Question:

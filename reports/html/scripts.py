@@ -10,7 +10,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-import msgspec
+from lowtide.reports.whole_texts import json_bytes
 
 _LEVEL = 6
 """Of the compression: a higher one takes several times as long, for a few percent."""
@@ -48,12 +48,12 @@ def _script(name: str) -> str:
 
 def as_json(value: Any) -> str:
     """Some data as JSON."""
-    return msgspec.json.encode(value).decode()
+    return json_bytes(value).decode()
 
 
 def as_stored(value: Any) -> str:
     """Some data as text that ends no element and executes nothing: zlib's compressed JSON, in base64."""
-    return base64.b64encode(zlib.compress(msgspec.json.encode(value), _LEVEL)).decode()
+    return base64.b64encode(zlib.compress(json_bytes(value), _LEVEL)).decode()
 
 
 def security_policy(run: Iterable[str], *, connects: bool = False) -> str:

@@ -16,6 +16,7 @@ import msgspec
 import psutil
 
 from lowtide.reports.schema import Report, Stage
+from lowtide.reports.whole_texts import json_bytes
 
 WANTED = "live.wanted"
 """The file that a watcher touches."""
@@ -90,7 +91,7 @@ class Broadcast:
         # A watcher must not cost the run anything, and no half of a file may be seen.
         with suppress(OSError):
             half = self._folder / f"{LIFE}.half"
-            half.write_bytes(msgspec.json.encode(life))
+            half.write_bytes(json_bytes(life))
             half.replace(self._folder / LIFE)
 
     def close(self) -> None:

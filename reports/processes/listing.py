@@ -14,6 +14,7 @@ from lowtide.probes.processes.outside_view import ProcessView
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile
 from lowtide.reports.reading.json_schemas import schema_of
 from lowtide.reports.schema import CardMemory, NotMeasured
+from lowtide.reports.whole_texts import json_bytes
 
 SCHEMA: Literal["lowtide-ps/1"] = "lowtide-ps/1"
 
@@ -153,7 +154,7 @@ def json_schema() -> dict[str, Any]:
 
 def encode(listing: Listing) -> str:
     """The listing as indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(listing), indent=2).decode()
+    return msgspec.json.format(json_bytes(listing), indent=2).decode()
 
 
 def _amounts(holders: Holders) -> Iterator[Exceeded]:
