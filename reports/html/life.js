@@ -67,7 +67,7 @@ function narrowest(picture, width) {
 
 function lifeOption(picture, view, width) {
   // Not bytes: the axis has round numbers of its unit.
-  const [unit, name] = unitOf(largest(view.total));
+  const [unit, name] = unitOf(largest([view.total, ...view.lines.map((line) => line.bytes)].map(largest)));
   const lines = lifeSeries(view, unit);
   if (picture.asleep.length && lines.length) {
     lines[0].markArea = {

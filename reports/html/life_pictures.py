@@ -160,8 +160,13 @@ def _of_all(views: Sequence[View]) -> Iterable[View]:
         of_device = [view for view in views if view.device == device]
         if len(of_device) > 1:
             parts = [{view.process: view.total[turn] for view in of_device} for turn in range(len(views[0].total))]
-            sums = [sum(size or 0 for size in moment.values()) for moment in parts]
-            yield _view(_ALL, device, parts, sums)
+            yield _view(_ALL, device, parts, [_sum_of([*moment.values()]) for moment in parts])
+
+
+def _sum_of(sizes: Sequence[int | None]) -> int | None:
+    """None where one is not known: a sum of the others would look like all."""
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 def _view(process: str, device: str, parts: Sequence[Mapping[str, int | None]], total: Sequence[int | None]) -> View:

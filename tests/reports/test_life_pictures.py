@@ -106,6 +106,18 @@ def test_what_is_not_known_is_a_gap() -> None:
     assert view.lines[-1] == Line("unexplained", (MIB, MIB, None))
 
 
+def test_what_one_process_holds_unknown_the_sum_is_a_gap() -> None:
+    own = readings(ledger("cuda:1", 7 * MIB, weights=7 * MIB))
+    unknown = msgspec.structs.replace(own.ledgers[0], total=None, unexplained=None)
+    core_stage = core(70, 30, segments=5, pool=20)
+    life = [
+        msgspec.structs.replace(stage(name, 1.0, 0), before=readings(), after=after, processes=(core_stage,))
+        for name, after in (("create", own), ("infer", readings(unknown)))
+    ]
+    first = drawn(*life).views[0]
+    assert (first.process, first.total) == ("all processes", (37 * MIB, None))
+
+
 def test_a_single_stage_and_a_life_without_figures_have_no_picture() -> None:
     assert draw_life(LIFE[:1]) is None
     bare = msgspec.structs.replace(LIFE[1], after=readings(), processes=())
