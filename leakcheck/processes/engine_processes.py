@@ -96,6 +96,7 @@ class EngineProcesses:
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
     _imported: dict[int, int] = field(default_factory=dict)
     _holders: dict[str, tuple[Finding, str]] = field(default_factory=dict)
+    _searched: dict[str, int] = field(default_factory=dict)
     _has_inferred: bool = False
     _preserving: list[int] = field(default_factory=list)
 
@@ -244,6 +245,11 @@ class EngineProcesses:
                 resident = self._now[process.pid].levels.resident
                 self._growth.correct(process, host.private - imported, resident)
         for finding in self._growth.findings():
+            # Each search leaves pieces of the heap in use that are given back at some later time: that looks like
+            # growth, and like the opposite.
+            if finding.bytes < 2 * self._searched.get(finding.fingerprint, 0):
+                continue
+            self._searched[finding.fingerprint] = finding.bytes
             named = self._asked_for_holder(finding)
             if named.holder:
                 self._holders[finding.fingerprint] = named, named.message.removeprefix(finding.message)
@@ -253,7 +259,9 @@ class EngineProcesses:
         before = private_bytes(finding)
         named = self.named_by_arrays(finding, finding.bytes // finding.count)
         if finding.process is not None and self.trim(finding.process.pid) is not None:
-            self._imported[finding.process.pid] += max(0, private_bytes(finding) - before)
+            # What an earlier search has left may be given back by this one.
+            taken = self._imported[finding.process.pid] + private_bytes(finding) - before
+            self._imported[finding.process.pid] = max(0, taken)
         return named
 
     def _with_holder(self, finding: Finding) -> Finding:
