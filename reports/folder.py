@@ -12,6 +12,7 @@ from lowtide.reports.markdown import render_markdown
 from lowtide.reports.openmetrics import render_openmetrics
 from lowtide.reports.perfetto import render_trace
 from lowtide.reports.sarif import render_sarif
+from lowtide.reports.whole_texts import whole_text
 
 
 def _sarif(report: schema.Report) -> str:
@@ -40,11 +41,7 @@ def write_folder(report: schema.Report, folder: Path) -> Path:
         ReportError: the folder cannot be written to.
     """
     # First, because the others can be made from it again.
-    try:
-        path = schema.write(report, folder)
-    except UnicodeEncodeError as error:
-        text = ascii(error.object[max(error.start - 40, 0) : error.end])
-        raise schema.ReportError(f"{folder}: the report cannot be written: {text} is not Unicode text") from error
+    path = schema.write(report, folder)
     for name, render in _RENDERERS.items():
         write_whole(folder / name, render(report))
     return path
@@ -59,7 +56,7 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
     try:
         try:
-            partial.write_bytes(text.encode())
+            partial.write_bytes(whole_text(text).encode())
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)

@@ -9,6 +9,7 @@ from lowtide.reports.finding_lines import first_line, one_line
 from lowtide.reports.markdown import open_findings, render_markdown
 from lowtide.reports.schema import Report, ReportError
 from lowtide.reports.source_places import Place, SourcePlaces
+from lowtide.reports.whole_texts import whole_text
 
 MOST_ANNOTATIONS = 10
 """GitHub shows ten errors of one step, and drops the others without a word."""
@@ -42,7 +43,7 @@ def append_summary(report: Report, environment: Mapping[str, str]) -> None:
     file = environment.get("GITHUB_STEP_SUMMARY")
     if not file:
         return
-    text = render_markdown(report).encode()
+    text = whole_text(render_markdown(report)).encode()
     try:
         with Path(file).open("ab") as page:
             if page.tell() + len(text) <= _LARGEST_SUMMARY:
