@@ -366,8 +366,9 @@ def test_a_defect_of_a_core_in_another_process_is_found_there(name: str, verifie
         (found,) = findings
         assert found.process is not None
         assert found.process.name == "lowtide::Engine"
-        holders = {"wake-oom": "arena 'weights'", "workspace-views": "._workspaces[0]._views[0]"}
-        assert (found.holder or "").endswith(holders[name])
+        # Of two workspaces of one size either is named.
+        holders = {"wake-oom": r"arena 'weights'", "workspace-views": r"\._workspaces\[[01]\]\._views\[0\]"}
+        assert re.search(f"{holders[name]}$", found.holder or "")
 
 
 def test_without_a_defect_in_the_core_nothing_is_found(verified_in_core: dict[str, Verified]) -> None:
