@@ -49,10 +49,11 @@ def snapshot(
 
     Exit codes: 0 shown, 2 a file is no snapshot.
     """
-    from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, read_snapshot
+    from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError
+    from lowtide.leakcheck.snapshots.separate_reader import read_apart
 
     try:
-        read = [read_snapshot(file) for file in files]
+        read = [read_apart(file) for file in files]
     except SnapshotError as error:
         refuse(str(error))
     console = find_console()

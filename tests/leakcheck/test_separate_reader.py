@@ -1,0 +1,80 @@
+"""Snapshots that would hang or crash Python's unpickler: refused in one line by the process that asked for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lowtide.leakcheck.snapshots import separate_reader
+from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, read_snapshot
+from lowtide.leakcheck.snapshots.separate_reader import read_apart
+from tests.leakcheck.torch_snapshots import FORWARD, LOAD, block, segment, written
+
+TWICE_ITSELF = b"K\x01\x94" + b"".join(b"0h%ch%c\x86\x94" % (turn, turn) for turn in range(60))
+"""Opcodes of a tuple that has itself twice, sixty times over."""
+
+NESTED = b"N" + b"\x85" * 3_000_000
+"""Opcodes of tuples in each other."""
+
+
+def with_key(folder: Path, key: bytes) -> Path:
+    """A file of one dict, which hashes its key."""
+    path = folder / "a.pickle"
+    path.write_bytes(b"\x80\x04}" + key + b"Ns.")
+    return path
+
+
+def test_it_reads_what_the_reader_reads(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.pickle", segment(block(8, LOAD), block(2, FORWARD), block(6, state="inactive")))
+    assert read_apart(path) == read_snapshot(path)
+
+
+def test_a_file_that_takes_years_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(separate_reader, "_LEAST_SECONDS", 1)
+    with pytest.raises(SnapshotError, match=r"a\.pickle: it takes more time than plain data of its size needs"):
+        read_apart(with_key(tmp_path, TWICE_ITSELF))
+
+
+def test_what_is_no_snapshot_is_refused_in_the_same_words(tmp_path: Path) -> None:
+    path = tmp_path / "a.pickle"
+    path.write_bytes(b"\x80\x04cos\nsystem\n.")
+    with pytest.raises(SnapshotError) as here:
+        read_snapshot(path)
+    with pytest.raises(SnapshotError) as apart:
+        read_apart(path)
+    assert str(apart.value) == str(here.value)
+
+
+def test_the_command_outlives_a_file_that_overflows_the_stack(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-m", "lowtide", "snapshot", with_key(tmp_path, NESTED)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "Python cannot read it, the process that tried ended with signal 11: refused" in done.stderr
+
+
+def test_an_interrupt_ends_the_command_and_its_reader(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lowtide", "snapshot", str(with_key(tmp_path, TWICE_ITSELF))]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as asking:
+        children = Path(f"/proc/{asking.pid}/task/{asking.pid}/children")
+        ends = time.monotonic() + 30
+        while not (reader := children.read_text().strip()) and time.monotonic() < ends:
+            time.sleep(0.01)
+        # As the terminal does: to all of its processes.
+        time.sleep(0.5)
+        os.killpg(asking.pid, signal.SIGINT)
+        _, said = asking.communicate(timeout=5)
+    assert (asking.returncode, "Traceback" in said) == (130, False)
+    assert reader != ""
+    assert not Path(f"/proc/{reader}").exists()
