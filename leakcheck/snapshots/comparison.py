@@ -19,7 +19,8 @@ class Compared:
     """What was allocated from one stack, or in one stage, in each of the snapshots.
 
     Attributes:
-        survivors: of the last snapshot that has some of it; of a stage those of any of its stacks.
+        survivors: of the last snapshot that has some of it, the largest of those that are added up: functions of the
+            same names may be in other files.
         bytes: in each snapshot.
         counts: blocks, likewise.
     """
@@ -78,13 +79,16 @@ def sum_stages(snapshot: AllocatorSnapshot) -> list[Compared]:
 def _side_by_side(snapshots: Sequence[AllocatorSnapshot], by: By) -> list[Compared]:
     held: dict[tuple[str | None, str], list[list[int]]] = {}
     latest: dict[tuple[str | None, str], Survivors] = {}
+    seen: dict[tuple[str | None, str], int] = {}
     for turn, snapshot in enumerate(snapshots):
         for each in snapshot.survivors:
             key = (each.stage if by == "stage" else each.fingerprint, "" if by == "rank" else each.device)
             amounts = held.setdefault(key, [[0, 0] for _ in snapshots])[turn]
             amounts[0] += each.bytes
             amounts[1] += each.count
-            latest[key] = each
+            # Within a snapshot the largest comes first.
+            if seen.get(key) != turn:
+                seen[key], latest[key] = turn, each
     return [
         Compared(latest[key], tuple(size for size, _ in amounts), tuple(count for _, count in amounts))
         for key, amounts in held.items()

@@ -105,14 +105,15 @@ def stages_table(read: AllocatorSnapshot, top: int) -> FigureTable:
 
 def stack_lines(survivors: Sequence[Survivors]) -> Iterator[RenderableType]:
     """Of each stack the innermost frame, and the first ones that are not torch's or Python's."""
-    # One stack stands in the table once for each stage.
-    sizes: dict[str, int] = {}
+    # One stack stands in the table once for each stage; two of one fingerprint may be in other files.
+    sizes: dict[tuple[str, tuple[StackFrame, ...]], int] = {}
     for each in survivors:
-        sizes[each.fingerprint] = sizes.get(each.fingerprint, 0) + each.bytes
-    for mark, each in {each.fingerprint: each for each in survivors}.items():
-        if each.stack:
-            yield Text(f"{mark}  {_mib(sizes[mark])} MiB", style="bold")
-            yield from _frames(each.stack)
+        key = (each.fingerprint, each.stack)
+        sizes[key] = sizes.get(key, 0) + each.bytes
+    for (mark, stack), size in sizes.items():
+        if stack:
+            yield Text(f"{mark}  {_mib(size)} MiB", style="bold")
+            yield from _frames(stack)
 
 
 def _frames(stack: Sequence[StackFrame]) -> Iterator[Text]:
