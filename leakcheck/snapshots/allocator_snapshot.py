@@ -29,7 +29,8 @@ class Survivors:
 
     Attributes:
         device: `cuda:0`, as the program that wrote the snapshot numbers its cards.
-        stack: Python's frames, the innermost first; empty where no history was recorded when they were allocated.
+        stack: Python's frames, the innermost first; empty where no history was recorded when they were allocated, or
+            by a thread of C++ alone, as autograd's.
         stage: in which they were allocated: what `torch.cuda.memory._set_memory_metadata` had set, or else the
             innermost `record_function`; None where the snapshot does not say it.
         bytes: what they take, with what the allocator has rounded them up to.
@@ -48,7 +49,7 @@ class Survivors:
     def text(self) -> str:
         """`load_weights, model.py:12`: the innermost function that is not torch's or Python's."""
         if not self.stack:
-            return "no stack was recorded"
+            return "no Python stack was recorded"
         frame = self.stack[telling_frames(self.stack)[0]]
         return f"{frame.function}, {Path(frame.file).name}:{frame.line}"
 

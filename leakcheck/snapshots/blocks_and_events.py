@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from array import array
 from collections import deque
@@ -18,6 +19,11 @@ _NOTHING: tuple[None, str, None] = (None, "", None)
 
 _MOST_BYTES = 1 << 62
 """Beyond any size or address: what is larger was not written by torch."""
+
+_LONGEST_NAME, _LONGEST_FILE = 200, 4096
+"""Characters of a function's name, and of a path on Linux: to show one of a million takes minutes."""
+
+_PYTHON_NAME = re.compile(r"\w+|<\w+>")
 
 _SMALL_PAGE, _LARGE_PAGE = 2 << 20, 20 << 20
 """Bytes that torch maps into an expandable segment at once, of small and of large blocks."""
@@ -140,7 +146,7 @@ class Stacks:
         return number
 
     def _new(self, frames: Sequence[Mapping[str, Any]]) -> int:
-        stack = tuple(_frame(each) for each in frames if _is_python(_text(each["filename"])))
+        stack = tuple(_frame(each) for each in frames if _is_python(_text(each["filename"]), each))
         number = self._numbers.setdefault(stack, len(self.known))
         if number == len(self.known):
             self.known.append(stack)
@@ -244,12 +250,23 @@ def _older_frames(block: Mapping[str, Any]) -> list[Any]:
 
 
 def _frame(frame: Mapping[str, Any]) -> StackFrame:
-    return StackFrame(_text(frame["filename"]), _whole(frame["line"]), _text(frame["name"]))
+    return StackFrame(
+        _cut(_text(frame["filename"]), _LONGEST_FILE), _whole(frame["line"]), _cut(_text(frame["name"]), _LONGEST_NAME)
+    )
 
 
-def _is_python(file: str) -> bool:
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def _is_python(file: str, frame: Mapping[str, Any]) -> bool:
     """Whether a frame is Python's: a history with `stacks="all"` has those of C++ too."""
-    return file.endswith(".py") or file.startswith("<")
+    if file.endswith(".py") or file.startswith("<"):
+        return True
+    # A program that is started by its name, or a notebook's command. So are headers of C++ called, but not what is in
+    # them: that has its types behind it.
+    name = file.rpartition("/")[2]
+    return "." not in name and name not in ("", "??") and bool(_PYTHON_NAME.fullmatch(_text(frame["name"])))
 
 
 def _text(value: object) -> str:

@@ -14,6 +14,12 @@ _STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+t?/(?!site-packages/|dist-pack
 _INSTALLED_FRAMEWORK = re.compile(r"/(?:site|dist)-packages/(?:torch|functorch|numpy)/")
 """Where the files of Python and of torch are on other machines, too."""
 
+_TYPED_IN = re.compile(r"<(?:stdin|string|console|i?python-input-|command-|doctest |torch_package_)")
+"""The program itself, which has no file: of prompts, notebooks, `python -c` and `torch.package`."""
+
+_GENERATED = re.compile(r"__\w+__")
+"""What a dataclass or a named tuple has in `<string>`."""
+
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 """Frames of their own before Python 3.12, and none since."""
 
@@ -59,13 +65,16 @@ def telling_frames(stack: Sequence[StackFrame]) -> list[int]:
     telling = [
         turn
         for turn, frame in enumerate(stack)
-        if frame.function not in _COMPREHENSIONS and not _is_framework(frame.file, folders)
+        if frame.function not in _COMPREHENSIONS and not _is_framework(frame, folders)
     ]
     return telling or list(range(len(stack)))
 
 
-def _is_framework(file: str, folders: tuple[str, ...]) -> bool:
-    if file.startswith("<") or _is_compiled(file):
+def _is_framework(frame: StackFrame, folders: tuple[str, ...]) -> bool:
+    file = frame.file
+    if file.startswith("<"):
+        return not _TYPED_IN.match(file) or (file == "<string>" and bool(_GENERATED.fullmatch(frame.function)))
+    if _is_compiled(file):
         return True
     if _INSTALLED_FRAMEWORK.search(file) or _STANDARD_LIBRARY.search(file):
         return True
@@ -89,8 +98,8 @@ def _is_library(file: str, folders: tuple[str, ...]) -> bool:
 
 
 def _is_compiled(file: str) -> bool:
-    # Inductor's folder has the user's name behind it.
-    return any(part.startswith("torchinductor_") for part in Path(file).parts)
+    # Inductor's folder has the user's name behind it; a file of torch.fx has a hash there, and is none.
+    return any(part.startswith(("torchinductor_", "fx_generated_")) for part in Path(file).parts)
 
 
 def _is_installed(file: str) -> bool:

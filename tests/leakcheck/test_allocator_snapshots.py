@@ -54,7 +54,7 @@ def test_blocks_in_use_are_summed_by_the_stack_that_allocated_them(tmp_path: Pat
     assert rows == [
         ("cuda:0", "load_weights, model.py:7", 8, 1),
         ("cuda:0", "forward, model.py:12", 6, 2),
-        ("cuda:0", "no stack was recorded", 3, 1),
+        ("cuda:0", "no Python stack was recorded", 3, 1),
         ("cuda:1", "forward, model.py:12", 1, 1),
     ]
     # The same leak on another card is the same leak.
@@ -82,6 +82,33 @@ def test_the_fingerprint_of_a_stack_goes_without_its_lines(tmp_path: Path) -> No
         for line in (12, 13)
     }
     assert len(marks) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "function", "python"),
+    [
+        ("/srv/train.py", "main", True),
+        ("/usr/local/bin/train", "main", True),
+        ("/usr/local/bin/train", "<module>", True),
+        ("<stdin>", "<lambda>", True),
+        ("??", "main", False),
+        ("", "main", False),
+        ("/pytorch/c10/cuda/CUDACachingAllocator.cpp", "malloc", False),
+        ("/usr/include/c++/11/functional", "std::function<void ()>::operator()() const", False),
+        ("/usr/include/c++/11/functional", "operator()(int)", False),
+    ],
+)
+def test_a_frame_is_told_from_those_of_c(tmp_path: Path, file: str, function: str, python: bool) -> None:
+    (only,) = read(segment(block(1, [frame(function, 3, file)])), path=tmp_path / "a.pickle").survivors
+    assert only.stack == (((file, 3, function),) if python else ())
+
+
+def test_a_name_of_any_length_is_shown_at_once(tmp_path: Path) -> None:
+    long = "x" * 20_000_000
+    path = written(tmp_path / "a.pickle", segment(block(1, [frame(long, 1, f"/srv/{long}.py")])))
+    began = time.monotonic()
+    assert len(run(path).stdout) < 20_000
+    assert time.monotonic() - began < 20
 
 
 def test_free_memory_is_told_by_pool(tmp_path: Path) -> None:
@@ -189,7 +216,7 @@ def test_cycles_are_compared_by_stack_and_card(tmp_path: Path) -> None:
     assert sorted(rows) == [
         ("forward, model.py:12", [1, 2, 3], "grown"),
         ("load_weights, model.py:7", [0, 0, 1], "new"),
-        ("no stack was recorded", [2, 0, 0], "gone"),
+        ("no Python stack was recorded", [2, 0, 0], "gone"),
     ]
     assert [each.survivors.text for each in compared if each.grows_always] == ["forward, model.py:12"]
     assert compare(cycles[:1] * 2) == []
@@ -206,6 +233,18 @@ def test_ranks_are_compared_whatever_the_numbers_of_their_cards(tmp_path: Path) 
         5,
         [4, 9, 4],
     )
+
+
+def test_of_functions_of_one_name_in_several_files_the_largest_is_named(tmp_path: Path) -> None:
+    files = []
+    for turn in (1, 2):
+        blocks = [block(size * turn, [frame("forward", 3, f"/srv/{name}.py")]) for name, size in (("a", 30), ("b", 1))]
+        files.append(written(tmp_path / f"{turn}.pickle", segment(*blocks)))
+    (only,) = compare([read_snapshot(file) for file in files])
+    assert (only.survivors.text, only.growth // MIB) == ("forward, a.py:3", 31)
+    shown = run(files[0]).stdout
+    mark = only.survivors.fingerprint
+    assert f"{mark}  30.0 MiB\n  forward, /srv/a.py:3\n{mark}  1.0 MiB\n  forward, /srv/b.py:3\n" in shown
 
 
 class Runs:

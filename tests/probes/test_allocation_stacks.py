@@ -195,12 +195,20 @@ def test_a_library_that_is_not_installed_is_one_too(monkeypatch: pytest.MonkeyPa
         (["/x/lib/python3.12/site-packages/torch/nn/functional.py", f"{SITE}/vllm/model.py", "/work/serve.py"], [1, 2]),
         (["/opt/conda/lib/python3.11/contextlib.py", "/usr/lib/python3/dist-packages/numpy/core.py", "a.py"], [2]),
         (["<frozen importlib>", "/tmp/torchinductor_me/ab/cd.py", "a.py", f"{SITE}/torchvision/ops.py"], [2, 3]),
+        (["fx_generated_0a1b.py", "<eval_with_key>.3", "a.py"], [2]),
+        ([f"{SITE}/torch/nn.py", "<ipython-input-3-0a1b>", f"{SITE}/IPython/core/interactiveshell.py"], [1, 2]),
+        ([f"{SITE}/torch/nn.py", "<stdin>", "<string>", "<python-input-0>", "<torch_package_0>.a.py"], [1, 2, 3, 4]),
         ([f"{STDLIB}/threading.py", f"{SITE}/torch/nn/modules/module.py"], [0, 1]),
         ([], []),
     ],
 )
 def test_the_telling_frames_are_not_torchs_or_pythons_wherever_these_are(files: list[str], telling: list[int]) -> None:
     assert telling_frames([StackFrame(file, 1, "f") for file in files]) == telling
+
+
+def test_what_a_dataclass_has_generated_tells_nothing() -> None:
+    stack = [StackFrame("<string>", 2, "__init__"), StackFrame("/work/model.py", 1, "load")]
+    assert telling_frames(stack) == [1]
 
 
 def test_torch_that_is_not_installed_tells_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
