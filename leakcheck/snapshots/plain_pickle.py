@@ -25,6 +25,15 @@ _BUFFER = 1 << 20
 
 _LONGEST_NAME = 200
 
+_PACKED = {
+    b"\x1f\x8b": "it is compressed by gzip: unpack it first",
+    b"BZh": "it is compressed by bzip2: unpack it first",
+    b"\xfd7zXZ": "it is compressed by xz: unpack it first",
+    b"\x28\xb5\x2f\xfd": "it is compressed by zstd: unpack it first",
+    b"PK\x03\x04": "it is a zip archive, as torch.save writes it: write the snapshot with pickle.dump",
+}
+"""What a file that is no pickle by itself begins with."""
+
 Fold = Callable[[list[Any]], None]
 """Takes from a list that is being read what it does not need any more."""
 
@@ -80,6 +89,9 @@ def read_plain(path: Path, fold: Fold) -> Any:
     """
     try:
         with path.open("rb") as file:
+            for begin, problem in _PACKED.items():
+                if file.peek(len(begin)).startswith(begin):
+                    raise PickleError(problem)
             return _loaded(file, fold)
     except OSError as error:
         raise PickleError(f"it cannot be read: {error.strerror or error}") from error

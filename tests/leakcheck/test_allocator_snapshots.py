@@ -304,6 +304,8 @@ def with_nested(**segments: Any) -> bytes:
     ("data", "said"),
     [
         (b"", "cannot be read|cut off"),
+        (b"\x1f\x8b\x08", "it is compressed by gzip: unpack it first"),
+        (b"PK\x03\x04archive/data.pkl", "it is a zip archive, as torch.save writes it: write the snapshot with pickle"),
         (b"not a pickle", "cut off, or no pickle of plain data"),
         (pickle.dumps({"segments": [segment(block(1))]})[:-20], "cut off"),
         (pickle.dumps({"segments": [segment(block(1)) for _ in range(MANY)]})[:-20], "cut off"),
@@ -411,6 +413,18 @@ def test_the_command_shows_one_file_and_the_differences_of_several(tmp_path: Pat
     assert "load_weights" not in both.stdout.partition("What differs")[2]
     ranks = run("--by", "rank", one, one)
     assert "in use is the same in all of them, stack by stack" in ranks.stdout
+
+
+def test_files_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    # torchtitan and Megatron-Bridge write a folder for each step.
+    files = []
+    for turn in (1, 2):
+        (tmp_path / f"step_{turn}" / "all").mkdir(parents=True)
+        files.append(written(tmp_path / f"step_{turn}" / "all" / "rank0.pickle", segment(block(turn, LOAD))))
+    shown = run(*files).stdout
+    assert "\nstep_2/all/rank0.pickle: pools (MiB)\n" in shown
+    assert re.search(r"allocated by +step_1/all/rank0\.pickle +step_2/all/rank0\.pickle +growth\n", shown)
+    assert "\nrank0.pickle: pools (MiB)\n" in f"\n{run(files[0], files[0]).stdout}"
 
 
 def test_the_command_shows_the_frames_of_the_program_in_a_stack(tmp_path: Path) -> None:

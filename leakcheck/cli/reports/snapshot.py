@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -53,12 +54,22 @@ def snapshot(
     from lowtide.leakcheck.snapshots.separate_reader import read_apart
 
     try:
-        read = [read_apart(file) for file in files]
+        read = [replace(read_apart(file), name=name) for file, name in zip(files, _names(files), strict=True)]
     except SnapshotError as error:
         refuse(str(error))
     console = find_console()
     for part in _shown(read, by.value, top):
         console.print(part)
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """What to call each: as much of the end of its path as tells them apart."""
+    longest = max(len(file.parts) for file in files)
+    for length in range(1, longest + 1):
+        names = [str(Path(*file.parts[-length:])) for file in files]
+        if len(set(names)) == len(set(files)):
+            break
+    return names
 
 
 def _shown(read: Sequence[AllocatorSnapshot], by: ComparedBy, top: int) -> Iterator[RenderableType]:
