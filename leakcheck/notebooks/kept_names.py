@@ -17,12 +17,15 @@ _SHOWN_VALUE = re.compile(r"^(?:_{1,3}|_\d+|(?:_oh|Out)\[\d+\])(?!\w)")
 
 _NAME = re.compile(r"^[^\W\d]\w*")
 _FORGET_ERROR = (
-    "import gc, sys; sys.last_value.__traceback__ = sys.last_traceback = get_ipython().InteractiveTB.tb = None; "
-    "gc.collect()"
+    "import gc, sys; sys.last_type = sys.last_value = sys.last_exc = sys.last_traceback = None; "
+    "get_ipython().last_execution_result = get_ipython().InteractiveTB.tb = None; gc.collect()"
 )
-"""Not `traceback.clear_frames`: who has looked at a frame's variables, as IPython does, has left a copy of them in it;
-and what has rendered them is in a cycle."""
+"""The error itself, and not its traceback alone: those from which it was raised have tracebacks of their own.
 
+Not `traceback.clear_frames`: who has looked at a frame's variables, as IPython does, has left a copy of them in it; and
+what has rendered them is in a cycle."""
+
+_LAST_ERROR = re.compile(r"sys\.last_(?:exc|traceback|value)\b")
 _CODE = re.compile(r"[\w.\[\]'\"-]+")
 _LOCAL = re.compile(r"f_locals\['(\w+)'\]")
 
@@ -67,6 +70,8 @@ def _in_words(finding: Finding, shell: InteractiveShell, before: CellNames) -> F
     shown = _SHOWN_VALUE.match(finding.holder)
     if shown is not None:
         return _of_output(finding, finding.holder, shown[0], shell)
+    if _LAST_ERROR.match(finding.holder):
+        return _of_the_last_error(finding, finding.holder)
     name = _NAME.match(finding.holder)
     if name is not None and name[0] in shell.user_ns and name[0] not in shell.user_ns_hidden:
         return _of_variable(finding, finding.holder, name[0], shell, before)
@@ -105,7 +110,7 @@ def _of_output(finding: Finding, holder: str, shown: str, shell: InteractiveShel
 
 def _of_variable(finding: Finding, holder: str, name: str, shell: InteractiveShell, before: CellNames) -> Finding:
     # There is better advice about a thread than to delete its variable.
-    if finding.advice is not None or finding.remedy is not None or not _CODE.fullmatch(holder):
+    if finding.advice is not None or finding.remedy is not None or not _begins_with(finding, holder, name, shell):
         return finding
     value = shell.user_ns[name]
     number = _output_of(value, shell)
@@ -116,6 +121,12 @@ def _of_variable(finding: Finding, holder: str, name: str, shell: InteractiveShe
     else:
         advice = f"the cell binds the variable {name}: `del {name}` gives it back, if it is not to stay"
     return msgspec.structs.replace(finding, advice=advice)
+
+
+def _begins_with(finding: Finding, holder: str, name: str, shell: InteractiveShell) -> bool:
+    """Whether a holder is a variable or in one, and does not only begin with a word that is a variable's name too."""
+    edges = [hop.edge for hop in finding.path[:2]]
+    return edges == [shell.user_module.__name__, f".{name}"] or _CODE.fullmatch(holder) is not None
 
 
 def _both(name: str, number: int) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import keyword
+import math
 import sys
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
+from contextlib import suppress
 from typing import Any
 
 from IPython.core.displayhook import DisplayHook
@@ -126,10 +129,16 @@ def _parser() -> MagicArgumentParser:
     )
     add = parser.add_argument
     add("--name", default="cell", help="What to call the cell in the report [default: cell].")
-    add("--tolerance", type=int, default=0, metavar="BYTES", help="Bytes that may stay of each resource [default: 0].")
+    add(
+        "--tolerance",
+        type=_bytes,
+        default=0,
+        metavar="BYTES",
+        help="Bytes that may stay of each resource [default: 0].",
+    )
     add(
         "--settle",
-        type=float,
+        type=_seconds,
         default=0.5,
         metavar="SECONDS",
         help="How long nothing moves until waiting for threads, processes or the driver ends [default: 0.5].",
@@ -144,8 +153,27 @@ def _parser() -> MagicArgumentParser:
     add("--no-processes", action="store_true", help="Do not judge what the cell leaves in other processes.")
     add("--warmup", action="store_true", help="Run the cell once before: what a first use alone leaves is not judged.")
     add("--fail", action="store_true", help="Raise LeaksFoundError if something stays, so that `Run all` stops.")
-    add("--into", metavar="NAME", help="The variable that takes the report.")
+    add("--into", type=_variable, metavar="NAME", help="The variable that takes the report.")
     return parser
+
+
+def _bytes(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r} is no number of bytes")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    with suppress(ValueError):
+        if 0 <= float(text) < math.inf:
+            return float(text)
+    raise ArgumentTypeError(f"{text!r} is no number of seconds")
+
+
+def _variable(text: str) -> str:
+    if not text.isidentifier() or keyword.iskeyword(text):
+        raise ArgumentTypeError(f"{text!r} is no name of a variable")
+    return text
 
 
 def _check(options: Namespace) -> LeakCheck:

@@ -70,6 +70,51 @@ def test_what_the_last_error_holds_is_given_back_as_advised(notebook: Notebook) 
     assert tensor() is None
 
 
+def test_what_an_error_behind_the_last_one_holds_is_given_back_as_advised(notebook: Notebook) -> None:
+    # With `sys` among the user's names, too.
+    notebook.run("import sys, weakref")
+    finding = notebook.finding(
+        "def fail(z):", "    global tensor", "    tensor = weakref.ref(z)", "    raise KeyError",
+        "try:", "    fail(torch.zeros(1000))", "except KeyError as error:", "    raise RuntimeError from error",
+    )  # fmt: skip
+    notebook.error = None
+    notebook.run((finding.advice or "").split("`")[1])
+    assert notebook.error is None
+    assert notebook.names["tensor"]() is None
+
+
+def test_what_an_exception_group_holds_is_the_last_error_s(notebook: Notebook) -> None:
+    if sys.version_info < (3, 11):
+        pytest.skip("needs ExceptionGroup")
+    notebook.run("import sys, weakref")
+    finding = notebook.finding(
+        "def fail(z):", "    global tensor", "    tensor = weakref.ref(z)", "    try:", "        1 / 0",
+        "    except ZeroDivisionError as error:", "        raise ExceptionGroup('two', [error])",
+        "fail(torch.zeros(1000))",
+    )  # fmt: skip
+    notebook.error = None
+    assert finding.holder == "the variable z in the traceback of the last error (ExceptionGroup)"
+    notebook.run((finding.advice or "").split("`")[1])
+    assert notebook.names["tensor"]() is None
+
+
+@pytest.mark.parametrize(
+    ("code", "holder"),
+    [
+        ("x = {'layer 1': torch.zeros(10)}", "x['layer 1']"),
+        ("x = {(1, 2): torch.zeros(10)}", "x[(1, 2)]"),
+        ("x = (lambda z: lambda: z)(torch.zeros(10))", "x, closure cell 'z'"),
+        ("def values(z):\n    yield 1\n    yield z\nx = values(torch.zeros(10)); next(x);", "x f_locals['z']"),
+    ],
+)
+def test_a_variable_is_deleted_however_it_holds(notebook: Notebook, code: str, holder: str) -> None:
+    finding = notebook.finding(code)
+    assert (finding.holder, finding.advice) == (
+        holder,
+        "the cell binds the variable x: `del x` gives it back, if it is not to stay",
+    )
+
+
 def test_an_error_that_a_variable_holds_is_that_variable_s(notebook: Notebook) -> None:
     finding = notebook.finding(
         "def fail(z):", "    raise ValueError", "try:", "    fail(torch.zeros(1000))", "except ValueError as error:",
@@ -149,6 +194,22 @@ def test_fail_raises_after_the_report_was_shown(notebook: Notebook) -> None:
 def test_a_wrong_option_is_one_line(notebook: Notebook) -> None:
     notebook.run("%%leakcheck --stacks most", "ran = True")
     assert type(notebook.error).__name__ == "UsageError"
+    assert "ran" not in notebook.names
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--into 1x", "argument --into: '1x' is no name of a variable"),
+        ("--into class", "argument --into: 'class' is no name of a variable"),
+        ("--settle nan", "argument --settle: 'nan' is no number of seconds"),
+        ("--settle -1", "argument --settle: '-1' is no number of seconds"),
+        ("--tolerance -5", "argument --tolerance: '-5' is no number of bytes"),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_refused(notebook: Notebook, option: str, said: str) -> None:
+    notebook.run(f"%%leakcheck {option}", "ran = True")
+    assert str(notebook.error) == said
     assert "ran" not in notebook.names
 
 
