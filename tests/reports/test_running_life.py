@@ -148,6 +148,23 @@ def test_a_terminal_that_is_gone_is_no_error_of_the_life_s() -> None:
     assert "shutdown" not in file.getvalue()
 
 
+def test_an_interrupt_of_the_first_drawing_leaves_a_cursor() -> None:
+    class Interrupted(io.StringIO):
+        begun = False
+
+        def write(self, text: str) -> int:
+            if "starting" in text and not self.begun:
+                self.begun = True
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    file = Interrupted()
+    with pytest.raises(KeyboardInterrupt), shown_live(Console(file=file, force_terminal=True)):
+        pass
+    sent = file.getvalue()
+    assert sent.rindex("\x1b[?25h") > sent.rindex("\x1b[?25l")
+
+
 def test_a_terminal_is_drawn_on_in_colors_and_cleared() -> None:
     code, sent = sent_to_terminal(80, ["-c", DRAW], ROOT)
     assert code == 0, sent

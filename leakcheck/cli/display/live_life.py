@@ -36,9 +36,10 @@ def shown_live(console: Console) -> Iterator[Callable[[Event], None]]:
         transient=True,
         redirect_stderr=sys.stderr.isatty(),
     )
-    with suppress(OSError):
-        live.start(refresh=True)
     try:
+        # In here, since Ctrl-C may come when the cursor is hidden already.
+        with suppress(OSError):
+            live.start(refresh=True)
         yield LiveLife(live).show
     finally:
         with suppress(OSError):
