@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.snapshots.blocks_and_events import Blocks, Events, Segment, SnapshotSums
-from lowtide.leakcheck.snapshots.plain_pickle import PickleError, enough_memory_for, read_plain
+from lowtide.leakcheck.snapshots.plain_pickle import PickleError, enough_memory_for, quoted, read_plain
 from lowtide.leakcheck.snapshots.stage_timeline import Annotation, StageTimeline, stage_name
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function, telling_frames
 
@@ -129,7 +129,7 @@ def read_snapshot(path: Path) -> AllocatorSnapshot:
     except MemoryError as error:
         raise SnapshotError(f"{path}: it asks for more memory than plain data of its size needs") from error
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
-        problem = f"a part of it is not as torch writes it ({type(error).__name__}: {error})"
+        problem = f"a part of it is not as torch writes it ({type(error).__name__}: {quoted(str(error))})"
         raise SnapshotError(f"{path} is no snapshot of torch's allocator: {problem}") from error
 
 

@@ -23,7 +23,8 @@ _LEAST_MEMORY = 1 << 30
 
 _BUFFER = 1 << 20
 
-_LONGEST_NAME = 200
+_LONGEST_QUOTE = 200
+"""Characters of a file that a message has."""
 
 _PACKED = {
     b"\x1f\x8b": "it is compressed by gzip: unpack it first",
@@ -40,6 +41,11 @@ Fold = Callable[[list[Any]], None]
 
 class PickleError(ValueError):
     """A file that cannot be read as plain data; the message names it and says why."""
+
+
+def quoted(text: str) -> str:
+    """What a file says, or an error about it, as a part of a message: one line that is not too long."""
+    return one_line(text[:_LONGEST_QUOTE])
 
 
 class _FoldError(Exception):
@@ -60,7 +66,7 @@ class _Plain(pickle.Unpickler):
         self._fold, self._secret = fold, secret
 
     def find_class(self, module: str, name: str, /) -> Any:
-        asked = one_line(f"{module}.{name}")[:_LONGEST_NAME]
+        asked = quoted(f"{module}.{name}")
         raise PickleError(f"it asks for {asked}, and a snapshot needs nothing but plain data: refused")
 
     def persistent_load(self, pid: Any, /) -> Any:
@@ -101,7 +107,8 @@ def read_plain(path: Path, fold: Fold) -> Any:
         raise
     except Exception as error:
         # An unpickler raises nearly anything for bytes that are no pickle.
-        raise PickleError(f"it is cut off, or no pickle of plain data: {error}") from error
+        problem = quoted(str(error))
+        raise PickleError(f"it is cut off, or no pickle of plain data: {problem}") from error
 
 
 def _loaded(file: BinaryIO, fold: Fold) -> Any:
