@@ -66,7 +66,7 @@ class FigureTable:
         notes: what stands below, for example which columns are left out.
         sections: rows before which there is a blank line.
         bold: rows that are sums.
-        left: how many of the labels are set to the left, from the right end on.
+        left: how many of the labels are set to the left, from the right end on; these may be folded.
         most_label: cells of a terminal that the last label takes at most; None where only figures make it give way.
     """
 
@@ -125,12 +125,15 @@ class FigureTable:
         return sum(self._label_widths(width)) + _GAP * (len(self.labels) - 1)
 
     def _label_widths(self, width: int) -> list[int]:
-        """Widths of the labels; the last one is folded where the widest figure would not fit beside it."""
+        """Widths of the labels; those set to the left are folded where the widest figure would not fit beside them."""
         widths = [label.whole_width for label in self.labels]
+        whole = widths[: len(widths) - self.left]
         figure = max((column.width for column in self.figures), default=0)
-        room = width - figure - sum(widths[:-1]) - _GAP * len(widths)
-        most = room if self.most_label is None else min(room, self.most_label)
-        return [*widths[:-1], min(widths[-1], max(_LEAST_LABEL, most))]
+        room = width - figure - sum(whole) - _GAP * len(widths)
+        folded = _narrowed(widths[len(whole) :], room)
+        if self.most_label is not None:
+            folded[-1] = min(folded[-1], max(_LEAST_LABEL, self.most_label))
+        return [*whole, *folded]
 
     def _table(self, figures: Sequence[Column], width: int) -> Table:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
@@ -149,3 +152,12 @@ class FigureTable:
             cells = (Text(column.cells[row]) for column in columns)
             table.add_row(*cells, style=Style(bold=True) if row in self.bold else None)
         return table
+
+
+def _narrowed(widths: Sequence[int], room: int) -> list[int]:
+    """Widths that fit into `room` together, the widest ones made as wide as each other; `_LEAST_LABEL` at least."""
+    found = list(widths)
+    while sum(found) > room and (widest := max(found)) > _LEAST_LABEL:
+        # From the right: who reads from the left knows the row sooner.
+        found[len(found) - 1 - found[::-1].index(widest)] -= 1
+    return found

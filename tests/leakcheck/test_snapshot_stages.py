@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 
 from lowtide.leakcheck.snapshots import allocator_snapshot
 from lowtide.leakcheck.snapshots.comparison import compare, sum_stages
 from lowtide.leakcheck.snapshots.stage_timeline import Annotation, StageTimeline
-from tests.leakcheck.torch_snapshots import FORWARD, LOAD, MIB, annotation, block, event, read, segment, written
+from tests.leakcheck.torch_snapshots import FORWARD, LOAD, MIB, annotation, block, event, frame, read, segment, written
 
 MANY = 1500
 """More than a batch of a list, after which what was read of it is summed."""
@@ -241,10 +242,24 @@ def test_the_command_groups_by_stage(tmp_path: Path) -> None:
     assert "stage" not in run(written(tmp_path / "plain.pickle", segment(block(1, LOAD))))
 
 
-def run(*words: object) -> str:
+def run(*words: object, columns: int = 160) -> str:
     command = [sys.executable, "-m", "lowtide", "snapshot", *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "160"}, check=True)
-    return done.stdout
+    environment = {**os.environ, "COLUMNS": str(columns)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_long_names_of_stages_and_functions_take_no_width_of_the_rest(tmp_path: Path, columns: int) -> None:
+    names = [frame("漢字" * 40, 3, "/srv/model.py")]
+    path = written(
+        tmp_path / "a.pickle",
+        segment(block(1, names, address=1)),
+        device_traces=[[event("alloc", 1, 15, user_metadata="forward of microbatch 3 " * 8)]],
+    )
+    shown = run(path, columns=columns)
+    table = shown[shown.index("In use, by") : shown.index("\n\n", shown.index("In use, by"))].splitlines()
+    assert columns - 8 < max(map(cell_len, table)) <= columns
+    assert re.search(r"cuda:0  [0-9a-f]{16}  forward of .*  1\.0$", table[3])
 
 
 def test_a_name_that_is_long_or_none_is_handled(tmp_path: Path) -> None:
