@@ -32,7 +32,7 @@ class Survivors:
         stack: Python's frames, the innermost first; empty where no history was recorded when they were allocated, or
             by a thread of C++ alone, as autograd's.
         stage: in which they were allocated: what `torch.cuda.memory._set_memory_metadata` had set, or else the
-            innermost `record_function`; None where the snapshot does not say it.
+            innermost `record_function`; empty outside of all, None where the snapshot does not say it.
         bytes: what they take, with what the allocator has rounded them up to.
         count: how many blocks.
         fingerprint: the same for this stack in every snapshot, whatever its lines, stages and cards.
@@ -141,7 +141,7 @@ def _summed(name: str, sums: SnapshotSums, snapshot: Mapping[str, Any]) -> Alloc
         history = events[device] if device < len(events) else Events()
         timeline = StageTimeline([*history.annotations, *annotations.get(device, ())])
         survivors += _survivors(f"cuda:{device}", blocks, sums.stacks.known, _stages(history, timeline))
-    survivors.sort(key=lambda each: (-each.bytes, each.fingerprint, each.stage or ""))
+    survivors.sort(key=lambda each: (-each.bytes, each.fingerprint, each.stage is None, each.stage or ""))
     segments = sorted(sums.segments, key=lambda each: (-each.free, each.device, each.address))
     return AllocatorSnapshot(name, tuple(survivors), tuple(_pools(segments)), tuple(segments))
 

@@ -10,6 +10,10 @@ _LONGEST = 200
 """Characters of a stage's name, at most: some programs put more than a name into an annotation."""
 
 
+OUTSIDE = ""
+"""The stage of what was allocated outside of all, which no annotation has as its name."""
+
+
 class Annotation(NamedTuple):
     """The begin or the end of a `torch.profiler.record_function`.
 
@@ -50,8 +54,11 @@ class StageTimeline:
             self._stages.append(stages.innermost)
 
     def at(self, time: int) -> str | None:
-        """The stage at a moment in microseconds since 1970; None outside of all."""
-        return self._stages[bisect_right(self._times, time)]
+        """The stage at a moment in microseconds since 1970; `OUTSIDE` of all, None where no stages were recorded."""
+        if not self._times:
+            return None
+        stage = self._stages[bisect_right(self._times, time)]
+        return OUTSIDE if stage is None else stage
 
 
 def stage_name(text: object) -> str:

@@ -15,7 +15,7 @@ from rich.cells import cell_len
 
 from lowtide.leakcheck.snapshots import allocator_snapshot
 from lowtide.leakcheck.snapshots.comparison import compare, sum_stages
-from lowtide.leakcheck.snapshots.stage_timeline import Annotation, StageTimeline
+from lowtide.leakcheck.snapshots.stage_timeline import OUTSIDE, Annotation, StageTimeline
 from tests.leakcheck.torch_snapshots import FORWARD, LOAD, MIB, annotation, block, event, frame, read, segment, written
 
 MANY = 1500
@@ -43,7 +43,7 @@ def test_a_block_belongs_to_the_stage_in_whose_time_it_was_allocated(tmp_path: P
         device_traces=[events],
         external_annotations=FORWARD_AND_BACKWARD,
     )
-    assert found == [("forward", 1), ("backward", 1), (None, 1)]
+    assert found == [("forward", 1), ("backward", 1), (OUTSIDE, 1)]
 
 
 def test_the_last_allocation_of_an_address_counts(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_annotations_among_the_events_of_torch_2_4_are_read(tmp_path: Path) -> N
     ]
     events = [marks[0], event("alloc", 1, 15), marks[1], event("alloc", 2, 25)]
     found = stages_of(tmp_path / "a.pickle", block(2, address=1), block(1, address=2), device_traces=[events])
-    assert found == [("forward", 1), (None, 1)]
+    assert found == [("forward", 1), (OUTSIDE, 1)]
 
 
 def test_of_stages_in_each_other_the_innermost_counts() -> None:
@@ -139,13 +139,13 @@ def test_of_stages_in_each_other_the_innermost_counts() -> None:
         ]
     )
     moments = [timeline.at(time) for time in (5, 10, 25, 35, 45, 55, 65)]
-    assert moments == [None, "step", "forward", "attention", "attention", "step", None]
+    assert moments == [OUTSIDE, "step", "forward", "attention", "attention", "step", OUTSIDE]
 
 
 def test_a_stage_that_began_before_the_recording_or_never_ends_is_there() -> None:
     cut = [Annotation(20, False, "forward"), Annotation(30, False, "step"), Annotation(40, True, "save")]
     timeline = StageTimeline(cut)
-    assert [timeline.at(time) for time in (1, 25, 35, 99)] == ["forward", "step", None, "save"]
+    assert [timeline.at(time) for time in (1, 25, 35, 99)] == ["forward", "step", OUTSIDE, "save"]
 
 
 def test_many_open_stages_take_no_square_of_time() -> None:
@@ -153,7 +153,7 @@ def test_many_open_stages_take_no_square_of_time() -> None:
     begins = [Annotation(turn, True, str(turn % 2)) for turn in range(count)]
     ends = [Annotation(count + turn, False, str(turn % 2)) for turn in range(count)]
     timeline = StageTimeline([*begins, *ends])
-    assert (timeline.at(count - 1), timeline.at(2 * count)) == ("1", None)
+    assert (timeline.at(count - 1), timeline.at(2 * count)) == ("1", OUTSIDE)
 
 
 @pytest.mark.parametrize("largest", [10_000_000, 0])
@@ -229,6 +229,13 @@ def test_the_command_groups_by_stage(tmp_path: Path) -> None:
         )
         for turn in (1, 2)
     ]
+    between = written(
+        tmp_path / "between.pickle",
+        segment(block(1, LOAD, address=1)),
+        device_traces=[[event("alloc", 1, 25)]],
+        external_annotations=FORWARD_AND_BACKWARD,
+    )
+    assert re.search(r"cuda:0\s+outside of all\s+1\.0\s+1", run("--by", "stage", between))
     alone = run(files[0])
     assert re.search(r"cuda:0\s+[0-9a-f]{16}\s+not known\s+forward, model\.py:12\s+4\.0\s+1", alone)
     assert re.search(r"cuda:0\s+[0-9a-f]{16}\s+forward\s+load_weights, model\.py:7\s+1\.0\s+1", alone)

@@ -12,6 +12,7 @@ from torch.profiler import record_function
 
 from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot, read_snapshot
 from lowtide.leakcheck.snapshots.comparison import compare
+from lowtide.leakcheck.snapshots.stage_timeline import OUTSIDE
 
 pytestmark = [
     pytest.mark.cuda,
@@ -73,7 +74,7 @@ def test_a_stage_is_what_the_program_set_or_its_annotation(tmp_path: Path) -> No
         "forward": 34,
         "attention": 64,
         "optimizer": 16,
-        None: 8,
+        OUTSIDE: 8,
     }
     assert {each.text.partition(",")[0] for each in after.survivors if each.stage} == {"on_card"}
     del kept

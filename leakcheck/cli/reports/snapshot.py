@@ -44,7 +44,8 @@ def snapshot(
     """Show what is in use by allocating stack and stage, and how free memory lies; of several files what differs.
 
     The stage is what torch.cuda.memory._set_memory_metadata had set when a block was allocated, or else the innermost
-    torch.profiler.record_function; "not known" where the history in the file does not have the allocation.
+    torch.profiler.record_function; "not known" where the history in the file does not have the allocation, or has no
+    stages.
 
     Nothing in a file is executed: whatever is more than plain data is refused by its name.
 

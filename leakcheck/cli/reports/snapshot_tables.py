@@ -10,6 +10,7 @@ from rich.text import Text
 from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot, Survivors
 from lowtide.leakcheck.snapshots.blocks_and_events import Segment
 from lowtide.leakcheck.snapshots.comparison import By, Compared, compare, sum_stages
+from lowtide.leakcheck.snapshots.stage_timeline import OUTSIDE
 from lowtide.probes.memory.stack_frames import StackFrame, telling_frames
 from lowtide.reports.figure_table import Column, FigureTable
 from lowtide.reports.finding_lines import one_line
@@ -67,7 +68,11 @@ def segments_table(segments: Sequence[Segment], top: int) -> Iterator[FigureTabl
 def survivors_table(survivors: Sequence[Survivors], top: int) -> FigureTable:
     """What is in use by allocating stack, and by stage where any is known."""
     shown = survivors[:top]
-    stages = (Column("stage", tuple(_stage(each) for each in shown)),) if any(each.stage for each in survivors) else ()
+    stages = (
+        (Column("stage", tuple(_stage(each) for each in shown)),)
+        if any(each.stage is not None for each in survivors)
+        else ()
+    )
     return FigureTable(
         title="In use, by the function that allocated it (MiB)",
         labels=(
@@ -165,7 +170,9 @@ def _pool(number: tuple[int, int]) -> str:
 
 
 def _stage(survivors: Survivors) -> str:
-    return "not known" if survivors.stage is None else one_line(survivors.stage)
+    if survivors.stage is None:
+        return "not known"
+    return "outside of all" if survivors.stage == OUTSIDE else one_line(survivors.stage)
 
 
 def _mib(size: int) -> str:
