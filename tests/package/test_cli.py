@@ -660,7 +660,7 @@ def test_a_search_prints_the_life_that_fails_and_keeps_it(tmp_path: Path) -> Non
 def test_what_was_found_is_shown_even_if_it_cannot_be_written(
     which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuses(*args: object) -> None:
+    def refuses(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
     def search(*args: object, **settings: object) -> tuple[schema.Subject, str, str]:
