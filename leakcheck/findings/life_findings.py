@@ -79,18 +79,16 @@ class LeftoverTensors:
         """What appears from here on, appeared in this stage of this life."""
         # Not once a life: what a stage makes takes the address of what an earlier one of the same life let go.
         self._births.forget_dead()
-        self._births.label, self._births.turn = name, cycle
+        self._births.begin(name, cycle)
 
     def importing(self, owner: Owner) -> None:
         """A module that a life imports is about to run: what it makes from here on is its own."""
-        self._births.note()
         self._around_import = (self._births.label, self._births.turn)
-        self._births.label = _IMPORT + owner.name
+        self._births.begin(_IMPORT + owner.name)
 
     def imported(self) -> None:
         """The module has run."""
-        self._births.note()
-        self._births.label, self._births.turn = self._around_import
+        self._births.begin(*self._around_import)
 
     def imported_bytes(self) -> dict[str, int]:
         """Bytes, by device, of what modules that were imported during a life have made for themselves and still have.

@@ -176,6 +176,8 @@ class Watch:
             follows: whether only a test runner has run since the last end, so that libraries' settings are the same.
         """
         self._module = module
+        # Again before every test: one may have emptied `gc.callbacks`.
+        self._births.start()
         if gc.isenabled():
             # What earlier tests left in young garbage must not come back during this one.
             with self._births.forgetting():

@@ -6,13 +6,13 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from lowtide.probes.heap.birth_marks import Aside, Boundary
 from lowtide.probes.heap.caches import LRU_CACHE
+from lowtide.probes.heap.collection_record import CollectionRecord
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.collector import observed_collector, why_unusable
 from lowtide.probes.objects.foreign import mro_of
@@ -25,6 +25,9 @@ _MOST_IDENTITIES = 1_500_000
 
 _FEW = 1000
 """Objects whose types are gone through one by one: numpy costs as much before it looks at the first."""
+
+_OLDEST = 2
+"""The generation of which a collection is a full one."""
 
 _MOST_ALIKE = 2
 """Times as many that are noted before those that are the same are made one."""
@@ -45,17 +48,44 @@ class Newborn:
     turn: int = 1
 
 
+@dataclass(frozen=True)
+class _Change:
+    """A change of the label.
+
+    Attributes:
+        label: that of what was born before it.
+        turn: the number that goes with it.
+        made: how many records of collections there were then.
+        mark: made when the label changed: its place among the young objects shows which of them are older.
+    """
+
+    label: str
+    turn: int
+    made: int
+    mark: list[object] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A part of a list of young objects, the oldest first, whose objects have one label."""
+
+    begin: int
+    end: int
+    label: str
+    turn: int
+
+
 class Births:
     """Watches tensors, storages, `torch.nn.Module`s and `lru_cache`s come to life, by the collector's generations.
 
     A new object is in the young generations (0 and 1) until a collection moves it to the old one. So what is young and
-    was not young at the mark was born since; what a collection is about to move is noted just before it does
-    (`gc.callbacks`), and then looked for among as many of the old generation's last objects as can have been moved. No
-    weak references are taken: `torch.utils.swap_tensors` refuses tensors that have one. Hence its one blind spot: a
-    watched object at the very address of another one that died since it was seen passes for that one.
+    was not young at the mark was born since; what a collection is about to move is recorded just before it does
+    (`collection_record`), and then looked for among as many of the old generation's last objects as can have been
+    moved. No weak references are taken: `torch.utils.swap_tensors` refuses tensors that have one. Hence its one blind
+    spot: a watched object at the very address of another one that died since it was seen passes for that one.
 
     Attributes:
-        label: what the objects born from now on are called; see `begin`.
+        label: what the objects born from now on are called; `begin` changes it.
         turn: a number that goes with the label, such as how often that stage has run.
         froze_in: the label under which the program was first seen to have frozen objects since the mark; else empty.
     """
@@ -63,9 +93,14 @@ class Births:
     def __init__(self) -> None:
         self.label = ""
         self.turn = 1
+        self.froze_in = ""
+        self._record = CollectionRecord()
         # All that was young at the mark, and of that what is watched: a tensor may get the address of something else.
         self._known: set[int] = set()
         self._known_watched: set[int] = set()
+        # No object that was born since the mark comes before it in the old generation. The collector sees no references
+        # from an array: what it takes for referred to from outside stays at its place.
+        self._first = np.empty(1, object)
         self._noted: dict[int, tuple[str, int]] = {}
         # Not as Python's integers: each would keep the memory around it, where a test's small objects have been.
         self._born: list[Ints] = []
@@ -74,151 +109,141 @@ class Births:
         self._moved = 0
         self._full = False
         self._frozen = 0
-        # A young object that nothing but a collection or `gc.freeze()` can make old.
-        self._witness: list[object] | None = None
         self._lost = False
-        self._is_marked_next = False
-        self._asides: list[Aside] = []
-        self._boundaries: list[Boundary] = []
-        self.froze_in = ""
+        # Changes of the label whose marks were in no record yet, and those of them at which something began aside.
+        self._changes: list[_Change] = []
+        self._asides: list[_Change] = []
 
     def start(self) -> None:
         """Begin to watch; legal twice."""
-        if self._collecting not in gc.callbacks:
-            gc.callbacks.append(self._collecting)
+        self._record.start()
 
     def stop(self) -> None:
         """End it; legal twice."""
-        if self._collecting in gc.callbacks:
-            gc.callbacks.remove(self._collecting)
+        self._record.stop()
         self._noted.clear()
         self._known.clear()
         self._known_watched.clear()
-        self._boundaries.clear()
+        self._changes.clear()
         self._forget_born()
 
     @contextlib.contextmanager
     def forgetting(self) -> Iterator[None]:
         """In the block nothing is noted of what a collection moves: `mark` comes right after it."""
-        self._is_marked_next = True
-        try:
+        with self._record.paused():
             yield
-        finally:
-            self._is_marked_next = False
 
     def mark(self, label: str = "") -> None:
         """From here on: whatever is alive now is not newborn."""
         self.label, self.turn = label, 1
-        self._boundaries.clear()
+        self._changes.clear()
         self._noted.clear()
         self._forget_born()
         self._moved = 0
         self._full = False
+        self._lost = False
+        self.froze_in = ""
         self._frozen = frozen_by_program(gc.get_freeze_count())
+        self._first[0] = []
         # In this order, and the set in place: what is freed here must not leave its identity among the known ones.
         self._known.clear()
         self._known_watched.clear()
-        self._witness = []
+        self._record.restart()
         young = _young()
         self._known.update(map(id, young))
         self._known_watched.update(map(id, _watched(young)))
-        self._lost = False
-        self.froze_in = ""
 
     def begin(self, label: str, turn: int = 1) -> None:
         """What is born from here on has this label.
 
         A new object comes to the end of the youngest generation. So the place of one that is made here shows which of
-        the others are older, until the next collection, before which all of them are noted: nothing has to be looked
+        the others are older, until the next collection, before which all of them are recorded: nothing has to be looked
         at now.
         """
-        self._settle_aside()
-        self._boundaries.append(Boundary(self.label, self.turn))
+        self._change()
         self.label, self.turn = label, turn
 
-    def note(self) -> None:
-        """Give what was born since the last note the current label."""
-        self._settle()
-        young = _young()
-        self._look_at_witness(young)
-        self._note(map(id, _watched(young)))
+    def _change(self) -> _Change:
+        change = _Change(self.label, self.turn, self._record.made)
+        self._changes.append(change)
+        self._record.record_next()
+        return change
 
     def begin_aside(self, label: str) -> None:
         """What is born from here to `end_aside` has a label of its own; nothing is looked at for it; nests.
 
-        As in `begin`, the place of an object that is made here shows which of the others are older.
-
         Args:
             label: what they are called.
         """
-        self._settle()
-        self._asides.append(Aside(self.label, self.turn, []))
+        self._asides.append(self._change())
         self.label, self.turn = label, 1
 
     def end_aside(self) -> list[Newborn] | None:
         """End what was begun last: the labels are as before it.
 
         Returns:
-            What was born in it and is alive; None where something else has been noted meanwhile, as by a collection:
-            then `survivors` finds them.
+            What was born in it and is alive; None where a collection has moved it meanwhile: then `survivors` finds it.
         """
-        aside = self._asides[-1]
+        aside = self._asides.pop()
         with collector_paused():
-            place, young = aside.place()
-            if place is None:
-                self.note()
-                born = None
-            else:
-                own = [item for item in _watched(young[place + 1 :]) if id(item) not in self._known_watched]
-                self._note(map(id, own))
-                noted = [(item, self._noted[id(item)]) for item in own]
-                born = [Newborn(item, *reported) for item, reported in noted if reported[0] == self.label]
-        self._asides.pop()
+            within = self._changes[_place_of(aside, self._changes) :]
+            young = gc.get_objects(generation=0)
+            ids = identities(young)
+            born = None
+            if within and np.any(ids == id(aside.mark)):
+                born = [
+                    Newborn(item, span.label, span.turn)
+                    for span in _spans(ids, within, self.label, self.turn)[1:]
+                    if span.label == self.label
+                    for item in _watched(young[span.begin : span.end])
+                    if id(item) not in self._known_watched
+                ]
+        self._change()
         self.label, self.turn = aside.label, aside.turn
         return born
 
-    def _settle(self) -> None:
-        """Give everything that is older than the last change of the label the label that it was born under."""
-        self._settle_boundaries()
-        self._settle_aside()
+    def _settle(self) -> list[object]:
+        """Note what is older than the last change of the label; return the young objects, the oldest first.
 
-    def _settle_boundaries(self) -> None:
-        if not self._boundaries:
-            return
-        boundaries, self._boundaries = self._boundaries, []
-        older, young = gc.get_objects(generation=1), gc.get_objects(generation=0)
-        ids = identities(young)
-        found = [np.flatnonzero(ids == id(boundary.mark)).tolist() for boundary in boundaries]
-        # A freeze took all that were made before it. Where none has gone, it was before the first, if there was one.
-        gone = max((turn for turn, places in enumerate(found, 1) if not places), default=0)
-        frozen_in = boundaries[gone].label if gone < len(boundaries) else self.label
-        self._look_at_witness([*older, *young], frozen_in)
-        begin = 0
-        for boundary, places in zip(boundaries, found, strict=True):
-            if places:
-                older += young[begin : places[0]]
-                begin = places[0]
-            self._note(map(id, _watched(older)), boundary.label, boundary.turn)
-            older = []
+        The collector is paused.
+        """
+        taken = self._record.take()
+        kinds = _watched_kinds() if taken else np.zeros(0, np.int64)
+        for moved in taken:
+            is_watched = np.isin(moved.types, kinds)
+            for span in self._advance(moved.ids, moved.witness, moved.number):
+                part = slice(span.begin, span.end)
+                self._note(moved.ids[part][is_watched[part]].tolist(), span.label, span.turn)
+            if moved.generation:
+                self._moved += len(moved.ids)
+                self._full = self._full or moved.generation == _OLDEST
+                self._note_born(moved.ids)
+        young = _young()
+        for span in self._advance(identities(young), id(self._record.witness), self._record.made)[:-1]:
+            self._note(map(id, _watched(young[span.begin : span.end])), span.label, span.turn)
+        return young
 
-    def _settle_aside(self) -> None:
-        """Give what is older than the aside that runs the label that it had before it."""
-        if not self._asides or self._asides[-1].mark is None:
-            return
-        aside = self._asides[-1]
-        place, young = aside.place()
-        aside.mark = None
-        if place is None:
-            return
-        inside = {id(item) for item in _watched(young[place + 1 :])}
-        older = (id(item) for item in _watched(_young()) if id(item) not in inside)
-        self._note(older, aside.label, aside.turn)
+    def _advance(self, ids: Ints, witness: int, made: int) -> list[_Span]:
+        """Divide what was young at a moment by the changes before it, which are forgotten, and see whether it froze.
 
-    def _note(self, keys: Iterable[int], label: str | None = None, turn: int = 1) -> None:
-        reported = (self.label, self.turn) if label is None else (label, turn)
+        Args:
+            ids: the identities of what was young, the oldest first.
+            witness: that of what was young then unless the program froze it.
+            made: how many records there were before.
+        """
+        due = [change for change in self._changes if change.made <= made]
+        self._changes = self._changes[len(due) :]
+        label, turn = (self._changes[0].label, self._changes[0].turn) if self._changes else (self.label, self.turn)
+        spans = _spans(ids, due, label, turn)
+        if not np.any(ids == witness) and not self._record.is_incomplete:
+            self._lost = True
+            self.froze_in = self.froze_in or _label_at_freeze(ids, due, label)
+        return spans
+
+    def _note(self, keys: Iterable[int], label: str, turn: int) -> None:
         for key in keys:
             if key not in self._known_watched:
-                self._noted.setdefault(key, reported)
+                self._noted.setdefault(key, (label, turn))
 
     def forget_dead(self) -> None:
         """Drop what is known of objects that are gone: the next object at such an address is another one."""
@@ -232,11 +257,10 @@ class Births:
 
         Even if it has unfrozen them since: they are old then.
         """
-        if self.froze_until_last_look:
-            return True
-        self._settle_boundaries()
-        self._look_at_witness(_young())
-        return self._lost
+        if not self.froze_until_last_look:
+            with collector_paused():
+                self._settle()
+        return self.froze_until_last_look
 
     @property
     def froze_until_last_look(self) -> bool:
@@ -252,14 +276,14 @@ class Births:
             census: all objects, where they are known, so that they are not listed once more.
         """
         with collector_paused():
-            self._settle()
-            young = _young()
-            self._look_at_witness(young)
+            young = self._settle()
             found = {id(item): item for item in _watched(young) if id(item) not in self._known_watched}
-            self._note(found)
+            self._note(found, self.label, self.turn)
+            if self._record.is_incomplete:
+                self._note(map(id, _watched(self._old_objects())), self.label, self.turn)
             wanted = {key for key, noted in self._noted.items() if label is None or noted[0] == label}
-            if wanted - found.keys() and (self._moved or self._full or self.froze):
-                for item in _watched(self._moved_objects()) if census is None else _watched_among(census):
+            if wanted - found.keys() and (self._moved or self._record.is_incomplete or self.froze_until_last_look):
+                for item in _watched(self._old_objects()) if census is None else _watched_among(census):
                     if id(item) in wanted:
                         found.setdefault(id(item), item)
             self._reveal(found)
@@ -296,16 +320,18 @@ class Births:
 
         (Some of them may be dead.)
         """
-        self._merge_born()
-        if self._are_too_many or self.froze:
-            return None
-        return Identities(np.concatenate([*self._born, identities(_young())]), but=self._known)
+        with collector_paused():
+            young = self._settle()
+            self._merge_born()
+            if self._are_too_many or self._record.is_incomplete or self.froze_until_last_look:
+                return None
+            return Identities(np.concatenate([*self._born, identities(young)]), but=self._known)
 
-    def _note_born(self, young: list[object]) -> None:
+    def _note_born(self, ids: Ints) -> None:
         if self._are_too_many:
             return
-        self._born.append(identities(young))
-        self._born_number += len(young)
+        self._born.append(ids)
+        self._born_number += len(ids)
         if self._born_number > _MOST_IDENTITIES * _MOST_ALIKE:
             self._merge_born()
 
@@ -323,36 +349,58 @@ class Births:
         self._born_number = 0
         self._are_too_many = False
 
-    def _moved_objects(self) -> list[object]:
-        if self.froze:
+    def _old_objects(self) -> list[object]:
+        """The old objects among which those are that were born since the mark."""
+        if self.froze_until_last_look:
             return all_objects()
         old = gc.get_objects(generation=2)
+        if self._record.is_incomplete:
+            # How many were moved is not known.
+            places = np.flatnonzero(identities(old) == id(self._first[0])).tolist()
+            return old[places[0] :] if places else old
         # A full collection may reorder the old generation; the others append to it.
         return old if self._full else old[-self._moved :]
 
-    def _look_at_witness(self, young: list[object], label: str | None = None) -> None:
-        if self._witness is not None and not any(item is self._witness for item in young):
-            self._lost = True
-            self.froze_in = self.froze_in or (self.label if label is None else label)
 
-    def _collecting(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            if not self._is_marked_next:
-                self._settle_boundaries()
-            self._settle_aside()
-        # Only a collection of generation 1 or 2 moves anything to where it is not young any more.
-        if info["generation"] < 1 or self._is_marked_next:
-            return
-        if phase == "stop":
-            self._witness = []
-            return
-        young = _young()
-        self._look_at_witness(young)
-        self._witness = None
-        self._moved += len(young)
-        self._full = self._full or info["generation"] == 2
-        self._note_born(young)
-        self._note(map(id, _watched(young)))
+def _place_of(change: _Change, changes: list[_Change]) -> int:
+    """The place of a change among others, their number where it is not there."""
+    return next((place for place, each in enumerate(changes) if each is change), len(changes))
+
+
+def _spans(ids: Ints, changes: list[_Change], label: str, turn: int) -> list[_Span]:
+    """Divide a list of young objects where the marks of changes are.
+
+    Args:
+        ids: the identities of the objects, the oldest first.
+        changes: the changes, the earliest first.
+        label: that of what comes behind the last one.
+        turn: the number that goes with it.
+    """
+    spans, begin = [], 0
+    for change, place in zip(changes, _places_of_marks(ids, changes), strict=True):
+        if place is not None:
+            spans.append(_Span(begin, place, change.label, change.turn))
+            begin = place + 1
+    return [*spans, _Span(begin, len(ids), label, turn)]
+
+
+def _label_at_freeze(ids: Ints, changes: list[_Change], label: str) -> str:
+    """The label under which a freeze has taken the marks that are not among young objects any more.
+
+    It took all that were made before it. Where none has gone, it was before the first, if there was one.
+    """
+    places = _places_of_marks(ids, changes)
+    gone = max((number for number, place in enumerate(places, 1) if place is None), default=0)
+    return [*(change.label for change in changes), label][gone]
+
+
+def _places_of_marks(ids: Ints, changes: list[_Change]) -> list[int | None]:
+    if not changes:
+        return []
+    marks = [id(change.mark) for change in changes]
+    at = np.flatnonzero(np.isin(ids, np.array(marks, np.int64)))
+    places = dict(zip(ids[at].tolist(), at.tolist(), strict=True))
+    return [places.get(mark) for mark in marks]
 
 
 def young_generations_tell() -> bool:
@@ -361,8 +409,11 @@ def young_generations_tell() -> bool:
 
 
 def _young() -> list[object]:
-    young = gc.get_objects(generation=0)
-    young += gc.get_objects(generation=1)
+    """All young objects; behind the last collection the oldest come first."""
+    # In this order: the later of the two lists is not in the earlier one, and so never in itself.
+    newer = gc.get_objects(generation=0)
+    young = gc.get_objects(generation=1)
+    young += newer
     return young
 
 
@@ -386,6 +437,18 @@ def _classes() -> tuple[type, ...]:
     if torch is None or not hasattr(torch, "nn") or not hasattr(torch.nn, "Module"):
         return (LRU_CACHE,)
     return LRU_CACHE, torch.Tensor, torch.UntypedStorage, torch.nn.Module
+
+
+def _watched_kinds() -> Ints:
+    """The identities of all types of which the instances are watched, in any order."""
+    waiting = list(_classes())
+    seen = set(map(id, waiting))
+    while waiting:
+        below: list[type] = type.__subclasses__(waiting.pop())
+        new = [kind for kind in below if id(kind) not in seen]
+        seen.update(map(id, new))
+        waiting += new
+    return np.fromiter(seen, np.int64, len(seen))
 
 
 def _watched_among(census: Census) -> Iterator[Any]:

@@ -47,9 +47,8 @@ def read(births: Births, owners: Collection[Owner] = ()) -> HeapReading:
 def test_what_a_kept_parameter_has_collected_counts_and_is_named_by_it(births: Births) -> None:
     KEPT.append(torch.nn.Parameter(torch.ones(FLOATS)))
     backward(KEPT[0])
-    births.note()
     # Read in a later stage, it is still of the one in which it was made.
-    births.label = "teardown"
+    births.begin("teardown")
     held = read(births).held
     assert sorted(each.bytes for each in held) == [4 * FLOATS, 4 * FLOATS]
     assert {each.stage for each in held} == {"call"}
@@ -61,12 +60,10 @@ def test_what_a_kept_parameter_has_collected_counts_and_is_named_by_it(births: B
 
 def test_a_gradient_that_was_seen_in_a_stage_is_of_that_stage(births: Births) -> None:
     KEPT.append(torch.nn.Parameter(torch.ones(FLOATS)))
-    births.note()
-    births.label = "teardown"
+    births.begin("teardown")
     backward(KEPT[0])
     seen = KEPT[0].grad
-    births.note()
-    births.label = "later"
+    births.begin("later")
     stages = {each.key[1]: each.stage for each in read(births).held}
     assert stages == {KEPT[0].data_ptr(): "call", seen.data_ptr(): "teardown"}
 

@@ -481,11 +481,9 @@ def test_a_view_made_later_makes_no_storage_younger(freezes: bool) -> None:
         gc.collect()
         if freezes:
             gc.freeze()
-        births.note()
-        births.label = "infer"
+        births.begin("infer")
         kept.append(kept[0][:10])
         kept.append(torch.zeros(20))
-        births.note()
         held = read_heap(births, Claims(()), (), ()).held
     finally:
         births.stop()

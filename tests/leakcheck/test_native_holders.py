@@ -28,7 +28,6 @@ def explanations_of(step: Callable[[], object]) -> dict[int, Explanation]:
         gc.collect()
         births.mark("call")
         step()
-        births.note()
         held = read_heap(births, Claims(()), (), ()).held
         context = Context(born=births.born())
     finally:

@@ -54,7 +54,6 @@ def left_by(step: Callable[[], object], owners: Sequence[Owner] = ()) -> tuple[H
         gc.collect()
         births.mark("call")
         step()
-        births.note()
         return read_heap(births, Claims(owners), (), ()), Context(born=births.born())
     finally:
         births.stop()

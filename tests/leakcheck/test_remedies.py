@@ -37,10 +37,8 @@ def leaks_of(*steps: Step, is_over: bool = False) -> tuple[list[TensorLeak], Con
         gc.collect()
         births.mark(steps[0][0])
         for stage, step in steps:
-            births.note()
-            births.label = stage
+            births.begin(stage)
             step()
-        births.note()
         held = read_heap(births, Claims(()), (), ()).held
         context = Context(born=births.born(), is_over=is_over)
     finally:

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 HOUSES = ("engine", "leakcheck", "probes", "pytest_plugin", "reports")
 
+
 def modules() -> list[Path]:
     found = [file for house in HOUSES for file in sorted((ROOT / house).rglob("*.py"))]
     assert len(found) > 200

@@ -1,0 +1,229 @@
+"""Records what each collection is about to move, by callables that are written in C and so run no Python code.
+
+Python calls each entry of `gc.callbacks` around a collection and drops what it raises: a signal handler that runs
+there, since it runs before the next Python instruction, raises in vain, and Ctrl-C or a test's time limit is lost. Code
+that allocates in C (`json.loads`, a tokenizer) meets that nearly always. A callable of C runs no handlers.
+
+So what is done at a collection is put together of such callables: `map` over an endless iterator calls one with what
+another one returned, `deque`s are the variables, and dicts of steps, by phase and generation, decide.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import operator
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, repeat
+from typing import Any
+
+import numpy as np
+
+from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.objects.identities import types_in_c
+
+_ENTRIES = 2
+"""Entries of the log for each record: identities and types as bytes, then the generation."""
+
+_MOST_RECORDS = 512
+"""Records that are kept until somebody takes them: of 8,000 objects each they take 65 MB."""
+
+_call: Callable[..., Any] = partial.__call__
+_get_objects, _get_stats = gc.get_objects, gc.get_stats
+_nothing = partial(bool)
+_stop = partial(next, iter(()))
+"""Raises `StopIteration`: it ends a loop over a `map`, and the next loop over it goes on all the same."""
+
+_Steps = dict[str, dict[int, partial[Any]]]
+"""What is done in each phase of a collection of each generation."""
+
+_off: _Steps = {phase: dict.fromkeys(range(3), _nothing) for phase in ("start", "stop")}
+
+_steps_of: dict[int, _Steps] = {}
+"""What is done for each `CollectionRecord`, by its identity; nothing for one that is not here."""
+
+# In a fork nobody takes what is recorded, and a program that ends takes its modules apart.
+os.register_at_fork(after_in_child=_steps_of.clear)
+atexit.register(_steps_of.clear)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What was young when a collection began.
+
+    Attributes:
+        number: how many such records were made before it.
+        generation: the one that was collected; where it is 0, those in generation 1 have stayed young.
+        witness: the identity of the witness then; see `CollectionRecord.witness`.
+        ids: the identities, those of generation 1 in any order, then those of generation 0, the oldest first.
+        types: the identity of each one's type, shape [len(ids)].
+    """
+
+    number: int
+    generation: int
+    witness: int
+    ids: Ints
+    types: Ints
+
+
+class CollectionRecord:
+    """Records the young objects before a collection makes them old; keeps none of them alive."""
+
+    def __init__(self) -> None:
+        # No small objects of Python's: each would keep the memory around it, where a test's small objects have been.
+        self._log: deque[Any] = deque(maxlen=_MOST_RECORDS * _ENTRIES)
+        # One that no collection has seen: only a collection or `gc.freeze()` can make it old.
+        self._witness: deque[list[object]] = deque([[]], maxlen=1)
+        self._taken = self._full_taken = self._begun = 0
+        at_start = dict.fromkeys(range(3), _nothing)
+        disarmed = partial(at_start.__setitem__, 0, _nothing)
+        listed = self._listed()
+        record = [_in_turn(listed, partial(self._log.append, generation), disarmed) for generation in range(3)]
+        renewed = _thunk(_through(_results(partial(list)), self._witness.append))
+        at_start.update({1: record[1], 2: record[2]})
+        self._at_start, self._at_next = at_start, record[0]
+        self._steps: _Steps = {"start": at_start, "stop": {0: _nothing, 1: renewed, 2: renewed}}
+        # What is called cannot see with what, so the first callback takes it down and the second acts on it.
+        events: dict[str, dict[str, int]] = {}
+        self._callbacks: tuple[Callable[..., Any], ...] = (events.__setitem__, _of_any_arguments(self._acted(events)))
+
+    def _acted(self, events: dict[str, dict[str, int]]) -> partial[Any]:
+        """What does what is to be done at the event that was added last, and takes it out."""
+        event: deque[tuple[str, dict[str, int]]] = deque(maxlen=1)
+        now = partial(operator.getitem, event, 0)
+        phase = _through(_results(now), operator.itemgetter(0))
+        # Not by a text made of both: Python looks for signals whenever it makes a text of an object.
+        generation = _through(_results(now), operator.itemgetter(1), operator.itemgetter("generation"))
+        steps = map(_steps_of.get, repeat(id(self)), repeat(_off))
+        return _in_turn(
+            _thunk(map(event.append, _results(partial(events.popitem)))),
+            _thunk(map(_call, map(operator.getitem, map(operator.getitem, steps, phase), generation))),
+            partial(event.clear),
+        )
+
+    def _listed(self) -> partial[Any]:
+        """What appends to the log the identities of the witness and of all that is young, and those of their types."""
+        young: deque[list[object]] = deque(maxlen=1)
+        ids: deque[bytes] = deque(maxlen=1)
+        now = _results(partial(operator.getitem, ids, 0))
+        types = _through(_results(partial(operator.getitem, ids, 0)), _as_numbers, *types_in_c(), _bytes_of)
+        return _in_turn(
+            # Kept until their types are read: the first of these lists are among the objects of the last one.
+            _thunk(map(young.append, map(operator.add, _results(partial(list, self._witness)), _young()))),
+            _thunk(_through(_results(partial(operator.getitem, young, 0)), _as_references, _bytes_of, ids.append)),
+            _thunk(map(self._log.append, map(operator.add, now, types))),
+            partial(young.clear),
+            partial(ids.clear),
+        )
+
+    @property
+    def witness(self) -> list[object]:
+        """A young object, unless the program has frozen its heap since the last record of more than generation 0."""
+        return self._witness[0]
+
+    @property
+    def made(self) -> int:
+        """How many records were made since `restart`."""
+        return self._taken + len(self._log) // _ENTRIES
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether a collection since `restart` made objects old that are in no record, taken ones included."""
+        waiting = sum(generation > 0 for generation in list(self._log)[1::_ENTRIES])
+        return bool(_collections() != self._begun + self._full_taken + waiting)
+
+    def start(self) -> None:
+        """Begin to record; legal twice, and again where the program has emptied `gc.callbacks` or has forked."""
+        _steps_of[id(self)] = self._steps
+        for callback in self._callbacks:
+            if not any(entry is callback for entry in gc.callbacks):
+                gc.callbacks.append(callback)
+
+    def stop(self) -> None:
+        """End it and forget what was recorded; legal twice."""
+        _steps_of.pop(id(self), None)
+        for place in reversed(range(len(gc.callbacks))):
+            if any(gc.callbacks[place] is callback for callback in self._callbacks):
+                del gc.callbacks[place]
+        self._log.clear()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing in the block, which `restart` follows."""
+        _steps_of.pop(id(self), None)
+        try:
+            yield
+        finally:
+            _steps_of[id(self)] = self._steps
+
+    def restart(self) -> None:
+        """Forget what was recorded, and take a new witness."""
+        self._log.clear()
+        self._witness.append([])
+        self._at_start[0] = _nothing
+        self._taken = self._full_taken = 0
+        self._begun = _collections()
+
+    def record_next(self) -> None:
+        """Record before the next collection, also where it moves the youngest objects only."""
+        self._at_start[0] = self._at_next
+
+    def take(self) -> list[Moved]:
+        """Return what was recorded since it was last taken, the earliest first."""
+        # One by one, since another thread may add to it.
+        entries = [self._log.popleft() for _ in range(len(self._log))]
+        taken = []
+        for place in range(0, len(entries), _ENTRIES):
+            ids, types = np.split(_as_numbers(entries[place]), 2)
+            taken.append(Moved(self._taken, entries[place + 1], int(ids[0]), ids[1:], types[1:]))
+            self._taken += 1
+        self._full_taken += sum(moved.generation > 0 for moved in taken)
+        return taken
+
+
+def _collections() -> int:
+    """How many collections there were that can have made an object old."""
+    return sum(int(generation["collections"]) for generation in _get_stats()[1:])
+
+
+def _results(thunk: partial[Any]) -> Iterator[Any]:
+    """What a callable returns, called anew for each."""
+    return map(_call, repeat(thunk))
+
+
+def _through(values: Iterator[Any], *functions: Callable[[Any], Any]) -> Iterator[Any]:
+    """Each value, given to one function after the other."""
+    for function in functions:
+        values = map(function, values)
+    return values
+
+
+def _thunk(values: Iterator[Any]) -> partial[Any]:
+    """What returns the next value each time that it is called."""
+    return partial(next, values)
+
+
+def _in_turn(*thunks: partial[Any]) -> partial[Any]:
+    """What calls one after the other, and returns None."""
+    return _thunk(_through(repeat(thunks), partial(map, _call), deque[Any](maxlen=0).extend))
+
+
+def _of_any_arguments(thunk: partial[Any]) -> partial[Any]:
+    """What calls a callable that returns something hashable, whatever iterables it is called with itself."""
+    return partial(frozenset[Any]().union, map(_call, cycle((thunk, _stop))))
+
+
+def _young() -> Iterator[list[object]]:
+    """All young objects, listed anew for each."""
+    return map(operator.add, map(_get_objects, repeat(1)), map(_get_objects, repeat(0)))
+
+
+# An array of references, whose bytes are the identities. It asks no object for anything, and is gone at once.
+_as_references: Callable[[Iterable[object]], Any] = partial(np.fromiter, dtype=np.dtype(object))
+_bytes_of = operator.methodcaller("tobytes")
+_as_numbers: Callable[[bytes], Any] = partial(np.frombuffer, dtype=np.dtype(np.int64))
