@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
-from weakref import WeakSet
+import weakref
+from functools import partial
 
 # There is one permanent generation for the whole process, so who else needs it must be known to all: weakly, and with
-# no memory behind it.
-_FROZEN_BY: WeakSet[HeapFreeze] = WeakSet()
+# no memory behind it. By identity, each taken out by a callable of C: in Python code that a reference calls as its
+# object dies, a signal handler raises in vain.
+_FROZEN_BY: dict[int, weakref.ref[HeapFreeze]] = {}
 
 # CPython 3.12 starts with some hundred frozen objects of its own; a program that freezes its heap has thousands.
 _OWN_OF_PYTHON = 2000
@@ -27,15 +29,15 @@ class HeapFreeze:
             return
         gc.collect()
         gc.freeze()
-        _FROZEN_BY.add(self)
+        _FROZEN_BY[id(self)] = weakref.ref(self, partial(_FROZEN_BY.pop, id(self)))
 
     def thaw(self) -> None:
         """Undoes `freeze` and collects what was hidden by it; does nothing where nothing was frozen."""
-        if self not in _FROZEN_BY:
+        if id(self) not in _FROZEN_BY:
             return
         gc.unfreeze()
         gc.collect()
         # Not sooner: interrupted before that, another call does it again.
-        _FROZEN_BY.discard(self)
+        _FROZEN_BY.pop(id(self), None)
         if _FROZEN_BY:
             gc.freeze()

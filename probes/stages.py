@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -265,13 +266,10 @@ def announce(source: PoolSource | PreservedSource) -> None:
             "or preserved_tensors() and graph_addresses()"
         )
     key = id(source)
-
-    def forget(gone: weakref.ref[PoolSource | PreservedSource]) -> None:
-        if _sources.get(key) is gone:
-            del _sources[key]
-
     try:
-        _sources[key] = weakref.ref(source, forget)
+        # A callable written in C, in which no signal handler runs: what one raises in a callback is lost. It is called
+        # with the reference, which `pop` takes for what to return where the key is not there.
+        _sources[key] = weakref.ref(source, partial(_sources.pop, key))
     except TypeError as error:
         raise PoolSourceError(
             f"{type(source).__name__} cannot be announced, because it takes no weak reference; "

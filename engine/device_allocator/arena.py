@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -18,6 +19,9 @@ ALIGNMENT = 512
 # Pages are mapped in parts of this many bytes: few driver calls (16 GiB in 64 of them take 3 ms on an H200), and still
 # fine enough for a copy into one part to run while the next is mapped.
 PART_BYTES = 256 << 20
+
+# References to what only one local variable holds: that, and the argument of `getrefcount`.
+_HELD_HERE = 2
 
 
 def round_up(size: int, unit: int) -> int:
@@ -79,9 +83,9 @@ class Arena:
         self._failed = False
         self._lease: Lease | None = backend.reserve(self.capacity)
         self._record = _Record(tag, backend, self._lease.address, self.capacity)
-        finalizer = weakref.finalize(self._lease, self._record.dispose)
+        self._finalizer = weakref.finalize(self._lease, self._record.dispose)
         # At exit the process gives everything back anyway, and the driver may be gone before us.
-        finalizer.atexit = False
+        self._finalizer.atexit = False
         stages.announce(self._record)
 
     @property
@@ -161,10 +165,15 @@ class Arena:
         Raises:
             DriverError: the driver did not take the memory back.
         """
-        failed_before = self._lease is None and self._failed
-        self._lease = None
-        if failed_before:
-            self._record.dispose()
+        lease, self._lease = self._lease, None
+        if lease is None:
+            if self._failed:
+                self._record.dispose()
+        elif sys.getrefcount(lease) == _HELD_HERE:
+            self._failed = True
+            # Called here: while the last reference is dropped, what a signal handler raises is lost, and the call too.
+            self._finalizer()
+        del lease
         self._failed = self._record.error is not None
         if self._record.error is not None:
             error, self._record.error = self._record.error, None

@@ -25,6 +25,7 @@ from lowtide.engine.teardown import release_frames
 
 # What the thread does; a transfer's end is reported to the engine.
 _Job: TypeAlias = "Callable[[], CompletedTransfer | None]"
+_End: TypeAlias = "weakref.ref[OffloadingConnector] | None"
 
 TIMEOUT_S = 60.0
 """How long all transfers together may take before they count as stuck: 64 GiB need 2 s on an H200's bus."""
@@ -117,13 +118,15 @@ class OffloadingConnector:
         self._leaving: HostSlots | None = None
         self._completed: SimpleQueue[CompletedTransfer] = SimpleQueue()
         self._cancelled = threading.Event()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job | _End] = SimpleQueue()
+        # The thread keeps the reference, whose death is the last thing in the queue: `put` is written in C, where no
+        # signal handler raises in vain.
+        owner = weakref.ref(self, self._jobs.put)
         # A daemon, so that a copy that is stuck does not keep the process from ending.
         self._thread: threading.Thread | None = threading.Thread(
-            target=_run_jobs, args=(self._jobs, self._completed), name="lowtide-kv-offload", daemon=True
+            target=_run_jobs, args=(self._jobs, self._completed, owner), name="lowtide-kv-offload", daemon=True
         )
         self._thread.start()
-        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def save(self, transfer: BlockTransfer) -> None:
         """Begin to copy KV blocks to host slots, after all that the device was asked to compute so far."""
@@ -233,8 +236,9 @@ class OffloadingConnector:
                 stream.synchronize()
 
 
-def _run_jobs(jobs: SimpleQueue[_Job | None], completed: SimpleQueue[CompletedTransfer]) -> None:
-    while (job := jobs.get()) is not None:
+def _run_jobs(jobs: SimpleQueue[_Job | _End], completed: SimpleQueue[CompletedTransfer], owner: _End) -> None:
+    """Do one job after the other until None comes or the `owner` of the queue, whose reference this keeps, is gone."""
+    while (job := jobs.get()) is not None and not isinstance(job, weakref.ref):
         end = job()
         if end is not None:
             if end.error is not None:
