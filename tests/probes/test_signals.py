@@ -167,24 +167,29 @@ def test_all_arrive_in_a_block_that_is_watched() -> None:
 AT_EXIT = """
 import sys
 sys.path.insert(0, {folder!r})
-import late
 from lowtide.probes.heap.births import Births
 births = Births()
 births.start()
 births.mark("call")
+import holder
 """
 
 LATE = """
 class Late:
     def __del__(self):
         kept = [[] for _ in range(200_000)]
+"""
 
-LATE = Late()
+# Dies when this module's names are taken away, which is after the modules are: not in a collection, which starts none.
+HOLDER = """
+import late
+HELD = late.Late()
 """
 
 
 def test_an_interpreter_that_ends_says_nothing_of_it(tmp_path: Path) -> None:
     (tmp_path / "late.py").write_text(LATE)
+    (tmp_path / "holder.py").write_text(HOLDER)
     code = AT_EXIT.format(folder=str(tmp_path))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stderr) == (0, "")
