@@ -330,7 +330,8 @@ def _swapped_bytes(part: Range) -> int:
         while first < stop:
             file.seek(first * _PAGEMAP_ENTRY)
             entries = file.read(min(stop - first, _PAGEMAP_PAGES) * _PAGEMAP_ENTRY)
-            if not entries:
+            # Less than one, too: the loop would not go on.
+            if len(entries) < _PAGEMAP_ENTRY:
                 break
             # Bit 62 of each entry; the kernel writes them in the machine's order.
             top = entries[_PAGEMAP_ENTRY - 1 :: _PAGEMAP_ENTRY] if sys.byteorder == "little" else entries[::8]

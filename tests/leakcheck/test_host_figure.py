@@ -135,3 +135,10 @@ def test_swapped_pages_of_a_range_are_counted_by_pagemap(tmp_path: Any, monkeypa
     assert resident_in(ranges).swapped == 0
     monkeypatch.setattr(host, "_PAGEMAP", tmp_path / "not there")
     assert resident_in(ranges, swapped=True).swapped == 0
+
+
+def test_a_pagemap_that_ends_within_an_entry_ends_the_reading(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "pagemap"
+    file.write_bytes((1 << 62).to_bytes(8, "little") + b"half")
+    monkeypatch.setattr(host, "_PAGEMAP", file)
+    assert resident_in([(0, 4 * mmap.PAGESIZE)], swapped=True).swapped == mmap.PAGESIZE
