@@ -9,11 +9,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from lowtide.leakcheck.judging.tolerances import UNLISTED_TOLERANCE
-from lowtide.probes.device.allocations import read_allocations, read_mappings_without_access
+from lowtide.probes.device.allocations import AllocationsError, read_allocations, read_mappings_without_access
 from lowtide.probes.device.torch_allocator import read_segments, unexplained_blocks
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.ranges import Range, common, total
 from lowtide.probes.stages import announced_pools
+from lowtide.reports.schema import NotMeasured
 
 Segment = tuple[tuple[int, int], int, int, bool]
 
@@ -59,6 +60,13 @@ class DeviceMemory:
         self._listed: dict[str, tuple[int, tuple[Range, ...]]] = {}
         # Looked for where the driver counts more than it lists, and only then.
         self._mappings: dict[str, Mapping[str, int]] = {}
+        # Why a card's allocations are not listed any more.
+        self._unlisted: dict[str, str] = {}
+
+    @property
+    def not_measured(self) -> tuple[NotMeasured, ...]:
+        """Return the cards whose allocations could not be listed, which are not asked for again."""
+        return tuple(NotMeasured(what=f"allocations {device}", why=why) for device, why in self._unlisted.items())
 
     def forget(self) -> None:
         """No card is known any more: each is to be read again."""
@@ -80,7 +88,7 @@ class DeviceMemory:
         for device in devices:
             card = self._read(device, claimed, now)
             if self._grown(device, card) > UNLISTED_TOLERANCE:
-                self._mappings[device] = _mappings(device, card)
+                self._mappings[device] = self._found_mappings(device, card)
             self._known[device] = card
         self._listed.clear()
 
@@ -96,7 +104,7 @@ class DeviceMemory:
             grown = self._grown(device, card)
             if grown > UNLISTED_TOLERANCE:
                 old = self._mappings.get(device, {})
-                mapped = {name: size for name, size in _mappings(device, card).items() if name not in old}
+                mapped = {name: size for name, size in self._found_mappings(device, card).items() if name not in old}
                 found[f"allocations {device}"].update(mapped)
                 found[f"unlisted {device}"] = {UNLISTED: max(0, grown - sum(mapped.values()))}
         return found
@@ -106,7 +114,7 @@ class DeviceMemory:
         card = self._read(device, claimed, now)
         items = {key: dict(found) for key, found in card.items.items()}
         if device in self._mappings:
-            items[f"allocations {device}"].update(_mappings(device, card))
+            items.setdefault(f"allocations {device}", {}).update(self._found_mappings(device, card))
         items[f"unlisted {device}"] = {} if card.unlisted is None else {UNLISTED: card.unlisted}
         return items
 
@@ -141,14 +149,34 @@ class DeviceMemory:
 
     def lists_allocations(self, device: str) -> bool:
         """Whether the driver's allocations can be listed; else its byte count is all there is."""
-        return self._driver and self._known.get(device, _Card()).allocations is not None
+        is_asked = self._driver and device not in self._unlisted
+        return is_asked and self._known.get(device, _Card()).allocations is not None
 
     def _grown(self, device: str, card: _Card) -> int:
         """Bytes that the driver counts more than at the last full reading, and does not list; 0 where nobody knows."""
         known = self._known.get(device, _Card()).unlisted
         return 0 if known is None or card.unlisted is None else card.unlisted - known
 
+    def _found_mappings(self, device: str, card: _Card) -> dict[str, int]:
+        """The physical memory that is mapped without access, by name; none where the driver did not list it in time."""
+        try:
+            found = read_mappings_without_access(_index(device), card.allocations or ())
+        except AllocationsError as error:
+            self._unlisted[device] = str(error)
+            return {}
+        return {f"mapping without access at {address:#x}": size for address, size in found}
+
     def _allocations(self, device: str, now: Counters) -> tuple[Range, ...] | None:
+        """What the driver lists, None where it does not, or did not in time: then it is not asked again."""
+        if device in self._unlisted:
+            return None
+        try:
+            return self._listed_now(device, now)
+        except AllocationsError as error:
+            self._unlisted[device] = str(error)
+            return None
+
+    def _listed_now(self, device: str, now: Counters) -> tuple[Range, ...] | None:
         """What the driver lists: what is left of this judgement's last list, where nothing can have come since.
 
         A new allocation raises what the driver counts, and the rest of that list does not explain it. Where the driver
@@ -209,11 +237,6 @@ def _counted(now: Counters, device: str) -> int | None:
         return None
     mapped = sum(now.items.get(f"arena {device}", {}).values())
     return beyond + reserved + mapped - (now.amounts.get(f"memory-pool {device}") or 0)
-
-
-def _mappings(device: str, card: _Card) -> dict[str, int]:
-    found = read_mappings_without_access(_index(device), card.allocations or ())
-    return {f"mapping without access at {address:#x}": size for address, size in found}
 
 
 def _empty_pools(segments: Iterable[Segment]) -> dict[str, int]:

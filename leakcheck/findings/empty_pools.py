@@ -17,7 +17,7 @@ from lowtide.leakcheck.findings.tensor_findings import Context, names_known, old
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER
-from lowtide.probes.device.allocations import read_allocations
+from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.heap.holders import SharedWalk, census_of
 from lowtide.probes.memory.ranges import Range, common, total
 from lowtide.probes.objects.foreign import type_name
@@ -166,7 +166,10 @@ def _sizes(names: Mapping[str, int]) -> dict[str, int]:
 
 def _mapped(device: str, names: Mapping[str, int]) -> Sequence[Range] | None:
     """What the driver lists of a card where some segments are, read once for all pools; None if it cannot."""
-    return read_allocations(int(device.partition(":")[2]), _segments(names))
+    try:
+        return read_allocations(int(device.partition(":")[2]), _segments(names))
+    except AllocationsError:
+        return None
 
 
 def _segments(names: Mapping[str, int]) -> list[Range]:

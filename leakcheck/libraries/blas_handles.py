@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.probes.device.allocations import read_allocations
+from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.device.torch_allocator import read_segments
 from lowtide.probes.memory.ranges import Range, common
 
@@ -75,9 +75,12 @@ class BlasHandles:
         wanted = self._idle.get(index, 0) + candidates
         if not candidates or wanted > _MOST_THREADS:
             return Trial()
-        before = read_allocations(index) or ()
-        has_worked = _use_at_once(index, wanted)
-        new = _new(index, before, read_allocations(index) or ())
+        try:
+            before = read_allocations(index) or ()
+            has_worked = _use_at_once(index, wanted)
+            new = _new(index, before, read_allocations(index) or ())
+        except AllocationsError:  # then nothing is excused
+            return Trial()
         if not has_worked:
             return Trial(taken=tuple(new))
         self._idle[index] = wanted

@@ -84,8 +84,9 @@ class FullReadings:
 
     @property
     def listed(self) -> tuple[NotMeasured, ...]:
-        """What this judgement excused libraries for."""
-        return (*(() if self.distinguished is None else self.distinguished.listed), *self.values.listed)
+        """What this judgement excused libraries for, and which cards' allocations it could not list."""
+        excused = () if self.distinguished is None else self.distinguished.listed
+        return (*excused, *self.values.listed, *self._cards.not_measured)
 
     def read(
         self,

@@ -291,7 +291,7 @@ class Watch:
         # Before anything is collected: what is young now will be old then.
         self._caches.born(self._births.born() if self._caches.any_filled else ())
         unmeasured = tuple(NotMeasured(what=key, why=why) for key, why in now.unmeasured.items())
-        unmeasured += self._arrival.reported(now) + self.others.not_measured
+        unmeasured += self._arrival.reported(now) + self.others.not_measured + self._cards.not_measured
         if not self._suspects.find(now, ended, self._tolerance):
             return Verdict(not_measured=unmeasured, findings=self._host.kept_in_all(now, ended, final=final))
         born = self._births.born()
@@ -362,7 +362,7 @@ class Watch:
         kept = self._host.kept(share, self._read(), final=case.final)
         return Verdict(
             findings=(*findings[0], *kept),
-            not_measured=(*unmeasured, *excused, *judged.not_measured),
+            not_measured=tuple(dict.fromkeys((*unmeasured, *excused, *judged.not_measured))),
             of_owners={owner.label: found for owner, found in zip(case.ended, findings[1:], strict=True)},
             climbed=True,
             unproven=judged.unproven[0],

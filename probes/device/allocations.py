@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import operator
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,24 @@ from lowtide.probes.memory.ranges import Range, without
 
 # The driver hands out device addresses from reserved, inaccessible mappings, in steps of this.
 _STEP = 2 << 20
+
+# No allocation begins at any other address (CUDA C++ Programming Guide, "Device Memory Accesses").
+_ALIGNMENT = 256
+
+_ADDRESSES = 1 << 64
+
+# Seconds that one list may take: it takes tenths of one, and a driver that answers otherwise may never come to an end.
+_PATIENCE = 10.0
+
+# The driver is asked about so many steps between two looks at the clock: some hundredths of a second.
+_STEPS_AT_A_TIME = 1 << 16
+
+# A test may replace the module's.
+_clock = time.monotonic
+
+
+class AllocationsError(RuntimeError):
+    """The driver's allocations were not all listed; the message says why."""
 
 
 def read_allocations(device_index: int, among: Sequence[Range] | None = None) -> tuple[Range, ...] | None:
@@ -35,6 +54,12 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
 
     The tables that belong to kernels (their `__device__` variables: torch's random numbers bring 100 KiB with them)
     have addresses too, but nobody asked for them: they come and go with the code, and are left out.
+
+    An answer that does not contain the address asked, as for the memory of a CUDA array (`cudaMallocArray`), says
+    nothing: the driver is asked about the next step.
+
+    Raises:
+        AllocationsError: the list was not finished in time.
     """
     torch = initialized_torch()
     if torch is None or torch.version.hip is not None:
@@ -67,13 +92,18 @@ def read_allocations(device_index: int, among: Sequence[Range] | None = None) ->
     answers = ctypes.addressof(start), ctypes.addressof(length)
     # A chip that shares its memory with the host has nothing that can be shared: there it says nothing.
     shares = not torch.cuda.get_device_properties(device_index).is_integrated
+    deadline = _Deadline(device_index)
     with torch.cuda.device(device_index):
         for low, high in _reserved() if among is None else [(address, address + size) for address, size in among]:
-            position: int | None = _first_answered(ask, answers, low, high)
+            position: int | None = _first_answered(ask, answers, low, high, deadline)
             while position is not None:
-                if tell(_DEVICE_ORDINAL, position) == device_index and not (shares and belongs_to_code(position)):
-                    found[start.value] = length.value
-                position = _first_answered(ask, answers, max(start.value + length.value, position + 1), high)
+                first, end = start.value, start.value + length.value
+                following = _next_step(position)
+                if first <= position < end <= _ADDRESSES:
+                    if tell(_DEVICE_ORDINAL, position) == device_index and not (shares and belongs_to_code(position)):
+                        found[first] = length.value
+                    following = -(-end // _ALIGNMENT) * _ALIGNMENT
+                position = _first_answered(ask, answers, following, high, deadline)
     return tuple(sorted(found.items()))
 
 
@@ -88,6 +118,9 @@ def read_mappings_without_access(device_index: int, listed: Sequence[Range]) -> 
     Args:
         device_index: of the card, as torch numbers it.
         listed: what `read_allocations` found: it is left out.
+
+    Raises:
+        AllocationsError: the list was not finished in time.
     """
     torch = initialized_torch()
     if torch is None or torch.version.hip is not None:
@@ -108,10 +141,11 @@ def read_mappings_without_access(device_index: int, listed: Sequence[Range]) -> 
     answers = (ctypes.addressof(handle),)
     found: list[tuple[int, int]] = []
     last = 0
+    deadline = _Deadline(device_index)
     with torch.cuda.device(device_index):
         for address, size in without([(low, high - low) for low, high in _reserved()], listed):
             high = address + size
-            position = _first_answered(retain, answers, _aligned(address), high)
+            position = _first_answered(retain, answers, _aligned(address), high, deadline)
             while position is not None:
                 is_here = describe(properties, handle.value) == 0 and properties[3] == device_index
                 release(handle.value)
@@ -121,11 +155,30 @@ def read_mappings_without_access(device_index: int, listed: Sequence[Range]) -> 
                     else:
                         found.append((position, _STEP))
                     last = handle.value
-                position = _first_answered(retain, answers, position + _STEP, high)
+                position = _first_answered(retain, answers, position + _STEP, high, deadline)
     return tuple(found)
 
 
-def _first_answered(ask: Any, answers: Sequence[int], low: int, high: int) -> int | None:
+class _Deadline:
+    """The end of the time that one list may take.
+
+    Args:
+        device_index: of the card that is asked.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        self._device_index = device_index
+        self._end = _clock() + _PATIENCE
+
+    def check(self) -> None:
+        """Raise `AllocationsError` if it has passed."""
+        if _clock() > self._end:
+            raise AllocationsError(
+                f"the driver had not listed its allocations on cuda:{self._device_index} after {_PATIENCE:.0f} s"
+            )
+
+
+def _first_answered(ask: Any, answers: Sequence[int], low: int, high: int, deadline: _Deadline) -> int | None:
     """The first of `low` and the steps after it, below `high`, for which a function of the driver succeeds.
 
     Args:
@@ -133,16 +186,29 @@ def _first_answered(ask: Any, answers: Sequence[int], low: int, high: int) -> in
         answers: where it writes what it says: that of the address returned.
         low: the first address.
         high: the end.
+        deadline: when to give up.
     """
+    deadline.check()
     if low >= high:
         return None
     if low % _STEP and ask(*answers, low) == 0:
         return low
-    steps = range(_aligned(low), high, _STEP)
-    try:
-        return steps[operator.indexOf(map(ask, *map(itertools.repeat, answers), steps), 0)]
-    except ValueError:
-        return None
+    for steps in _portions(range(_aligned(low), high, _STEP)):
+        try:
+            return steps[operator.indexOf(map(ask, *map(itertools.repeat, answers), steps), 0)]
+        except ValueError:
+            deadline.check()
+    return None
+
+
+def _portions(steps: range) -> Iterator[range]:
+    for begin in range(0, len(steps), _STEPS_AT_A_TIME):
+        yield steps[begin : begin + _STEPS_AT_A_TIME]
+
+
+def _next_step(address: int) -> int:
+    """The first step above an address."""
+    return (address // _STEP + 1) * _STEP
 
 
 def _aligned(address: int) -> int:

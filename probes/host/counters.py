@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import psutil
 
-from lowtide.probes.device.allocations import read_allocations
+from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.memory_pool import idle_pool_bytes
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
@@ -176,18 +176,26 @@ class CounterReader:
                 amounts[f"memory-pool {device}"] = idle
             # Each time: that as much is free on the card as before says nothing where other processes use it, too.
             reading = self._driver().read(index)
-            held = reading.process_bytes
+            held, note = reading.process_bytes, ""
             if held is None:
                 # As in a container, whose processes NVML knows by other numbers. What was allocated can be listed
                 # all the same, in milliseconds; what the driver has for itself is not in it, now or later.
-                listed = read_allocations(index)
-                held = None if listed is None else sum(size for _, size in listed)
+                held, note = _listed_bytes(index)
             amounts[driver] = None if held is None or reserved is None else held - reserved - mapped
             if held is None:
-                unmeasured[driver] = reading.note
+                unmeasured[driver] = note or reading.note
             elif reserved is None:
                 unmeasured[driver] = "torch's allocator does not say what it has reserved"
         return amounts
+
+
+def _listed_bytes(index: int) -> tuple[int | None, str]:
+    """Bytes of the allocations that the driver lists of a card; None where it does not, with the reason if known."""
+    try:
+        listed = read_allocations(index)
+    except AllocationsError as error:
+        return None, str(error)
+    return (None if listed is None else sum(size for _, size in listed)), ""
 
 
 def read_status() -> bytes:

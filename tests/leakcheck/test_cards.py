@@ -10,6 +10,7 @@ import pytest
 from lowtide.leakcheck.baseline import device_memory as cards
 from lowtide.leakcheck.baseline.device_memory import UNLISTED, DeviceMemory
 from lowtide.leakcheck.judging.tolerances import UNLISTED_TOLERANCE
+from lowtide.probes.device.allocations import AllocationsError
 from lowtide.probes.device.torch_allocator import UnexplainedBlocks
 from lowtide.probes.host.counters import Counters
 
@@ -200,3 +201,23 @@ def test_what_came_in_a_judgement_is_seen_by_the_figures(card: FakeCard, known: 
     assert len(new(known, card)[f"allocations {CARD}"]) == 1
     card.listed[0x9000] = 2 * MIB
     assert len(new(known, card)[f"allocations {CARD}"]) == 2
+
+
+def test_a_card_that_does_not_list_its_allocations_in_time_is_judged_by_its_count_and_said_not_to_be_measured(
+    card: FakeCard, known: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert known.lists_allocations(CARD)
+    assert known.not_measured == ()
+
+    def never(index: int, among: Sequence[tuple[int, int]] | None = None) -> tuple[tuple[int, int], ...]:
+        card.lists += 1
+        raise AllocationsError("the driver had not listed its allocations on cuda:0 after 10 s")
+
+    monkeypatch.setattr(cards, "read_allocations", never)
+    card.listed[0x1000] = 128 * MIB
+    card.lists = 0
+    assert new(known, card) == new(known, card) == {}
+    assert card.lists == 1
+    assert not known.lists_allocations(CARD)
+    assert [item.what for item in known.not_measured] == ["allocations cuda:0"]
+    assert "after 10 s" in known.not_measured[0].why

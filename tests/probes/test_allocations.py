@@ -6,7 +6,7 @@ import bisect
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lowtide.probes.device import allocations
-from lowtide.probes.device.allocations import read_allocations, read_mappings_without_access
+from lowtide.probes.device.allocations import AllocationsError, read_allocations, read_mappings_without_access
 
 MIB = 1 << 20
 STEP = 2 * MIB
@@ -36,6 +36,7 @@ class FakeDriver:
         of_code: offsets of those that belong to kernels.
         elsewhere: offsets of those on another card.
         handles: handles of the memory that is mapped without access, by the offset of the step.
+        odd: what it answers for an address, as first address and length, in place of what is listed; None for an error.
         asked: how often it was asked about an address.
     """
 
@@ -44,6 +45,7 @@ class FakeDriver:
     of_code: set[int] = field(default_factory=set)
     elsewhere: set[int] = field(default_factory=set)
     handles: dict[int, int] = field(default_factory=dict)
+    odd: Callable[[int], tuple[int, int] | None] | None = None
     asked: int = 0
     retained: list[int] = field(default_factory=list)
 
@@ -68,6 +70,10 @@ class FakeDriver:
 
     def _range(self, start: int, length: int, address: int) -> int:
         self.asked += 1
+        if self.odd is not None and (answer := self.odd(address)) is not None:
+            ctypes.c_uint64.from_address(start).value = answer[0] % (1 << 64)
+            ctypes.c_uint64.from_address(length).value = answer[1] % (1 << 64)
+            return 0
         begin = self._begin(address)
         if begin is None:
             return 1
@@ -165,4 +171,52 @@ def test_what_is_mapped_without_access_is_reported_by_its_handle(driver: FakeDri
     assert found == tuple(
         (driver.base + at, size) for at, size in ((10 * MIB, 2 * STEP), (14 * MIB, STEP), (30 * MIB, STEP))
     )
+    assert driver.retained == []
+
+
+ODD_ANSWERS: dict[str, Callable[[int], tuple[int, int] | None]] = {
+    "a range below the address, as for a CUDA array": lambda address: (address - 4096, 4096),
+    "a range above the address": lambda address: (address + 512, STEP),
+    "a range of no bytes": lambda address: (address, 0),
+    "a negative length": lambda address: (address, -4096),
+    "a range that wraps around": lambda address: (address - 512, (1 << 64) - 4096),
+    "one range for every address": lambda address: (1 << 30, STEP),
+    "addresses of nothing": lambda address: (0, 0),
+}
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS)
+def test_an_answer_without_the_address_asked_is_skipped_with_its_step(
+    driver: FakeDriver, answer: Callable[[int], tuple[int, int] | None]
+) -> None:
+    driver.listed = {0: STEP, 40 * MIB: STEP}
+    assert read_allocations(0) == driver.at(0, 40 * MIB)
+    once, driver.asked = driver.asked, 0
+    inside = range(driver.base + 10 * MIB, driver.base + 20 * MIB)
+    driver.odd = lambda address: answer(address) if address in inside else None
+    assert read_allocations(0) == driver.at(0, 40 * MIB)
+    assert driver.asked == once
+    driver.asked = 0
+    assert read_allocations(0, [(inside.start + 512, len(inside) - 512)]) == ()
+    assert driver.asked <= len(inside) // STEP + 1
+
+
+def test_allocations_of_a_byte_each_are_asked_about_where_one_may_begin(driver: FakeDriver) -> None:
+    driver.odd = lambda address: (address, 1) if address < driver.base + STEP else None
+    found = read_allocations(0)
+    assert found is not None
+    assert len(found) == STEP // 256
+
+
+def test_a_driver_that_answers_too_slowly_is_not_asked_for_ever(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = iter(range(1000))
+    monkeypatch.setattr(allocations, "_clock", lambda: 3.0 * next(seconds))
+    driver.listed = {0: STEP, 4 * MIB: STEP, 8 * MIB: STEP, 12 * MIB: STEP}
+    with pytest.raises(AllocationsError, match="had not listed its allocations on cuda:0 after 10 s"):
+        read_allocations(0)
+    driver.handles = dict.fromkeys(driver.listed, 7)
+    with pytest.raises(AllocationsError, match="cuda:0 after 10 s"):
+        read_mappings_without_access(0, ())
     assert driver.retained == []
