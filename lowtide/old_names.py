@@ -161,7 +161,7 @@ RENAMED = {
     "lowtide.probes.ranges": "lowtide.probes.memory.ranges",
     "lowtide.probes.reach": "lowtide.probes.heap.reach",
     "lowtide.probes.settings": "lowtide.probes.host.settings",
-    "lowtide.probes.small_files": "lowtide.probes.host.small_files",
+    "lowtide.probes.small_files": "lowtide.probes.originals",
     "lowtide.probes.stand_ins": "lowtide.probes.heap.stand_ins",
     "lowtide.probes.tensors": "lowtide.probes.memory.tensors",
     "lowtide.probes.thread_names": "lowtide.probes.objects.thread_names",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection, Iterable
 from itertools import islice
 from operator import attrgetter
-from pathlib import Path
+from pathlib import PurePath
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -15,12 +14,13 @@ from lowtide.probes.device.allocation_history import CardHistory, parse_stacks
 from lowtide.probes.device.torch_allocator import Segment, initialized_torch
 from lowtide.probes.memory.dispatch_modes import keep_from_compiler
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
+from lowtide.probes.originals import loaded, sys
 
 __all__ = ["AllocationStacks", "StackFrame", "allocating_function", "parse_stacks"]
 
 _OWN_MODULES = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
 _OWN_FOLDERS = tuple(
-    str(Path(__file__).parents[1] / name) + os.sep for name in ("probes", "leakcheck", "pytest_plugin")
+    str(PurePath(__file__).parents[1] / name) + os.sep for name in ("probes", "leakcheck", "pytest_plugin")
 )
 
 _DISPATCH_FILES = (
@@ -245,7 +245,7 @@ class _CpuRecorder:
 
     def _prepare(self, torch: Any) -> bool:
         """Makes the mode; False if torch is not what it is known to be, and so nothing can be recorded."""
-        dispatch: Any = sys.modules.get("torch.utils._python_dispatch")
+        dispatch: Any = loaded("torch.utils._python_dispatch")
         try:
             self._tensor = torch.Tensor
             self._plain = (torch.Tensor, torch.nn.Parameter)
@@ -359,7 +359,7 @@ def _dispatch(
 
 def _loaded_torch() -> ModuleType | None:
     """The torch module if it is loaded, and not just half way."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     return None if getattr(getattr(torch, "__spec__", None), "_initializing", False) else torch
 
 

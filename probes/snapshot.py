@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +13,7 @@ from lowtide.probes.memory.ranges import Range, without
 from lowtide.probes.memory.tensors import TensorReading, summarize, survey_storages
 from lowtide.probes.objects.gc_state import GcReading, read_gc
 from lowtide.probes.objects.listed import census_of_all, collector_paused
+from lowtide.probes.originals import time
 from lowtide.probes.stages import PoolKind, PoolReading, announced_pools
 
 

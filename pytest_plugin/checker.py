@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +13,9 @@ import pytest
 from lowtide.leakcheck.baseline.owner_levels import ANYTHING
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.watching.watch import Verdict
+from lowtide.probes.originals import weakref
 from lowtide.probes.stages import listening, stage
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.checked import CheckedLeaks
@@ -37,7 +38,7 @@ from lowtide.pytest_plugin.settings import Settings, read_markers
 from lowtide.pytest_plugin.spent import Spent
 from lowtide.pytest_plugin.stage_records import StageRecords
 from lowtide.reports.outcomes import judged_as
-from lowtide.reports.schema import Finding, Subject
+from lowtide.reports.schema import Finding, NotMeasured, Subject
 
 
 class Checker:
@@ -359,8 +360,7 @@ class Checker:
             verdict = self._session.watch.end([*own_setup, *ended], let_go=self._let_go, hints=tuple(hints(item)))
         dangling = self._session.sleeps.take()
         if self._session.failure:
-            reason = f"lowtide could not judge this test: {self._session.failure}"
-            return [Subject(id=item.nodeid, outcome="error", reason=reason)]
+            return [self._not_judged(item)]
         if excused or self._debugged:
             reason = excused or "a debugger was entered, which holds the test's frames"
             own = Subject(id=item.nodeid, outcome="skipped", reason=reason)
@@ -380,6 +380,15 @@ class Checker:
             own = msgspec.structs.replace(own, stages=tuple(self._records.stages), not_measured=not_measured)
             self._records.close()
         return [self._results.with_snapshot(own), *self._owner_subjects(verdict, ended)]
+
+    def _not_judged(self, item: pytest.Item) -> Subject:
+        """Return the subject of a test of which a reading failed; no error where that may be the test's own doing."""
+        if not self._session.replaced:
+            reason = f"lowtide could not judge this test: {self._session.failure}"
+            return Subject(id=item.nodeid, outcome="error", reason=reason)
+        what = f"what a test leaves with {first_of(self._session.replaced, 3)} replaced"
+        missing = NotMeasured(what=what, why=self._session.failure)
+        return Subject(id=item.nodeid, outcome="unsupported", reason=missing.why, not_measured=(missing,))
 
     def _owner_subjects(self, verdict: Verdict, ended: Sequence[FixtureOwner]) -> list[Subject]:
         subjects = []

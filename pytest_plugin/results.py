@@ -15,6 +15,7 @@ from lowtide.leakcheck.baseline.readings import this_machine
 from lowtide.leakcheck.suppressions.entries import SuppressionError, Suppressions, find, load, problems, shipped
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import find_driver
+from lowtide.probes.originals import time
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.proven import Proven, retell, with_proven
 from lowtide.pytest_plugin.settings import Settings
@@ -132,7 +133,7 @@ class Results:
             driver.close()
 
     def _suppressed(self, findings: Sequence[Finding]) -> Sequence[Finding]:
-        applied = self._suppressions.apply(findings, date.today())
+        applied = self._suppressions.apply(findings, date(*time.localtime()[:3]))
         self._used |= applied.used
         return applied.findings
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import operator
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,6 +17,7 @@ import pytest
 
 from lowtide.probes.objects.foreign import attribute, is_a, module_of_class, mro_of, namespace_of
 from lowtide.probes.objects.listed import frame_locals
+from lowtide.probes.originals import loaded, sys
 
 # As the interpreter has them, whatever the error's class makes of such a name.
 _TRACEBACK_OF = BaseException.__dict__["__traceback__"].__get__
@@ -65,7 +65,7 @@ def _forget_instance(item: pytest.Function) -> None:
 
     It keeps that to see that the next call is on the same one, which it is not: pytest makes another.
     """
-    kind = getattr(sys.modules.get("hypothesis.utils.threading"), "ThreadLocal", None)
+    kind = getattr(loaded("hypothesis.utils.threading"), "ThreadLocal", None)
     function = None if kind is None else getattr_static(item.cls, item.originalname, None)
     if not getattr(function, "is_hypothesis_test", False):
         return

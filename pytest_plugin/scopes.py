@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import re
-import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import pytest
 
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.probes.objects.whose_code import is_library
+from lowtide.probes.originals import gc, weakref
 from lowtide.pytest_plugin.settings import excuse_of
 
 # pytest wraps what unittest and xunit-style classes and modules set up in fixtures of its own.
@@ -124,7 +123,7 @@ class WiderFixtures:
 def _place(fixture: pytest.FixtureDef[Any]) -> str:
     """The file that defines it, from the rootdir; of a plugin's, and of the root's conftest.py, the name only."""
     code = getattr(inspect.unwrap(fixture.func), "__code__", None)
-    return fixture.baseid or ("a plugin" if code is None else Path(code.co_filename).name)
+    return fixture.baseid or ("a plugin" if code is None else PurePath(code.co_filename).name)
 
 
 def _finalizers(fixture: pytest.FixtureDef[Any]) -> list[Callable[[], object]]:

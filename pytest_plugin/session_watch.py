@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import traceback
 from collections.abc import Iterator
 from typing import Literal
@@ -14,6 +13,7 @@ from lowtide.leakcheck.baseline.import_watch import ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.watching.sleep_watch import SleepWatch
 from lowtide.leakcheck.watching.watch import Policy, Watch
+from lowtide.probes.originals import replaced, threading
 from lowtide.probes.stages import Stage
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.spent import Spent
@@ -34,6 +34,7 @@ class SessionWatch:
         sleeps: what engines leave behind that sleep.
         is_open: whether it reads anything yet.
         failure: the first error in a guarded block since this was emptied; empty if there was none.
+        replaced: functions of Python's that the program had replaced when that error came.
     """
 
     def __init__(self, policy: Policy, spent: Spent) -> None:
@@ -42,6 +43,7 @@ class SessionWatch:
         self.sleeps = SleepWatch()
         self.is_open = False
         self.failure = ""
+        self.replaced: list[str] = []
         self._spent = spent
         self._stages: list[str] = []
 
@@ -73,8 +75,11 @@ class SessionWatch:
             with self._spent.on_judging():
                 yield
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this checker's
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            self.failure = self.failure or f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"
+            if not self.failure:
+                *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+                self.failure = f"{type(error).__name__}: {error} ({frame.f_code.co_name}, line {line})"
+                self.replaced = replaced()
+                del frame
 
     @contextlib.contextmanager
     def owned_by(self, owner: Owner) -> Iterator[None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator, Sequence
+
+from lowtide.probes.originals import time
 
 
 class Spent:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 
 from lowtide.leakcheck.baseline.readings import to_readings
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
+from lowtide.probes.originals import time
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.pytest_plugin.spent import Spent
 from lowtide.reports.processes.stage_processes import ProcessStage

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +9,7 @@ import pytest
 
 from lowtide.leakcheck.judging.budget import REMEDIES_SHARE, UNTRIED
 from lowtide.leakcheck.judging.tolerances import HOST_MEMORY_TOLERANCE, plain_metrics
+from lowtide.probes.originals import loaded, os
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.spent import Spent
 from lowtide.reports.finding_lines import amount, first_line, holder_text, one_line, terminal_lines
@@ -49,7 +48,7 @@ def not_judged(settings: Settings, *, shares_card: bool) -> Iterator[str]:
         yield "cards (device cpu)"
     elif shares_card:
         yield "the driver's figures of a card (workers share it)"
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is not None and settings.device != "cpu" and not torch.cuda.is_available():
         yield "cards (torch sees none)"
     if torch is not None and settings.device != "cpu" and torch.cuda.is_initialized():

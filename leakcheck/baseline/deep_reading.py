@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lowtide.leakcheck.baseline.device_memory import IDLE_POOL, MEMORY_POOL, DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
@@ -20,6 +18,7 @@ from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.probes.memory.ranges import common
+from lowtide.probes.originals import os
 from lowtide.probes.stages import announced_pools
 
 
@@ -190,7 +189,7 @@ class DeepReader:
 
 def _size_of(name: str) -> int:
     try:
-        return Path("/dev/shm", name).stat().st_size
+        return os.stat(f"/dev/shm/{name}").st_size
     except OSError:  # it is gone by now
         return 0
 

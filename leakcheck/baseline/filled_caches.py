@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-import weakref
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from types import MethodType
@@ -17,6 +14,7 @@ from lowtide.probes.heap.caches import BEYOND_CACHES, CacheActivity, cache_entri
 from lowtide.probes.heap.holders import SharedWalk, trace
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.objects.foreign import is_a, module_of_class, type_name
+from lowtide.probes.originals import gc, loaded, weakref
 
 _MOST_REACHED = 20_000
 """Objects that are looked at behind one cache, or behind one object that it holds."""
@@ -254,5 +252,5 @@ def _name(cache: Any) -> str:
 
 
 def _is_module(item: object) -> bool:
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     return torch is not None and hasattr(torch, "nn") and is_a(item, torch.nn.Module)

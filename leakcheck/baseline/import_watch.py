@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import itertools
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.probes.originals import sys, threading
 
 _OWN = ("lowtide", "pynvml", "amdsmi")
 """What this checker itself may import in the middle of a reading."""

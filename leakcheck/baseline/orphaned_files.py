@@ -8,22 +8,21 @@ Nothing says who made such a file: where others may have, as another run of lowt
 from __future__ import annotations
 
 import contextlib
-import os
+import os as os_module
 import re
 import signal
-import tempfile
-import time
+import stat
+import tempfile as tempfile_module
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-import psutil
 
 from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.probes.host.passing_for import passing_for
-from lowtide.probes.host.process_files import stat
+from lowtide.probes.host.process_files import began_at
+from lowtide.probes.host.process_files import stat as process_stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
+from lowtide.probes.originals import lines_of, os, temporary_folder, time
 from lowtide.probes.processes.neighbours import Neighbours
 
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -85,19 +84,19 @@ class OrphanedFiles:
         if self._originals:
             return
         self._process = os.getpid()
-        self._names = _MadeUpNames(vars(tempfile)["_get_candidate_names"]())
-        vars(tempfile)["_name_sequence"] = self._names
+        self._names = _MadeUpNames(vars(tempfile_module)["_get_candidate_names"]())
+        vars(tempfile_module)["_name_sequence"] = self._names
         for name, pids_of in (("kill", self._pids_of_one), ("killpg", self._pids_of_group)):
-            original = getattr(os, name)
+            original = getattr(os_module, name)
             self._originals[name] = original
-            setattr(os, name, passing_for(original, os, name)(self._standing_in(original, pids_of)))
+            setattr(os_module, name, passing_for(original, os_module, name)(self._standing_in(original, pids_of)))
 
     def stop(self) -> None:
         """End it; legal twice."""
         for name, original in self._originals.items():
-            setattr(os, name, original)
+            setattr(os_module, name, original)
         if self._names is not None:
-            vars(tempfile)["_name_sequence"] = self._names.original
+            vars(tempfile_module)["_name_sequence"] = self._names.original
         self._originals, self._names = {}, None
 
     def mark(self) -> None:
@@ -112,9 +111,9 @@ class OrphanedFiles:
             self._segments_before = frozenset(os.listdir("/dev/shm"))
         with contextlib.suppress(OSError):
             # The folder changes with each entry, so that most tests find it as the last one did.
-            changed = os.stat(tempfile.gettempdir()).st_mtime_ns
+            changed = os.stat(temporary_folder()).st_mtime_ns
             if changed != self._listed:
-                self._before, self._listed = frozenset(os.listdir(tempfile.gettempdir())), changed
+                self._before, self._listed = frozenset(os.listdir(temporary_folder())), changed
 
     def look(self) -> None:
         """Note what is there now and nobody knows of afterwards.
@@ -138,15 +137,15 @@ class OrphanedFiles:
         self._note_ended()
         # Later on they may have ended, and their files be there.
         self._neighbours.look()
-        folder = tempfile.gettempdir()
-        self._bound_here |= {Path(path).name for path in _listening(os.getpid(), f"{folder}/")}
+        folder = temporary_folder()
+        self._bound_here |= {os.path.basename(path) for path in _listening(os.getpid(), f"{folder}/")}
 
     def temporary_files(self) -> dict[str, int]:
         """What ended processes had open, listened on or numbered among the temporary files, if it is new."""
         self._note_ended()
         if not self._lifetimes:
             return {}
-        folder = tempfile.gettempdir()
+        folder = temporary_folder()
         with contextlib.suppress(OSError):
             fresh = set(os.listdir(folder)) - self._before
             self._files |= {name for name in fresh if self._numbers & _numbers_in(name)}
@@ -154,7 +153,7 @@ class OrphanedFiles:
                 self._files |= self._abandoned_sockets(fresh - self._files)
         own = set() if self._names is None else self._names.made
         left = [name for name in sorted(self._files) if not any(part in name for part in own)]
-        return {f"{folder}/{name}": 1 for name in left if os.path.lexists(f"{folder}/{name}")}
+        return {f"{folder}/{name}": 1 for name in left if _facts_of(f"{folder}/{name}") is not None}
 
     def shared_memory(self, names: Collection[str]) -> set[str]:
         """Those of some names in /dev/shm that are new, and that ended processes left, or orphans hold.
@@ -173,7 +172,7 @@ class OrphanedFiles:
         if not self._lifetimes:
             return left
         left |= {name for name in fresh if self._numbers & _numbers_in(name)}
-        unknown = {name for name in fresh - left if self._was_made_in_a_life(Path("/dev/shm", name))}
+        unknown = {name for name in fresh - left if self._was_made_in_a_life(f"/dev/shm/{name}")}
         unknown -= self._open_to_nobody
         if unknown and self._is_alone():
             self._open_to_nobody |= _unused(unknown)
@@ -198,16 +197,13 @@ class OrphanedFiles:
 
     def _abandoned_sockets(self, names: Collection[str]) -> set[str]:
         """Those of some names of temporary files that are sockets of which ended processes may be the makers."""
-        folder = Path(tempfile.gettempdir())
-        sockets = {name for name in names if (folder / name).is_socket() and self._was_made_in_a_life(folder / name)}
-        return sockets - self._bound_here - {Path(path).name for path in _bound_in(folder)} if sockets else set()
+        folder = temporary_folder()
+        sockets = {name for name in names if self._was_made_in_a_life(f"{folder}/{name}", stat.S_ISSOCK)}
+        return sockets - self._bound_here - set(map(os.path.basename, _bound_in(folder))) if sockets else set()
 
-    def _was_made_in_a_life(self, path: Path) -> bool:
-        try:
-            entry = path.lstat()
-        except OSError:  # it is gone by now
-            return False
-        if entry.st_uid != os.geteuid():
+    def _was_made_in_a_life(self, path: str, is_of_kind: Callable[[int], bool] = lambda mode: True) -> bool:
+        entry = _facts_of(path)
+        if entry is None or entry.st_uid != os.geteuid() or not is_of_kind(entry.st_mode):
             return False
         made = entry.st_ctime
         # The kernel counts both in steps of some milliseconds.
@@ -237,10 +233,11 @@ class OrphanedFiles:
             return
         now = time.time()
         for pid in victims:
-            with contextlib.suppress(psutil.Error):
-                self._lifetimes.setdefault(pid, (psutil.Process(pid).create_time(), now))
+            process = process_stat(pid)
+            if process is not None:
+                self._lifetimes.setdefault(pid, (began_at(process), now))
         self._segments.names.update(mapped_shared_memory(victims))
-        folder = f"{tempfile.gettempdir()}/"
+        folder = f"{temporary_folder()}/"
         mine = _opened(os.getpid(), folder)
         for pid in victims:
             paths = (_opened(pid, folder) | _listening(pid, folder)) - mine
@@ -269,14 +266,22 @@ class _MadeUpNames:
 
 
 def _has_ended(pid: int) -> bool:
-    process = stat(pid)
+    process = process_stat(pid)
     return process is None or process.state == "Z"
 
 
-def _bound_in(folder: Path) -> Iterator[str]:
+def _facts_of(path: str) -> os.stat_result | None:
+    """Return what the kernel says of a file, not of what a link leads to; None where it is gone."""
+    try:
+        return os.lstat(path)
+    except OSError:
+        return None
+
+
+def _bound_in(folder: str) -> Iterator[str]:
     """The paths in a folder to which sockets of living processes are bound."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+        for line in lines_of("/proc/net/unix")[1:]:
             path = line.split(maxsplit=7)[7:]
             if path and path[0].startswith(f"{folder}/"):
                 yield path[0]
@@ -314,7 +319,7 @@ def _listening(pid: int, folder: str) -> set[str]:
     inodes = {target[len("socket:[") : -1] for _, target in _descriptors(pid) if target.startswith("socket:[")}
     found = set()
     with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/net/unix").read_text(errors="replace").splitlines()[1:]:
+        for line in lines_of(f"/proc/{pid}/net/unix")[1:]:
             # Num RefCount Protocol Flags Type St Inode Path
             fields: list[Any] = line.split(maxsplit=7)
             if len(fields) == 8 and fields[6] in inodes and fields[7].startswith(folder):

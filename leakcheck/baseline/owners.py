@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import itertools
 import select
 import socket
 import subprocess
-import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -24,6 +21,7 @@ from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_st
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.objects.whose_code import library_globals
+from lowtide.probes.originals import gc, loaded, threading
 
 # pytest's own objects lead from any fixture to all of the session, and this checker's to all that it judges.
 _PACKAGES = ("_pytest", "pytest", "pluggy", "lowtide")
@@ -157,7 +155,7 @@ class Claims:
         ids = set(wanted)
         found: dict[int, Owner] = {}
         for owner, reached in self._reached:
-            with plain_tensors(sys.modules["torch"]):
+            with plain_tensors(loaded("torch")):
                 gradients = set(map(id, gradients_of(Census(reached.values()).instances_of(tensor_type))))
             found.update(dict.fromkeys(gradients & ids, owner))
         return found
@@ -165,7 +163,7 @@ class Claims:
     def saved(self, wanted: Collection[tuple[str, int]]) -> dict[tuple[str, int], Owner]:
         """Those of the `wanted` storages that an owner's tensor holds by its autograd graph: what the graph's nodes
         have saved, and the gradients of that."""
-        torch: Any = sys.modules["torch"]
+        torch: Any = loaded("torch")
         found: dict[tuple[str, int], Owner] = {}
         for owner, reached in self._reached:
             tensors = Census(reached.values()).instances_of(torch.Tensor)
@@ -187,7 +185,7 @@ class Claims:
             known: the bytes of storages that were asked before, by owner: to ask again would take 40 µs each.
             fresh: storages that may have another length than one at their address had before.
         """
-        torch: Any = sys.modules.get("torch")
+        torch: Any = loaded("torch")
         found: dict[int, dict[Key, int]] = {}
         taken: set[Key] = set()
         for owner, reached in self._reached if torch is not None and hasattr(torch, "UntypedStorage") else ():
@@ -203,7 +201,7 @@ class Claims:
 
     def gradient_addresses(self) -> list[int]:
         """Where the gradients of the owners' tensors lie."""
-        torch = sys.modules.get("torch")
+        torch = loaded("torch")
         if torch is None:
             return []
         tensors = [t for _, reached in self._reached for t in Census(reached.values()).instances_of(torch.Tensor)]
@@ -275,5 +273,5 @@ def _of_processes(census: Census) -> list[int]:
 
 def _segments(census: Census) -> list[str]:
     """The names in /dev/shm of multiprocessing's segments among some objects."""
-    module: Any = sys.modules.get("multiprocessing.shared_memory")
+    module: Any = loaded("multiprocessing.shared_memory")
     return [] if module is None else [item.name.lstrip("/") for item in census.instances_of(module.SharedMemory)]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import sys
 from collections.abc import Sequence
-
-import psutil
 
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.ledger import LedgerBase, read_ledger
 from lowtide.probes.objects.listed import frozen_by_program
+from lowtide.probes.originals import loaded, os
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Ledger, LedgerLine, Machine, Readings
 
@@ -53,7 +50,7 @@ def to_ledger(snapshot: Snapshot, base: LedgerBase) -> Ledger:
 
 def this_machine(driver: Driver) -> Machine:
     """Where this process runs; asks torch only if it is loaded."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     devices: tuple[str, ...] = ()
     if torch is not None and torch.cuda.is_available():
         devices = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
@@ -62,7 +59,7 @@ def this_machine(driver: Driver) -> Machine:
         python=platform.python_version(),
         torch="" if torch is None else str(torch.__version__),
         cpus=os.cpu_count() or 0,
-        memory=psutil.virtual_memory().total,
+        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         devices=devices,
         driver=driver.name,
     )

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Optional
-
-import psutil
 
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.shared_memory import OwnSegments
@@ -18,7 +14,9 @@ from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.settings.setting_history import SettingHistory
 from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.process_files import descendants_of
 from lowtide.probes.host.readings import mapped_shared_memory
+from lowtide.probes.originals import os
 
 Subject = Optional[Owner]  # noqa: UP045 - evaluated, and Python 3.10's `|` does not know strings
 """Who is judged: an owner that has ended, or (None) the test."""
@@ -224,13 +222,13 @@ class Ownership:
         """
         if not names:
             return {}
-        family = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+        family = [os.getpid(), *descendants_of(os.getpid())]
         mine = mapped_shared_memory(family) | self._segments.names | self._left_behind(names)
         found = {}
         for name in names:
             own = name in mine or bool({str(pid) for pid in family} & set(re.findall(r"\d+", name)))
             try:
-                facts = Path("/dev/shm", name).stat()
+                facts = os.stat(f"/dev/shm/{name}")
             except OSError:  # it is gone by now
                 continue
             if own and facts.st_uid == os.geteuid():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any
 
 from lowtide.probes.host.passing_for import passing_for
+from lowtide.probes.originals import os
 
 
 class OwnSegments:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import gc
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from lowtide.probes.memory.ranges import merge, total
 from lowtide.probes.memory.tensors import StorageReading, keys_of_each, plain_tensors, survey_storages
 from lowtide.probes.objects.foreign import mro_of, type_name
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.originals import gc, loaded
 
 Key = tuple[str, int]
 """A storage: its device and its address."""
@@ -85,7 +85,7 @@ def read_heap(
             card that lived before and have new memory now.
         survey: all objects, and those that were born since the baseline, where they are known.
     """
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return HeapReading((), {}, frozenset(), {}, 0)
     with collector_paused():
@@ -188,7 +188,7 @@ def thaw(stage: str, seen: Collection[Key]) -> tuple[Held, ...]:
         stage: in which they were frozen.
         seen: the storages at the last full reading: those are nobody's now.
     """
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         gc.unfreeze()
         collect()
@@ -209,7 +209,7 @@ def _all_storages(torch: Any, objects: list[object]) -> tuple[StorageReading, ..
 
 def tensors_over(keys: Collection[Key], walk: SharedWalk | None = None) -> list[Any]:
     """The tensors and storage objects over some storages; drop them soon."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     with collector_paused():
         census = census_of(walk)
         everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
@@ -223,7 +223,7 @@ def tensors_in(keys: Collection[Key], walk: SharedWalk | None = None) -> list[tu
     A loader cuts a file's memory into storages of their own: who holds one of these holds all of the memory, and the
     storage that covers it is held from C++ alone.
     """
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     with collector_paused():
         census = census_of(walk)
         everything = [*census.instances_of(torch.Tensor), *census.instances_of(torch.UntypedStorage)]
@@ -259,7 +259,7 @@ class _Covering:
 
 def live_keys() -> set[Key]:
     """All storages that Python's tensors hold now."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return set()
     return {_key(storage) for storage in _all_storages(torch, all_objects())}
@@ -267,7 +267,7 @@ def live_keys() -> set[Key]:
 
 def is_tensor(item: object) -> bool:
     """Whether an object is a tensor or a storage, by its real type."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):
         return False
     return any(base is torch.Tensor or base is torch.UntypedStorage for base in mro_of(type(item)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import sys
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from lowtide.leakcheck.explaining import declarations
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.identities import identities, namespaces_of, types_of
+from lowtide.probes.originals import gc
 
 
 class Place(NamedTuple):

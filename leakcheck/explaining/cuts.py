@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable
 from types import CellType, CoroutineType, FunctionType, GeneratorType, ModuleType
@@ -37,6 +35,7 @@ from lowtide.probes.objects.foreign import (
     namespace_of_class,
     type_name,
 )
+from lowtide.probes.originals import gc, loaded, threading
 from lowtide.probes.references.unseen_references import object_parts
 
 __all__ = ["Cut", "Names", "NamespaceSizes", "Place", "Refused", "cut_of", "namespace_sizes"]
@@ -192,7 +191,7 @@ def _slot(link: Link, of: Owner, names: Names) -> Cut | None:
 
 def _item_of_array(link: Link, of: Owner, names: Names) -> Cut | None:
     """An item of an array of objects; None is what an empty one has."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy: Any = loaded("numpy")
     if link.kind != "item" or numpy is None or not is_a(link.carrier, numpy.ndarray):
         return None
     if not names.are_free:
@@ -209,7 +208,7 @@ def _item_of_array(link: Link, of: Owner, names: Names) -> Cut | None:
 
 def _empty_item(array: Any, held: int) -> None:
     """Puts None where an array of objects has one, by its identity."""
-    numpy: Any = sys.modules["numpy"]
+    numpy: Any = loaded("numpy")
     for _, part in object_parts(array):
         flat = numpy.ndarray.flat.__get__(part)
         for place in [place for place, item in enumerate(flat) if id(item) == held]:

@@ -9,11 +9,11 @@ import ast
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
 from lowtide.probes.objects.foreign import attribute, mro_of, type_name
+from lowtide.probes.originals import contents
 
 Binding = Literal["none", "other", "absent", "unknown"]
 """To None, to something else, not at all, or in source that cannot be read."""
@@ -273,6 +273,6 @@ def _tree(module: ModuleType) -> ast.Module | None:
         with warnings.catch_warnings():
             # An invalid escape in the program's text was reported when it was imported.
             warnings.simplefilter("ignore")
-            return ast.parse(Path(file).read_text(encoding="utf-8")) if type(file) is str else None
+            return ast.parse(contents(file)) if type(file) is str else None
     except (OSError, SyntaxError, ValueError):
         return None

@@ -14,8 +14,6 @@ is `.ENGINE`. If the caller names the engine as innocent, the same path is an `i
 from __future__ import annotations
 
 import dataclasses
-import gc
-import sys
 from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +42,7 @@ from lowtide.probes.heap.roots import RootKind
 from lowtide.probes.memory.tensors import plain_tensors, torch_member
 from lowtide.probes.objects.foreign import HOOK, is_a
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census
+from lowtide.probes.originals import gc, loaded
 from lowtide.reports.schema import Cause, Hop, Verdict
 
 _LETTING_HOOK_GO = (
@@ -249,7 +248,7 @@ def _first_holder(found: Traces, place: int, inspect: Inspector) -> Holder | Non
 
 def _may_hold_its_root(target: Any, root: object, held_from_c: Container[int]) -> bool:
     """Whether a path begins at a suspect that C++ holds, and ends at a tensor by whose graph it may do so."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if root is None or id(root) not in held_from_c or torch is None or not hasattr(torch, "Tensor"):
         return False
     if not is_a(target, torch.Tensor) or target is root:
@@ -348,7 +347,7 @@ def _without_path(target: Any, natively: Collection[int], holders: Collection[st
 
 def _held_by_native_code(target: Any, *, referred: bool) -> Explanation | None:
     """For what C or C++ refers to, and a tensor that torch's own counter says is held from C++, else None."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     node = ""
     if torch is not None and hasattr(torch, "Tensor") and Census([target]).instances_of(torch.Tensor):
         with plain_tensors(torch):

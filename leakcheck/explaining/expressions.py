@@ -9,7 +9,6 @@ from __future__ import annotations
 import keyword
 import re
 import sys
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextvars import copy_context
@@ -40,6 +39,7 @@ from lowtide.probes.objects.foreign import (
     namespace_of,
     type_name,
 )
+from lowtide.probes.originals import threading
 from lowtide.probes.references.edges import UNNAMED
 from lowtide.probes.references.unseen_references import reader_of
 

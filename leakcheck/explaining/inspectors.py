@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import gc
-import sys
-import threading
 from collections.abc import Callable, Container, Sequence
 from types import MemberDescriptorType
 from typing import Any
 
 from lowtide.probes.heap.paths import Mark
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of, namespace_of, type_name
+from lowtide.probes.originals import gc, loaded, threading
 from lowtide.probes.references.unseen_references import is_view_of
 
 # What a class calls the method that ends its instances' life, and how an instance says that this has happened.
@@ -94,7 +92,7 @@ def _clue(item: object) -> Mark | None:
 
 def _is_owned(item: object, owned: bool) -> bool:
     """Whether an object is a module of the engine that the path has passed."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     return owned and torch is not None and hasattr(torch, "nn") and is_a(item, torch.nn.Module)
 
 
@@ -120,7 +118,7 @@ def _thread(item: object) -> Mark | None:
 
 def _transfer(item: object) -> Mark | None:
     """A collective operation or another piece of torch's asynchronous work that has not ended."""
-    distributed: Any = sys.modules.get("torch.distributed")
+    distributed: Any = loaded("torch.distributed")
     if distributed is None or not hasattr(distributed, "Work") or not is_a(item, distributed.Work):
         return None
     return None if distributed.Work.is_completed(item) else "pending"

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 import sysconfig
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path as FilePath
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -29,13 +25,14 @@ from lowtide.probes.objects.foreign import (
     mro_of,
     type_name,
 )
+from lowtide.probes.originals import loaded, os, threading, weakref
 
 _DUNDER = re.compile(r"__\w+__")
 # Instances of these have no names but those that the program gives them.
 _BARE = (threading.local, SimpleNamespace, BaseException)
 _FINALIZER = vars(weakref.finalize)["_Info"]
 # Where a project keeps its package; what is installed under that name is the project's own.
-_SOURCES = ("", "src")
+_SOURCES = (".", "src")
 
 
 @dataclass(frozen=True)
@@ -203,7 +200,7 @@ def offered_method(owner: object) -> Offer | None:
 
 
 def _stop_patches() -> None:
-    sys.modules["unittest.mock"].patch.stopall()
+    loaded("unittest.mock").patch.stopall()
 
 
 _METHODS: tuple[tuple[tuple[str, ...], Offer], ...] = (
@@ -286,14 +283,23 @@ def _is_private(link: Link) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _is_installed(top: str) -> bool:
-    module = sys.modules.get(top)
+    module = loaded(top)
     file = attribute(module, "__file__") if module is not None and is_a(module, ModuleType) else None
     if type(file) is not str:
         return False
-    home = FilePath(file).parent
-    home = home.parent if FilePath(file).stem == "__init__" else home
-    if any((FilePath.cwd() / folder / top).is_dir() for folder in _SOURCES):
+    home, name = os.path.split(file)
+    home = os.path.dirname(home) if name.startswith("__init__.") else home
+    if any(top in _names_in(folder) for folder in _SOURCES):
         return False
     places = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib", "platstdlib")}
     # Where `pip install --target` and the like put libraries, what was installed is noted beside it.
-    return str(home) in places or home.name in ("site-packages", "dist-packages") or any(home.glob("*.dist-info"))
+    is_noted = any(entry.endswith(".dist-info") for entry in _names_in(home))
+    return home in places or os.path.basename(home) in ("site-packages", "dist-packages") or is_noted
+
+
+def _names_in(folder: str) -> list[str]:
+    """What is in a folder; nothing if it is none, or may not be read."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from lowtide.probes.heap.holders import SharedWalk, census_of
 from lowtide.probes.heap.paths import Link
 from lowtide.probes.memory.autograd import Saved, nodes_behind, saved_behind
 from lowtide.probes.memory.tensors import plain_tensors, survey_storages, torch_member
+from lowtide.probes.originals import loaded
 from lowtide.reports.schema import Hop
 
 _SHOWN_HOLDERS = 4
@@ -36,7 +36,7 @@ def as_gradients(
         explained: explains other objects.
         walk: the walk over the heap to ask, if it is shared with others.
     """
-    torch: Any = sys.modules["torch"]
+    torch: Any = loaded("torch")
     wanted = {id(tensor) for tensor in lost}
     owners = {}
     with plain_tensors(torch):
@@ -69,7 +69,7 @@ def saved_for_backward(
         explained: explains other objects.
         walk: the walk over the heap to ask, if it is shared with others.
     """
-    torch: Any = sys.modules["torch"]
+    torch: Any = loaded("torch")
     wanted = {key: id(tensor) for tensor in lost for key in _addresses(tensor)}
     found: dict[int, Saved] = {}
     with plain_tensors(torch):
@@ -110,7 +110,7 @@ def held_by_nodes(
         explained: explains other objects.
         walk: the walk over the heap to ask, if it is shared with others.
     """
-    torch: Any = sys.modules["torch"]
+    torch: Any = loaded("torch")
     wanted = {explanation.root for explanation in explanations.values()} - {0}
     found: dict[int, tuple[Any, tuple[tuple[str, str], ...]]] = {}
     with plain_tensors(torch):

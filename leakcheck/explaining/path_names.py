@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import re
 from collections.abc import Sequence
 
@@ -11,6 +10,7 @@ from lowtide.probes.heap.landmarks import module_expression
 from lowtide.probes.heap.paths import Path, Step
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
+from lowtide.probes.originals import gc
 from lowtide.reports.schema import Hop
 
 _LONGEST_HOLDER = 120

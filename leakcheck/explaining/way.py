@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import signal
-import sys
 from collections import deque
 from collections.abc import Sequence
 from types import ModuleType
@@ -26,6 +24,7 @@ from lowtide.leakcheck.explaining.path_names import Shown
 from lowtide.probes.heap.holders import Traces
 from lowtide.probes.heap.paths import Link, Path
 from lowtide.probes.heap.roots import is_library
+from lowtide.probes.originals import signal, sys
 
 CACHED = ("lru-cache-key", "lru-cache-value")
 

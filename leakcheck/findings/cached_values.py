@@ -8,9 +8,7 @@ module, no argument that is a tensor, and no tensor with a gradient.
 
 from __future__ import annotations
 
-import gc
 import sys
-import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
@@ -22,6 +20,7 @@ from lowtide.probes.heap.holders import SharedWalk, trace
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.foreign import LRU_CACHE, dict_of_module, is_a, module_of_class, namespace_of
 from lowtide.probes.objects.whose_code import is_library
+from lowtide.probes.originals import gc, loaded, weakref
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount, format_bytes
 
@@ -150,7 +149,7 @@ def _sizes(tensors: Sequence[Any]) -> dict[Key, int]:
 def _computed(cache: Any) -> list[Any]:
     """The tensors behind those values of a bounded cache that were computed from plain data."""
     _, _, most, entries = cache.cache_info()
-    if most is None or not entries or "torch" not in sys.modules:
+    if most is None or not entries or loaded("torch") is None:
         return []
     found: list[Any] = []
     for key, value in _entries(cache, entries):
@@ -192,13 +191,13 @@ def _is_plain_type(kind: type) -> bool:
 
 
 def _is_torchs(kind: type, names: Collection[str]) -> bool:
-    torch = sys.modules["torch"]
+    torch = loaded("torch")
     return any(kind is getattr(torch, name, None) for name in names)
 
 
 def _tensors_in(value: Any) -> list[Any] | None:
     """The tensors in a value that is made of nothing but tensors, plain data and containers; else None."""
-    torch: Any = sys.modules["torch"]
+    torch: Any = loaded("torch")
     found: list[Any] = []
     seen: set[int] = set()
     waiting = [value]

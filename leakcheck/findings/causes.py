@@ -7,13 +7,8 @@ through it.  What no path leads to stays a finding of its own, so that a second 
 from __future__ import annotations
 
 import dataclasses
-import gc
-import os
 import re
-import sys
-import threading
 from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Union
 
 from lowtide.leakcheck.explaining.cuts import Cut
@@ -30,6 +25,7 @@ from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.stand_ins import stand_ins
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.originals import contents, gc, loaded, os, threading
 from lowtide.reports.schema import Finding, Hop
 
 __all__ = ["Cause", "Draft", "by_cause", "with_causes"]
@@ -225,7 +221,7 @@ def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:
     if not names:
         return {}
     places: dict[str, int] = {}
-    lines = [line.split(None, 5) for line in os.fsdecode(Path("/proc/self/maps").read_bytes()).split("\n")]
+    lines = [line.split(None, 5) for line in os.fsdecode(contents("/proc/self/maps")).split("\n")]
     for name in names:
         path = name.partition(" -> ")[2]
         ranges = [line[0].split("-") for line in lines if len(line) > 5 and line[5] == path]
@@ -369,7 +365,7 @@ def _bytes_behind(objects: Sequence[Any]) -> int:
     while held:
         known.update((id(item), item) for item in held)
         held = [item for item in gc.get_referents(*held) if not gc.is_tracked(item) and id(item) not in known]
-    array: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+    array: Any = getattr(loaded("numpy"), "ndarray", None)
     size = sum(len(item) for item in known.values() if type(item) is bytes or type(item) is bytearray)
     if array is None:
         return size

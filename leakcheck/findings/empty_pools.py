@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.heap.holders import SharedWalk, census_of
 from lowtide.probes.memory.ranges import Range, common, total
 from lowtide.probes.objects.foreign import type_name
+from lowtide.probes.originals import loaded
 from lowtide.reports.schema import Cause, Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
@@ -237,7 +237,7 @@ def _pool_of(name: str) -> PoolId | None:
 
 
 def _pool_owners(walk: SharedWalk | None) -> list[Any]:
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     kinds = [getattr(torch.cuda, name, None) for name in ("MemPool", "CUDAGraph")] if torch is not None else []
     census = census_of(walk)
     return [item for kind in kinds if kind is not None for item in census.instances_of(kind)]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import re
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +22,7 @@ from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
+from lowtide.probes.originals import gc, weakref
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_amount, format_bytes
 

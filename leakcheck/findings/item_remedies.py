@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +23,7 @@ from lowtide.leakcheck.settings.changed_settings import Change
 from lowtide.leakcheck.settings.setting_remedies import advice, run, undoing
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.objects.thread_names import thread_key, thread_name
+from lowtide.probes.originals import gc, loaded, threading, time, weakref
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
@@ -209,7 +205,7 @@ def _trimming(index: int) -> list[Action]:
 
 
 def _groups(names: Iterable[str]) -> list[tuple[str, Any]]:
-    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    distributed: Any = loaded("torch.distributed.distributed_c10d")
     world = getattr(distributed, "_world", None)
     known = {} if world is None else {name: group for group, name in world.pg_names.items()}
     found = [(str(name), group) for name, group in known.items() if str(name) in set(names)]
@@ -219,8 +215,8 @@ def _groups(names: Iterable[str]) -> list[tuple[str, Any]]:
 
 
 def _destroying(name: str, group: Any) -> Action:
-    distributed: Any = sys.modules["torch.distributed"]
-    is_default = group is getattr(sys.modules["torch.distributed.distributed_c10d"]._world, "default_pg", None)
+    distributed: Any = loaded("torch.distributed")
+    is_default = group is getattr(loaded("torch.distributed.distributed_c10d")._world, "default_pg", None)
     own = f"torch.distributed.destroy_process_group(group) with group {name}, which new_group() returned"
     # Not held for longer than it is destroyed: the end of a group waits for its threads, and whoever lets go of it last
     # may wait for ever.  That is to be the thread with a limit, not the one that judges.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import gc
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +26,7 @@ from lowtide.probes.heap.births import Births
 from lowtide.probes.memory.ranges import merge
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects
+from lowtide.probes.originals import gc
 from lowtide.probes.stages import PoolReading
 from lowtide.reports.schema import Finding
 

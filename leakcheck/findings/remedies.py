@@ -5,10 +5,7 @@ Runs on a leak only, after the verdict.  Every change to the program is listed w
 
 from __future__ import annotations
 
-import gc
 import re
-import sys
-import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +26,7 @@ from lowtide.probes.memory.tensors import plain_tensors, torch_member
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.probes.objects.thread_names import thread_name
+from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
@@ -53,7 +51,7 @@ class StorageWatch:
     """
 
     def __init__(self, keys: Collection[Key], over: Sequence[Any] | None = None) -> None:
-        found = _references(tensors_over(keys) if over is None else over) if keys and "torch" in sys.modules else {}
+        found = _references(tensors_over(keys) if over is None else over) if keys and loaded("torch") else {}
         self._references = {key: found[key] for key in keys if key in found}
         self._others = set(keys) - found.keys()
 
@@ -66,7 +64,7 @@ class StorageWatch:
             walk: the walk over the heap to ask, if it is shared with others.
         """
         wanted = {key for group in keys for key in group}
-        found = _references(tensors_over(wanted, walk)) if wanted and "torch" in sys.modules else {}
+        found = _references(tensors_over(wanted, walk)) if wanted and loaded("torch") else {}
         watches = [cls(()) for _ in keys]
         for watch, group in zip(watches, keys, strict=True):
             watch._references = {key: found[key] for key in group if key in found}
@@ -81,7 +79,7 @@ class StorageWatch:
 
 def _references(items: Sequence[Any]) -> dict[Key, list[Any]]:
     """By storage, weak references to it, one for each of some tensors and storage objects over it."""
-    torch: Any = sys.modules["torch"]
+    torch: Any = loaded("torch")
     from torch.multiprocessing import reductions
 
     found: dict[Key, list[Any]] = {}
@@ -379,7 +377,7 @@ def _rungs(
     waited.update(id(action.thread) for action in actions)
     if may_unfreeze and gc.get_freeze_count() > FROZEN_AT_STARTUP:
         actions.append(_RungAction(ACTIONS[Rung.UNFREEZE], "the heap is not frozen any more", rung=Rung.UNFREEZE))
-    is_compiled = any(reported.cause == "compiled-code" for reported in explanations) and "torch._dynamo" in sys.modules
+    is_compiled = any(reported.cause == "compiled-code" for reported in explanations) and loaded("torch._dynamo")
     if is_compiled or (compiled_anything() and any(not reported.path for reported in explanations)):
         changed = "what torch.compile has compiled is dropped"
         actions.append(_RungAction(ACTIONS[Rung.RESET_COMPILED], changed, rung=Rung.RESET_COMPILED))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
-import weakref
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -25,6 +23,7 @@ from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.described import name_of
 from lowtide.probes.objects.foreign import attribute, code_of, is_a, mro_of, namespace_of, type_name
 from lowtide.probes.objects.thread_names import thread_ident, thread_key
+from lowtide.probes.originals import threading, weakref
 from lowtide.reports.schema import Hop
 
 _SHOWN = 3

@@ -7,7 +7,6 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -33,6 +32,7 @@ from lowtide.leakcheck.judging.trend import trend_of
 from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.device.torch_allocator import free_beside
 from lowtide.probes.heap.reach import reach
+from lowtide.probes.originals import lines_of
 from lowtide.reports.schema import Finding, Frame, Hop, Remedy
 from lowtide.reports.sizes import format_bytes
 
@@ -165,9 +165,8 @@ def frames(stack: Sequence[StackFrame]) -> tuple[Frame, ...]:
 def _source(frame: StackFrame) -> str:
     """The text of a frame's line; not from `linecache`, which would keep the file in the judged process."""
     try:
-        with Path(frame.file).open(encoding="utf-8", errors="replace") as lines:
-            return next(itertools.islice(lines, max(0, frame.line - 1), None), "").strip()[:_LONGEST_LINE]
-    except (OSError, ValueError):  # made at run time, or gone
+        return lines_of(frame.file)[max(0, frame.line - 1)].strip()[:_LONGEST_LINE]
+    except (OSError, ValueError, IndexError):  # made at run time, or gone
         return ""
 
 

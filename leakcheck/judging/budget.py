@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
+
+from lowtide.probes.originals import time
 
 REMEDIES_SHARE = 4
 """How many times the budget of a test the remedies of a session may take: with the default of 30 s, 120 s."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +10,7 @@ from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, release
 from lowtide.leakcheck.judging.rules import MIB
 from lowtide.probes.device.torch_allocator import AllocatedRanges, allocated_ranges
 from lowtide.probes.memory.ranges import Range, common, total, without
+from lowtide.probes.originals import gc, loaded
 from lowtide.probes.stages import Stage
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
@@ -128,7 +127,7 @@ class GrowthWatch:
 
     def _figures(self) -> tuple[int, int]:
         """Bytes reserved and bytes allocated."""
-        torch: Any = sys.modules["torch"]
+        torch: Any = loaded("torch")
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         return stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]["current"]
 

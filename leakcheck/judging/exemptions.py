@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import gc
 import re
-import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any
 
-import psutil
-
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.process_files import command_line as _command_line
-from lowtide.probes.host.process_files import open_files
+from lowtide.probes.host.process_files import open_files, stat
 from lowtide.probes.objects.foreign import attribute, module_of_class
 from lowtide.probes.objects.thread_names import thread_ident, thread_key
+from lowtide.probes.originals import contents, gc, loaded, os, sys, threading
 from lowtide.reports.schema import Resource
 
 Names = Collection[str]
@@ -85,10 +80,9 @@ def _serves_multiprocessing(pid: str) -> bool:
     command = _command_line(int(pid))
     if "multiprocessing.forkserver" not in command:
         return _TRACKER.search(command) is not None
-    try:
-        return "multiprocessing.forkserver" not in _command_line(psutil.Process(int(pid)).ppid())
-    except psutil.Error:  # it ended meanwhile
-        return True
+    process = stat(int(pid))
+    # One that ended meanwhile is not reported.
+    return process is None or "multiprocessing.forkserver" not in _command_line(process.parent)
 
 
 _TRACKER = re.compile(r"from [\w.]+\bresource_tracker import main")
@@ -99,14 +93,13 @@ _KERNEL = (0, 2)
 
 
 def _has_ended(pid: str) -> bool:
+    process = stat(int(pid))
     try:
-        process = psutil.Process(int(pid))
         # One that is exiting has no memory any more, some time before it is a zombie; the kernel's threads never have.
-        has_memory = Path(f"/proc/{pid}/statm").read_bytes().split()[0] != b"0"
-        is_exiting = not has_memory and process.ppid() not in _KERNEL
-        return bool(is_exiting or process.status() == psutil.STATUS_ZOMBIE)
-    except (OSError, IndexError, psutil.Error):  # it ended meanwhile
+        has_memory = contents(f"/proc/{pid}/statm").split()[0] != b"0"
+    except (OSError, IndexError):  # it ended meanwhile
         return True
+    return process is None or process.state == "Z" or (not has_memory and process.parent not in _KERNEL)
 
 
 def _opens(pattern: str) -> Callable[[Names], Names]:
@@ -142,11 +135,11 @@ def _compile_worker_pipes(names: Names) -> Names:
 
 def _compile_pools() -> list[Any]:
     """The pools of compile workers that torch keeps, from its own registries; nothing starts one."""
-    workers: Any = sys.modules.get("torch._inductor.compile_worker.subproc_pool")
+    workers: Any = loaded("torch._inductor.compile_worker.subproc_pool")
     if workers is None:
         return []
-    compiler: Any = sys.modules.get("torch._inductor.async_compile")
-    in_process: Any = sys.modules.get("torch._inductor.compile_fx_subproc")
+    compiler: Any = loaded("torch._inductor.async_compile")
+    in_process: Any = loaded("torch._inductor.compile_fx_subproc")
     kept: list[Any] = list(getattr(compiler, "_pool_set", ()))
     for owner in (getattr(compiler, "AsyncCompile", None), getattr(in_process, "_SubprocessFxCompile", None)):
         kept += _cached(getattr(owner, "process_pool", None))
@@ -183,8 +176,8 @@ def _multiprocessing_pipes(names: Names) -> Names:
 
 def _held_by_multiprocessing(*attributes: str) -> set[Any]:
     """What multiprocessing's resource tracker and fork server have in some attributes, where they have them."""
-    tracker = getattr(sys.modules.get("multiprocessing.resource_tracker"), "_resource_tracker", None)
-    server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
+    tracker = getattr(loaded("multiprocessing.resource_tracker"), "_resource_tracker", None)
+    server = getattr(loaded("multiprocessing.forkserver"), "_forkserver", None)
     return {getattr(held, name, None) for held in (tracker, server) for name in attributes} - {None}
 
 
@@ -239,8 +232,8 @@ def _ended_threads(names: Names) -> Names:
 
 def _in_torchs_pools(names: Names) -> Names:
     """The threads of the executors that torch makes once, and keeps."""
-    compiler: Any = sys.modules.get("torch._inductor.async_compile")
-    functions: Any = sys.modules.get("torch.utils._functools")
+    compiler: Any = loaded("torch._inductor.async_compile")
+    functions: Any = loaded("torch.utils._functools")
     # Nothing is asked of the cache: that would start the pool.
     kept = gc.get_referents(getattr(getattr(compiler, "AsyncCompile", None), "pool", None))
     kept.append(getattr(functions, "_prefetch_executor", None))
@@ -250,7 +243,7 @@ def _in_torchs_pools(names: Names) -> Names:
 
 def _free_arenas(names: Names) -> Names:
     """The descriptors of multiprocessing's arenas in which nothing is allocated, and which the next `Array` takes."""
-    wrapper: Any = getattr(sys.modules.get("multiprocessing.heap"), "BufferWrapper", None)
+    wrapper: Any = getattr(loaded("multiprocessing.heap"), "BufferWrapper", None)
     if wrapper is None:
         return set()
     heap = wrapper._heap
@@ -261,7 +254,7 @@ def _free_arenas(names: Names) -> Names:
 
 def _target_of(number: int) -> str:
     try:
-        return str(Path(f"/proc/self/fd/{number}").readlink())
+        return os.readlink(f"/proc/self/fd/{number}")
     except OSError:  # closed
         return ""
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import psutil
-
 from lowtide.probes.host.counters import describe_process_group
+from lowtide.probes.host.process_files import program_name
 
 FROZEN = "gc-frozen"
 """The key of the metric of frozen objects, which is a level and has no items."""
@@ -31,7 +30,6 @@ def _with_command(pid: str) -> str:
     """`4711 (python)`; what says more than a number already is left as it is."""
     if not pid.isdigit():
         return pid
-    try:
-        return f"{pid} ({psutil.Process(int(pid)).name()})"
-    except psutil.Error:  # it ended meanwhile
-        return pid
+    # One that ended meanwhile has no name.
+    name = program_name(int(pid))
+    return f"{pid} ({name})" if name else pid

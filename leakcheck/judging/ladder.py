@@ -9,15 +9,13 @@ from __future__ import annotations
 import ctypes
 import enum
 import functools
-import gc
-import sys
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from lowtide.probes.objects.listed import frozen_by_program
+from lowtide.probes.originals import gc, loaded, time
 
 _MOST_COLLECTIONS = 8
 """Collections in a row; a chain of holders of which each waits for the death of the one before is seldom longer."""
@@ -165,7 +163,7 @@ def settle(
 
 def release(rung: Rung) -> bool:
     """Do what a rung does; False where it has nothing to act on in this process."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     on_card = torch is not None and torch.cuda.is_initialized()
     if rung is Rung.COLLECT:
         collect()
@@ -224,13 +222,13 @@ def reset_compiled() -> None:
     with warnings.catch_warnings():
         # It imports parts of torch that warn of each other.
         warnings.simplefilter("ignore")
-        sys.modules["torch._dynamo"].reset()
+        loaded("torch._dynamo").reset()
     collect()
 
 
 def compiled_anything() -> bool:
     """Whether torch.compile has compiled anything in this process."""
-    utils: Any = sys.modules.get("torch._dynamo.utils")
+    utils: Any = loaded("torch._dynamo.utils")
     counters = getattr(utils, "counters", {})
     return bool(counters.get("frames", {}).get("total", 0))
 

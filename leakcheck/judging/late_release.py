@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowtide.leakcheck.judging.ladder import SettlePolicy, settle
 from lowtide.leakcheck.judging.rules import MIB
+from lowtide.probes.originals import time
 
 DRIVER_PATIENCE = SettlePolicy(stability=4.0)
 """A driver may be still for seconds before it gives anything back (vllm#43023); what never moves costs all of it."""

@@ -6,7 +6,6 @@ and not four (its storage, the arena that it keeps mapped, the driver's bytes be
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.leakcheck.judging.rules import RULES, Bound, Rule
 from lowtide.probes.memory.ranges import common
 from lowtide.probes.objects.listed import frozen_by_program
+from lowtide.probes.originals import os
 from lowtide.probes.snapshot import Snapshot
 from lowtide.probes.stages import PoolKind
 from lowtide.reports.schema import Cause, Resource, Verdict

@@ -8,14 +8,9 @@ by its type only: its fingerprint then also says in which test module it leaked,
 from __future__ import annotations
 
 import functools
-import os
 import re
-import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
@@ -23,6 +18,7 @@ from lowtide.probes.heap.roots import is_library
 from lowtide.probes.host.counters import describe_process_group
 from lowtide.probes.objects.foreign import MISSING, attribute, is_a, type_name
 from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.originals import contents, loaded, os, temporary_folder, threading
 
 _MADE_UP_THREADS = re.compile(
     r"(Thread|Dummy)-\d+( \(.*\))?|ThreadPoolExecutor-\d+_\d+|asyncio_\d+|QueueFeederThread|QueueManagerThread"
@@ -110,7 +106,7 @@ def _process(item: str) -> _Name:
     pid, _, name = item.partition(" ")
     if name:
         return _Name(without_numbers(name))
-    module: Any = sys.modules.get("multiprocessing.process")
+    module: Any = loaded("multiprocessing.process")
     for child in () if module is None else list(module._children):
         if str(attribute(attribute(child, "_popen"), "pid")) == pid:
             given = attribute(child, "_name")
@@ -120,14 +116,14 @@ def _process(item: str) -> _Name:
     words = _command_line(pid)
     if not words or words == _command_line("self"):
         return _Name("fork", is_given=False)
-    program = re.sub(r"^python[\d.]*$", "python", Path(words[0]).name)
+    program = re.sub(r"^python[\d.]*$", "python", os.path.basename(words[0]))
     arguments = [without_numbers(re.sub(r"/[^\s'\"]+", lambda found: _path(found[0]).text, word)) for word in words[1:]]
     return _Name(" ".join([program, *arguments]))
 
 
 def _command_line(pid: str) -> list[str]:
     try:
-        text = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        text = contents(f"/proc/{pid}/cmdline").decode(errors="replace")
     except OSError:  # it ended meanwhile
         return []
     return text.rstrip("\0").split("\0") if text else []
@@ -148,7 +144,7 @@ def _path(text: str) -> _Name:
     of_test = _FOLDER_OF_A_TEST.search(text)
     if of_test is not None:
         return _Name(without_numbers(f"<tmp>/{of_test[1]}"))
-    places = {"<tmp>": tempfile.gettempdir(), "<var-tmp>": "/var/tmp", "~": os.environ.get("HOME", ""), ".": _here()}
+    places = {"<tmp>": temporary_folder(), "<var-tmp>": "/var/tmp", "~": os.environ.get("HOME", ""), ".": _here()}
     inside = [word for word, place in places.items() if len(place) > 1 and text.startswith(f"{place}/")]
     if not inside:
         return _Name(without_numbers(re.sub(r"^.*/(site|dist)-packages/", "<packages>/", text)))
@@ -165,7 +161,7 @@ def _path(text: str) -> _Name:
 
 def _here() -> str:
     try:
-        return os.getcwd()  # noqa: PTH109 - no path object: it is compared as text
+        return os.getcwd()
     except OSError:  # it was removed
         return ""
 
@@ -178,7 +174,7 @@ def _segment(item: str) -> _Name:
 
 def _group(item: str) -> _Name:
     """A process group, whose name is a number or a digest: its backend, and the description that it was given."""
-    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    distributed: Any = loaded("torch.distributed.distributed_c10d")
     world: Any = getattr(distributed, "_world", None)
     groups = [] if world is None else [group for group, name in list(world.pg_names.items()) if str(name) == item]
     given = str(getattr(groups[0], "group_desc", "")) if groups else ""

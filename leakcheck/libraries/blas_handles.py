@@ -7,8 +7,6 @@ torch keeps the handles of threads that have ended in a pool and hands them to l
 
 from __future__ import annotations
 
-import sys
-import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ from typing import Any
 from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.device.torch_allocator import read_segments
 from lowtide.probes.memory.ranges import Range, common
+from lowtide.probes.originals import loaded, threading
 
 _PATIENCE = 20.0
 """Seconds to wait for the threads of a trial: a first BLAS call loads a library."""
@@ -122,7 +121,7 @@ def _use_at_once(index: int, count: int) -> bool:
 
 def multiply(index: int) -> None:
     """A small matrix product on a card: the first in a thread takes a handle."""
-    torch: Any = sys.modules["torch"]
+    torch: Any = loaded("torch")
     with torch.no_grad():
         ones = torch.ones(64, 64, device=f"cuda:{index}")
         torch.mm(ones, ones)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 
 from lowtide.probes.device.contexts import cards_with_contexts
 from lowtide.probes.device.torch_allocator import initialized_torch
 from lowtide.probes.host.counters import Counters
+from lowtide.probes.originals import os
 from lowtide.reports.schema import CardMemory, NotMeasured, OtherProcess
 
 _CARD = re.compile(r"\d+ -> /dev/(nvidia|dxg)")

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
+from lowtide.probes.originals import loaded
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class LibraryCache:
 
 
 def _cupy(cards: Sequence[int]) -> None:
-    cupy: Any = sys.modules["cupy"]
+    cupy: Any = loaded("cupy")
     for card in cards:
         # The pool of one card at a time: that of the current one.
         with cupy.cuda.Device(card):
@@ -40,9 +41,9 @@ def _cupy(cards: Sequence[int]) -> None:
 
 
 def _numba(cards: Sequence[int]) -> None:
-    gpus: Any = sys.modules["numba.cuda"].gpus
+    gpus: Any = loaded("numba.cuda").gpus
     # `numba.cuda.current_context()` would make a context where there is none.
-    used: Any = sys.modules["numba.cuda.cudadrv.driver"].driver.devices
+    used: Any = loaded("numba.cuda.cudadrv.driver").driver.devices
     for device in list(used.values()):
         if device.primary_context is not None:
             # What is freed while no context is current is lost for good.

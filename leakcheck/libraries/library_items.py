@@ -8,20 +8,16 @@ a library are excused and listed; if there are more of them later while those li
 from __future__ import annotations
 
 import enum
-import gc
 import io
 import re
 import select
 import socket
 import subprocess
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +31,7 @@ from lowtide.probes.objects.foreign import attribute
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.objects.whose_code import is_library, program_modules
+from lowtide.probes.originals import gc, loaded, os, threading, weakref
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount
 
@@ -308,7 +305,7 @@ def _in_variables(objects: Sequence[object], census: Census) -> list[object]:
 
 def _of_connections(census: Census) -> Iterator[int]:
     """The numbers that the ends of `multiprocessing`'s pipes, and its queues by them, hold for descriptors."""
-    connection: Any = sys.modules.get("multiprocessing.connection")
+    connection: Any = loaded("multiprocessing.connection")
     for end in census.instances_of(connection._ConnectionBase) if connection is not None else ():
         number = attribute(end, "_handle")
         if type(number) is int:
@@ -340,13 +337,13 @@ def _stem(file: str) -> str:
 
 def _executable(pid: str) -> str:
     try:
-        return str(Path(f"/proc/{pid}/exe").readlink())
+        return os.readlink(f"/proc/{pid}/exe")
     except OSError:  # it ended meanwhile
         return ""
 
 
 def _is_python(file: str) -> bool:
-    return Path(file).name.startswith("python")
+    return os.path.basename(file).startswith("python")
 
 
 def _number(file: Any) -> int:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Collection, Sequence
-from pathlib import Path
 
 from lowtide.probes.host.readings import mapped_shared_files
 from lowtide.probes.memory.ranges import Range, common
 from lowtide.probes.objects.listed import Census, all_objects
+from lowtide.probes.originals import os
 
 _MOST_BYTES = 1 << 20
 """The size up to which a file may be such books; what holds data is larger, and is reported at once."""
@@ -46,7 +46,7 @@ def native_files(names: Collection[str], tensors: Sequence[Range]) -> set[str]:
 
 def _size(name: str) -> int:
     try:
-        return Path("/dev/shm", name).stat().st_size
+        return os.stat(f"/dev/shm/{name}").st_size
     except OSError:  # it is gone by now
         return 0
 

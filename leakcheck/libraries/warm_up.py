@@ -6,15 +6,13 @@ some 700 MiB that nobody gives back, behind which a raw allocation of the first 
 
 from __future__ import annotations
 
-import sys
-import threading
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles, multiply
 from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.device.torch_allocator import initialized_torch
+from lowtide.probes.originals import loaded, threading, weakref
 from lowtide.reports.schema import NotMeasured
 
 
@@ -38,7 +36,7 @@ class WarmUp:
 
     def queue(self) -> None:
         """Have it done as soon as torch initialises a card; legal again and again, before torch is there too."""
-        torch: Any = sys.modules.get("torch")
+        torch: Any = loaded("torch")
         # While torch is being imported it has no such functions yet.
         if self.is_done or not hasattr(getattr(torch, "cuda", None), "_queued_calls"):
             return
@@ -71,13 +69,13 @@ class WarmUp:
 
     def close(self) -> None:
         """Take back what is queued; legal twice."""
-        torch: Any = sys.modules.get("torch")
+        torch: Any = loaded("torch")
         if self._queued is not None and torch is not None:
             torch.cuda._queued_calls[:] = [entry for entry in torch.cuda._queued_calls if entry[0] is not self._queued]
         self._queued = None
 
     def _use_once(self) -> None:
-        torch: Any = sys.modules["torch"]
+        torch: Any = loaded("torch")
         try:
             torch.cuda.init()
             index = torch.cuda.current_device()

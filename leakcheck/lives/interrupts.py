@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from types import FrameType
+
+from lowtide.probes.originals import signal, threading
 
 
 class Interrupts:

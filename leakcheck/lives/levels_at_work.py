@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from lowtide.leakcheck.baseline.preserved_state import PreservedState
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.leakcheck.targets.target import Capabilities, Unjudged
+from lowtide.probes.originals import gc
 
 _SMALLEST_LEVEL = 8 << 20
 """Bytes by which host memory moves anyway."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lowtide.leakcheck.baseline.import_watch import ImportWatch
@@ -39,6 +37,7 @@ from lowtide.leakcheck.tenant import Tenant, freed_between
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import child_processes
+from lowtide.probes.originals import threading, time
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announced_pools, listening
 from lowtide.reports.outcomes import largest_of_each

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -28,6 +27,7 @@ from lowtide.leakcheck.watching.watch import Policy, Verdict, Watch
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.objects.listed import frozen_by_program
+from lowtide.probes.originals import gc
 from lowtide.probes.stages import listening
 from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import NotMeasured

@@ -5,11 +5,8 @@ A process without torch answers that it has no tensors, and imports nothing for 
 
 from __future__ import annotations
 
-import gc
-import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -32,6 +29,7 @@ from lowtide.leakcheck.processes.messages import (
     decode_question,
     encode,
 )
+from lowtide.probes.originals import contents, gc, loaded, os
 from lowtide.probes.processes.roles import RANK_VARIABLES
 
 if TYPE_CHECKING:
@@ -90,7 +88,7 @@ def answer(data: bytes) -> bytes:
 def _preserved(question: RememberPreserved | ComparePreserved) -> Preserved | Findings:
     """What must survive a sleep here; an engine that announces none costs nothing."""
     global _own_preserved
-    stages = sys.modules.get("lowtide.probes.stages")
+    stages = loaded("lowtide.probes.stages")
     if stages is None or not (stages.announced_preserved().tensors or _own_preserved):
         return Preserved() if isinstance(question, RememberPreserved) else Findings()
     if isinstance(question, RememberPreserved):
@@ -133,14 +131,14 @@ def _give_back_heap(trim_heap: Callable[[], bool]) -> None:
 
 def _resident() -> int:
     """Bytes in memory that are no file's; without a module that is not there yet, since it would count."""
-    _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+    _, resident, shared, *_ = map(int, contents("/proc/self/statm").split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _own_tensors() -> OwnTensors | None:
     """Follows this process's tensors from the first question after torch was imported; None before."""
     global _own
-    if _own is None and hasattr(sys.modules.get("torch"), "Tensor"):
+    if _own is None and hasattr(loaded("torch"), "Tensor"):
         from lowtide.leakcheck.processes.own_tensors import OwnTensors
 
         _own = OwnTensors()

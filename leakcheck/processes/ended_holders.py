@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ from lowtide.leakcheck.processes.tree_end import held_by_a_gone
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import stat
+from lowtide.probes.originals import time
 from lowtide.probes.processes.outside_view import ByCard, by_process
 from lowtide.probes.processes.tree_traces import gone_on_cards
 from lowtide.reports.processes.stage_processes import ProcessName

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from lowtide.leakcheck.processes.process_growth import role_of
 from lowtide.leakcheck.processes.process_names import describe_process
 from lowtide.probes.host.process_files import rollup
 from lowtide.probes.host.process_tree import ProcessTree
+from lowtide.probes.originals import time
 from lowtide.probes.processes.agents import AgentError, Agents
 from lowtide.probes.processes.outside_view import ByCard
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Collection, Iterable
-from pathlib import Path
 
 import msgspec
-import psutil
 
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import Counters, child_processes
+from lowtide.probes.host.process_files import parents_of
 from lowtide.probes.host.process_tree import ProcessMemory, ProcessTree, TreeMemory
+from lowtide.probes.originals import contents, time
 from lowtide.reports.schema import CardMemory, NotMeasured, OtherProcess
 from lowtide.reports.sizes import format_bytes
 
@@ -149,11 +148,7 @@ class UnmeasuredProcesses:
         )
 
     def _is_of_reported(self, pid: int) -> bool:
-        try:
-            line = [pid, *(parent.pid for parent in psutil.Process(pid).parents())]
-        except psutil.Error:  # it ended
-            return pid in self._reported
-        return not self._reported.isdisjoint(line)
+        return not self._reported.isdisjoint([pid, *parents_of(pid)])
 
 
 def _held(now: Counters | None) -> int | None:
@@ -211,4 +206,4 @@ def _is_data_worker(pid: int) -> bool:
 
 
 def _comm(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    return contents(f"/proc/{pid}/comm").decode(errors="replace").strip()

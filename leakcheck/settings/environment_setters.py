@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import ast
-import os
+import os as os_module
 import re
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lowtide.probes.host.passing_for import passing_for
 from lowtide.probes.objects.whose_code import is_of_python, is_of_site
+from lowtide.probes.originals import os, sys
 
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"
 """In it pytest says three times per test what runs."""
@@ -35,29 +34,29 @@ class EnvironmentSetters:
         """Begin to note; legal twice."""
         if self._replaced:
             return
-        put: Callable[..., None] = os.putenv
-        unset: Callable[..., None] = os.unsetenv
+        put: Callable[..., None] = vars(os_module)["putenv"]
+        unset: Callable[..., None] = vars(os_module)["unsetenv"]
 
-        @passing_for(put, os, "putenv")
+        @passing_for(put, os_module, "putenv")
         def putenv(name: Any, value: Any) -> None:
             put(name, value)
             if name != _CURRENT_TEST:
                 self._note(os.fsdecode(name), "set", sys._getframe(1))
 
-        @passing_for(unset, os, "unsetenv")
+        @passing_for(unset, os_module, "unsetenv")
         def unsetenv(name: Any) -> None:
             unset(name)
             if name != _CURRENT_TEST:
                 self._note(os.fsdecode(name), "deleted", sys._getframe(1))
 
         self._replaced = [("putenv", put, putenv), ("unsetenv", unset, unsetenv)]
-        os.putenv, os.unsetenv = putenv, unsetenv
+        os_module.putenv, os_module.unsetenv = putenv, unsetenv
 
     def stop(self) -> None:
         """End it; legal twice."""
         for name, original, stand_in in self._replaced:
-            if getattr(os, name) is stand_in:
-                setattr(os, name, original)
+            if getattr(os_module, name) is stand_in:
+                setattr(os_module, name, original)
         self._replaced.clear()
 
     def is_librarys(self, setting: str) -> bool:
@@ -71,7 +70,7 @@ class EnvironmentSetters:
     def place_of(self, setting: str) -> str:
         """Where a variable was set or deleted last: `set in function, file.py:12`; empty where that is not known."""
         place = self._places.get(_variable(setting))
-        return "" if place is None else f"{place[3]} in {place[2]}, {Path(place[0]).name}:{place[1]}"
+        return "" if place is None else f"{place[3]} in {place[2]}, {os.path.basename(place[0])}:{place[1]}"
 
     def _note(self, variable: str, what: str, frame: FrameType | None) -> None:
         # Python's library and the test runner set what somebody else wants to have set.

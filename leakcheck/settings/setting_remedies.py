@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import logging
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, is_secret
 from lowtide.probes.host.settings import is_entry
 from lowtide.probes.host.torch_settings import DEFAULT_STREAM, NO_LIMIT
+from lowtide.probes.originals import logging
 
 _LONGEST_LINE = 240
 """Characters of code beyond which nobody reads it."""

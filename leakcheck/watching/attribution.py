@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from lowtide.leakcheck.baseline.deep_reading import devices_of
 from lowtide.leakcheck.baseline.device_memory import DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
@@ -15,6 +13,7 @@ from lowtide.leakcheck.processes.other_processes import OtherProcesses
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import CounterReader, Counters
+from lowtide.probes.originals import time
 
 _FORGETTING = 1.0
 _FORGETTING_SHARE = 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
@@ -16,6 +15,7 @@ from lowtide.leakcheck.libraries.warm_up import WarmUp
 from lowtide.leakcheck.watching.attribution import Attribution
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.probes.host.counters import Counters
+from lowtide.probes.originals import loaded
 from lowtide.reports.schema import NotMeasured
 
 
@@ -83,7 +83,7 @@ class CardArrival:
 
         The program has a context there already.
         """
-        may_warm_up = self._policy.card and self._policy.warm_up != "off" and "torch" in sys.modules
+        may_warm_up = self._policy.card and self._policy.warm_up != "off" and loaded("torch") is not None
         if not may_warm_up or self.warm_up.is_done or not self._past_torch.cards(now):
             return False
         self.warm_up.now()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import shlex
 import sys
-import threading
 from contextlib import ExitStack
 from datetime import date, datetime, timezone
 from types import TracebackType
@@ -21,6 +19,7 @@ from lowtide.leakcheck.watching.watch import Policy, Watch
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.heap.births import young_generations_tell
 from lowtide.probes.objects.collector import NEEDS, observed_collector, why_unusable
+from lowtide.probes.originals import gc, threading
 from lowtide.probes.stages import Stage, listening
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Report, Subject

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Sequence
 
 from lowtide.leakcheck.baseline.deep_reading import Deep, DeepReader
@@ -23,6 +22,7 @@ from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
+from lowtide.probes.originals import gc
 from lowtide.reports.schema import NotMeasured
 
 _RUNGS = (Rung.EMPTY_CACHE, Rung.CLEAR_HOST_CACHE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
@@ -12,6 +11,7 @@ from lowtide.leakcheck.baseline.small_retention import LEAST_KEPT, SmallRetentio
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.leakcheck.judging.tolerances import host_memory_tolerance
 from lowtide.probes.host.counters import Counters, anonymous_bytes
+from lowtide.probes.originals import gc
 from lowtide.reports.schema import Finding
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from lowtide.probes.memory.pointers import LabelledRange, TensorPointers, find_p
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import plain_tensors
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.originals import loaded
 from lowtide.probes.stages import PoolReading, Stage, announced_pools
 from lowtide.reports.schema import Finding
 
@@ -61,7 +61,7 @@ class SleepWatch:
         return found
 
     def _search(self, device: str, stage: str, judged: Sequence[LabelledRange], gone: Iterable[LabelledRange]) -> None:
-        torch: Any = sys.modules["torch"]
+        torch: Any = loaded("torch")
         with collector_paused(), plain_tensors(torch):
             tensors = _tables(torch, device, [(part.start, part.stop - part.start) for part in gone])
             found = find_pointers({str(place): tensor for place, tensor in enumerate(tensors)}, judged).pointers

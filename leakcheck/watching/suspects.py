@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.tensors import hold_memory
+from lowtide.probes.originals import weakref
 
 
 class Suspects:

@@ -8,7 +8,6 @@ appears while a module is imported belongs to the process.
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Callable, Iterable, Sequence
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
@@ -50,6 +49,7 @@ from lowtide.probes.host.process_events import ProcessEvents
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.originals import gc
 from lowtide.reports.schema import Finding, NotMeasured
 
 __all__ = ["Policy", "Thing", "Verdict", "Watch"]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from lowtide.probes.device.torch_allocator import Segment
 from lowtide.probes.memory.stack_frames import StackFrame
+from lowtide.probes.originals import loaded
 
 
 class CardHistory:
@@ -46,7 +46,7 @@ class CardHistory:
 
     def _initialized(self) -> None:
         """Called by torch in the middle of initialising CUDA, when the allocator is there already."""
-        torch = sys.modules.get("torch")
+        torch = loaded("torch")
         if self._wanted and torch is not None:
             self._switch_on(torch)
 

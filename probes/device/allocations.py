@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import itertools
 import operator
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from lowtide.probes.device.torch_allocator import initialized_torch
 from lowtide.probes.memory.ranges import Range, without
+from lowtide.probes.originals import lines_of, time
 
 # The driver hands out device addresses from reserved, inaccessible mappings, in steps of this.
 _STEP = 2 << 20
@@ -26,9 +25,6 @@ _PATIENCE = 10.0
 
 # The driver is asked about so many steps between two looks at the clock: some hundredths of a second.
 _STEPS_AT_A_TIME = 1 << 16
-
-# A test may replace the module's.
-_clock = time.monotonic
 
 
 class AllocationsError(RuntimeError):
@@ -168,11 +164,11 @@ class _Deadline:
 
     def __init__(self, device_index: int) -> None:
         self._device_index = device_index
-        self._end = _clock() + _PATIENCE
+        self._end = time.monotonic() + _PATIENCE
 
     def check(self) -> None:
         """Raise `AllocationsError` if it has passed."""
-        if _clock() > self._end:
+        if time.monotonic() > self._end:
             raise AllocationsError(
                 f"the driver had not listed its allocations on cuda:{self._device_index} after {_PATIENCE:.0f} s"
             )
@@ -223,7 +219,7 @@ _CONTEXT, _MANAGED, _DEVICE_ORDINAL, _SHAREABLE, _POOL = 1, 8, 9, 10, 17
 def _reserved() -> list[Range]:
     """First and last address of the mappings without access and without a file."""
     spans = []
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines_of("/proc/self/maps"):
         fields = line.split(maxsplit=5)
         low, _, high = fields[0].partition("-")
         first = _aligned(int(low, 16))

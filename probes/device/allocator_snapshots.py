@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import pickle
 import re
-import sys
 from pathlib import Path
 from typing import Any
+
+from lowtide.probes.originals import loaded
 
 FOLDER = "snapshots"
 """Where they are, in a report's folder."""
@@ -46,7 +47,7 @@ class AllocatorSnapshots:
         Returns:
             Why it could not be written; "" where it was, or there is none.
         """
-        torch: Any = sys.modules.get("torch")
+        torch: Any = loaded("torch")
         if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
             return ""
         words = re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-")

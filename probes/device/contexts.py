@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from typing import Any
+
+from lowtide.probes.originals import os
 
 
 def cards_with_contexts() -> list[int]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from lowtide.probes.objects.listed import Census, all_objects
+from lowtide.probes.originals import loaded
 
 
 def any_graph_alive() -> bool:
     """Whether there is any object of torch's graph type; goes through the whole heap where torch has that type."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     kind = None if torch is None else getattr(torch.cuda, "CUDAGraph", None)
     return kind is not None and bool(Census(all_objects()).instances_of(kind))

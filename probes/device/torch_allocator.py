@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from lowtide.probes.device.blas_workspaces import blas_workspace_bytes as blas_w
 from lowtide.probes.device.blas_workspaces import workspace_sizes
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import live_storages
+from lowtide.probes.originals import loaded
 
 # A memory segment and a block in it, as `torch.cuda.memory_snapshot()` gives them.
 Segment = Mapping[str, Any]
@@ -128,7 +128,7 @@ def read_pinned() -> PinnedReading:
 
 def initialized_torch() -> ModuleType | None:
     """The torch module if it is loaded and has initialised CUDA (or HIP), else None; initialises nothing."""
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None:
         return None

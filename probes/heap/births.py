@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +16,7 @@ from lowtide.probes.objects.collector import observed_collector, why_unusable
 from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import Identities, identities
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused, frozen_by_program
+from lowtide.probes.originals import gc, loaded
 from lowtide.probes.references.unseen_references import is_script, tensors_of_script
 
 _MOST_IDENTITIES = 1_500_000
@@ -433,7 +432,7 @@ def _watched(objects: list[object]) -> Iterator[Any]:
 
 def _classes() -> tuple[type, ...]:
     """From which the kinds to watch derive; nothing derives from the type of `lru_cache`s."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     if torch is None or not hasattr(torch, "nn") or not hasattr(torch.nn, "Module"):
         return (LRU_CACHE,)
     return LRU_CACHE, torch.Tensor, torch.UntypedStorage, torch.nn.Module

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
-import logging
-import sys
-import weakref
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress
@@ -22,6 +18,7 @@ from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import module_of_class, type_name
 from lowtide.probes.objects.identities import identities, misses_of
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.originals import gc, loaded, logging, weakref
 
 LRU_CACHE = type(functools.lru_cache(maxsize=1)(len))
 
@@ -187,7 +184,7 @@ def _walk(wrapper: Any, namespaces: Collection[int], max_objects: int) -> tuple[
 
 def _read(wrapper: Any, reached: list[Any], truncated: bool) -> CacheReading:
     info = wrapper.cache_info()
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     held: tuple[tuple[str, int, int], ...] = ()
     tensors = modules = 0
     if torch is not None and hasattr(torch, "nn"):

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import gc
 import operator
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -26,6 +24,7 @@ import numpy as np
 
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.identities import types_in_c
+from lowtide.probes.originals import gc, os
 
 _ENTRIES = 2
 """Entries of the log for each record: identities and types as bytes, then the generation."""

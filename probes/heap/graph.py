@@ -6,7 +6,6 @@ does not track, too, which most searches pass over.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from types import CodeType, FrameType, ModuleType
@@ -43,6 +42,7 @@ from lowtide.probes.objects.identities import (
     types_of,
 )
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census
+from lowtide.probes.originals import gc
 from lowtide.probes.references.edges import GENERATORS
 from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_holders
 

@@ -6,14 +6,13 @@ the fixture's name.  Nothing here runs foreign code.
 
 from __future__ import annotations
 
-import logging
 import sys
-import weakref
 from collections.abc import Sequence
 from types import AsyncGeneratorType, BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 from typing import Any
 
 from lowtide.probes.objects.foreign import MISSING, attribute, is_a, module_of_class, mro_of, type_name
+from lowtide.probes.originals import logging, weakref
 
 _GENERATORS = (GeneratorType, AsyncGeneratorType)
 

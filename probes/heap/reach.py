@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
@@ -10,6 +9,7 @@ from typing import Any
 
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, mro_of
 from lowtide.probes.objects.listed import frame_locals
+from lowtide.probes.originals import gc
 from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_holders
 
 _CHUNK = 4096

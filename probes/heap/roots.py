@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-import threading
 from collections.abc import Iterator
 from contextvars import copy_context
 from dataclasses import dataclass, field
@@ -22,6 +19,7 @@ from lowtide.probes.objects.foreign import (
 )
 from lowtide.probes.objects.listed import frame_locals
 from lowtide.probes.objects.thread_names import thread_name
+from lowtide.probes.originals import gc, sys, threading
 from lowtide.probes.references.edges import variables_of
 from lowtide.probes.references.interpreter_holders import exit_functions, named_holders
 

@@ -7,8 +7,6 @@ import re
 import selectors
 import socket
 import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -16,6 +14,7 @@ from typing import Any
 from lowtide.probes.objects.foreign import MISSING, attribute, type_name
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.originals import loaded, threading
 
 _NUMBER = re.compile(r"\d+")
 
@@ -53,7 +52,7 @@ def _owned(census: Census) -> Iterator[tuple[str, str, Any]]:
             yield from (("file-descriptors", str(number), process) for number in _descriptors_of(process))
     for name, segment in _segments(census).items():
         yield "shared-memory", name, segment
-    synchronize: Any = sys.modules.get("multiprocessing.synchronize")
+    synchronize: Any = loaded("multiprocessing.synchronize")
     for lock in census.instances_of(synchronize.SemLock) if synchronize is not None else ():
         # A type written in C, whose attribute is nothing but a pointer in its struct.
         inner: Any = attribute(lock, "_semlock")
@@ -62,7 +61,7 @@ def _owned(census: Census) -> Iterator[tuple[str, str, Any]]:
     for file_kind in (socket.socket, io.FileIO):
         for file in census.instances_of(file_kind):
             yield "file-descriptors", str(_number(file_kind, file)), file
-    connection: Any = sys.modules.get("multiprocessing.connection")
+    connection: Any = loaded("multiprocessing.connection")
     for end in census.instances_of(connection._ConnectionBase) if connection is not None else ():
         yield "file-descriptors", str(_plain(attribute(end, "_handle"))), end
     for selector in census.instances_of(selectors.BaseSelector):
@@ -90,7 +89,7 @@ def _descriptors_of(process: Any) -> list[int]:
 
 
 def _segments(census: Census) -> dict[str, Any]:
-    module: Any = sys.modules.get("multiprocessing.shared_memory")
+    module: Any = loaded("multiprocessing.shared_memory")
     found = [] if module is None else census.instances_of(module.SharedMemory)
     return {str(attribute(item, "_name")).lstrip("/"): item for item in found}
 

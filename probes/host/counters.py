@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import os
 import stat
-import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType, ModuleType
 from typing import Any, Literal
 
-import psutil
-
 from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.memory_pool import idle_pool_bytes
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
+from lowtide.probes.host.process_files import children_of
 from lowtide.probes.host.settings import SettingReader
-from lowtide.probes.host.small_files import contents
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.originals import contents, gc, loaded, os, threading
 from lowtide.probes.stages import announced_pools
 
 Items = Mapping[str, int]
@@ -243,7 +238,7 @@ def child_processes() -> list[int]:
             reported = True
         except OSError:  # the thread ended, or the kernel was built without this file
             continue
-    return sorted(found) if reported else sorted(child.pid for child in psutil.Process().children())
+    return sorted(found if reported else children_of(os.getpid()))
 
 
 _EVERY_KIND = 0x40000000
@@ -262,13 +257,13 @@ def _is_childless() -> bool:
 
 
 def _fork_server() -> int | None:
-    module: Any = sys.modules.get("multiprocessing.forkserver")
+    module: Any = loaded("multiprocessing.forkserver")
     return getattr(getattr(module, "_forkserver", None), "_forkserver_pid", None)
 
 
 def process_groups() -> list[str]:
     """The names of torch.distributed's process groups."""
-    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    distributed: Any = loaded("torch.distributed.distributed_c10d")
     world = getattr(distributed, "_world", None)
     if world is None:
         return []
@@ -277,7 +272,7 @@ def process_groups() -> list[str]:
 
 def describe_process_group(name: str) -> str:
     """`0 (gloo, 1 rank)`; just the name of a group that is not there."""
-    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    distributed: Any = loaded("torch.distributed.distributed_c10d")
     world: Any = getattr(distributed, "_world", None)
     for group, known in () if world is None else list(world.pg_names.items()):
         if str(known) == name:
@@ -292,7 +287,7 @@ def agents_descriptor() -> int:
     Returns:
         Its number; -1 where there is none.
     """
-    agent = sys.modules.get("lowtide_agent")
+    agent = loaded("lowtide_agent")
     return -1 if agent is None else int(agent.descriptor())
 
 

@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import gc
 import importlib
 import itertools
-import logging
 import operator
-import os
-import resource
-import signal
-import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -21,9 +14,9 @@ from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from lowtide.probes.host.setting_values import Text, Value, Values
-from lowtide.probes.host.small_files import contents
 from lowtide.probes.objects.described import LIBRARYS, described, identified, is_installed_module, is_librarys
 from lowtide.probes.objects.foreign import is_a, module_of_class, type_name
+from lowtide.probes.originals import contents, gc, logging, os, resource, signal, sys, threading
 
 
 def interpreter_values() -> Values:

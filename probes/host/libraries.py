@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+
+from lowtide.probes.originals import lines_of
 
 _HEADER = re.compile(r"^[0-9a-f]+-[0-9a-f]+ (\S+) \S+ \S+ \S+\s*(.*)$")
 
@@ -20,7 +21,7 @@ def resident_code(pattern: str) -> dict[str, int]:
     wanted = re.compile(pattern)
     found: dict[str, int] = {}
     name = ""
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines_of("/proc/self/smaps"):
         header = _HEADER.match(line)
         if header is not None:
             file = header[2].rpartition("/")[2]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import operator
 from collections.abc import Mapping
 from typing import Any
 
 from lowtide.probes.objects.described import is_installed_module, is_tools
 from lowtide.probes.objects.foreign import module_of_class, mro_of, namespace_of
+from lowtide.probes.originals import logging
 
 
 class Loggers:

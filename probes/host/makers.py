@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import multiprocessing.process
-import os
+import os as os_module
 import selectors
 import socket
 import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from lowtide.probes.host.passing_for import passing_for
 from lowtide.probes.objects.thread_names import thread_ident
 from lowtide.probes.objects.whose_code import is_library
+from lowtide.probes.originals import os, sys, threading
 
 _PLUMBING = frozenset(
     {"threading", "socket", "selectors", "subprocess", "os", "multiprocessing.process", "multiprocessing.context"}
@@ -67,8 +65,8 @@ class Makers:
         self._after(socket.socket, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
         self._after(selectors._PollLikeSelector, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
         for name in ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open"):
-            if hasattr(os, name):
-                self._after(os, name, lambda first, result: self._note_descriptors(result))
+            if hasattr(os_module, name):
+                self._after(os_module, name, lambda first, result: self._note_descriptors(result))
 
     def stop(self) -> None:
         """End it; legal twice. What somebody else has replaced meanwhile stays as it is."""
@@ -80,7 +78,7 @@ class Makers:
     @property
     def originals(self) -> tuple[Callable[..., Any], ...]:
         """The functions of `os` that are stood in for: who imported one by name calls it unseen."""
-        return tuple(original for place, _, original, _ in self._replaced if place is os)
+        return tuple(original for place, _, original, _ in self._replaced if place is os_module)
 
     def of_thread(self, ident: int) -> Maker | None:
         """Who started a Python thread; None if that was not seen."""
@@ -147,7 +145,7 @@ def _made_by(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
         if not is_library(code.co_filename):
             # Python 3.10 knows no more than the last part of it.
             name = getattr(code, "co_qualname", code.co_name)
-            place = f"{name}, {Path(code.co_filename).name}:{caller.f_lineno}"
+            place = f"{name}, {os.path.basename(code.co_filename)}:{caller.f_lineno}"
             return tuple(found), place
         if type(module) is str and module not in _PLUMBING:
             found[module] = None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing.process
-import os
+import os as os_module
 import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowtide.probes.host.passing_for import passing_for
+from lowtide.probes.originals import loaded, os, threading, time
 
 _POOLS = (
     ("concurrent.futures.process", "ProcessPoolExecutor", ("shutdown",)),
@@ -53,13 +51,13 @@ class ProcessEvents:
         self._stand_in(multiprocessing.process.BaseProcess, "join", "terminate", "kill")
         if self._starting is not None:
             self._stand_in(multiprocessing.process.BaseProcess, "start", listeners=[self._starting])
-        self._stand_in(os, "kill", "killpg")
+        self._stand_in(os_module, "kill", "killpg")
         for module, name, methods in _POOLS:
-            kind = getattr(sys.modules.get(module), name, None)
+            kind = getattr(loaded(module), name, None)
             if kind is not None:
                 self._stand_in(kind, *methods)
         module, name, methods = _CONNECTIONS
-        kind = getattr(sys.modules.get(module), name, None)
+        kind = getattr(loaded(module), name, None)
         if kind is not None:
             self._stand_in(kind, *methods, after=True)
 
@@ -79,10 +77,11 @@ class ProcessEvents:
         listeners: Sequence[Callable[[], object]] | None = None,
     ) -> None:
         for name in names:
-            if (id(place), name) in self._places:
+            original = vars(place).get(name)
+            # What a test has put in a class's place has none of its own.
+            if original is None or (id(place), name) in self._places:
                 continue
             self._places.add((id(place), name))
-            original = vars(place)[name]
             ours = passing_for(original, place, name)(
                 self._heard_after(original) if after else self._heard_before(original, listeners)
             )

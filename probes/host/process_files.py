@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
+from lowtide.probes.originals import contents, lines_of, loaded, os, time
 
 MARK = "LOWTIDE_TREE"
 """The environment variable by which a descendant is known whose parent has ended."""
@@ -21,6 +19,12 @@ _OF_PYTHON = ("python", "pt_", "vllm", "VLLM::", "sglang", "ray::", "pytest", "t
 """How the kernel's names begin of processes that are a Python."""
 
 _TITLE_LENGTH = 60
+
+_LONGEST_COMMAND = 15
+"""Characters that the kernel keeps of a process's name."""
+
+_TICKS = os.sysconf("SC_CLK_TCK")
+"""In a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +62,7 @@ class Rollup:
 def stat(pid: int) -> ProcessStat | None:
     """The process's line; None where it has ended."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read().decode(errors="replace")
+        text = contents(f"/proc/{pid}/stat").decode(errors="replace")
     except OSError:  # it ended
         return None
     # The command stands in brackets, and may hold any character.
@@ -80,28 +83,60 @@ def children_of(pid: int) -> list[int]:
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                found += map(int, file.read().split())
+            found += map(int, contents(f"/proc/{pid}/task/{thread}/children").split())
     except FileNotFoundError:
-        try:
-            # A kernel without this file, or a thread that ended.
-            return [child.pid for child in psutil.Process(pid).children()]
-        except psutil.Error:
-            return found
+        # A kernel without this file, or a thread that ended.
+        everybody = (stat(int(name)) for name in os.listdir("/proc") if name.isdigit())
+        return [process.pid for process in everybody if process is not None and process.parent == pid]
     except OSError:  # it ended, or is another user's
         pass
     return found
+
+
+def descendants_of(pid: int) -> set[int]:
+    """Return the processes that it has started, and those that these have."""
+    found: set[int] = set()
+    waiting = [pid]
+    while waiting:
+        fresh = set(children_of(waiting.pop())) - found
+        found |= fresh
+        waiting += fresh
+    return found
+
+
+def parents_of(pid: int) -> list[int]:
+    """Return its parent, that one's parent, and so on; none of one that has ended."""
+    found: list[int] = []
+    process = stat(pid)
+    while process is not None and process.parent > 0:
+        found.append(process.parent)
+        process = stat(process.parent)
+    return found
+
+
+def began_at(process: ProcessStat) -> float:
+    """Return when it began, in seconds since the epoch."""
+    booted = time.clock_gettime(time.CLOCK_REALTIME) - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted + process.started / _TICKS
+
+
+def program_name(pid: int) -> str:
+    """Return the name of its program: the kernel's, which its command line may have in full; empty if it has ended."""
+    process = stat(pid)
+    if process is None:
+        return ""
+    full = os.path.basename(_words(pid)[0])
+    return full if len(process.command) == _LONGEST_COMMAND and full.startswith(process.command) else process.command
 
 
 def sizes(pid: int) -> tuple[int, int]:
     """Bytes of a process in physical memory, and swapped out; everybody may read these."""
     found = dict.fromkeys(("VmRSS", "VmSwap", "HugetlbPages"), 0)
     try:
-        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                name, _, value = line.partition(":")
-                if name in found:
-                    found[name] = int(value.removesuffix("kB\n")) * 1024
+        for line in lines_of(f"/proc/{pid}/status"):
+            name, _, value = line.partition(":")
+            if name in found:
+                found[name] = int(value.removesuffix("kB")) * 1024
     except OSError:  # it ended
         pass
     return found["VmRSS"] + found["HugetlbPages"], found["VmSwap"]
@@ -110,8 +145,7 @@ def sizes(pid: int) -> tuple[int, int]:
 def rollup(pid: int) -> Rollup | None:
     """Its memory by kind; None where it may not be read: another user's process, or a kernel before 4.14."""
     try:
-        with open(f"/proc/{pid}/smaps_rollup", encoding="utf-8", errors="replace") as file:
-            head, *lines = file.read().splitlines()
+        head, *lines = lines_of(f"/proc/{pid}/smaps_rollup")
     except (OSError, ValueError):  # or it ends: then the file is empty
         return None
     sizes = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
@@ -141,7 +175,7 @@ def _target(path: str) -> str:
 def command_line(pid: int) -> str:
     """What it was started with, the words apart by blanks; empty where it has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return contents(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace")
     except OSError:  # it ended meanwhile
         return ""
 
@@ -168,18 +202,15 @@ def thread_names(pid: int) -> tuple[str, ...]:
     found = []
     with contextlib.suppress(OSError):  # it ended
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with (
-                contextlib.suppress(OSError),  # the thread ended
-                open(f"/proc/{pid}/task/{thread}/comm", encoding="utf-8", errors="replace") as file,
-            ):
-                found.append(file.read().rstrip("\n"))
+            with contextlib.suppress(OSError):  # the thread ended
+                found.append(contents(f"/proc/{pid}/task/{thread}/comm").decode(errors="replace").rstrip("\n"))
     return tuple(found)
 
 
 def environment(pid: int) -> dict[str, str] | None:
     """The variables that it was started with, not what it has set since; None where they may not be read."""
     try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        entries = contents(f"/proc/{pid}/environ").split(b"\0")
     except OSError:  # it ended, or is another user's
         return None
     pairs = (entry.decode(errors="replace").partition("=") for entry in entries if entry)
@@ -222,7 +253,7 @@ def name_of(pid: int) -> str:
 def _words(pid: int) -> list[str]:
     """The words of its command line, or its title as one word; one empty word where it has ended."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        words = contents(f"/proc/{pid}/cmdline").rstrip(b"\0").split(b"\0")
     except OSError:
         return [""]
     return [word.decode(errors="replace") for word in words]
@@ -230,7 +261,7 @@ def _words(pid: int) -> list[str]:
 
 def _multiprocessing_name(pid: int) -> str:
     """The name of the process object for a child that `multiprocessing` has started; empty if it has not."""
-    module: Any = sys.modules.get("multiprocessing.process")
+    module: Any = loaded("multiprocessing.process")
     for child in list(getattr(module, "_children", ())):
         facts = vars(child)
         # A stand-in of a test's has no such fields.

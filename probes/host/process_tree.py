@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-import resource
 import secrets
-import sys
-import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import count_cards
@@ -29,6 +23,7 @@ from lowtide.probes.host.process_files import (
 )
 from lowtide.probes.host.process_files import name_of as name_of
 from lowtide.probes.host.process_files import rollup as _rollup
+from lowtide.probes.originals import contents, os, resource, sys, time, weakref
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -191,7 +186,7 @@ class ProcessTree:
 def _marks_of(pid: int) -> list[str]:
     """The trees whose marks a process has; none of one that ended, or is another user's."""
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        environment = contents(f"/proc/{pid}/environ")
     except OSError:
         return []
     prefix = f"{MARK}=".encode()

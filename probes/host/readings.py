@@ -5,24 +5,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import os
 import sys
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from lowtide.probes.host.counters import agents_descriptor, own_bytes
+from lowtide.probes.host.process_files import descendants_of, program_name, rollup
 from lowtide.probes.memory.ranges import Range, common, merge
 from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.originals import contents, lines_of, os, threading
 
-_SHARED_MEMORY = Path("/dev/shm")
+_SHARED_MEMORY = "/dev/shm"
 _UNNAMED_SHARED_MEMORY = ("/dev/zero (deleted)", "/memfd:", "/SYSV")
 """How the kernel calls shared memory that has no name in a file system: of `mmap(-1)`, of a card's driver, …"""
 
-_PAGEMAP = Path("/proc/self/pagemap")
+_PAGEMAP = "/proc/self/pagemap"
 _PAGEMAP_ENTRY = 8  # bytes per page
 _PAGEMAP_PAGES = 1 << 20  # per read
 _MINCORE_BYTES = 1 << 30  # per call: one byte of answer per page
@@ -128,16 +125,15 @@ def read_host() -> HostReading:
         HostReadError: /proc cannot be read (this is not Linux, or /proc is not mounted).
     """
     notes: list[str] = []
-    process = psutil.Process()
     status, own = _status()
     return HostReading(
         rss=status["VmRSS"],
-        uss=_uss(process, notes),
+        uss=_uss(notes),
         anonymous=status["RssAnon"],
         file_backed=status["RssFile"] + status["RssShmem"],
         threads=tuple(sorted(map(thread_key, threading.enumerate()))),
-        native_threads=process.num_threads(),
-        children=_children(process),
+        native_threads=len(os.listdir("/proc/self/task")),
+        children=_children(),
         descriptors=_descriptors(),
         shared_memory=_shared_memory(notes),
         notes=tuple(notes),
@@ -150,7 +146,7 @@ def _status() -> tuple[dict[str, int], int]:
     """The memory lines of /proc/self/status and the process's own memory, in bytes: one read, so that they add up."""
     sizes = {}
     try:
-        status = Path("/proc/self/status").read_bytes()
+        status = contents("/proc/self/status")
     except OSError as error:
         raise HostReadError(f"/proc/self/status cannot be read ({error}); lowtide needs Linux with /proc") from error
     for line in status.decode(errors="replace").splitlines():
@@ -162,30 +158,18 @@ def _status() -> tuple[dict[str, int], int]:
     return sizes, own_bytes(status)
 
 
-def _uss(process: psutil.Process, notes: list[str]) -> int | None:
-    try:
-        return int(process.memory_full_info().uss)
-    except (psutil.Error, OSError) as error:
-        notes.append(f"uss: {error}")
+def _uss(notes: list[str]) -> int | None:
+    own = rollup(os.getpid())
+    if own is None:
+        notes.append("uss: /proc/self/smaps_rollup cannot be read")
         return None
+    return own.private - own.swapped
 
 
-def _children(process: psutil.Process) -> tuple[str, ...]:
-    found = []
-    for child in process.children(recursive=True):
-        with _may_end():
-            found.append((child.pid, child.name()))
-    return tuple(f"{pid} {name}" for pid, name in sorted(found))
-
-
-class _may_end:  # noqa: N801 - reads as a statement
-    """A child may end between being listed and being asked its name; then it is no child any more."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
-        return kind is not None and issubclass(kind, psutil.NoSuchProcess)
+def _children() -> tuple[str, ...]:
+    """Return those that are there, and theirs; one that ends before it is asked its name is none any more."""
+    found = ((pid, program_name(pid)) for pid in sorted(descendants_of(os.getpid())))
+    return tuple(f"{pid} {name}" for pid, name in found if name)
 
 
 def _descriptors() -> tuple[str, ...]:
@@ -197,7 +181,7 @@ def _descriptors() -> tuple[str, ...]:
         for entry in entries:
             number = int(entry.name)
             try:
-                target = os.readlink(entry.path)  # noqa: PTH115 - the text as it is: `pipe:[7]` is no path
+                target = os.readlink(entry.path)
             except FileNotFoundError:  # another thread closed it since
                 continue
             if number == of_agent:
@@ -232,7 +216,7 @@ def _shared_memory(notes: list[str]) -> tuple[SharedMemoryEntry, ...]:
 def _maps() -> list[tuple[int, int, bool, str]]:
     """The process's mappings: start, end, whether a file or shared memory is behind it, its name."""
     found = []
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in lines_of("/proc/self/maps"):
         # address perms offset dev inode pathname; the name may hold spaces
         fields = line.split(maxsplit=5)
         start, _, end = fields[0].partition("-")
@@ -326,17 +310,21 @@ def _swapped_bytes(part: Range) -> int:
     """Bytes of the pages of a range that are swapped out, by pagemap; 0 where it may not be read."""
     first, stop = part[0] // mmap.PAGESIZE, -(-sum(part) // mmap.PAGESIZE)
     found = 0
-    with contextlib.suppress(OSError), _PAGEMAP.open("rb", buffering=0) as file:
-        while first < stop:
-            file.seek(first * _PAGEMAP_ENTRY)
-            entries = file.read(min(stop - first, _PAGEMAP_PAGES) * _PAGEMAP_ENTRY)
-            # Less than one, too: the loop would not go on.
-            if len(entries) < _PAGEMAP_ENTRY:
-                break
-            # Bit 62 of each entry; the kernel writes them in the machine's order.
-            top = entries[_PAGEMAP_ENTRY - 1 :: _PAGEMAP_ENTRY] if sys.byteorder == "little" else entries[::8]
-            found += top.translate(_SWAPPED_BIT).count(1)
-            first += len(entries) // _PAGEMAP_ENTRY
+    with contextlib.suppress(OSError):
+        number = os.open(_PAGEMAP, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while first < stop:
+                wanted = min(stop - first, _PAGEMAP_PAGES) * _PAGEMAP_ENTRY
+                entries = os.pread(number, wanted, first * _PAGEMAP_ENTRY)
+                # Less than one, too: the loop would not go on.
+                if len(entries) < _PAGEMAP_ENTRY:
+                    break
+                # Bit 62 of each entry; the kernel writes them in the machine's order.
+                top = entries[_PAGEMAP_ENTRY - 1 :: _PAGEMAP_ENTRY] if sys.byteorder == "little" else entries[::8]
+                found += top.translate(_SWAPPED_BIT).count(1)
+                first += len(entries) // _PAGEMAP_ENTRY
+        finally:
+            os.close(number)
     return found * mmap.PAGESIZE
 
 
@@ -353,13 +341,13 @@ def mapped_shared_memory(pids: Iterable[int]) -> set[str]:
     found: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace").splitlines():
+            for line in lines_of(f"/proc/{pid}/maps"):
                 _, found_prefix, name = line.partition(prefix)
                 if found_prefix:
                     found.add(name.removesuffix(" (deleted)"))
             with os.scandir(f"/proc/{pid}/fd") as entries:
                 for entry in entries:
-                    target = os.readlink(entry.path)  # noqa: PTH115
+                    target = os.readlink(entry.path)
                     if target.startswith(prefix):
                         found.add(target.removeprefix(prefix).removesuffix(" (deleted)"))
     return found

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from lowtide.probes.objects.foreign import mro_of
+from lowtide.probes.originals import loaded
 
 Text = Callable[[Any], str]
 
@@ -41,7 +42,7 @@ class Values:
     def raw(self) -> object:
         """What they are."""
         for name, bind in self._libraries.items():
-            module = sys.modules.get(name)
+            module = loaded(name)
             if module is not self._bound.get(name, (None,))[0]:
                 self._bind(name, module, bind)
         try:
@@ -55,10 +56,11 @@ class Values:
         return {value.name: value.text(found) for value, found in read if found is not _UNREADABLE}
 
     def _bind(self, name: str, module: Any, bind: Callable[[Any], list[Value]]) -> None:
-        if module is None or not is_loaded(module):
-            self._bound.pop(name, None)
-        else:
-            self._bound[name] = (module, bind(module))
+        self._bound.pop(name, None)
+        if module is not None and is_loaded(module):
+            # What a test has put in a library's place may have none of its functions.
+            with contextlib.suppress(AttributeError):
+                self._bound[name] = (module, bind(module))
         self._all = [*self._own, *(value for _, values in self._bound.values() for value in values)]
         self._readers = _once(self._all)
 

@@ -14,6 +14,7 @@ from typing import Any
 from lowtide.probes.host.setting_values import Value, Values, is_loaded
 from lowtide.probes.objects.described import described, identified, is_tools
 from lowtide.probes.objects.foreign import type_name
+from lowtide.probes.originals import loaded
 
 _PLAIN = {
     "torch.get_num_threads()": "get_num_threads",
@@ -116,13 +117,13 @@ def _torch(torch: Any) -> list[Value]:
             Value(f"torch.get_autocast_dtype({device!r})", functools.partial(core.get_autocast_dtype, device), str)
         )
     values.append(_saved_tensors_hooks(core))
-    conversion = sys.modules.get("torch.__future__")
+    conversion = loaded("torch.__future__")
     for name in ("swap", "overwrite"):
         attribute = f"_{name}_module_params_on_conversion"
         if hasattr(conversion, attribute):
             read = functools.partial(getattr, conversion, attribute)
             values.append(Value(f"torch.__future__.get{attribute}()", read))
-    printing = getattr(sys.modules.get("torch._tensor_str"), "PRINT_OPTS", None)
+    printing = getattr(loaded("torch._tensor_str"), "PRINT_OPTS", None)
     if printing is not None:
         parts = ("precision", "threshold", "edgeitems", "linewidth", "sci_mode")
         values.append(
@@ -241,7 +242,7 @@ class Modes:
 
     def raw(self) -> object:
         """Their identities."""
-        if sys.modules.get("torch") is not self._torch:
+        if loaded("torch") is not self._torch:
             self._bind()
         return [tuple(id(at(place)) for place in range(count)) for _, length, at in self._stacks if (count := length())]
 
@@ -256,7 +257,7 @@ class Modes:
         return found
 
     def _bind(self) -> None:
-        torch: Any = sys.modules.get("torch")
+        torch: Any = loaded("torch")
         self._torch, self._stacks = None, []
         if torch is not None and is_loaded(torch) and hasattr(torch, "_C"):
             core = torch._C
@@ -290,12 +291,12 @@ class ModuleHooks:
 
     def raw(self) -> object:
         """The numbers of their handles, which are never used again."""
-        loaded: list[Any] = [sys.modules.get(name) for name in _GLOBAL_HOOKS]
-        if len(self._bound) != len(loaded) or any(map(operator.is_not, loaded, self._bound)):
-            self._bound = loaded
+        modules: list[Any] = [loaded(name) for name in _GLOBAL_HOOKS]
+        if len(self._bound) != len(modules) or any(map(operator.is_not, modules, self._bound)):
+            self._bound = modules
             self._tables = [
                 (f"{module.__name__}.{name}", vars(module)[name])
-                for module, names in zip(loaded, _GLOBAL_HOOKS.values(), strict=True)
+                for module, names in zip(modules, _GLOBAL_HOOKS.values(), strict=True)
                 if module is not None and is_loaded(module)
                 for name in names
                 if isinstance(vars(module).get(name), dict)
@@ -324,7 +325,7 @@ class Replaceable:
 
     def raw(self) -> object:
         """Their identities."""
-        torch: Any = sys.modules.get("torch")
+        torch: Any = loaded("torch")
         if torch is not self._torch:
             self._bind(torch)
         # All of a module's values at once: that is faster than to pick some.
@@ -347,7 +348,7 @@ class Replaceable:
         return found | {f"torch.{name}": identified(vars(self._torch).get(name)) for name in self._names}
 
     def _modules(self) -> list[Any]:
-        found = (sys.modules.get(name) for name in ("torch.accelerator", "torch.cuda"))
+        found = (loaded(name) for name in ("torch.accelerator", "torch.cuda"))
         return [module for module in found if module is not None and is_loaded(module)]
 
     def _bind(self, torch: Any) -> None:

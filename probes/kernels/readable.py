@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
+
+from lowtide.probes.originals import loaded
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,7 @@ def check_readable(tensor: torch.Tensor) -> None:
     """
     import torch
 
-    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
+    fake = getattr(loaded("torch._subclasses.fake_tensor"), "FakeTensor", None)
     if tensor.device.type == "meta" or (fake is not None and issubclass(type(tensor), fake)):
         raise UnreadableTensorError("it is a stand-in without memory (meta or fake); give the real tensor")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:

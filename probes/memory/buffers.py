@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import array
-import gc
 import mmap
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.originals import gc, loaded
 
 LEAST = 1 << 20
 """Bytes from which a buffer is large: glibc takes such a piece from the system by itself, and gives it back."""
@@ -53,7 +52,7 @@ def _untracked(items: Iterable[object]) -> list[object]:
 
 
 def _add(found: dict[int, Buffer], census: Census, kinds: list[tuple[type, Callable[[Any], int]]], least: int) -> None:
-    ndarray: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+    ndarray: Any = getattr(loaded("numpy"), "ndarray", None)
     views = [] if ndarray is None else census.instances_of(ndarray)
     owners = [owner for view in views if (owner := _owner(ndarray, view)) is not None]
     for kind, size in kinds:
@@ -78,7 +77,7 @@ def _kinds() -> list[tuple[type, Callable[[Any], int]]]:
         (array.array, _size_of_array),
         (mmap.mmap, _size_of_map),
     ]
-    ndarray: Any = getattr(sys.modules.get("numpy"), "ndarray", None)
+    ndarray: Any = getattr(loaded("numpy"), "ndarray", None)
     if ndarray is not None:
         # A view owns nothing: what it is a view of does.
         kinds.append(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import datetime
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from lowtide.probes.memory.tensors import keys_of_each, survey_storages
 from lowtide.probes.objects.listed import Census
+from lowtide.probes.originals import loaded
 
 EXPORTED = "exported memory"
 """What leads from a capsule to the tensor whose memory it exports."""
@@ -39,7 +39,7 @@ class ExportedMemory:
     """
 
     def __init__(self, items: Sequence[object]) -> None:
-        torch: Any = sys.modules.get("torch")
+        torch: Any = loaded("torch")
         kind = getattr(torch, "Tensor", None)
         tensors = [] if kind is None else Census(list(items)).instances_of(kind)
         sizes = {(found.device, found.address): found.bytes for found in survey_storages(tensors).storages}

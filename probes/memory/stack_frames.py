@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 import sysconfig
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import NamedTuple
+
+from lowtide.probes.originals import loaded
 
 _STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+t?/(?!site-packages/|dist-packages/)")
 _INSTALLED_FRAMEWORK = re.compile(r"/(?:site|dist)-packages/(?:torch|functorch|numpy)/")
@@ -86,8 +87,8 @@ def _library_folders() -> tuple[str, ...]:
     folders: set[str | None] = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
     folders.add(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
     for name in ("torch", "numpy"):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        folders.add(str(Path(file).parent) if file else None)
+        file = getattr(loaded(name), "__file__", None)
+        folders.add(str(PurePath(file).parent) if file else None)
     return tuple(folder.rstrip(os.sep) + os.sep for folder in folders if folder)
 
 
@@ -99,8 +100,8 @@ def _is_library(file: str, folders: tuple[str, ...]) -> bool:
 
 def _is_compiled(file: str) -> bool:
     # Inductor's folder has the user's name behind it; a file of torch.fx has a hash there, and is none.
-    return any(part.startswith(("torchinductor_", "fx_generated_")) for part in Path(file).parts)
+    return any(part.startswith(("torchinductor_", "fx_generated_")) for part in PurePath(file).parts)
 
 
 def _is_installed(file: str) -> bool:
-    return any(part in ("site-packages", "dist-packages") for part in Path(file).parts)
+    return any(part in ("site-packages", "dist-packages") for part in PurePath(file).parts)

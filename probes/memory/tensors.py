@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 from lowtide.probes.memory.ranges import Range, common, merge, total
 from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.originals import loaded
 from lowtide.probes.stages import PoolReading, announced_pools
 
 # An element offset that no storage reaches: a view there fails, and the message says how large the storage is.
@@ -146,7 +146,7 @@ def survey_storages(objects: Iterable[object] | Census) -> StorageSurvey:
 
     Two storages at one address of one device are one.
     """
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None or not hasattr(torch, "Tensor"):  # not loaded, or half way through its import
         return StorageSurvey((), 0)
     with collector_paused(), plain_tensors(torch):
@@ -164,7 +164,7 @@ def keys_of_each(items: Iterable[Any]) -> list[frozenset[tuple[str, int]]]:
 
     For many of them faster than a survey of each: no size is asked for.
     """
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None or not hasattr(torch, "Tensor"):
         return [frozenset() for _ in items]
     with collector_paused(), plain_tensors(torch):
@@ -178,7 +178,7 @@ def hold_memory(items: Iterable[Any]) -> list[bool]:
     A tensor that needs no gradient, and has no memory of its own (an empty or meta one, the stand-ins of compilers),
     holds nothing else that is not found by itself.
     """
-    torch = sys.modules.get("torch")
+    torch = loaded("torch")
     if torch is None or not hasattr(torch, "Tensor"):
         return [False for _ in items]
     with collector_paused(), plain_tensors(torch):
@@ -196,7 +196,7 @@ def plain_tensors(torch: ModuleType) -> Iterator[None]:
 
 def torch_member(tensor: Any, name: str) -> Any:
     """An attribute or bound method of a tensor as torch itself has it, past whatever the tensor's class makes of it."""
-    return getattr(sys.modules["torch"]._C.TensorBase, name).__get__(tensor)
+    return getattr(loaded("torch")._C.TensorBase, name).__get__(tensor)
 
 
 @dataclass(slots=True)
@@ -217,7 +217,7 @@ class _Found:
         self.unreadable = 0
         self._torch = torch
         self._entries: dict[tuple[str, int], _Entry] = {}
-        fake = sys.modules.get("torch._subclasses.fake_tensor")
+        fake = loaded("torch._subclasses.fake_tensor")
         self._fake_tensor: type | None = getattr(fake, "FakeTensor", None)
 
     def add_storage(self, storage: Any) -> None:

@@ -6,11 +6,11 @@ without the interpreter lock has its own, whose generations show nothing.
 
 from __future__ import annotations
 
-import gc
 import sys
 from dataclasses import dataclass
 
 from lowtide.probes.objects.listed import collector_paused
+from lowtide.probes.originals import gc
 
 NEEDS = "CPython 3.10 to 3.13, or 3.14.5 or newer, with the interpreter lock"
 """What runs have to have, for a message."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import sys
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from lowtide.probes.objects.foreign import code_of, module_of_class, mro_of, type_name
 from lowtide.probes.objects.whose_code import is_library
+from lowtide.probes.originals import loaded
 
 LIBRARYS = "a library's "
 """What the text of an object begins with that an installed library made for itself."""
@@ -70,7 +70,7 @@ def is_text_of_tool(text: str) -> bool:
 
 def is_installed_module(name: str) -> bool:
     """Whether the package of a module is installed, and not the project's own."""
-    module: Any = sys.modules.get(name.partition(".")[0])
+    module: Any = loaded(name.partition(".")[0])
     is_module = any(base is ModuleType for base in mro_of(type(module)))
     origin = getattr(vars(module).get("__spec__") if is_module else None, "origin", None)
     return type(origin) is str and (origin in ("built-in", "frozen") or is_library(origin))

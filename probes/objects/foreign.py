@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from types import (
     WrapperDescriptorType,
 )
 from typing import Any
+
+from lowtide.probes.originals import gc
 
 MISSING = object()
 """What `attribute` gives where there is none, or where finding it could run foreign code."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
+
+from lowtide.probes.originals import gc
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import _ctypes
 import ctypes
 import functools
-import gc
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator
@@ -28,6 +27,7 @@ import numpy.typing as npt
 from lowtide.probes.objects.address_table import AddressTable, Ints, first_places
 from lowtide.probes.objects.foreign import dict_of_module, flags_of
 from lowtide.probes.objects.object_places import ObjectPlaces
+from lowtide.probes.originals import gc
 
 Places = Union[AddressTable, ObjectPlaces]  # noqa: UP007 - evaluated
 

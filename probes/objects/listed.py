@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import sys
 from collections.abc import Iterable, Iterator
 from inspect import CO_OPTIMIZED
 from types import FrameType, ModuleType
 from typing import Any
 
 from lowtide.probes.objects.foreign import flags_of
+from lowtide.probes.originals import gc, sys
 
 # More at once takes more memory for what is in flight, which then is fetched anew from the kernel each time.
 _CHUNK = 8_000

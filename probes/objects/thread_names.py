@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-
 from lowtide.probes.objects.foreign import attribute, type_name
+from lowtide.probes.originals import threading
 
 _PLAIN = frozenset(map(id, (threading.Thread, threading.Timer, type(threading.main_thread()), threading._DummyThread)))
 

@@ -11,20 +11,15 @@ over a socket, and sockets are answered to this user's processes only.
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import socket
 import sys
-import tempfile
-import time
-import weakref
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-from lowtide.probes.host.process_files import MARK, environment, stat
+from lowtide.probes.host.process_files import MARK, began_at, environment, stat
+from lowtide.probes.originals import contents, os, tempfile, temporary_folder, time, weakref
 
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 """The folder in front of `PYTHONPATH`; it imports nothing but what Python starts with."""
@@ -105,7 +100,7 @@ class Agents:
 
     def has_agent(self, pid: int) -> bool:
         """Whether a process has an agent; it may not answer all the same."""
-        return self.folder is not None and (self.folder / f"{pid}.sock").exists() and stat(pid) is not None
+        return self.folder is not None and f"{pid}.sock" in os.listdir(self.folder) and stat(pid) is not None
 
     def began(self) -> dict[int, float]:
         """Each process that has had an agent, ended ones too, with the time at which the agent began to listen.
@@ -115,13 +110,13 @@ class Agents:
         if self.folder is None:
             return {}
         with contextlib.suppress(OSError):
-            changed = self.folder.stat().st_mtime_ns
+            changed = os.stat(self.folder).st_mtime_ns
             if changed != self._listed:
                 found = {}
-                for path in self.folder.iterdir():
-                    name, end, _ = path.name.partition(".sock")
+                for file in os.listdir(self.folder):
+                    name, end, _ = file.partition(".sock")
                     if end and name.isdecimal():
-                        found[int(name)] = path.lstat().st_ctime
+                        found[int(name)] = os.lstat(f"{self.folder}/{file}").st_ctime
                 self._began, self._listed = found, changed
         return self._began
 
@@ -173,7 +168,7 @@ class Agents:
         if self.folder is None:
             return []
         with contextlib.suppress(OSError):
-            names = (path.name.partition(".sock") for path in self.folder.iterdir())
+            names = (file.partition(".sock") for file in os.listdir(self.folder))
             pids = [int(name) for name, end, _ in names if end and name.isdecimal()]
             # A later process may have the number of one that has ended.
             return sorted(pid for pid in pids if pid not in family and pid != os.getpid() and self._is_ours(pid))
@@ -186,7 +181,7 @@ class Agents:
     def _why_none(self, pid: int) -> str:
         with contextlib.suppress(OSError):
             if self.folder is not None:
-                error = (self.folder / f"{pid}.error").read_text(errors="replace")
+                error = contents(f"{self.folder}/{pid}.error").decode(errors="replace")
                 return f"the agent of pid {pid} could not start: {error}"
         return f"pid {pid} has no agent: no Python, or started without this process's environment"
 
@@ -226,27 +221,26 @@ def _agent() -> Any:
 
 
 def _short_temporary_folder() -> str | None:
-    folder = tempfile.gettempdir()
+    folder = temporary_folder()
     return folder if len(os.fsencode(folder)) < 60 else "/tmp"
 
 
 def processes_with_agents() -> set[int]:
     """The living processes of this host that put agents into those they start: themselves, not what they started."""
     with contextlib.suppress(OSError):
-        folders = Path(_short_temporary_folder() or tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*")
-        return {int(pid) for folder in folders if (pid := _owner(folder)).isdecimal() and _has_made(int(pid), folder)}
+        place = _short_temporary_folder() or temporary_folder()
+        folders = [name for name in os.listdir(place) if name.startswith(FOLDER_PREFIX)]
+        owners = {name: name.removeprefix(FOLDER_PREFIX).partition("-")[0] for name in folders}
+        return {int(pid) for name, pid in owners.items() if pid.isdecimal() and _has_made(int(pid), f"{place}/{name}")}
     return set()
 
 
-def _owner(folder: Path) -> str:
-    return folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
-
-
-def _has_made(pid: int, folder: Path) -> bool:
+def _has_made(pid: int, folder: str) -> bool:
     """Whether a living process made a folder, and has not just the number of one that was killed and left it."""
+    process = stat(pid)
     try:
-        return bool(psutil.Process(pid).create_time() <= folder.lstat().st_mtime + _CLOCK_S)
-    except (OSError, psutil.Error):
+        return process is not None and began_at(process) <= os.lstat(folder).st_mtime + _CLOCK_S
+    except OSError:
         return False
 
 

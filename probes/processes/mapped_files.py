@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
+
+from lowtide.probes.originals import contents, os
 
 FileId = tuple[int, int]
 """A file's device and inode, by which it is known under any name and in any mount namespace."""
@@ -36,7 +36,7 @@ def mapped_below(pid: int, folder: str) -> dict[str, int] | None:
         None where that may not be read, or the process has ended.
     """
     try:
-        text = Path(f"/proc/{pid}/maps").read_bytes()
+        text = contents(f"/proc/{pid}/maps")
     except OSError:
         return None
     found: dict[str, int] = {}
@@ -56,7 +56,7 @@ def maps_library(pid: int, name: str) -> bool:
         name: part of the file's name without its folder.
     """
     try:
-        text = Path(f"/proc/{pid}/maps").read_bytes()
+        text = contents(f"/proc/{pid}/maps")
     except OSError:
         return False
     return re.search(rb"/[^/\n]*" + re.escape(os.fsencode(name)) + rb"[^/\n]*$", text, re.MULTILINE) is not None
@@ -72,7 +72,7 @@ def files_in_use(pid: int, wanted: Collection[FileId], names: Collection[str]) -
             server that does not answer takes for ever.
     """
     try:
-        text = Path(f"/proc/{pid}/maps").read_bytes()
+        text = contents(f"/proc/{pid}/maps")
         found = _mapped(text, {device for device, _ in wanted})
         return FilesInUse(frozenset((found | _open(pid, names)) & set(wanted)), True)
     except (FileNotFoundError, ProcessLookupError):  # it ended
@@ -95,9 +95,9 @@ def _open(pid: int, names: Collection[str]) -> set[FileId]:
     with os.scandir(f"/proc/{pid}/fd") as entries:
         for entry in entries:
             try:
-                target = os.readlink(entry.path)  # noqa: PTH115 - the text as it is: `pipe:[7]` is no path
+                target = os.readlink(entry.path)
                 if target.removesuffix(_DELETED).rpartition("/")[2] in names:
-                    facts = os.stat(entry.path)  # noqa: PTH116 - through the link, as `open` would go
+                    facts = os.stat(entry.path)
                     found.add((facts.st_dev, facts.st_ino))
             except (FileNotFoundError, ProcessLookupError):  # closed meanwhile
                 continue

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
-import psutil
-
+from lowtide.probes.host.process_files import parents_of
 from lowtide.probes.host.process_tree import ProcessTree
+from lowtide.probes.originals import os
 from lowtide.probes.processes.agents import processes_with_agents
 
 _IPC_OF_HOST, _PIDS_OF_HOST = 0xEFFFFFFF, 0xEFFFFFFC
@@ -41,7 +38,7 @@ class Neighbours:
         if not self._reason:
             others = processes_with_agents() - {os.getpid()} - set(self._tree.descendants())
             # Whoever runs this program, as a suite that is watched itself runs its tests, waits for it meanwhile.
-            others -= {process.pid for process in psutil.Process().parents()} if others else set()
+            others -= set(parents_of(os.getpid())) if others else set()
             if others:
                 watched = f"lowtide watches another program on this host (pid {min(others)})"
                 self._reason = f"{watched}, which may have made it"
@@ -51,7 +48,7 @@ class Neighbours:
 def _unseen_containers() -> str:
     """Whether /dev/shm is the host's while only some of its processes are seen, as with Docker's `--ipc=host`."""
     try:
-        ipc, pids = (Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("ipc", "pid"))
+        ipc, pids = (os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("ipc", "pid"))
     except OSError:
         return ""
     if ipc == _IPC_OF_HOST and pids != _PIDS_OF_HOST:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import pwd
 import re
 import shlex
 import stat as modes
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.probes.host.process_files import runs_python, stat
+from lowtide.probes.originals import os, time
 from lowtide.probes.processes.mapped_files import FileId, files_in_use
 from lowtide.probes.processes.side_by_side import PATIENCE_S, read_side_by_side
 

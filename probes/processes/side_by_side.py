@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
+
+from lowtide.probes.originals import threading, time
 
 PATIENCE_S = 5.0
 """Seconds after which a process that the kernel keeps from being read is reported as such."""

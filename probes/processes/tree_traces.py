@@ -8,11 +8,9 @@ process is taken for the tree's, too: nobody else will remove it.  Where others 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import stat as modes
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.process_files import has_opened_a_card, lives, stat
 from lowtide.probes.host.process_tree import ProcessTree, name_of
 from lowtide.probes.host.readings import mapped_shared_memory
+from lowtide.probes.originals import os, time
 from lowtide.probes.processes.agents import FOLDER_PREFIX
 from lowtide.probes.processes.neighbours import Neighbours
 from lowtide.probes.processes.outside_view import ByCard, by_process

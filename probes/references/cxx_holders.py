@@ -11,18 +11,16 @@ from __future__ import annotations
 import bisect
 import contextlib
 import mmap
-import os
 import re
-import sys
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.identities import object_at
+from lowtide.probes.originals import contents, loaded, os
 
 _WORD = 8
 _CHUNK = 1 << 24
@@ -73,7 +71,7 @@ def held_as(addresses: Collection[int]) -> dict[int, str]:
         addresses: identities of objects that are alive.
     """
     found: dict[int, tuple[int, str]] = {}
-    if not addresses or "torch" not in sys.modules:
+    if not addresses or loaded("torch") is None:
         return {}
     with _opened() as memory:
         if memory is None:
@@ -180,7 +178,7 @@ class _Memory:
             yield word, used
 
     def _kernels(self) -> Iterator[tuple[int, str]]:
-        torch: Any = sys.modules["torch"]
+        torch: Any = loaded("torch")
         kernel_of: Any = getattr(torch._C, "_dispatch_get_computed_kernel_for_dispatch_key", None)
         for key in sorted(getattr(torch.library, "_impls", ())) if kernel_of is not None else ():
             parts = key.split("/")
@@ -296,7 +294,7 @@ def _opened() -> Iterator[_Memory | None]:
 
 def _lines(path: str) -> list[str]:
     # A file's name may have any bytes, also where the locale has no name for them.
-    return os.fsdecode(Path(path).read_bytes()).strip("\n").split("\n")
+    return os.fsdecode(contents(path)).strip("\n").split("\n")
 
 
 def _mapping(line: str) -> _Mapping:

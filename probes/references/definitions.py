@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-import threading
 from collections.abc import Sequence
 from contextvars import Context
 from types import (
@@ -23,6 +21,7 @@ from lowtide.probes.objects.foreign import (
     namespace_of_class,
     type_name,
 )
+from lowtide.probes.originals import gc, loaded, threading
 from lowtide.probes.references.entries import (
     Edge,
     item_text,
@@ -138,7 +137,7 @@ def of_unseen(way: Sequence[Any]) -> Edge | None:
 
 def of_future(way: Sequence[Any]) -> Edge | None:
     """A future or task of asyncio that is written in C."""
-    module: Any = sys.modules.get("_asyncio")
+    module: Any = loaded("_asyncio")
     if module is None:
         return None
     for base in mro_of(type(way[0])):

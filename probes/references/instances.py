@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Sequence
 from contextvars import Token
 from types import (
@@ -25,6 +24,7 @@ from lowtide.probes.objects.foreign import (
     namespace_of,
     type_name,
 )
+from lowtide.probes.originals import loaded
 from lowtide.probes.references.entries import (
     Edge,
     attribute_text,
@@ -77,7 +77,7 @@ def of_inline_attribute(holder: object, held: object) -> Edge | None:
 
 def of_nn_module(way: Sequence[Any]) -> Edge | None:
     """A parameter, buffer or part of a `torch.nn.Module`, past the dict in which it registers them."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     kind = getattr(getattr(torch, "nn", None), "Module", None)
     if kind is None or not is_a(way[0], kind):
         return None
@@ -133,7 +133,7 @@ def of_tensor(way: Sequence[Any]) -> Edge | None:
     if is_autograd_node(type(way[1])):
         return Edge(".grad_fn", "other")
     # Asking a tensor by its class's own getter can run a subclass's code.
-    with sys.modules["torch"]._C.DisableTorchFunctionSubclass():
+    with loaded("torch")._C.DisableTorchFunctionSubclass():
         for name in _HOOKS_OF_TENSORS:
             if name in namespace_of(base) and namespace_of(base)[name].__get__(way[0]) is way[1]:
                 return Edge(f".{name}", "other")

@@ -8,10 +8,6 @@ import codecs
 import ctypes
 import encodings
 import functools
-import os
-import signal
-import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +16,7 @@ import numpy as np
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import described, is_a, type_name
 from lowtide.probes.objects.identities import object_at
+from lowtide.probes.originals import loaded, os, signal, sys, threading
 
 _WORD = 8
 _STATE_BYTES = 1 << 20
@@ -130,7 +127,7 @@ class InterpretersTables:
 
 
 def _at_fork_of_logging() -> tuple[object, ...]:
-    logging = sys.modules.get("logging")
+    logging = loaded("logging")
     return tuple(
         getattr(logging, name, None) for name in ("_acquireLock", "_releaseLock", "_prepareFork", "_afterFork")
     )
@@ -211,7 +208,7 @@ def _signal_name(number: int) -> str:
 
 def _torchs_holders() -> Iterator[tuple[str, object]]:
     """The modes that are entered, and the hooks that pack what graphs save."""
-    torch: Any = sys.modules.get("torch")
+    torch: Any = loaded("torch")
     of_c = getattr(torch, "_C", None)
     stacks = (
         ("dispatch", "torch.utils._python_dispatch._get_current_dispatch_mode_stack()"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from types import CellType, FrameType
 
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.listed import frame_locals
+from lowtide.probes.originals import sys
 from lowtide.probes.references.edges import variables_of
 
 _IMMORTAL = 1 << 28

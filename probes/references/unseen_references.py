@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of
+from lowtide.probes.originals import gc, loaded, sys
 from lowtide.probes.references.cxx_holders import callbacks_of
 
 CALLBACK = "its callback"
@@ -19,7 +18,7 @@ Reader = Callable[[Any], list[object]]
 
 def untracked_holders() -> list[type]:
     """The types, not tracked by the collector, whose instances may hold what is."""
-    numpy: Any = sys.modules.get("numpy")
+    numpy: Any = loaded("numpy")
     names = ("ndarray", "void", "flatiter", "nditer")
     return [getattr(numpy, name) for name in names if hasattr(numpy, name)]
 
@@ -31,8 +30,8 @@ def reader_of(cls: type, *, thorough: bool = False) -> Reader | None:
         cls: the type.
         thorough: whether reading may make Python objects of tensors that had none, which then stay.
     """
-    numpy: Any = sys.modules.get("numpy")
-    torch: Any = sys.modules.get("torch")
+    numpy: Any = loaded("numpy")
+    torch: Any = loaded("torch")
     readers = [
         (getattr(numpy, "ndarray", None), _of_array),
         (getattr(numpy, "void", None), _base),
@@ -77,7 +76,7 @@ def is_view_of(holder: Any, held: object) -> bool:
 
 def _array_member(name: str, array: Any) -> Any:
     """An attribute of an array as numpy itself has it: a subclass may have another one of that name."""
-    return sys.modules["numpy"].ndarray.__dict__[name].__get__(array)
+    return loaded("numpy").ndarray.__dict__[name].__get__(array)
 
 
 def _of_array(array: Any) -> list[object]:
@@ -90,7 +89,7 @@ def _of_array(array: Any) -> list[object]:
 
 def object_parts(array: Any) -> Iterator[tuple[str, Any]]:
     """The fields of an array whose items are objects, or itself, each with its name as code."""
-    numpy: Any = sys.modules["numpy"]
+    numpy: Any = loaded("numpy")
     dtype = _array_member("dtype", array)
     if dtype.fields is not None:
         for name, (kind, *_) in dtype.fields.items():
@@ -106,7 +105,7 @@ def _place_in(array: Any, held: object) -> str | None:
     place = next((place for place, item in enumerate(_array_member("flat", array)) if item is held), None)
     if place is None:
         return None
-    indices = sys.modules["numpy"].unravel_index(place, _array_member("shape", array))
+    indices = loaded("numpy").unravel_index(place, _array_member("shape", array))
     return f"[{', '.join(map(str, indices)) or '()'}]"
 
 
@@ -118,14 +117,14 @@ def _base(item: Any) -> list[object]:
 
 def _operands(iterator: Any) -> list[object]:
     try:
-        return list(sys.modules["numpy"].nditer.__dict__["operands"].__get__(iterator))
+        return list(loaded("numpy").nditer.__dict__["operands"].__get__(iterator))
     except ValueError:  # closed
         return []
 
 
 def _result(future: Any) -> list[object]:
     """The result of a future of torch's that is done; what is still to come, and callbacks, lie in C++."""
-    kind: Any = sys.modules["torch"]._C.Future
+    kind: Any = loaded("torch")._C.Future
     # One that has failed raises its exception, which would take the one that is being handled for its cause.
     if sys.exc_info()[1] is not None or not kind.done(future):
         return []
@@ -138,7 +137,7 @@ def _result(future: Any) -> list[object]:
 
 def _result_and_callbacks(future: Any) -> list[object]:
     """And, of one that is not done, the functions that it will call."""
-    is_done = sys.modules["torch"]._C.Future.done(future)
+    is_done = loaded("torch")._C.Future.done(future)
     return _result(future) if is_done else callbacks_of(future)
 
 
@@ -168,7 +167,7 @@ def _tensors_of_script(module: Any) -> list[object]:
 
 def _named_tensors_of_script(module: Any) -> Iterator[tuple[str, object]]:
     """Parameters, buffers and other tensors, constants of the code (as of a frozen module), inputs of a trace."""
-    torch: Any = sys.modules["torch"]
+    torch: Any = loaded("torch")
     own: Any = attribute(module, "_c")
     if type(own) is not torch._C.ScriptModule:
         return  # not complete yet
@@ -194,7 +193,7 @@ _HOLDING_TENSORS = frozenset({"Tensor", "List[Tensor]", "Dict[str, Tensor]", "Op
 
 def _tensors_within(value: Any, edge: str) -> Iterator[tuple[str, object]]:
     """The tensors in what C++ gives of an attribute: itself, or in lists, tuples and dicts made for the asking."""
-    if is_a(value, sys.modules["torch"].Tensor):
+    if is_a(value, loaded("torch").Tensor):
         yield edge, value
     elif type(value) is dict:
         for key, item in value.items():

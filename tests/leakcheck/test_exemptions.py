@@ -18,11 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 
 from lowtide.leakcheck.judging import exemptions
 from lowtide.leakcheck.judging.exemptions import EXEMPTIONS, exempt, is_exempt
+from lowtide.probes import originals
 
 
 @pytest.mark.parametrize(
@@ -301,8 +301,8 @@ def test_what_is_asked_of_many_items_is_read_once_and_never_from_the_whole_heap(
     asked: list[str] = []
     compiler._pool_set.add(compile_pool)
     with monkeypatch.context() as patched:
-        patched.setattr(gc, "get_objects", lambda *args: asked.append("the heap"))
-        patched.setattr(psutil.Process, "children", lambda *args, **kwargs: asked.append("all processes"))
+        patched.setattr(originals.gc, "get_objects", lambda *args: asked.append("the heap"))
+        patched.setattr(originals.os, "listdir", lambda folder: asked.append("all processes") or [])
         patched.setattr(exemptions, "child_processes", lambda: asked.append("the children") or [os.getpid()])
         numbers = range(1000, 1100)
         assert not exempt("file-descriptors", {f"{number} -> pipe:[{number}]" for number in numbers})

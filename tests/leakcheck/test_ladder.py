@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType, SimpleNamespace
@@ -14,6 +13,7 @@ import pytest
 from lowtide.leakcheck.judging import ladder
 from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, Step, climb, release
 from lowtide.probes.objects.listed import frozen_by_program
+from tests.loaded_modules import load_instead
 
 QUICK = SettlePolicy(stability=0.05, limit=0.5, first_pause=0.001, longest_pause=0.01)
 
@@ -203,9 +203,9 @@ class Card:
         native = SimpleNamespace(
             _cuda_clearCublasWorkspaces=note("clear_workspaces"), _host_emptyCache=note("empty_host_cache")
         )
-        monkeypatch.setitem(sys.modules, "torch", module("torch", cuda=cuda, _C=native))
-        monkeypatch.setitem(sys.modules, "torch._dynamo", module("torch._dynamo", reset=note("reset")))
-        monkeypatch.setitem(sys.modules, "torch._dynamo.utils", counting({"frames": {"total": compiled}}))
+        load_instead(monkeypatch, "torch", module("torch", cuda=cuda, _C=native))
+        load_instead(monkeypatch, "torch._dynamo", module("torch._dynamo", reset=note("reset")))
+        load_instead(monkeypatch, "torch._dynamo.utils", counting({"frames": {"total": compiled}}))
         monkeypatch.setattr(ladder, "gc", SimpleNamespace(collect=note("collect"), get_objects=list))
 
 
@@ -276,7 +276,7 @@ def test_what_the_interpreter_itself_keeps_from_the_collector_is_not_unfrozen(mo
 def test_what_has_counted_nothing_has_compiled_nothing(
     counters: dict[str, dict[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch._dynamo.utils", counting(counters))
+    load_instead(monkeypatch, "torch._dynamo.utils", counting(counters))
     assert not ladder.compiled_anything()
 
 

@@ -27,6 +27,7 @@ from lowtide.leakcheck.judging.stable_names import identity_of, without_numbers
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
 from lowtide.probes.allocation_stacks import StackFrame
 from lowtide.reports.schema import Finding, Frame, Hop
+from tests.loaded_modules import load_instead
 
 EACH = 50
 """Different leaks of each kind."""
@@ -241,5 +242,5 @@ def test_a_group_is_called_by_its_backend_and_description(monkeypatch: pytest.Mo
     world = type(
         "World", (), {"pg_names": {group: "7"}, "pg_map": {group: ("nccl", None)}, "pg_group_ranks": {group: [0]}}
     )
-    monkeypatch.setitem(sys.modules, "torch.distributed.distributed_c10d", type("Module", (), {"_world": world}))  # type: ignore[arg-type]
+    load_instead(monkeypatch, "torch.distributed.distributed_c10d", type("Module", (), {"_world": world}))  # type: ignore[arg-type]
     assert identity_of("process-groups", ["7"]).names == ("(nccl, * rank) tp:*",)

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import (
 from lowtide.probes import allocation_stacks as module
 from lowtide.probes.allocation_stacks import AllocationStacks, StackFrame, allocating_function, parse_stacks
 from lowtide.probes.memory.stack_frames import telling_frames
+from tests.loaded_modules import load_instead
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
 
@@ -957,7 +958,7 @@ OURS = ("state", "alloc", "python")
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, *, initialized: bool = True, backend: str = "native") -> StandIn:
     made = StandIn(initialized=initialized, backend=backend)
-    monkeypatch.setitem(sys.modules, "torch", made)
+    load_instead(monkeypatch, "torch", made)
     return made
 
 

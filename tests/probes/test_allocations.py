@@ -212,7 +212,7 @@ def test_a_driver_that_answers_too_slowly_is_not_asked_for_ever(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = iter(range(1000))
-    monkeypatch.setattr(allocations, "_clock", lambda: 3.0 * next(seconds))
+    monkeypatch.setattr(allocations.time, "monotonic", lambda: 3.0 * next(seconds))
     driver.listed = {0: STEP, 4 * MIB: STEP, 8 * MIB: STEP, 12 * MIB: STEP}
     with pytest.raises(AllocationsError, match="had not listed its allocations on cuda:0 after 10 s"):
         read_allocations(0)

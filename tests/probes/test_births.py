@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowtide.leakcheck.judging.ladder import trim_heap
+from lowtide.probes import originals
 from lowtide.probes.heap import births as module
 from lowtide.probes.heap.births import Births, young_generations_tell
 from lowtide.probes.host.counters import anonymous_bytes
@@ -277,9 +278,9 @@ def test_what_the_interpreter_itself_keeps_from_the_collector_is_no_freeze(
     births: Births, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After an unfreeze the next full collection of Python 3.12 moves its immortal objects back."""
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 0)
+    monkeypatch.setattr(originals.gc, "get_freeze_count", lambda: 0)
     births.mark("unfrozen")
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: 375)
+    monkeypatch.setattr(originals.gc, "get_freeze_count", lambda: 375)
     assert not births.froze
 
 

@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed
 
-from lowtide.probes import stages
+from lowtide.probes import originals, stages
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.host import counters
 from lowtide.probes.host.counters import (
@@ -169,7 +169,7 @@ def test_frozen_objects_are_counted() -> None:
 def test_so_few_frozen_objects_as_the_interpreter_starts_with_are_no_program_s(
     monkeypatch: pytest.MonkeyPatch, count: int, counted: int
 ) -> None:
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: count)
+    monkeypatch.setattr(originals.gc, "get_freeze_count", lambda: count)
     assert read().amounts["gc-frozen"] == counted
 
 

@@ -18,6 +18,7 @@ from lowtide.probes.device.driver.amdsmi import AmdsmiDriver
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
 from lowtide.probes.device.driver.visible import CUDA, visible_card
+from tests.loaded_modules import load_instead
 
 MIB = 1 << 20
 OWN = os.getpid()
@@ -92,7 +93,7 @@ def torch_with_a_context(monkeypatch: pytest.MonkeyPatch, **properties: Any) -> 
         is_initialized=lambda: True, get_device_properties=lambda index: SimpleNamespace(**properties)
     )
     bindings = SimpleNamespace(_cuda_hasPrimaryContext=lambda index: True)
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, _C=bindings))  # type: ignore[arg-type]
+    load_instead(monkeypatch, "torch", SimpleNamespace(cuda=cuda, _C=bindings))  # type: ignore[arg-type]
 
 
 def test_nvml_tells_this_processs_bytes_and_the_cards(nvml: FakeNvml) -> None:

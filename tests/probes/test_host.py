@@ -14,6 +14,7 @@ from multiprocessing import shared_memory
 import psutil
 import pytest
 
+from lowtide.probes.host import readings
 from lowtide.probes.host.readings import (
     UnmappedRangeError,
     read_host,
@@ -58,13 +59,10 @@ def test_memory_that_is_its_own_alone_is_known_and_at_most_all() -> None:
 
 
 def test_uss_that_cannot_be_read_is_unknown_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    def denied(self: psutil.Process) -> object:
-        raise psutil.AccessDenied(msg="smaps is closed")
-
-    monkeypatch.setattr(psutil.Process, "memory_full_info", denied)
+    monkeypatch.setattr(readings, "rollup", lambda pid: None)
     host = read_host()
     assert host.uss is None
-    assert any("smaps is closed" in note for note in host.notes)
+    assert "uss: /proc/self/smaps_rollup cannot be read" in host.notes
 
 
 def test_threads_have_names_and_identifiers() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lowtide.probes import originals
 from lowtide.probes.processes import shared_memory_files
 from lowtide.probes.processes.mapped_files import FilesInUse, files_in_use
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile, SharedMemoryReading, read_shared_memory
@@ -182,7 +183,7 @@ def test_a_private_file_is_decided_where_a_stranger_s_process_may_not_be_read(
 
 
 def test_another_user_s_file_is_undecided_for_whoever_is_not_root(monkeypatch: pytest.MonkeyPatch, shm: Path) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    monkeypatch.setattr(originals.os, "geteuid", lambda: 54321)
     path = made(shm / "psm_0123abcd")
     assert "and root may see whether" in why_undecided(path)
     (undecided,) = read_shared_memory(shm).undecided

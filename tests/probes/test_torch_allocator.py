@@ -27,6 +27,7 @@ from lowtide.probes.device.torch_allocator import (
 )
 from lowtide.probes.memory.ranges import common, total, without
 from lowtide.probes.memory.tensors import live_storages
+from tests.loaded_modules import load_instead
 
 MIB = 1 << 20
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
@@ -255,7 +256,7 @@ class Counters:
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> type[Counters.cuda]:
     fresh = type("cuda", (Counters.cuda,), {})
-    monkeypatch.setitem(sys.modules, "torch", type("torch", (Counters,), {"cuda": fresh}))
+    load_instead(monkeypatch, "torch", type("torch", (Counters,), {"cuda": fresh}))
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     return fresh
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
+from lowtide.probes.originals import os
 
 
 def own_bytes(listed: Mapping[int, int | None], library: str, device_index: int) -> tuple[int | None, str]:

@@ -1,0 +1,134 @@
+"""Python's own functions as they were when lowtide was imported: what a test puts in their place judges nothing.
+
+`from lowtide.probes.originals import gc, os, time` in place of `import gc, os, time`: the functions, classes and
+constants of these stay the first ones.  All else of them is state of the program (`os.environ`, `sys.path`,
+`gc.callbacks`), and is read where it is now.
+
+Whoever replaces `os.open` sets a name of the module `os`, and nothing here looks it up there.  pyfakefs and freezegun
+also go through the globals of all loaded modules, for each module and function that they stand in for: what is kept
+here is no module, and its functions are in no module's globals.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys as sys_module
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from inspect import isclass, isroutine, unwrap
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    import gc as gc
+    import logging as logging
+    import os as os
+    import resource as resource
+    import signal as signal
+    import sys as sys
+    import tempfile as tempfile
+    import threading as threading
+    import time as time
+    import weakref as weakref
+
+
+class Kept:
+    """The functions, classes and constants of a module as they are now; all else as it is whenever it is asked for.
+
+    Args:
+        module: the module.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        vars(self).update({name: value for name, value in vars(module).items() if _is_kept(name, value)})
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _is_kept(name: str, value: object) -> bool:
+    # `sys.excepthook` and its like are what the program has set last.
+    return not name.endswith("hook") and (isroutine(value) or isclass(value) or name.isupper())
+
+
+_NAMES = ("gc", "logging", "os", "resource", "signal", "sys", "tempfile", "threading", "time", "weakref")
+_KEPT = {name: Kept(importlib.import_module(name)) for name in (*_NAMES, "builtins", "io")}
+
+if not TYPE_CHECKING:
+    globals().update({name: _KEPT[name] for name in _NAMES})
+
+
+def replaced() -> list[str]:
+    """Return the functions, as `os.open`, in whose place somebody has put one that does not call itself a wrapper."""
+    return [
+        f"{name}.{function}"
+        for name, kept in _KEPT.items()
+        for function, original in vars(kept).items()
+        if isroutine(original) and unwrap(vars(kept._module).get(function, str)) is not unwrap(original)
+    ]
+
+
+_MODULES = sys_module.modules
+_LOADED: dict[str, Callable[[], object]] = {}
+"""Weak references: a program may drop a module of its own."""
+
+
+def loaded(name: str) -> Any:
+    """Return a module if it is loaded, else None; not what a test has put in its place in `sys.modules`.
+
+    Args:
+        name: the module's whole name.
+    """
+    module: object = _MODULES.get(name)
+    known = _LOADED[name]() if name in _LOADED else None
+    if module is known:
+        return module
+    if _was_imported(module, name):
+        _LOADED[name] = weakref.ref(module)
+        return module
+    return module if known is None else known
+
+
+def _was_imported(module: object, name: str) -> TypeGuard[ModuleType]:
+    """Return whether an import made it: what a test makes up has no loader."""
+    if not issubclass(type(module), ModuleType):
+        return False
+    spec = vars(module).get("__spec__")
+    return type(spec) is ModuleSpec and spec.name == name and spec.loader is not None
+
+
+_AT_A_TIME = 1 << 16
+
+
+def temporary_folder() -> str:
+    """Return the folder of temporary files, as the program has set it or found it."""
+    # `tempfile.gettempdir` looks up what it calls.
+    return tempfile.tempdir if type(tempfile.tempdir) is str else tempfile.gettempdir()
+
+
+def contents(path: str) -> bytes:
+    """Return all that is in a file, in a few microseconds: without the layers that Python puts around one.
+
+    Args:
+        path: where it is.
+
+    Raises:
+        OSError: it cannot be opened or read.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = b""
+        # The kernel may hand over what it makes up in parts.
+        while part := os.read(number, _AT_A_TIME):
+            found += part
+        return found
+    finally:
+        os.close(number)
+
+
+def lines_of(path: str) -> list[str]:
+    """Return the lines of a file, each without its end; for the errors see `contents`."""
+    # `splitlines` ends one at a form feed, too.
+    lines = contents(path).decode(errors="replace").split("\n")
+    return lines if lines[-1] else lines[:-1]

@@ -1,0 +1,158 @@
+"""What a test replaces judges nothing: the checker reads with the functions that there were when it was imported."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import decimal
+import functools
+import gc
+import importlib
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from lowtide.probes import originals
+from lowtide.probes.host.counters import CounterReader
+
+ROOT = Path(__file__).parents[2]
+
+JUDGING = (
+    "probes",
+    "pytest_plugin",
+    *(f"leakcheck/{room}" for room in ("baseline", "explaining", "findings", "judging", "libraries", "processes")),
+    *(f"leakcheck/{room}" for room in ("settings", "watching")),
+)
+
+MAY_LOOK_UP = {
+    "leakcheck/processes/tree_end.py": "of a command that looks at another program",
+    "probes/device/allocator_snapshots.py": "writes a file that the user asked for",
+    "probes/objects/whose_code.py": "while it is imported",
+    "probes/processes/agents.py": "joins and keeps a path",
+    "probes/processes/holders.py": "of a command that looks at other programs",
+    "probes/processes/outside_view.py": "of a command that looks at other programs",
+    "probes/processes/shared_memory_files.py": "of a command that looks at other programs",
+    "probes/processes/tree_traces.py": "of a command that looks at another program",
+    "probes/stages.py": "called by engines, and imports nothing",
+    "pytest_plugin/results.py": "before the first test",
+    "pytest_plugin/settings.py": "before the first test",
+}
+"""Modules that may look up what they call when they call it, and use `pathlib` and `psutil`, which do so."""
+
+KEPT = [name for name, value in vars(originals).items() if type(value) is originals.Kept]
+
+
+def modules() -> list[Path]:
+    return [file for room in JUDGING for file in sorted((ROOT / room).rglob("*.py")) if "bootstrap" not in file.parts]
+
+
+def replaceable(tree: ast.Module) -> Iterator[str]:
+    """What a module looks up where a test may have put something else."""
+    plain = {
+        name.asname or name.name: name.name
+        for node in tree.body
+        if isinstance(node, ast.Import)
+        for name in node.names
+        if name.name in KEPT
+    }
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names) if any(name.name == "psutil" for name in names):
+                yield f"{node.lineno}: psutil"
+            case ast.ImportFrom(module="pathlib", names=names) if any(name.name == "Path" for name in names):
+                yield f"{node.lineno}: Path"
+            case ast.ImportFrom(module=str(module), names=names) if module in KEPT:
+                yield from (f"{node.lineno}: {name.name}" for name in names if name.name.islower())
+            case ast.Call(func=ast.Name(id="open")):
+                yield f"{node.lineno}: open"
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute, ctx=ast.Load()) if name in plain:
+                if callable(vars(getattr(originals, plain[name])).get(attribute)):
+                    yield f"{node.lineno}: {name}.{attribute}"
+
+
+def test_no_module_that_judges_looks_up_what_a_test_may_have_replaced() -> None:
+    found = {str(file.relative_to(ROOT)): list(replaceable(ast.parse(file.read_bytes()))) for file in modules()}
+    assert {name: lines for name, lines in found.items() if lines and name not in MAY_LOOK_UP} == {}
+    assert [name for name in MAY_LOOK_UP if not found[name]] == []
+
+
+def test_what_a_test_replaces_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = CounterReader(None)
+    before = reader.read()
+    with monkeypatch.context() as patched:
+        for place, names in REPLACED.items():
+            for name in names.split():
+                patched.setattr(f"{place}.{name}", refuses)
+        after = reader.read()
+    assert (after.items["file-descriptors"], after.settings) == (before.items["file-descriptors"], before.settings)
+
+
+REPLACED = {
+    "os": "open read close listdir scandir stat fstat readlink getpid waitid",
+    "time": "time perf_counter monotonic sleep",
+    "threading": "enumerate current_thread gettrace",
+    "gc": "get_freeze_count get_objects isenabled",
+    "builtins": "open",
+}
+
+
+def refuses(*args: object, **kwargs: object) -> None:
+    raise AssertionError("what a test has replaced was called")
+
+
+def test_what_is_no_function_is_read_where_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", ["/nowhere"])
+    monkeypatch.setattr(sys, "excepthook", refuses)
+    monkeypatch.setattr(os, "environ", {"NAME": "value"})
+    monkeypatch.setattr(os, "getpid", refuses)
+    assert (originals.sys.path, originals.sys.excepthook) == (["/nowhere"], refuses)
+    assert (dict(originals.os.environ), originals.os.getpid is refuses) == ({"NAME": "value"}, False)
+
+
+def test_what_is_replaced_is_named_and_a_wrapper_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = originals.replaced()
+    wrapper = functools.wraps(os.listdir)(lambda path: [])
+    monkeypatch.setattr(os, "listdir", wrapper)
+    assert originals.replaced() == before
+    monkeypatch.setattr(os, "stat", refuses)
+    monkeypatch.setattr(builtins, "open", refuses)
+    assert set(originals.replaced()) - set(before) == {"os.stat", "builtins.open"}
+
+
+@pytest.mark.parametrize("entry", [None, ModuleType("decimal"), SimpleNamespace()])
+def test_a_loaded_module_is_no_entry_that_a_test_has_made(entry: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert originals.loaded("decimal") is decimal
+    monkeypatch.setitem(sys.modules, "decimal", entry)  # type: ignore[arg-type]
+    assert originals.loaded("decimal") is decimal
+    monkeypatch.delitem(sys.modules, "decimal")
+    assert originals.loaded("decimal") is decimal
+
+
+def test_a_module_that_is_loaded_anew_is_the_new_one_and_no_module_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "short_lived.py").write_text("")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert originals.loaded("short_lived") is None
+        first = weakref.ref(importlib.import_module("short_lived"))
+        assert originals.loaded("short_lived") is first()
+        del sys.modules["short_lived"]
+        second = importlib.import_module("short_lived")
+        assert originals.loaded("short_lived") is second
+        gc.collect()
+        assert first() is None
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("short_lived", None)
+
+
+def test_the_lines_of_a_file_end_at_line_breaks_alone(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"first\x0c1\n\xff\nlast")
+    assert originals.lines_of(str(file)) == ["first\x0c1", "\ufffd", "last"]
+    file.write_bytes(b"")
+    assert originals.lines_of(str(file)) == []
