@@ -22,9 +22,12 @@ PLUGIN = "lowtide.pytest_plugin.plugin"
 # Loaded in the inner run: what pytest was told of each phase of each test, and what it counted it as.
 _RECORDER = """
 import json
+import os
 from pathlib import Path
 
-_FILE = Path(__file__).with_name("phases.jsonl")
+# Opened once: a test may replace what opens files.
+_FILE = os.open(Path(__file__).with_name("phases.jsonl"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+_write = os.write
 _CONFIGS = []
 
 def pytest_configure(config):
@@ -46,8 +49,7 @@ def pytest_runtest_logreport(report):
         "text": report.longreprtext,
         "properties": [list(pair) for pair in report.user_properties if isinstance(pair[1], str)],
     }
-    with _FILE.open("a") as file:
-        file.write(json.dumps(record) + "\\n")
+    _write(_FILE, (json.dumps(record) + "\\n").encode())
 """
 
 
