@@ -29,7 +29,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True)
 class ProcessStat:
-    """A line of `/proc/PID/stat`; `started` in ticks since boot."""
+    """A line of `/proc/PID/stat`; `started` in ticks since boot.
+
+    `faults` are the pages that it has touched for the first time, or written where it had them from its parent; 0 on a
+    kernel that does not count them.
+    """
 
     pid: int
     command: str
@@ -38,6 +42,7 @@ class ProcessStat:
     group: int
     started: int
     session: int
+    faults: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Rollup:
         anonymous: what is no file's, swapped out or not.
         shared: what is in physical memory and others map, too: libraries' code, shared memory.
         swapped: the part of `private` and `anonymous` that is swapped out.
+        huge: the part of `anonymous` in huge pages, each of which is one fault.
     """
 
     layout: str
@@ -57,6 +63,7 @@ class Rollup:
     anonymous: int
     shared: int
     swapped: int
+    huge: int
 
 
 def stat(pid: int) -> ProcessStat | None:
@@ -69,7 +76,8 @@ def stat(pid: int) -> ProcessStat | None:
     head, _, tail = text.rpartition(")")
     fields = tail.split()
     parent, group, session = map(int, fields[1:4])
-    return ProcessStat(pid, head.partition("(")[2], fields[0], parent, group, int(fields[19]), session)
+    faults = int(fields[7]) + int(fields[9])
+    return ProcessStat(pid, head.partition("(")[2], fields[0], parent, group, int(fields[19]), session, faults)
 
 
 def lives(pid: int, started: int) -> bool:
@@ -153,7 +161,8 @@ def rollup(pid: int) -> Rollup | None:
     private, shared = (
         sum(sizes.get(f"{kind}_{part}", 0) for part in ("Clean", "Dirty", "Hugetlb")) for kind in ("Private", "Shared")
     )
-    return Rollup(head.split()[0], private + swapped, sizes.get("Anonymous", 0) + swapped, shared, swapped)
+    anonymous, huge = sizes.get("Anonymous", 0) + swapped, sizes.get("AnonHugePages", 0)
+    return Rollup(head.split()[0], private + swapped, anonymous, shared, swapped, huge)
 
 
 def has_opened_a_card(pid: int) -> bool:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import secrets
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +13,7 @@ from lowtide.probes.host.process_files import MARK as MARK
 from lowtide.probes.host.process_files import (
     REAPERS,
     ProcessStat,
+    Rollup,
     children_of,
     has_opened_a_card,
     lives,
@@ -23,16 +22,14 @@ from lowtide.probes.host.process_files import (
 )
 from lowtide.probes.host.process_files import name_of as name_of
 from lowtide.probes.host.process_files import rollup as _rollup
-from lowtide.probes.originals import contents, os, resource, sys, time, weakref
+from lowtide.probes.originals import contents, os, resource, sys
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 _BLOCK = 160
 """Bytes of the pages behind one of Python's objects, at most: a fork copies them when it collects or looks at them."""
 
-_MOST_FORKS = 256
-_NEAR = 2 / _TICKS
-"""Seconds by which the beginning of a process, which the kernel reports in hundredths, may lie outside of its fork."""
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +205,6 @@ def _group_members(group: int) -> Iterator[int]:
             yield process.pid
 
 
-@dataclass(slots=True)
-class _Fork:
-    """A fork that Python code made: when it began and ended, in seconds since boot, and what this process held then.
-
-    (To copy the page tables of a large process takes long; the new one begins after that.)
-    """
-
-    begun: float
-    held: int
-    ended: float = math.inf
-
-
 class TreeMemory:
     """Reads what the processes of a tree hold; remembers how much each of them has from its parent.
 
@@ -232,28 +217,6 @@ class TreeMemory:
         self._inherited: dict[int, int] = {}
         self._cards: int | None = None
         self._last_anonymous = anonymous_bytes()
-        self._forks: deque[_Fork] = deque(maxlen=_MOST_FORKS)
-        self._pid = os.getpid()
-        forking, forked = weakref.WeakMethod(self._forking), weakref.WeakMethod(self._forked)
-        # Nobody can take it back: it does nothing once nobody has this object any more.
-        os.register_at_fork(before=lambda: _call(forking()), after_in_parent=lambda: _call(forked()))
-
-    def _forking(self) -> None:
-        if os.getpid() == self._pid:
-            self._forks.append(_Fork(_since_boot(), anonymous_bytes()))
-
-    def _forked(self) -> None:
-        if os.getpid() == self._pid and self._forks:
-            self._forks[-1].ended = _since_boot()
-
-    def _held_at_fork(self, pid: int) -> int | None:
-        """What this process held when it forked another one; None if that was not seen."""
-        process = stat(pid)
-        if process is None:
-            return None
-        started = process.started / _TICKS
-        around = [fork for fork in self._forks if fork.begun - _NEAR <= started <= fork.ended + _NEAR]
-        return around[-1].held if around else None
 
     def note(self, held: int | None = None) -> None:
         """Take down how much this process holds now: that much a process has from it that is forked next.
@@ -292,14 +255,12 @@ class TreeMemory:
             else:
                 private = memory.private
                 forked = memory.layout in layouts
-                if pid not in self._inherited:
-                    seen = self._held_at_fork(pid) if forked else None
-                    self._inherited[pid] = layouts.get(memory.layout, 0) if seen is None else seen
-                copied = self._inherited[pid]
+                copied = self._inherited.setdefault(pid, layouts.get(memory.layout, 0))
                 # Of what is anonymous, pages may be shared with the parent; the rest of the private ones is its own.
-                fresh = max(0, memory.anonymous - copied) + max(0, private - memory.anonymous)
-                written = private - sys.getallocatedblocks() * _BLOCK if forked else 0
-                own_bytes = min(private, max(fresh, written))
+                own_bytes = max(0, memory.anonymous - copied) + max(0, private - memory.anonymous)
+                if forked:
+                    own_bytes = _own_of_fork(pid, memory, own_bytes)
+                own_bytes = min(private, own_bytes)
                 layouts.setdefault(memory.layout, memory.anonymous)
             name = name_of(pid)
             found.append(ProcessMemory(pid, name, private, resident, own_bytes, on_cards.get(pid, {}), forked))
@@ -323,13 +284,24 @@ class TreeMemory:
         return found
 
 
-def _since_boot() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
+def _own_of_fork(pid: int, memory: Rollup, fresh: int) -> int:
+    """What of a fork's memory is no copy that it took by looking at its parent's objects.
 
+    What its parent has taken between the last look and the fork seems fresh.  The fork has not touched it, though, and
+    the kernel counts what it touches: so no code needs to run at a fork to read what the parent held then.
 
-def _call(method: Callable[[], None] | None) -> None:
-    if method is not None:
-        method()
+    Args:
+        pid: the fork.
+        memory: what it holds.
+        fresh: bytes that it holds and that its parent did not have when it was last looked at.
+    """
+    looked_at = sys.getallocatedblocks() * _BLOCK
+    process = stat(pid)
+    if process is not None and process.faults:
+        touched = process.faults * _PAGE + memory.huge
+        if touched < fresh:
+            fresh = max(0, touched - looked_at)
+    return max(fresh, memory.private - looked_at)
 
 
 def _marks() -> list[str]:
