@@ -59,6 +59,11 @@ class LeftoverTensors:
         self._behind_frozen: frozenset[Key] = frozenset()
         self._earlier: dict[str, Finding] = {}
 
+    @property
+    def earlier(self) -> tuple[Finding, ...]:
+        """What lives that are not the last have left, and was explained."""
+        return tuple(self._earlier.values())
+
     def open(self) -> None:
         """Begin: what is there now is not the engine's."""
         self._births.start()

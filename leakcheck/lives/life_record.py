@@ -18,6 +18,7 @@ from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.processes.stage_processes import ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured, Return, Stage, Subject, TypeGrowth
+from lowtide.reports.sizes import format_amount
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,16 @@ class LifeRecord:
         name: of the subject in the report.
         device: "cpu" or "cuda:N".
         cycles: how many lives there are to be.
+
+    Attributes:
+        whole: how many lives were gone through to their end, and judged.
     """
 
     def __init__(self, name: str, device: str, cycles: int) -> None:
         self._name = name
         self._device = device
         self._cycles = cycles
+        self.whole = 0
         self.stages: list[Lived] = []
         self.findings: list[Finding] = []
         self.returns: list[Return] = []
@@ -69,7 +74,8 @@ class LifeRecord:
         self._libraries: dict[str, int] = {}
         # Of what is counted and not followed one by one: in which lives there was more of it at the end.
         self._left_in: dict[str, list[int]] = {}
-        self._turns: dict[str, int] = {}
+        # Of those, how many lives came before the first in which it is judged.
+        self._unjudged: dict[str, int] = {}
         # What there was before the latest life, and how many stages had been gone through then.
         self._begun: tuple[int, dict[str, int]] = (0, {})
 
@@ -96,7 +102,7 @@ class LifeRecord:
         for finding, metric in zip(judgement.findings, judgement.metrics, strict=True):
             late = offset if metric.first_use else 0
             self._left_in.setdefault(finding.fingerprint, []).append(cycle - late)
-            self._turns[finding.fingerprint] = self._cycles - late
+            self._unjudged[finding.fingerprint] = late
 
     def note_levels(self, judgement: Judgement) -> None:
         """Which findings are of the same level, and what could not be judged."""
@@ -132,17 +138,34 @@ class LifeRecord:
         """
         reported = one_for_each_level(grouped(self.findings), self.level_of)
         findings = tuple(self._with_trend(finding, used_before) for finding in reported)
+        subject = self._judged(findings, more_not_measured, self.latest_stages(len(self.stages)))
+        if not failure:
+            return subject
+        if self.whole:
+            judged = f"{format_amount(self.whole, 'whole cycles')} {'was' if self.whole == 1 else 'were'} judged"
+            failure = f"{failure}; {judged}" + ("" if findings else ", and everything that was judged came back")
+        return msgspec.structs.replace(subject, outcome="leak" if findings else "error", reason=failure)
+
+    def subject_of_latest(self, of_tensors: Sequence[Finding], more_not_measured: Sequence[NotMeasured]) -> Subject:
+        """What is known after a life that others follow, with the stages of that life alone.
+
+        Args:
+            of_tensors: findings that are among those of the whole run only after its last life.
+            more_not_measured: besides what was noted.
+        """
+        findings = one_for_each_level(grouped((*self.findings, *of_tensors)), self.level_of)
+        return self._judged(findings, more_not_measured, self.latest_stages(len(self.stages) - self._begun[0]))
+
+    def _judged(
+        self, findings: tuple[Finding, ...], more_not_measured: Sequence[NotMeasured], stages: tuple[Stage, ...]
+    ) -> Subject:
         not_measured = (*self.not_measured.values(), *more_not_measured)
         outcome, reason = judged_as("leak" if findings else "clean", not_measured)
-        if failure and not findings:
-            outcome, reason = "error", failure
-        elif failure:
-            reason = failure
         return Subject(
             id=self._name,
             outcome=outcome,
             reason=reason,
-            stages=self.latest_stages(len(self.stages)),
+            stages=stages,
             findings=findings,
             returns=tuple(self.returns),
             not_measured=not_measured,
@@ -165,7 +188,7 @@ class LifeRecord:
             return finding
         born_in = {turn for other in same for turn in self._left_in[other]}
         born_in |= used_before.get(finding.resource, set())
-        return msgspec.structs.replace(finding, trend=trend_of(born_in, self._turns[same[0]]))
+        return msgspec.structs.replace(finding, trend=trend_of(born_in, self.whole - self._unjudged[same[0]]))
 
     def _unexplained(self, snapshot: Snapshot) -> dict[str, int]:
         known = {"cpu": base_from(snapshot, "cpu")}

@@ -49,6 +49,10 @@ __all__ = ["SCRIPT", "Event", "Life", "LifecycleRun"]
 class LifecycleRun:
     """One run of `cycles` lives, one after the other in this process; keeps what it has when it is interrupted.
 
+    Attributes:
+        keep: hears what is known after each whole life that others follow, with the stages of that life alone.
+        interrupted: whether Ctrl-C has ended it.
+
     Args:
         name: of the subject in the report.
         make: makes the engine of one life; takes no memory yet.
@@ -122,6 +126,7 @@ class LifecycleRun:
         self._growth = GrowthWatch(device)
         self._cycle = 0
         self._failure = ""
+        self.keep: Callable[[Subject], None] | None = None
         self.interrupted = False
 
     @property
@@ -152,12 +157,18 @@ class LifecycleRun:
             self._imports.remove()
             self._leftovers.close()
             self._probes.stop()
+        self._record.findings += self._processes.findings_at_end()
+        if not self._judgement.is_concluded:
+            self._record.findings += self._leftovers.earlier
+        compared = self._judgement.not_compared(self._emptying if self._indices else ())
+        more = (*compared, *self._metrics.once_so_far, *self._unseen())
+        return self._record.subject(self._failure, more, self._metrics.used_before)
+
+    def _unseen(self) -> tuple[NotMeasured, ...]:
+        """What other processes and the tenant could not be judged by."""
         untaken = () if self._tenant is None else self._tenant.not_measured.values()
         unseen = largest_of_each(self._probes.unseen.besides(self._processes.judged, self._processes.answering))
-        self._record.findings += self._processes.findings_at_end()
-        compared = self._judgement.not_compared(self._emptying if self._indices else ())
-        more = (*compared, *self._metrics.once_so_far, *unseen, *untaken, *self._processes.not_measured.values())
-        return self._record.subject(self._failure, more, self._metrics.used_before)
+        return (*unseen, *untaken, *self._processes.not_measured.values())
 
     def _open_device(self) -> None:
         """Make the card's context before the first reading, so that it is a line of its own in the ledger."""
@@ -301,16 +312,19 @@ class LifecycleRun:
         seconds = time.perf_counter() - started
         self._probes.look()
         try:
-            steps = self._judgement.settle(cycle, baseline)
+            steps = self._judgement.settle(cycle, baseline, failed=bool(self._failure))
         except KeyboardInterrupt:
             # The report ends with what a shutdown left; whoever asks a second time does not wait for it.
             self._interrupt()
-            steps = self._judgement.settle(cycle, baseline)
+            steps = self._judgement.settle(cycle, baseline, failed=True)
         self._keep_snapshot(cycle, "shutdown", leaves=self._judgement.leaves(cycle, baseline, steps))
         self._record.stages.append(Lived("shutdown", cycle, seconds, before, steps[0].reading))
         self._announce(cycle, len(self._script))
         self._judgement(getattr(life, "engine", life), cycle, baseline, steps, failed=bool(self._failure))
         self._record.findings += self._processes.ended.findings()
+        self._record.whole += not self._failure
+        if self.keep is not None and cycle < self._cycles and not self._failure:
+            self.keep(self._record.subject_of_latest(self._leftovers.earlier, self._unseen()))
 
     def _keep_snapshot(self, cycle: int, stage: str, *, leaves: bool) -> None:
         """Before anything is done about what stays: after the remedies it would not be in it."""

@@ -88,6 +88,10 @@ class ShutdownJudgement:
         # What the first life left, and whether a whole one has followed that says how much of that was first use.
         self._first_end: Snapshot | None = None
         self._has_compared = False
+        # Whether the run ends with the life that is judged.
+        self._is_last = False
+        self.is_concluded = False
+        """Whether it is known what all lives together have left."""
         self.excesses: list[tuple[Excess, ...]] = []
         """How far each metric was above its life's own baseline, after each shutdown so far."""
 
@@ -100,13 +104,14 @@ class ShutdownJudgement:
         elif cycle == 2:
             self._warm_baseline = baseline
 
-    def settle(self, cycle: int, baseline: Snapshot) -> list[Step[Snapshot]]:
-        """The readings right after a shutdown: at once, after waiting, after collecting."""
-        return self._climbed(self._judged_in(cycle), self._baselines(cycle, baseline), (Rung.SETTLE, Rung.COLLECT))
+    def settle(self, cycle: int, baseline: Snapshot, *, failed: bool) -> list[Step[Snapshot]]:
+        """The readings right after a shutdown: at once, waited, collected; `failed`: the run ends with it."""
+        self._is_last = cycle == self._cycles or failed
+        return self._climbed(self._judged_in(cycle), self._baselines(baseline), (Rung.SETTLE, Rung.COLLECT))
 
     def leaves(self, cycle: int, baseline: Snapshot, steps: Sequence[Step[Snapshot]]) -> bool:
         """Whether something has not come back after these steps."""
-        return bool(self._missing(self._judged_in(cycle), self._baselines(cycle, baseline), steps[-1].reading))
+        return bool(self._missing(self._judged_in(cycle), self._baselines(baseline), steps[-1].reading))
 
     def __call__(
         self, engine: object, cycle: int, baseline: Snapshot, steps: list[Step[Snapshot]], *, failed: bool
@@ -120,12 +125,12 @@ class ShutdownJudgement:
             steps: the climb so far, of `settle`.
             failed: whether the run ends here.
         """
-        metrics, baselines = self._judged_in(cycle), self._baselines(cycle, baseline)
+        metrics, baselines = self._judged_in(cycle), self._baselines(baseline)
         self._metrics.note_first_use(cycle, baseline, steps[-1].reading)
         self.excesses.append(excesses(metrics, baseline, steps[-1].reading))
         self._first_end = steps[-1].reading if cycle == 1 else self._first_end
         self._has_compared |= cycle > 1 and not failed
-        is_last = cycle == self._cycles or failed
+        is_last = self._is_last = cycle == self._cycles or failed
         left = self._missing(metrics, baselines, steps[-1].reading)
         devices = {item.metric.device for item in left if item.metric.resource == "tensors"}
         actions = dict(ACTIONS)
@@ -151,6 +156,7 @@ class ShutdownJudgement:
         if is_last:
             self._record.findings += of_tensors
         self._judge_process(metrics, baselines, is_last=is_last)
+        self.is_concluded = is_last
 
     def not_compared(self, deep_sleeps: Collection[str]) -> list[NotMeasured]:
         """What the first life left of what libraries move in it, where no second one has shown what is theirs.
@@ -256,12 +262,12 @@ class ShutdownJudgement:
         self._record.findings = kept
         return msgspec.structs.replace(groups, parts=one_for_each_level(grouped(back), self._record.level_of))
 
-    def _baselines(self, cycle: int, baseline: Snapshot) -> list[Snapshot]:
+    def _baselines(self, baseline: Snapshot) -> list[Snapshot]:
         """What the end of a life must return to: its own beginning, and after the last life that of all of them.
 
         What each life leaves may be within the tolerance; what all of them leave must be too.
         """
-        earlier = [self._first_baseline, self._warm_baseline] if cycle == self._cycles else []
+        earlier = [self._first_baseline, self._warm_baseline] if self._is_last else []
         return [baseline, *(start for start in earlier if start is not None and start is not baseline)]
 
     def _judged_in(self, cycle: int) -> tuple[Metric[Snapshot], ...]:

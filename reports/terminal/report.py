@@ -147,6 +147,9 @@ def _outcome_text(subject: Subject) -> Text:
         counted = len(subject.findings) - known
         where = f" in {cycles} cycle(s)" if cycles else ""
         return Text(f"LEAK: {counted} finding(s){where}{also}", style="bold red")
+    if subject.outcome == "error" and cycles > 1:
+        # Only the last one did not come to its end.
+        return Text("NOT FINISHED: everything that was judged came back", style="bold yellow")
     word = "NOT JUDGED" if subject.outcome == "unsupported" else subject.outcome.upper()
     return Text(f"{word}: nothing can be concluded", style="bold yellow")
 

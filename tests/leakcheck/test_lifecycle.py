@@ -248,7 +248,9 @@ def test_a_ctrl_c_ends_the_run_after_its_life_even_if_it_was_lost(is_lost: bool)
     run = live(Interrupted, 3, SHORT)
     subject = run.run()
     assert run.interrupted
-    assert subject.reason == "interrupted in cycle 1"
+    # Of one that is lost nobody knows before the life is over.
+    judged = "; 1 whole cycle was judged, and everything that was judged came back"
+    assert subject.reason == "interrupted in cycle 1" + (judged if is_lost else "")
     assert {stage.cycle for stage in subject.stages} == {1}
     assert subject.stages[-1].name == "shutdown"
     assert subject.findings == ()
@@ -1212,6 +1214,59 @@ def test_one_ctrl_c_while_reading_after_shutdown_does_not_lose_that_stage(monkey
     assert [(stage.cycle, stage.name) for stage in subject.stages] == [(1, name) for name in SCRIPT]
     assert subject.reason == "interrupted in cycle 1"
     assert (subject.outcome, subject.findings) == ("error", ())
+
+
+class IsInterruptedInItsThirdLife(SmallLife):
+    """And keeps something of each life before."""
+
+    lives = 0
+    keeps = False
+
+    def infer(self) -> Sequence[Sequence[int]]:
+        type(self).lives += 1
+        if self.lives == 3:
+            raise KeyboardInterrupt
+        if self.keeps:
+            KEPT.append(torch.zeros(1000))
+        return super().infer()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_the_whole_lives_before_a_ctrl_c_are_judged(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(IsInterruptedInItsThirdLife, "lives", 0)
+    monkeypatch.setattr(IsInterruptedInItsThirdLife, "keeps", keeps)
+    subject, findings = found(IsInterruptedInItsThirdLife, cycles=5)
+    judged = "interrupted in cycle 3; 2 whole cycles were judged"
+    if keeps:
+        assert [(finding.resource, finding.bytes) for finding in findings] == [("tensors", 8000)]
+        assert (subject.outcome, subject.reason) == ("leak", judged)
+    else:
+        assert (subject.outcome, subject.reason) == ("error", f"{judged}, and everything that was judged came back")
+
+
+def test_a_ctrl_c_between_two_lives_does_not_lose_what_the_first_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = LifecycleRun._snapshot
+
+    def interrupted(self: LifecycleRun, text: str) -> Any:
+        if text == "before cycle 2":
+            raise KeyboardInterrupt
+        return original(self, text)
+
+    monkeypatch.setattr(LifecycleRun, "_snapshot", interrupted)
+    subject, findings = found(KeepsTensor, cycles=3)
+    assert [finding.resource for finding in findings] == ["tensors"]
+    assert subject.outcome == "leak"
+
+
+def test_each_life_that_others_follow_is_kept_with_what_it_has_left() -> None:
+    kept: list[Subject] = []
+    run = live(KeepsTensor, 3, SHORT)
+    run.keep = kept.append
+    run.run()
+    assert [[(stage.cycle, stage.name) for stage in subject.stages] for subject in kept] == [
+        [(cycle, name) for name in SHORT] for cycle in (1, 2)
+    ]
+    assert [[finding.resource for finding in subject.findings] for subject in kept] == [["tensors"]] * 2
 
 
 class BrokenSource:
