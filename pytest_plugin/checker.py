@@ -82,8 +82,9 @@ class Checker:
         return terminal.header(self.settings, shares_card=self.shares_card)
 
     def pytest_sessionstart(self) -> None:
-        """From here on the program's modules may start processes."""
+        """From here on the program's modules may start processes, and what is judged is kept."""
         self._session.start_agents(self._config)
+        self._results.begin()
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: Sequence[pytest.Item]) -> None:

@@ -19,8 +19,8 @@ from lowtide.probes.originals import time
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.proven import Proven, retell, with_proven
 from lowtide.pytest_plugin.settings import Settings
-from lowtide.reports.folder import write_folder
-from lowtide.reports.schema import Finding, NotMeasured, Report, ReportError, Subject
+from lowtide.reports.folder import UnfinishedReport, write_folder
+from lowtide.reports.schema import Begun, Finding, NotMeasured, Report, ReportError, Subject
 from lowtide.reports.whole_texts import json_bytes
 
 _SUBJECTS = "lowtide_subjects"
@@ -49,6 +49,7 @@ class Results:
         self._settings = settings
         self._suppressions = _suppressions(config, settings.suppressions)
         self._used: set[str] = set()
+        self._unfinished: UnfinishedReport | None = None
         if settings.report is not None and not hasattr(config, "workerinput"):
             AllocatorSnapshots(settings.report).remove_old()
 
@@ -67,9 +68,16 @@ class Results:
         missing = NotMeasured(what="torch's snapshot after the test", why=why)
         return msgspec.structs.replace(subject, not_measured=(*subject.not_measured, missing)) if why else subject
 
+    def begin(self) -> None:
+        """From here on what is judged is in the report's folder, if one is wanted, whatever ends the session."""
+        if self._settings.report is not None and not hasattr(self._config, "workerinput"):
+            self._unfinished = UnfinishedReport(self._settings.report, Begun(report=self._report([]), part="test"))
+
     def add(self, subjects: Sequence[Subject]) -> None:
         """Note what was judged."""
         self.subjects += subjects
+        if self._unfinished is not None:
+            self._unfinished.add(subjects)
 
     def leaks(self) -> list[Subject]:
         """Those that are not clean, and not known."""
@@ -115,20 +123,23 @@ class Results:
         """
         if self._settings.report is None:
             return
+        try:
+            write_folder(self._report(self.subjects), self._settings.report)
+        except ReportError as error:
+            raise pytest.UsageError(f"--leakcheck-report: {error}") from None
+
+    def _report(self, subjects: Sequence[Subject]) -> Report:
         driver = find_driver()
         try:
-            report = Report(
+            return Report(
                 schema="lowtide-report/1",
                 version=lowtide.__version__,
                 created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 command=" ".join(["pytest", *self._config.invocation_params.args]),
                 machine=this_machine(driver),
-                subjects=tuple(self.subjects),
+                subjects=tuple(subjects),
                 settings=self._settings.as_texts(),
             )
-            write_folder(report, self._settings.report)
-        except ReportError as error:
-            raise pytest.UsageError(f"--leakcheck-report: {error}") from None
         finally:
             driver.close()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lowtide.reports import schema
@@ -12,7 +14,7 @@ from lowtide.reports.markdown import render_markdown
 from lowtide.reports.openmetrics import render_openmetrics
 from lowtide.reports.perfetto import render_trace
 from lowtide.reports.sarif import render_sarif
-from lowtide.reports.whole_texts import whole_text
+from lowtide.reports.whole_texts import json_bytes, whole_text
 
 
 def _sarif(report: schema.Report) -> str:
@@ -29,10 +31,62 @@ _RENDERERS: Mapping[str, Callable[[schema.Report], str]] = {
 }
 
 
-def write_folder(report: schema.Report, folder: Path) -> Path:
+class UnfinishedReport:
+    """Keeps in a folder what a run has finished, from its beginning on: whatever ends it, that can be read.
+
+    The report of an earlier run goes: it must not pass for that of this one.  `write_folder` takes its place.
+
+    Args:
+        folder: of the report.
+        begun: what the report says before anything is finished.
+    """
+
+    # Taken before a program replaces them; in a class, where what replaces the functions of modules does not look.
+    _open, _write, _close = staticmethod(os.open), staticmethod(os.write), staticmethod(os.close)
+
+    def __init__(self, folder: Path, begun: schema.Begun) -> None:
+        self._path = (folder / schema.UNFINISHED_FILE).absolute()
+        self._unwritten = bytearray()
+        with contextlib.suppress(OSError):
+            for name in (schema.UNFINISHED_FILE, schema.REPORT_FILE, *_RENDERERS):
+                (folder / name).unlink(missing_ok=True)
+        self._append(begun)
+
+    def add(self, subjects: Sequence[schema.Subject], *, goes_on: bool = False) -> None:
+        """Write what was judged in one part of the run; what cannot be written now is tried again with the next part.
+
+        Args:
+            subjects: what was judged.
+            goes_on: as that of `schema.Finished`.
+        """
+        if subjects:
+            self._append(schema.Finished(subjects=tuple(subjects), goes_on=goes_on))
+
+    def remove(self) -> None:
+        """Take all of it away: the run has ended, and has no report."""
+        with contextlib.suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+    def _append(self, part: schema.Begun | schema.Finished) -> None:
+        self._unwritten += json_bytes(part) + b"\n"
+        with contextlib.suppress(OSError):
+            # Not kept open: a program may close descriptors by their numbers.
+            file = self._open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            try:
+                del self._unwritten[: self._write(file, self._unwritten)]
+            finally:
+                self._close(file)
+
+
+def write_folder(report: schema.Report, folder: Path, *, is_final: bool = True) -> Path:
     """Write `leakcheck.json` and all that is made from it, each file as a whole or not at all.
 
     These are `index.html`, `junit.xml`, `summary.md`, `leakcheck.sarif`, `metrics.txt` and `trace.json`.
+
+    Args:
+        report: what is written.
+        folder: where to.
+        is_final: whether this replaces what an `UnfinishedReport` has kept there.
 
     Returns:
         The path of `leakcheck.json`.
@@ -42,6 +96,9 @@ def write_folder(report: schema.Report, folder: Path) -> Path:
     """
     # First, because the others can be made from it again.
     path = schema.write(report, folder)
+    if is_final:
+        with contextlib.suppress(OSError):
+            (folder / schema.UNFINISHED_FILE).unlink(missing_ok=True)
     for name, render in _RENDERERS.items():
         write_whole(folder / name, render(report))
     return path

@@ -12,9 +12,16 @@ from lowtide.reports.reading.json_files import UnreadableError, decode_json, rea
 from lowtide.reports.reading.json_schemas import schema_of
 from lowtide.reports.reading.numbers import Float15, Int64
 from lowtide.reports.reading.report_head import refuse_deep_parts, why_unreadable
+from lowtide.reports.sizes import format_amount
 from lowtide.reports.whole_texts import json_bytes
 
 SCHEMA = "lowtide-report/1"
+
+REPORT_FILE = "leakcheck.json"
+"""The file of a report's folder that has the report."""
+
+UNFINISHED_FILE = "unfinished.jsonl"
+"""The file that has what a run has finished so far: a `Begun`, then a `Finished` for each part, a line each."""
 
 _MOST_INDENTED = 256 << 10
 """Bytes of JSON that are indented, which doubles them."""
@@ -296,6 +303,24 @@ class Machine(_Record, frozen=True, kw_only=True):
     driver: str
 
 
+class Begun(_Record, frozen=True, kw_only=True):
+    """A run that has begun: its report, without subjects yet, and what `Finished` parts are called, as `test`."""
+
+    report: Report
+    part: str = ""
+
+
+class Finished(_Record, frozen=True, kw_only=True):
+    """What was judged in one part of a run.
+
+    Attributes:
+        goes_on: whether a subject of an earlier part goes on: it has its new stages, and all else as it is known now.
+    """
+
+    subjects: tuple[Subject, ...]
+    goes_on: bool = False
+
+
 class LeaksFoundError(AssertionError):
     """A report has findings that nobody has suppressed; the message lists them."""
 
@@ -368,18 +393,54 @@ def decode(data: bytes, name: str = "report") -> Report:
     return report
 
 
+def is_in(folder: Path) -> bool:
+    """Whether a folder has a report, if only that of a run which has not come to its end."""
+    return any((folder / name).exists() for name in (REPORT_FILE, UNFINISHED_FILE))
+
+
 def read(folder: Path) -> Report:
-    """The report in a report folder.
+    """The report in a report folder; of a run that has not come to its end what it had finished, as an error.
 
     Raises:
         ReportError: there is none, it cannot be read, or it is larger than 512 MiB.
     """
-    path = folder / "leakcheck.json"
+    unfinished = folder / UNFINISHED_FILE
+    path = unfinished if unfinished.exists() else folder / REPORT_FILE
     try:
         data = read_bounded(path)
     except UnreadableError as error:
         raise ReportError(f"{path} {error}") from error
-    return decode(data, str(path))
+    return _decode_unfinished(data, str(path)) if path == unfinished else decode(data, str(path))
+
+
+def _decode_unfinished(data: bytes, name: str) -> Report:
+    # What follows the last line break is half of a line, or nothing.
+    head, *lines = data.split(b"\n")[:-1] or [data]
+    try:
+        begun = decode_json(head, Begun)
+    except UnreadableError as error:
+        raise ReportError(f"{name} {why_unreadable(head, error, SCHEMA)}") from error
+    subjects: dict[object, Subject] = {}
+    stages: dict[object, list[Stage]] = {}
+    damaged = 0
+    for number, line in enumerate(lines):
+        try:
+            part = decode_json(line, Finished)
+            refuse_deep_parts(finding for subject in part.subjects for finding in subject.findings)
+        except UnreadableError:
+            damaged += 1
+            continue
+        for turn, subject in enumerate(part.subjects):
+            key = subject.id if part.goes_on else (number, turn)
+            subjects[key] = subject
+            stages.setdefault(key, []).extend(subject.stages)
+    whole = [msgspec.structs.replace(subject, stages=tuple(stages[key])) for key, subject in subjects.items()]
+    were = "was" if len(lines) == 1 else "were"
+    counted = f": {format_amount(len(lines), f'{begun.part}s')} {were} finished" if begun.part else ""
+    lost = f"; {damaged} cannot be read" if damaged else ""
+    reason = f"the run has not come to its end{counted}{lost}"
+    end = Subject(id="the end of the run", outcome="error", reason=reason)
+    return msgspec.structs.replace(begun.report, subjects=(*whole, end))
 
 
 def write(report: Report, folder: Path) -> Path:
@@ -388,7 +449,7 @@ def write(report: Report, folder: Path) -> Path:
     Raises:
         ReportError: the folder cannot be written to.
     """
-    path = folder / "leakcheck.json"
+    path = folder / REPORT_FILE
     partial = path.with_suffix(".json.partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse
-from lowtide.leakcheck.cli.reporting import check_writable, make_report
+from lowtide.leakcheck.cli.reporting import begin_report, check_writable, make_report
 from lowtide.leakcheck.targets.devices import Device, device_name
 
 if TYPE_CHECKING:
@@ -106,9 +106,12 @@ def _fuzz(
     from lowtide.reports.folder import write_folder
 
     console = find_console()
-    subject, program, reported = _search(target, device, examples, steps, seed, shape, defect, faults, jobs, console)
     driver = find_driver()
     try:
+        with begin_report(report, driver):
+            subject, program, reported = _search(
+                target, device, examples, steps, seed, shape, defect, faults, jobs, console
+            )
         written = make_report(subject, driver)
     finally:
         driver.close()

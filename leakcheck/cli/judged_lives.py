@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse
 from lowtide.leakcheck.cli.display.live_life import shown_live
 from lowtide.leakcheck.cli.display.watched_life import broadcast_live
-from lowtide.leakcheck.cli.reporting import make_report
+from lowtide.leakcheck.cli.reporting import begin_report, make_report
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
@@ -90,6 +90,9 @@ def live(
             listeners.append(watched.enter_context(broadcast_live(report, lambda: make_report(None, driver))))
         life = make_run(driver, partial(_tell, listeners))
         today = datetime.date.today()
+        unfinished = stack.enter_context(begin_report(report, driver, "cycle"))
+        if unfinished is not None:
+            life.keep = lambda so_far: unfinished.add([suppressions.judge(so_far, today)[0]], goes_on=True)
         subject, used = suppressions.judge(life.run(), today)
         written = make_report(subject, driver)
         stack.close()

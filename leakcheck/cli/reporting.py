@@ -8,6 +8,8 @@ import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +21,7 @@ from lowtide.leakcheck.cli.console import refuse
 
 if TYPE_CHECKING:
     from lowtide.probes.device.driver import Driver
+    from lowtide.reports.folder import UnfinishedReport
     from lowtide.reports.schema import Report, Subject
 
 
@@ -45,6 +48,29 @@ def show_on_github(report: Report) -> None:
         # The exit code is about the engine: it stays what the report says.
         typer.echo(f"lowtide: {error}", err=True)
     typer.echo(render_annotations(report, Path.cwd()), nl=False)
+
+
+@contextmanager
+def begin_report(folder: Path | None, driver: Driver, part: str = "") -> Iterator[UnfinishedReport | None]:
+    """Keep in a folder what the run in this block finishes, in case that it is killed.
+
+    Args:
+        folder: of the report, which is written after the block; after an error in it there is none. None for no report.
+        driver: as that of `make_report`.
+        part: what is finished one after the other, as `cycle`.
+    """
+    from lowtide.reports.folder import UnfinishedReport
+    from lowtide.reports.schema import Begun
+
+    if folder is None:
+        yield None
+        return
+    unfinished = UnfinishedReport(folder, Begun(report=make_report(None, driver), part=part))
+    try:
+        yield unfinished
+    except BaseException:
+        unfinished.remove()
+        raise
 
 
 def make_report(subject: Subject | None, driver: Driver) -> Report:

@@ -137,7 +137,7 @@ def _judge(folder: Path, ended: End, step: BisectStep) -> Life:
         return Life("unknown", f"the command was ended after {step.timeout:g} s, its time limit")
     if ended.code is None:
         return Life("unknown", f"{step.command[0]} could not be started, or was killed")
-    if not (folder / "leakcheck.json").exists():
+    if not schema.is_in(folder):
         return Life("unknown", f"the command ended with exit code {ended.code} and wrote no report")
     try:
         report = schema.read(folder)

@@ -129,7 +129,7 @@ def run_guarded(
 def result_of(cell: Cell, folder: Path, ended: Mapping[str, Any]) -> CellResult:
     """What a cell's folder and its guardian say."""
     report = problem = None
-    if (folder / "leakcheck.json").exists():
+    if schema.is_in(folder):
         try:
             report = schema.read(folder)
         except schema.ReportError as error:

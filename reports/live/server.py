@@ -95,7 +95,7 @@ class PageServer:
         try:
             return render_html(schema.read(self._folder), served=True)
         except schema.ReportError as error:
-            return render_live(None, str(error) if (self._folder / "leakcheck.json").exists() else "")
+            return render_live(None, str(error) if schema.is_in(self._folder) else "")
 
     def events(self) -> Iterator[bytes]:
         """What happens in the folder, as server-sent events, from now on."""

@@ -596,6 +596,36 @@ def test_what_a_users_engine_leaves_fails_its_check(tmp_path: Path) -> None:
     assert "tests.leakcheck.test_target_life.KEPT" in done.stdout
 
 
+KILLED = """
+import os, signal, torch
+from tests.leakcheck.small_target import KEPT, SmallTarget
+
+class IsKilled(SmallTarget):
+    lives = 0
+
+    def create(self, config):
+        IsKilled.lives += 1
+        if IsKilled.lives == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().create(config)
+        KEPT.append(torch.ones(1000))
+"""
+
+
+def test_a_check_that_is_killed_has_reported_the_lives_before(tmp_path: Path) -> None:
+    (tmp_path / "killed.py").write_text(KILLED)
+    command = [sys.executable, "-m", "lowtide", "check", "killed:IsKilled", "--cycles", "9", "--report", "report"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, cwd=tmp_path, env=env)
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    shown = invoke("report", tmp_path / "report")
+    assert shown.exit_code == 1
+    assert "tests.leakcheck.small_target.KEPT" in shown.stdout
+    assert "LEAK: 1 finding(s) in 2 cycle(s)" in shown.stdout
+    assert "the run has not come to its end: 2 cycles were finished" in shown.stdout
+    assert (tmp_path / "report" / "junit.xml").exists()
+
+
 def test_a_check_of_an_engine_in_another_process_is_not_measured(tmp_path: Path) -> None:
     target = "tests.leakcheck.spawned_target:SpawnedTarget"
     done = lowtide("check", target, "--cycles", "1", "--report", tmp_path)

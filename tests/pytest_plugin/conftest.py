@@ -199,7 +199,7 @@ def run_inner(tmp_path_factory: pytest.TempPathFactory) -> RunInner:
             err=done.stderr,
             folder=place,
             phases={test: tuple(reported) for test, reported in phases.items()},
-            report=schema.read(report) if (report / "leakcheck.json").exists() else None,
+            report=schema.read(report) if schema.is_in(report) else None,
         )
 
     return run

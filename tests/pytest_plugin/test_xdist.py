@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -250,3 +251,49 @@ def test_what_is_judged_after_a_workers_last_test_is_in_the_report(stopped: Inne
 
 def test_with_one_worker_nothing_is_left_out(stopped: InnerRun) -> None:
     assert "workers share it" not in stopped.out
+
+
+ENDS_THE_SESSION = {
+    "test_ending.py": """
+        import gc
+        import os
+        import signal
+        import time
+        from pathlib import Path
+
+        from lowtide.reports import schema
+
+        def test_clean():
+            pass
+
+        def test_leaking():
+            first, *others = gc.get_threshold()
+            gc.set_threshold(first + 1, *others)
+
+        def test_ending():
+            report = Path(__file__).with_name("report")
+            while len(schema.read(report).subjects) < 3:
+                time.sleep(0.01)
+            session = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+            os.kill(session, getattr(signal, Path(__file__).with_name("signal.txt").read_text()))
+            time.sleep(60)
+    """
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"), [("SIGTERM", 0), ("SIGKILL", 1)], ids=["terminated", "killed under xdist"]
+)
+def test_a_session_that_is_ended_from_outside_has_reported_what_was_finished(
+    run_inner: RunInner, name: str, workers: int
+) -> None:
+    xdist = ["-n", str(workers)] if workers else []
+    run = run_inner({**ENDS_THE_SESSION, "signal.txt": name}, *xdist, using=["xdist"] if workers else [])
+    assert run.code == -getattr(signal, name)
+    assert run.report is not None
+    assert [(subject.id, subject.outcome) for subject in run.report.subjects] == [
+        ("test_ending.py::test_clean", "clean"),
+        ("test_ending.py::test_leaking", "leak"),
+        ("the end of the run", "error"),
+    ]
+    assert run.report.subjects[-1].reason == "the run has not come to its end: 2 tests were finished"

@@ -1,4 +1,7 @@
-"""The report folder: all of it is written, each file as a whole, and what goes wrong is one clear line."""
+"""The report folder: all of it is written, each file as a whole, and what goes wrong is one clear line.
+
+Of a run that is killed it has what was finished.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from xml.etree import ElementTree
 import pytest
 
 from lowtide.reports import schema
-from lowtide.reports.folder import write_folder
+from lowtide.reports.folder import UnfinishedReport, write_folder
 from lowtide.reports.html.page import render_html
 from lowtide.reports.junit import render_junit
 from lowtide.reports.markdown import render_markdown
 from lowtide.reports.openmetrics import render_openmetrics
 from lowtide.reports.perfetto import render_trace
 from lowtide.reports.sarif import render_sarif
-from tests.reports.small_reports import finding, subject
+from tests.reports.small_reports import LIFE, finding, subject
 from tests.reports.small_reports import report as small_report
 
 FILES = ["index.html", "junit.xml", "leakcheck.json", "leakcheck.sarif", "metrics.txt", "summary.md", "trace.json"]
@@ -109,3 +112,91 @@ def test_importing_it_does_not_load_the_template_engine() -> None:
     code = "import sys, lowtide.reports.folder; print('jinja2' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "False\n"
+
+
+def begun(folder: Path, part: str = "test") -> UnfinishedReport:
+    return UnfinishedReport(folder, schema.Begun(report=small_report(), part=part))
+
+
+def end_of(folder: Path) -> schema.Subject:
+    """What is said of a run that has not come to its end."""
+    end = schema.read(folder).subjects[-1]
+    assert (end.id, end.outcome) == ("the end of the run", "error")
+    return end
+
+
+def test_what_a_run_has_finished_is_read_until_its_report_is_written(tmp_path: Path) -> None:
+    write_folder(report("of yesterday"), tmp_path)
+    unfinished = begun(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [schema.UNFINISHED_FILE]
+    assert end_of(tmp_path).reason == "the run has not come to its end: 0 tests were finished"
+    unfinished.add([subject(finding(), name="leaking")])
+    unfinished.add([])
+    assert end_of(tmp_path).reason == "the run has not come to its end: 1 test was finished"
+    unfinished.add([subject(name="clean"), subject(finding(), name="a fixture")])
+    read = schema.read(tmp_path)
+    assert [(each.id, each.outcome) for each in read.subjects[:-1]] == [
+        ("leaking", "leak"),
+        ("clean", "clean"),
+        ("a fixture", "leak"),
+    ]
+    assert schema.exit_code(read) == 1
+    assert end_of(tmp_path).reason == "the run has not come to its end: 2 tests were finished"
+    write_folder(report("of today"), tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == FILES
+    assert schema.read(tmp_path) == report("of today")
+
+
+def test_an_unfinished_run_without_findings_is_not_clean(tmp_path: Path) -> None:
+    begun(tmp_path).add([subject(name="clean")])
+    assert schema.exit_code(schema.read(tmp_path)) == 2
+
+
+def test_the_pages_of_a_run_that_goes_on_do_not_end_its_report(tmp_path: Path) -> None:
+    unfinished = begun(tmp_path)
+    unfinished.add([subject(name="first")])
+    write_folder(schema.read(tmp_path), tmp_path, is_final=False)
+    unfinished.add([subject(name="second")])
+    assert [each.id for each in schema.read(tmp_path).subjects[:-1]] == ["first", "second"]
+
+
+def test_the_parts_of_one_life_are_one_subject_with_all_stages_and_what_was_known_last(tmp_path: Path) -> None:
+    unfinished = begun(tmp_path, "cycle")
+    unfinished.add([subject(name="run", stages=LIFE[:2])], goes_on=True)
+    unfinished.add([subject(finding(), name="run", stages=LIFE[2:])], goes_on=True)
+    (life, _) = schema.read(tmp_path).subjects
+    assert (life.outcome, life.stages, len(life.findings)) == ("leak", LIFE, 1)
+    assert end_of(tmp_path).reason == "the run has not come to its end: 2 cycles were finished"
+
+
+def test_the_end_of_a_file_that_was_cut_off_costs_one_part_and_damage_is_counted(tmp_path: Path) -> None:
+    unfinished = begun(tmp_path)
+    for name in ("first", "second", "third"):
+        unfinished.add([subject(name=name)])
+    path = tmp_path / schema.UNFINISHED_FILE
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])
+    assert end_of(tmp_path).reason == "the run has not come to its end: 2 tests were finished"
+    path.write_bytes(whole.replace(b'"second"', b'"sec'))
+    assert [each.id for each in schema.read(tmp_path).subjects[:-1]] == ["first", "third"]
+    assert end_of(tmp_path).reason.endswith("3 tests were finished; 1 cannot be read")
+    path.write_bytes(whole[:50])
+    with pytest.raises(schema.ReportError, match=r"unfinished\.jsonl is not a lowtide-report/1 report"):
+        schema.read(tmp_path)
+
+
+def test_what_cannot_be_written_is_written_with_the_next_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished = begun(tmp_path)
+    write = UnfinishedReport._write
+
+    def refused(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(UnfinishedReport, "_open", staticmethod(refused))
+    unfinished.add([subject(name="first")])
+    monkeypatch.undo()
+    monkeypatch.setattr(UnfinishedReport, "_write", staticmethod(lambda file, data: write(file, data[:20])))
+    unfinished.add([subject(name="second")])
+    monkeypatch.undo()
+    unfinished.add([subject(name="third")])
+    assert [each.id for each in schema.read(tmp_path).subjects[:-1]] == ["first", "second", "third"]

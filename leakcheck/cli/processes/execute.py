@@ -12,7 +12,7 @@ import typer
 
 from lowtide.leakcheck.cli.console import find_console, refuse
 from lowtide.leakcheck.cli.judged_lives import load_suppressions
-from lowtide.leakcheck.cli.reporting import check_writable, make_report
+from lowtide.leakcheck.cli.reporting import begin_report, check_writable, make_report
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.cli.processes.command_run import CommandEnd
@@ -60,7 +60,8 @@ def _execute(command: list[str], report: Path | None, as_json: bool, known: Supp
 
     driver = find_driver()
     try:
-        ended = run_command(command, driver, settle=settle, to_stderr=as_json)
+        with begin_report(report, driver):
+            ended = run_command(command, driver, settle=settle, to_stderr=as_json)
         return _report(_subject(command[0], ended), ended.status, driver, report, as_json, known)
     except CommandError as error:
         refuse(str(error))

@@ -17,6 +17,8 @@ _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a re
 def report(folder: _Folder, wide: Wide = False) -> None:
     """Show a report on the terminal, and make all files beside its leakcheck.json from it again.
 
+    Of a run that has not come to its end, whatever ended it, these are what it had finished.
+
     Exit codes: those of the run that wrote it: 0 clean, 1 leak, 2 something could not be measured, or bad input.
     """
     from lowtide.reports import schema, terminal
@@ -24,7 +26,8 @@ def report(folder: _Folder, wide: Wide = False) -> None:
 
     try:
         read = schema.read(folder)
-        write_folder(read, folder)
+        # A run that has not come to its end may still go on.
+        write_folder(read, folder, is_final=False)
     except schema.ReportError as error:
         refuse(str(error))
     find_console().print(terminal.render(read, f"report: {folder / 'index.html'}", wide=wide))
@@ -55,7 +58,7 @@ def open_page(
     page = folder / "index.html"
     try:
         if not page.exists():
-            write_folder(schema.read(folder), folder)
+            write_folder(schema.read(folder), folder, is_final=False)
     except schema.ReportError as error:
         refuse(str(error))
     if not webbrowser.open(page.resolve().as_uri()):
