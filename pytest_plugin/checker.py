@@ -14,6 +14,7 @@ from lowtide.leakcheck.baseline.owner_levels import ANYTHING
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.judging.items import first_of
+from lowtide.leakcheck.processes.process_exit import awaited
 from lowtide.leakcheck.watching.watch import Verdict
 from lowtide.probes.originals import weakref
 from lowtide.probes.stages import listening, stage
@@ -137,8 +138,12 @@ class Checker:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        """Nothing of the watch stays behind, whatever ended the session."""
+        """Nothing of the watch stays behind, whatever ended the session; what keeps Python from ending is named."""
         self._session.close()
+        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        left = [] if self._is_worker else awaited()
+        if left and reporter is not None:
+            reporter.write_line(f"leakcheck: before Python ends, it waits for {', '.join(left)}", yellow=True)
 
     def _prove(self, session: pytest.Session) -> list[Proven]:
         """Try what gives the leaks back, now that no test follows; the subjects with what is known then."""

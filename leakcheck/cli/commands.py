@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 import lowtide
 from lowtide.leakcheck.cli.bisect_step import STOPS_BISECT, bisect_step
 from lowtide.leakcheck.cli.check import check
-from lowtide.leakcheck.cli.console import colors_are_off
+from lowtide.leakcheck.cli.console import INTERRUPTED, colors_are_off, report_own_error
 from lowtide.leakcheck.cli.defects import defects
 from lowtide.leakcheck.cli.display.standard_output import guard_standard_output
 from lowtide.leakcheck.cli.fuzz import fuzz
@@ -24,6 +25,8 @@ from lowtide.leakcheck.cli.reports.pages import open_page, report
 from lowtide.leakcheck.cli.reports.snapshot import snapshot
 from lowtide.leakcheck.cli.run import run
 from lowtide.leakcheck.cli.suppress import suppress
+from lowtide.leakcheck.lives.interrupts import Interrupts
+from lowtide.leakcheck.processes.process_exit import end
 
 app = typer.Typer(
     name="lowtide",
@@ -40,28 +43,49 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
-    """Run the command line; bad input is reported in one line, with exit code 2.
+    """Run the command line; bad input and errors of lowtide itself are reported in one line, with exit code 2.
 
-    Output that cannot be written is, too, where it does not end with another one already.
+    Output that cannot be written is, too, where it does not end with another one already. After Ctrl-C whatever went
+    wrong is its consequence. What the command's program has left running does not keep it.
     """
-    output = guard_standard_output()
-    if "--help" in sys.argv or not sys.argv[1:]:
-        _choose_help_styles()
-    if not sys.argv[1:]:
-        app()
+    interrupts, output = Interrupts(), None
     try:
-        code = app(standalone_mode=False, prog_name="lowtide")
+        with interrupts:
+            output = guard_standard_output()
+            if "--help" in sys.argv or not sys.argv[1:]:
+                _choose_help_styles()
+            if not sys.argv[1:]:
+                app()
+            code = _run(interrupts)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    # All is said, and the end is near.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if code and interrupts.heard:
+        code = INTERRUPTED
+    if output is not None:
+        output.flush()
+    if output is not None and output.problem is not None:
+        typer.echo(f"lowtide: {output.problem}", err=True)
+        code = code or 2
+    end(code)
+
+
+def _run(interrupts: Interrupts) -> int:
+    """The exit code of the command line."""
+    try:
+        return app(standalone_mode=False, prog_name="lowtide") or 0
     except _UsageError as error:
         said = " ".join(error.format_message().split())  # type: ignore[attr-defined]
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "lowtide"
         typer.echo(f"lowtide: {said.rstrip('.')}: see `{command} --help`", err=True)
-        code = STOPS_BISECT if command.endswith(" bisect-step") else 2
-    output.flush()
-    if output.problem is not None:
-        typer.echo(f"lowtide: {output.problem}", err=True)
-        code = code or 2
-    sys.exit(code)
+    except BaseException as error:  # noqa: BLE001 - the exit code of an error would be that of a leak
+        if isinstance(error, KeyboardInterrupt) or interrupts.heard:
+            return INTERRUPTED
+        # typer makes others of an end of input and of a broken pipe.
+        report_own_error(error.__context__ or error if isinstance(error, SystemExit | typer.Abort) else error)
+    return STOPS_BISECT if "bisect-step" in sys.argv[1:2] else 2
 
 
 def _choose_help_styles() -> None:

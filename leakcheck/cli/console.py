@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
+from traceback import format_exception
 from typing import Annotated, NoReturn, TextIO
 
 import typer
@@ -64,3 +66,29 @@ def refuse(message: str) -> NoReturn:
     # A message may quote a file or name one, and both may have anything in them.
     typer.echo(one_line(f"lowtide: {message}"), err=True)
     raise typer.Exit(2)
+
+
+def report_own_error(error: BaseException) -> None:
+    """Say in one line what went wrong in lowtide itself, and where its traceback is."""
+    from lowtide.reports.finding_lines import one_line
+
+    typer.echo(one_line(f"lowtide: {_described(error)}"), err=True)
+
+
+def _described(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"this command needs {package}, which cannot be imported ({error}): install {package}"
+    if isinstance(error, SystemExit):
+        return f"nothing was judged: the program that ran ended the process by sys.exit({error.code!r})"
+    said = f"an error of lowtide itself: {type(error).__name__}: {error}"
+    traceback = "".join(format_exception(error))
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="lowtide-error-", suffix=".txt", delete=False, encoding="utf-8", errors="backslashreplace"
+        ) as file:
+            file.write(traceback)
+    except OSError:
+        typer.echo(traceback, err=True)
+        return f"{said}; please report it with this traceback"
+    return f"{said}; please report it with the traceback in {file.name}"

@@ -24,6 +24,7 @@ from lowtide.leakcheck.fuzzing.fault_sweep import Lived, Stage, Swept, live, sta
 from lowtide.leakcheck.fuzzing.target_source import Source, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.checked_life import Fault, Lives
+from lowtide.leakcheck.processes.process_exit import end_soon
 from lowtide.leakcheck.targets.faults import KINDS, Kind
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory
 from lowtide.reports.schema import Finding
@@ -107,9 +108,6 @@ def live_what_is_asked(factory: TargetFactory, config: Mapping[str, Any], descri
         descriptor: of the connection over which it is asked, and answers.
         stacks: descriptor of the file for where a life stands that takes too long.
     """
-    # A Ctrl-C is for the one who asks: the life that runs goes on to its end.  Not SIG_IGN, which an engine's own
-    # processes would inherit.
-    signal.signal(signal.SIGINT, lambda number, frame: None)
     with Connection(descriptor) as connection, open(stacks, "w") as file:
         try:
             # Whether inferring leaves something in another process is for random lives: they infer often enough.
@@ -129,7 +127,8 @@ def live_what_is_asked(factory: TargetFactory, config: Mapping[str, Any], descri
             connection.send(error)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             # Nobody asks any more.
-            return
+            pass
+    end_soon(0)
 
 
 @dataclass(eq=False)

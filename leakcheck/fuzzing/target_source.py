@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -32,8 +33,17 @@ class Source:
         return "\n".join([*imports, *within])
 
 
+_DEAF = """import signal
+signal.signal(signal.SIGINT, lambda number, frame: None)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+"""
+"""A handler, and nothing that an engine's own processes would inherit."""
+
+
 def start_program(program: str, *, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
     """A process of its own that runs Python, and finds the modules that this one finds.
+
+    A terminal's Ctrl-C, which it gets from its beginning on, is for the one who has started it, and ends it.
 
     Args:
         program: its text.
@@ -41,6 +51,10 @@ def start_program(program: str, *, env: Mapping[str, str] | None = None, **optio
         options: of `subprocess.Popen`.
     """
     paths = os.pathsep.join(entry for entry in sys.path if entry)
-    return subprocess.Popen(
-        [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths, **(env or {})}, **options
-    )
+    known = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _DEAF + program], env={**os.environ, "PYTHONPATH": paths, **(env or {})}, **options
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, known)

@@ -305,6 +305,8 @@ class CheckedLife(LifeChecks):
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and (injection is None or injection.raised is None):
                 raise
+            # What an engine raises after one that got lost is its consequence: a process of its own has had it, too.
+            self._lives.interrupts.raise_if_heard()
             self._judge_error(name, error, injection)
             failed = True
         # What another process has now, no check below sees: also where the call is found to have failed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import FrameType
+from typing import Any
 
 from lowtide.probes.originals import signal, threading
 
@@ -10,25 +11,29 @@ from lowtide.probes.originals import signal, threading
 class Interrupts:
     """While it is entered, remembers that there was a Ctrl-C, which is raised as ever.
 
-    Only in the main thread, and only where nobody else has taken the signal over; else it hears nothing.
+    Only in the main thread, and only where nobody but another one of these has taken the signal over, whose Ctrl-C is
+    this one's, too; else it hears nothing.
     """
 
     def __init__(self) -> None:
         self.heard = False
-        self._is_installed = False
+        self._before: Any = None
 
     def __enter__(self) -> Interrupts:
         self.heard = False
         if threading.current_thread() is threading.main_thread():
-            self._is_installed = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if self._is_installed:
-            signal.signal(signal.SIGINT, self._hear)
+            before = signal.getsignal(signal.SIGINT)
+            outer = getattr(before, "__self__", None)
+            if before is signal.default_int_handler or isinstance(outer, Interrupts):
+                self.heard = isinstance(outer, Interrupts) and outer.heard
+                self._before = before
+                signal.signal(signal.SIGINT, self._hear)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_installed:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._is_installed = False
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
 
     def raise_if_heard(self) -> None:
         """Raises again what nobody may have seen.
@@ -41,4 +46,4 @@ class Interrupts:
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.heard = True
-        signal.default_int_handler(number, frame)
+        self._before(number, frame)

@@ -143,6 +143,8 @@ class LifecycleRun:
             self._imports.active = True
             self._probes.start()
             with listening(self._growth), Interrupts() as interrupts:
+                # One that got lost while libraries were loaded.
+                interrupts.raise_if_heard()
                 for cycle in range(1, self._cycles + 1):
                     self._live(cycle)
                     if interrupts.heard:

@@ -83,6 +83,7 @@ class SharedLives:
 
     def open(self) -> None:
         """Load what a first life loads, so that it is no life's, and begin to watch."""
+        self._listening.enter_context(self.interrupts)
         # First: what it sets in the environment is no life's to put back.
         self._listening.callback(self.processes.stop)
         self.processes.start()
@@ -103,7 +104,6 @@ class SharedLives:
             self.put_back()
             self.watch.open()
         self._listening.enter_context(listening(self.growth))
-        self._listening.enter_context(self.interrupts)
 
     def close(self) -> None:
         """End the watch."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import mmap
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -528,6 +530,34 @@ def test_what_is_left_of_a_fault_is_reported(
     target: type[SmallTarget], fault: Fault, resource: str, message: str
 ) -> None:
     fails(target, failing_wake(fault), resource, message)
+
+
+class LosesCtrlC(SmallTarget):
+    """And has a connection to a process of its own, which has ended of it."""
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        if self.is_interrupted:
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            raise BrokenPipeError
+        return super().infer(prompt_lengths, max_tokens)
+
+    is_interrupted = False
+
+
+def test_what_breaks_after_a_ctrl_c_that_got_lost_is_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def play(life: CheckedLife) -> None:
+        monkeypatch.setattr(LosesCtrlC, "is_interrupted", True)
+        life.create()
+        life.infer([3], 1)
+
+    # A worker of pytest-xdist is deaf to it.
+    known = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            live(LosesCtrlC, play)
+    finally:
+        signal.signal(signal.SIGINT, known)
 
 
 class FailsInShutdown(SmallTarget):

@@ -23,7 +23,7 @@ from lowtide.leakcheck.cli import fuzz_command
 from lowtide.leakcheck.cli.fuzz_command import reference_target
 from lowtide.leakcheck.fuzzing.fault_sweep import stages, sweep
 from lowtide.leakcheck.fuzzing.fuzz import Found, as_program, fuzz, lifecycle_machine
-from lowtide.leakcheck.fuzzing.target_source import Source
+from lowtide.leakcheck.fuzzing.target_source import Source, start_program
 from lowtide.leakcheck.lives.checked_life import Call, Coverage, Fault, LifeError
 from lowtide.leakcheck.targets.reference_target import THOROUGH, reference
 from tests.leakcheck.small_target import KEPT, SmallTarget
@@ -336,3 +336,14 @@ def test_a_ctrl_c_that_was_dropped_ends_it_before_the_next_life(
     # A life may create an engine once more.
     assert DropsACtrlC.creates <= 11
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_program_of_the_fuzzer_is_deaf_to_ctrl_c_from_its_beginning_on_and_its_own_processes_are_not() -> None:
+    child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    process = start_program(
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])", stdout=subprocess.PIPE
+    )
+    with process:
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate(timeout=300)
+    assert (process.returncode, said) == (0, b"True\n")

@@ -32,6 +32,7 @@ from lowtide.leakcheck.judging.judge import excesses
 from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, SettlePolicy
 from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics, unaccounted_host_memory
 from lowtide.leakcheck.lives import lifecycle
+from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.lifecycle import SCRIPT, Event, LifecycleRun
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver.none import NoDriver
@@ -1214,6 +1215,15 @@ def test_one_ctrl_c_while_reading_after_shutdown_does_not_lose_that_stage(monkey
     assert [(stage.cycle, stage.name) for stage in subject.stages] == [(1, name) for name in SCRIPT]
     assert subject.reason == "interrupted in cycle 1"
     assert (subject.outcome, subject.findings) == ("error", ())
+
+
+@pytest.mark.usefixtures("plain_ctrl_c")
+def test_a_ctrl_c_that_got_lost_before_the_run_ends_it_before_its_first_life() -> None:
+    with Interrupts():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        subject, _ = found(SmallLife, cycles=2)
+    assert (subject.outcome, subject.reason, subject.stages) == ("error", "interrupted before the first life", ())
 
 
 class IsInterruptedInItsThirdLife(SmallLife):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -11,6 +11,9 @@ from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.spent import Spent
 from lowtide.pytest_plugin.terminal import MOST_NOT_MEASURED, summary
 from lowtide.reports.schema import NotMeasured, Subject
+
+if TYPE_CHECKING:
+    from tests.pytest_plugin.conftest import RunInner
 
 CARD = NotMeasured(what="driver cuda:0", why="NVML does not list process 7: another PID namespace?")
 
@@ -71,3 +74,15 @@ def test_what_may_be_a_library_s_is_counted_on_the_terminal_and_listed_in_a_repo
     pipes = ", ".join(f"{number} -> pipe:[{number}]" for number in range(20, 41))
     missing = NotMeasured(what=f"21 file descriptors did not come back, since call: {pipes}", why="libnccl.so.2 is new")
     assert said([clean("a", missing)]) == ["not judged in 1 test: 21 file descriptors (libnccl.so.2 is new)"]
+
+
+def test_what_python_will_wait_for_at_its_end_is_named(run_inner: RunInner) -> None:
+    left = """
+        import threading
+
+        def test_leaving():
+            threading.Thread(target=threading.main_thread().join, name="waits").start()
+    """
+    run = run_inner({"test_left.py": left})
+    assert run.code == 1
+    assert run.out.splitlines()[-1] == "leakcheck: before Python ends, it waits for thread 'waits'"
