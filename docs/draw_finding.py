@@ -12,9 +12,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
-from rich.text import Text
 
-from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.hanging_text import HangingText, Parts
 
 WIDTH = 112
 """Characters of a line: enough for the longest names, few enough to be read at the width of a page."""
@@ -60,30 +59,27 @@ THEME = TerminalTheme(
     ],
 )
 
-_HEAD = re.compile(r"^[\w-]+/[\w-]+", re.MULTILINE)
-_SUSPECT = re.compile(r"^ *-> (\S+)", re.MULTILINE)
-_REMEDY = re.compile(r"^ *remedy: .*", re.MULTILINE)
-_FINGERPRINT = re.compile(r"^ *fingerprint .*", re.MULTILINE)
+STYLES = (
+    (re.compile(r"^()([\w-]+/[\w-]+)"), "bold red"),
+    (re.compile(r"^( *-> )(\S+)"), "underline yellow"),
+    (re.compile(r"^( *)(remedy: .*)"), "bold green"),
+    (re.compile(r"^( *)(fingerprint .*)"), "dim"),
+)
+"""How a line begins, and the style of what comes then."""
 
 
-def styled(text: str) -> Text:
-    """A finding's text in the terminal's colours."""
-    shown = Text(text.rstrip("\n"))
-    for pattern, group, style in (
-        (_HEAD, 0, "bold red"),
-        (_SUSPECT, 1, "underline yellow"),
-        (_REMEDY, 0, "bold green"),
-        (_FINGERPRINT, 0, "dim"),
-    ):
-        for match in pattern.finditer(text):
-            shown.stylize(style, *match.span(group))
-    return shown
+def styled(line: str) -> Parts:
+    """Return a line of a finding's text in the terminal's colours."""
+    for pattern, style in STYLES:
+        if match := pattern.match(line):
+            return [(match[1], ""), (match[2], style), (line[match.end() :], "")]
+    return [(line, "")]
 
 
 def draw(text: str, title: str) -> str:
     """The picture, as SVG that asks for nothing outside itself."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    console.print(HangingText(styled(text)))
+    console.print(HangingText(*map(styled, text.rstrip("\n").split("\n"))))
     return console.export_svg(title=title, theme=THEME, code_format=CODE_FORMAT, unique_id="finding")
 
 

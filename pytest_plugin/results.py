@@ -18,7 +18,7 @@ from lowtide.probes.device.driver import find_driver
 from lowtide.probes.originals import time
 from lowtide.pytest_plugin import terminal
 from lowtide.pytest_plugin.proven import Proven, retell, with_proven
-from lowtide.pytest_plugin.settings import Settings
+from lowtide.pytest_plugin.settings import Settings, usage_error
 from lowtide.reports.folder import UnfinishedReport, write_folder
 from lowtide.reports.schema import Begun, Finding, NotMeasured, Report, ReportError, Subject
 from lowtide.reports.whole_texts import json_bytes
@@ -126,7 +126,7 @@ class Results:
         try:
             write_folder(self._report(self.subjects), self._settings.report)
         except ReportError as error:
-            raise pytest.UsageError(f"--leakcheck-report: {error}") from None
+            raise usage_error(f"--leakcheck-report: {error}") from None
 
     def _report(self, subjects: Sequence[Subject]) -> Report:
         driver = find_driver()
@@ -188,5 +188,5 @@ def _suppressions(config: pytest.Config, given: Path | None) -> Suppressions:
         path = given or find(config.rootpath)
         own = load(path).entries if path is not None else ()
     except SuppressionError as error:
-        raise pytest.UsageError(f"--leakcheck-suppressions: {error}") from None
+        raise usage_error(f"--leakcheck-suppressions: {error}") from None
     return Suppressions((*own, *shipped().entries))

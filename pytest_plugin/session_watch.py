@@ -15,7 +15,7 @@ from lowtide.leakcheck.watching.sleep_watch import SleepWatch
 from lowtide.leakcheck.watching.watch import Policy, Watch
 from lowtide.probes.originals import replaced, threading
 from lowtide.probes.stages import Stage
-from lowtide.pytest_plugin.settings import Settings
+from lowtide.pytest_plugin.settings import Settings, usage_error
 from lowtide.pytest_plugin.spent import Spent
 
 _MAIN_THREAD = threading.main_thread().ident
@@ -160,9 +160,7 @@ def insist_on_a_card() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise pytest.UsageError(
-            "--leakcheck-device cuda: torch sees no card here; use auto, or cpu to judge the host only"
-        )
+        raise usage_error("--leakcheck-device cuda: torch sees no card here; use auto, or cpu to judge the host only")
 
 
 def _warm_up(settings: Settings) -> Literal["now", "first-use", "off"]:

@@ -15,6 +15,7 @@ import pytest
 
 from lowtide.probes.heap.births import young_generations_tell
 from lowtide.probes.objects.collector import NEEDS, observed_collector, why_unusable
+from lowtide.reports.escaping import one_line
 from lowtide.reports.sizes import parse_bytes
 
 if sys.version_info >= (3, 11):
@@ -69,6 +70,11 @@ class Settings:
         return {each.name: str(getattr(self, each.name)) for each in fields(self)}
 
 
+def usage_error(message: str) -> pytest.UsageError:
+    """Return the error of a setting, a marker or a file that makes no sense; its message is one line."""
+    return pytest.UsageError(one_line(message))
+
+
 def read_settings(config: pytest.Config) -> Settings:
     """The settings of this run.
 
@@ -76,7 +82,7 @@ def read_settings(config: pytest.Config) -> Settings:
         pytest.UsageError: one of them makes no sense; the message says where it came from and what is allowed.
     """
     if not young_generations_tell():
-        raise pytest.UsageError(f"--leakcheck: it needs {NEEDS}: {why_unusable(observed_collector())}")
+        raise usage_error(f"--leakcheck: it needs {NEEDS}: {why_unusable(observed_collector())}")
     _check_rootdir(config)
     report = _read(config, "report", _path, None)
     if report is not None and not hasattr(config, "workerinput"):
@@ -124,18 +130,16 @@ def read_markers(item: pytest.Item) -> TestSettings:
     if marker is not None:
         unknown = set(marker.kwargs) - {"tolerance"}
         if marker.args or unknown or "tolerance" not in marker.kwargs:
-            raise pytest.UsageError(
+            raise usage_error(
                 f"{item.nodeid}: @pytest.mark.leakcheck takes one argument, tolerance=SIZE, such as tolerance='1MiB'"
             )
         try:
             tolerance = parse_bytes(marker.kwargs["tolerance"])
         except ValueError as error:
-            raise pytest.UsageError(f"{item.nodeid}: @pytest.mark.leakcheck(tolerance=…): {error}") from None
+            raise usage_error(f"{item.nodeid}: @pytest.mark.leakcheck(tolerance=…): {error}") from None
     excused = excuse_of(item)
     if excused is None:
-        raise pytest.UsageError(
-            f"{item.nodeid}: @pytest.mark.no_leakcheck needs one argument, reason='why it is not judged'"
-        )
+        raise usage_error(f"{item.nodeid}: @pytest.mark.no_leakcheck needs one argument, reason='why it is not judged'")
     return TestSettings(tolerance, excused)
 
 
@@ -164,7 +168,7 @@ def _read(config: pytest.Config, name: str, parse: Callable[[str, Path], T], def
     try:
         return parse(given, base)
     except ValueError as error:
-        raise pytest.UsageError(f"{source}: {error}") from None
+        raise usage_error(f"{source}: {error}") from None
 
 
 def _own_table(root: Path) -> dict[str, Any]:
@@ -189,7 +193,7 @@ def _own_table(root: Path) -> dict[str, Any]:
     )
     unknown = sorted(set(table) - set(known))
     if unknown:
-        raise pytest.UsageError(f"[tool.lowtide] of pyproject.toml: {unknown[0]!r} is unknown: use {', '.join(known)}")
+        raise usage_error(f"[tool.lowtide] of pyproject.toml: {unknown[0]!r} is unknown: use {', '.join(known)}")
     return {name: str(value) for name, value in table.items() if name != "suppressions"}
 
 
@@ -210,7 +214,7 @@ def _check_writable(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise pytest.UsageError(
+        raise usage_error(
             f"--leakcheck-report: {folder} cannot be written to ({error.strerror}): choose another report folder"
         ) from None
 
@@ -225,7 +229,7 @@ def _check_rootdir(config: pytest.Config) -> None:
     here = config.invocation_params.dir
     for option, value in itertools.pairwise(arguments):
         if option in ("--leakcheck-report", "--leakcheck-suppressions") and not here.is_relative_to(config.rootpath):
-            raise pytest.UsageError(
+            raise usage_error(
                 f"{option} {value}: because of this path pytest takes {config.rootpath} for its rootdir; "
                 f"write {option}={value}"
             )

@@ -12,7 +12,8 @@ from lowtide.leakcheck.judging.tolerances import HOST_MEMORY_TOLERANCE, plain_me
 from lowtide.probes.originals import loaded, os
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.spent import Spent
-from lowtide.reports.finding_lines import amount, first_line, holder_text, one_line, terminal_lines
+from lowtide.reports.escaping import one_line
+from lowtide.reports.finding_lines import amount, first_line, holder_text, terminal_lines
 from lowtide.reports.markdown import not_measured
 from lowtide.reports.outcomes import held_by_process
 from lowtide.reports.schema import Finding, NotMeasured, Subject
@@ -71,33 +72,37 @@ def summary(
     if not subjects:
         return
     reporter.section("leakcheck", sep="=")
+
+    def write(text: str, **colors: bool) -> None:
+        reporter.write_line(one_line(text), **colors)
+
     # What is known only now that torch is loaded.
     for reason in not_judged(settings, shares_card=False):
-        reporter.write_line(f"not judged here: {reason}", yellow=True)
+        write(f"not judged here: {reason}", yellow=True)
     for text in _not_measured(subjects):
-        reporter.write_line(text, yellow=True)
+        write(text, yellow=True)
     for subject in shown:
         if subject.outcome == "error":
-            reporter.write_line(f"ERROR {subject.id}: {subject.reason}", red=True)
+            write(f"ERROR {subject.id}: {subject.reason}", red=True)
         for finding in subject.findings:
             known = finding.suppressed_by is not None
             word = "known" if known else ("LEAK" if settings.action == "fail" else "warning")
-            reporter.write_line(f"{word} {line(subject, finding)}", yellow=known, red=not known)
+            write(f"{word} {line(subject, finding)}", yellow=known, red=not known)
     for problem in problems:
-        reporter.write_line(f"SUPPRESSION {problem}", red=True)
+        write(f"SUPPRESSION {problem}", red=True)
     left_out = sum(UNTRIED in (finding.advice or "") for subject in subjects for finding in subject.findings)
     if left_out:
         number = "1 remedy" if left_out == 1 else f"{left_out} remedies"
         seconds = f"{REMEDIES_SHARE * settings.budget:g} s ({REMEDIES_SHARE} times --leakcheck-budget) were over"
-        reporter.write_line(f"{number} not tried: {seconds}", yellow=True)
+        write(f"{number} not tried: {seconds}", yellow=True)
     judged = len(subjects) - len(skipped)
     counts = f"{judged} judged, {len(leaking)} with leaks"
     if skipped:
         counts += f", {len(skipped)} not judged"
-    reporter.write_line(counts, green=not leaking, red=bool(leaking))
-    reporter.write_line(str(spent))
+    write(counts, green=not leaking, red=bool(leaking))
+    write(str(spent))
     if settings.report is not None:
-        reporter.write_line(f"report: {os.fspath(settings.report)}/index.html")
+        write(f"report: {os.fspath(settings.report)}/index.html")
 
 
 def _not_measured(subjects: Sequence[Subject]) -> Iterator[str]:
@@ -130,28 +135,29 @@ def _other_processes(subjects: Sequence[Subject]) -> Iterator[str]:
 
 def line(subject: Subject, finding: Finding) -> str:
     """One leak on one line: test, resource, bytes, holder."""
-    return f"{subject.id} {finding.resource}/{finding.cause} {amount(finding)} {holder_text(finding)}".rstrip()
+    said = f"{subject.id} {finding.resource}/{finding.cause} {amount(finding)} {holder_text(finding)}"
+    return one_line(said.rstrip())
 
 
 def headline(subject: Subject) -> str:
     """What stands behind FAILED in pytest's summary."""
     if subject.outcome == "error":
-        return subject.reason
+        return one_line(subject.reason)
     first = next(finding for finding in subject.findings if finding.suppressed_by is None)
     others = len(subject.findings) - 1
     more = f" (and {others} more)" if others else ""
-    return f"leak: {first.resource}/{first.cause}: {first.message}{more}"
+    return one_line(f"leak: {first.resource}/{first.cause}: {first.message}{more}")
 
 
 def details(subject: Subject, verbosity: int) -> str:
     """Everything about a subject's leaks; paths and stacks in full with `-v`."""
     if subject.outcome == "error":
-        return f"{subject.id}: {subject.reason}"
+        return one_line(f"{subject.id}: {subject.reason}")
     lines = [f"{subject.id} left something behind:"]
     for finding in subject.findings:
         if finding.suppressed_by is not None:
             continue
         lines.append(f"  {finding.resource}/{finding.cause}: {first_line(finding)}")
         shown = terminal_lines(finding, "with -v", whole=verbosity > 0)
-        lines += [f"    {one_line(reported.text)}" for reported in shown]
-    return "\n".join(lines)
+        lines += [f"    {reported.text}" for reported in shown]
+    return "\n".join(map(one_line, lines))

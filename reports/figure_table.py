@@ -14,6 +14,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.reports.escaping import one_line
 from lowtide.reports.hanging_text import HangingText
 
 _GAP = 2
@@ -39,6 +40,11 @@ class Column:
     name: str
     cells: tuple[str, ...]
     change: int | None = None
+
+    def __post_init__(self) -> None:
+        # Here, so that it is as wide as what is shown of it.
+        object.__setattr__(self, "name", one_line(self.name))
+        object.__setattr__(self, "cells", tuple(map(one_line, self.cells)))
 
     @cached_property
     def width(self) -> int:
@@ -81,13 +87,13 @@ class FigureTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The title, the tables one below the other, and the notes."""
-        yield from self._folded(Text(self.title, style="italic"), console, options)
+        yield from self._folded(HangingText(self.title, style="italic"), console, options)
         for turn, figures in enumerate(self.blocks(options.max_width)):
             if turn:
                 yield Text()
             yield self._table(figures, options.max_width)
         for note in self.notes:
-            yield from self._folded(Text(note, style="dim"), console, options)
+            yield from self._folded(HangingText(note, style="dim"), console, options)
         yield Text()
 
     def fits(self, width: int) -> bool:
@@ -103,9 +109,9 @@ class FigureTable:
             room, blocks = room - 1, narrower
         return blocks
 
-    def _folded(self, text: Text, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+    def _folded(self, text: HangingText, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
         """Also where prose is not folded: it belongs to a table, and is as wide as that."""
-        yield from console.render(HangingText(text), options.update(no_wrap=False))
+        yield from console.render(text, options.update(no_wrap=False))
 
     def _filled(self, room: int) -> list[list[Column]]:
         """As many columns into each table as there is room for, and one at least."""

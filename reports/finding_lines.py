@@ -6,7 +6,6 @@ Nothing here is escaped: each medium does that in its own way when it writes a l
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -30,12 +29,6 @@ _PLACEHOLDER = "TODO: say why this may stay"
 _LONGEST_MESSAGE = 1000
 """Characters of a message in an entry: an `assert` of a large value may have millions."""
 
-
-REORDERING = r"\u202a-\u202e\u2066-\u2069"
-"""Characters after which a text is shown in another order than it has, what follows it too: as a part of a regular
-expression. What is written from right to left needs none of them."""
-
-_UNPRINTABLE = re.compile(rf"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff{REORDERING}]")
 _MARKS = {"innocent": "meant to live", "holding": "should be gone"}
 _TRENDS = {
     "growth": "growth (grew every time)",
@@ -198,11 +191,6 @@ def _quoted(text: str) -> str:
     # JSON's escapes are TOML's; but TOML has no halves of surrogate pairs, and wants DEL escaped too.
     encodable = text.encode(errors="backslashreplace").decode()
     return json.dumps(encodable, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def one_line(text: str) -> str:
-    """The same without what could move a terminal's cursor, end the line, change its order, or not be encoded."""
-    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _before_path(finding: Finding) -> Iterator[str]:

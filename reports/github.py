@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from lowtide.reports.finding_lines import first_line, one_line
+from lowtide.reports.escaping import one_line
+from lowtide.reports.finding_lines import first_line
 from lowtide.reports.markdown import open_findings, render_markdown
 from lowtide.reports.schema import Report, ReportError
 from lowtide.reports.source_places import Place, SourcePlaces

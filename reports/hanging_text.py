@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from lowtide.reports.finding_lines import REORDERING
+from lowtide.reports.escaping import escape_characters
 
-_CONTROL = re.compile(rf"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff{REORDERING}]")
-"""What would act on the terminal; a report may be from anywhere, and its texts are anything."""
+Parts = Sequence[tuple[str, str]]
+"""A line in parts, each with its style."""
 
 _HANG = 2
 """Blanks by which a line that goes on is further to the right than its beginning."""
@@ -20,24 +19,33 @@ _LEAST_WIDTH = 20
 """Below this a line is not folded any further, however narrow the terminal is."""
 
 
-@dataclass(frozen=True)
 class HangingText:
-    """One or more lines of text, each of them folded by itself."""
+    """One or more lines, each of them escaped and folded by itself.
 
-    text: Text
+    Args:
+        lines: a line break within one is data, and shown as such.
+        style: of all of them.
+
+    Attributes:
+        lines: what is shown, escaped.
+    """
+
+    def __init__(self, *lines: str | Parts, style: str = "") -> None:
+        parts: list[Parts] = [[(line, "")] if isinstance(line, str) else line for line in lines]
+        # Before rich has them, which drops some control characters without a trace.
+        self.lines = [
+            Text.assemble(*((escape_characters(text), its) for text, its in line), style=style) for line in parts
+        ]
 
     def __str__(self) -> str:
-        return self.text.plain
+        return "\n".join(line.plain for line in self.lines)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The lines, as wide as the terminal at most; whole where its console does not fold."""
-        text = self.text.copy()
-        # One character for one, so that styles stay where they are.
-        text.plain = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text.plain)
         if options.no_wrap:
-            yield text
+            yield from self.lines
             return
-        for line in text.split("\n", allow_blank=True):
+        for line in self.lines:
             indent = len(line.plain) - len(line.plain.lstrip(" "))
             folded = line[indent:].wrap(console, max(_LEAST_WIDTH, options.max_width - indent - _HANG))
             for turn, part in enumerate(folded):

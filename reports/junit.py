@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import datetime
-import re
 from collections.abc import Iterator, Sequence
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
+from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import advice_text, amount, finding_lines
 from lowtide.reports.markdown import count_outcomes, not_measured
 from lowtide.reports.schema import Finding, Report, Subject
-
-# What is no `Char` of XML 1.0 (section 2.2) cannot be written, not even as a reference.
-_NO_CHAR = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def render_junit(report: Report) -> str:
@@ -32,7 +29,7 @@ def render_junit(report: Report) -> str:
     root = Element("testsuites", totals)
     suite = SubElement(root, "testsuite", totals, skipped=str(counts["skipped"] + counts["unsupported"]))
     if _is_time(report.created):
-        suite.set("timestamp", report.created)
+        suite.set("timestamp", one_line(report.created))
     _add_properties(suite, _run_properties(report))
     for subject in report.subjects:
         _add_case(suite, subject)
@@ -43,15 +40,16 @@ def render_junit(report: Report) -> str:
 
 def _add_case(suite: Element, subject: Subject) -> None:
     group, name = _split_id(subject.id)
-    case = SubElement(suite, "testcase", classname=_legal(group), name=_legal(name), time=f"{_seconds(subject):.3f}")
+    names = {"classname": one_line(group), "name": one_line(name)}
+    case = SubElement(suite, "testcase", names, time=f"{_seconds(subject):.3f}")
     properties = [pair for turn, finding in enumerate(subject.findings, 1) for pair in _facts(turn, finding)]
     _add_properties(case, properties)
     if subject.outcome == "leak":
         _add_failure(case, subject)
     elif subject.outcome == "error":
-        SubElement(case, "error", type="error", message=_legal(subject.reason)).text = _legal(_details(subject))
+        SubElement(case, "error", type="error", message=one_line(subject.reason)).text = _details(subject)
     elif subject.outcome != "clean":
-        SubElement(case, "skipped", type=subject.outcome, message=_legal(subject.reason))
+        SubElement(case, "skipped", type=subject.outcome, message=one_line(subject.reason))
 
 
 def _add_failure(case: Element, subject: Subject) -> None:
@@ -62,14 +60,14 @@ def _add_failure(case: Element, subject: Subject) -> None:
         kind, message = f"{counted[0].resource}/{counted[0].cause}", counted[0].message
     if len(counted) > 1:
         message += f" (and {len(counted) - 1} more)"
-    SubElement(case, "failure", type=kind, message=_legal(message)).text = _legal(_details(subject))
+    SubElement(case, "failure", type=kind, message=one_line(message)).text = _details(subject)
 
 
 def _add_properties(parent: Element, pairs: Sequence[tuple[str, str]]) -> None:
     if pairs:
         properties = SubElement(parent, "properties")
         for name, value in pairs:
-            SubElement(properties, "property", name=_legal(name), value=_legal(value))
+            SubElement(properties, "property", name=one_line(name), value=one_line(value))
 
 
 def _run_properties(report: Report) -> list[tuple[str, str]]:
@@ -116,7 +114,7 @@ def _details(subject: Subject) -> str:
     lines = [subject.reason] if subject.reason else []
     for finding in subject.findings:
         lines += _finding_lines(finding)
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
 
 
 def _finding_lines(finding: Finding) -> Iterator[str]:
@@ -144,7 +142,3 @@ def _is_time(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _legal(text: str) -> str:
-    return _NO_CHAR.sub("\N{REPLACEMENT CHARACTER}", text)

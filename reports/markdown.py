@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import get_args
 
+from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import (
     GROWTH_HEAD,
     GROWTH_TITLE,
@@ -15,7 +16,6 @@ from lowtide.reports.finding_lines import (
     amount,
     finding_lines,
     growth_cells,
-    one_line,
     remedy_effect,
 )
 from lowtide.reports.schema import Finding, NotMeasured, Outcome, Report, Subject
@@ -202,7 +202,7 @@ def as_code(text: str) -> str:
 def as_text(text: str) -> str:
     """One short line in which nothing is markup."""
     # Cut first: joining the words of a text without end would cost more than the rest of the summary.
-    line = one_line(" ".join(text[: 4 * _LONGEST].split()))
+    line = " ".join(one_line(text[: 4 * _LONGEST]).split())
     if len(line) > _LONGEST or len(text) > 4 * _LONGEST:
         line = line[: _LONGEST - 1] + "…"
     mark = _LIST_MARK.match(line)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
-from lowtide.reports.finding_lines import one_line
+from lowtide.reports.escaping import one_line
 from lowtide.reports.schema import Outcome, Report
 
 _ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n"})
@@ -82,5 +82,5 @@ def _labels(**labels: str) -> str:
 
 
 def _value(text: str) -> str:
-    # A line end is kept as an escape; all else that is not printable is replaced.
+    # A line end has an escape of the format's own.
     return "\n".join(map(one_line, text.split("\n"))).translate(_ESCAPES)

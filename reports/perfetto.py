@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lowtide.reports.finding_lines import first_line, one_line
+from lowtide.reports.escaping import one_line
+from lowtide.reports.finding_lines import first_line
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, Ledger, Report, Stage, Subject
 from lowtide.reports.whole_texts import json_bytes

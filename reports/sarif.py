@@ -9,7 +9,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from lowtide.reports.finding_lines import finding_lines, first_line, one_line
+from lowtide.reports.escaping import one_line
+from lowtide.reports.finding_lines import finding_lines, first_line
 from lowtide.reports.markdown import not_measured
 from lowtide.reports.schema import Finding, Report, Subject
 from lowtide.reports.source_places import Place, SourcePlaces

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from lowtide.reports.escaping import one_line
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.reading.json_files import UnreadableError, decode_json, read_bounded
 from lowtide.reports.reading.json_schemas import schema_of
@@ -351,7 +352,7 @@ class Report(_Record, frozen=True, kw_only=True):
         ]
         lines += [f"{subject.id}: {subject.reason}" for subject in self.subjects if subject.outcome in unjudged]
         if lines:
-            raise LeaksFoundError("\n".join(lines))
+            raise LeaksFoundError("\n".join(map(one_line, lines)))
 
     def _repr_html_(self) -> str:
         # Here, because whoever reads or writes reports needs no templates.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from lowtide.leakcheck.cli.console import say
+
 if TYPE_CHECKING:
     from lowtide.leakcheck.gate.bisection import Life
 
@@ -40,16 +42,14 @@ def bisect_step(
     from lowtide.leakcheck.gate.bisection import EXIT_CODES, BisectStep
 
     answer = BisectStep(command, fingerprint, lives, needed, timeout).run(_show)
-    typer.echo(f"lowtide: the leak {fingerprint} is {answer} in this commit", err=True)
+    say(f"lowtide: the leak {fingerprint} is {answer} in this commit", err=True)
     raise typer.Exit(EXIT_CODES[answer])
 
 
 def _show(life: Life) -> None:
-    from lowtide.reports.finding_lines import one_line
-
-    typer.echo(f"lowtide: {life.answer}: {one_line(life.why)}", err=True)
+    say(f"lowtide: {life.answer}: {life.why}", err=True)
 
 
 def _refuse(message: str) -> NoReturn:
-    typer.echo(f"lowtide: {message}", err=True)
+    say(f"lowtide: {message}", err=True)
     raise typer.Exit(STOPS_BISECT)

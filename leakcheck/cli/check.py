@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, Wide, refuse
+from lowtide.leakcheck.cli.console import INTERRUPTED, Wide, refuse, say
 from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances, snapshots_in
 from lowtide.leakcheck.cli.reporting import check_writable
 
@@ -47,7 +47,7 @@ def check(
     try:
         code = _check(target, cycles, report, known, tenant, calibration, wide=wide)
     except KeyboardInterrupt:
-        typer.echo("lowtide: interrupted before there was anything to report", err=True)
+        say("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
     raise typer.Exit(code)
 

@@ -11,7 +11,7 @@ import typer
 import lowtide
 from lowtide.leakcheck.cli.bisect_step import STOPS_BISECT, bisect_step
 from lowtide.leakcheck.cli.check import check
-from lowtide.leakcheck.cli.console import INTERRUPTED, colors_are_off, report_own_error
+from lowtide.leakcheck.cli.console import INTERRUPTED, colors_are_off, report_own_error, say
 from lowtide.leakcheck.cli.defects import defects
 from lowtide.leakcheck.cli.display.standard_output import guard_standard_output
 from lowtide.leakcheck.cli.fuzz import fuzz
@@ -66,7 +66,7 @@ def main() -> None:
     if output is not None:
         output.flush()
     if output is not None and output.problem is not None:
-        typer.echo(f"lowtide: {output.problem}", err=True)
+        say(f"lowtide: {output.problem}", err=True)
         code = code or 2
     end(code)
 
@@ -79,7 +79,7 @@ def _run(interrupts: Interrupts) -> int:
         said = " ".join(error.format_message().split())  # type: ignore[attr-defined]
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "lowtide"
-        typer.echo(f"lowtide: {said.rstrip('.')}: see `{command} --help`", err=True)
+        say(f"lowtide: {said.rstrip('.')}: see `{command} --help`", err=True)
     except BaseException as error:  # noqa: BLE001 - the exit code of an error would be that of a leak
         if isinstance(error, KeyboardInterrupt) or interrupts.heard:
             return INTERRUPTED
@@ -105,7 +105,7 @@ def _choose_help_styles() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"lowtide {lowtide.__version__}")
+        say(f"lowtide {lowtide.__version__}")
         raise typer.Exit
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from dataclasses import dataclass
+from functools import partial
 from traceback import format_exception
 from typing import Annotated, NoReturn, TextIO
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
@@ -31,11 +33,43 @@ def find_console(output: TextIO | None = None) -> Console:
     Args:
         output: None for standard output.
     """
+    # What stands in brackets, or between colons, is a name's and no markup.
+    console = partial(Console, file=output, markup=False, emoji=False, highlight=False)
     if (output or sys.stdout).isatty():
-        return Console(file=output, color_system=None if colors_are_off() else "auto")
-    reported = os.environ.get("COLUMNS", "")
-    width = int(reported) if reported.isdecimal() and int(reported) else WITHOUT_TERMINAL
-    return Console(file=output, width=width, soft_wrap=True, force_terminal=False)
+        made = console(color_system=None if colors_are_off() else "auto")
+    else:
+        reported = os.environ.get("COLUMNS", "")
+        width = int(reported) if reported.isdecimal() and int(reported) else WITHOUT_TERMINAL
+        made = console(width=width, soft_wrap=True, force_terminal=False)
+    made.push_render_hook(_EscapesLines())
+    return made
+
+
+class _EscapesLines(RenderHook):
+    """Escapes what is printed when its lines are laid out: a cell that was folded may begin one."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Escaped(each) for each in renderables]
+
+
+@dataclass(frozen=True)
+class _Escaped:
+    shown: ConsoleRenderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from lowtide.reports.escaping import escape_characters, one_line
+
+        begun = ""
+        for segment in console.render(self.shown, options):
+            if segment.control:
+                yield segment
+                continue
+            shown = []
+            for turn, text in enumerate(segment.text.split("\n")):
+                begun = begun if turn == 0 else ""
+                shown.append(escape_characters(text) if begun.strip() else one_line(text))
+                begun += text
+            yield segment._replace(text="\n".join(shown))
 
 
 def colors_are_off() -> bool:
@@ -48,7 +82,7 @@ def progress_line(console: Console) -> Progress:
     return Progress(
         SpinnerColumn(),
         # What is done gives way to the figures where both do not fit.
-        TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1)),
         BarColumn(bar_width=20),
         MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=7)),
         TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
@@ -59,20 +93,27 @@ def progress_line(console: Console) -> Progress:
     )
 
 
+def say(*lines: str, err: bool = False) -> None:
+    """Print lines. A line break within one is data, and shown as such: it may be of a file, or name one."""
+    from lowtide.reports.escaping import one_line
+
+    typer.echo("\n".join(map(one_line, lines)), err=err)
+
+
+def write(text: str | bytes) -> None:
+    """Write to standard output what is in a format with escapes of its own: JSON, Markdown, a page, a CI's commands."""
+    typer.echo(text, nl=False)
+
+
 def refuse(message: str) -> NoReturn:
     """End with one line and exit code 2."""
-    from lowtide.reports.finding_lines import one_line
-
-    # A message may quote a file or name one, and both may have anything in them.
-    typer.echo(one_line(f"lowtide: {message}"), err=True)
+    say(f"lowtide: {message}", err=True)
     raise typer.Exit(2)
 
 
 def report_own_error(error: BaseException) -> None:
     """Say in one line what went wrong in lowtide itself, and where its traceback is."""
-    from lowtide.reports.finding_lines import one_line
-
-    typer.echo(one_line(f"lowtide: {_described(error)}"), err=True)
+    say(f"lowtide: {_described(error)}", err=True)
 
 
 def _described(error: BaseException) -> str:
@@ -89,6 +130,6 @@ def _described(error: BaseException) -> str:
         ) as file:
             file.write(traceback)
     except OSError:
-        typer.echo(traceback, err=True)
+        say(*traceback.splitlines(), err=True)
         return f"{said}; please report it with this traceback"
     return f"{said}; please report it with the traceback in {file.name}"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import find_console, refuse
+from lowtide.leakcheck.cli.console import find_console, refuse, say
 from lowtide.leakcheck.targets.devices import Device, device_name
 
 
@@ -61,14 +61,12 @@ def _verify(device: Device, jobs: int, engine_process: bool) -> int:
     for verified in verify(DEFECTS.values(), kind, jobs=jobs, in_core=engine_process):
         done.append(verified)
         if sys.stderr.isatty():
-            typer.echo(
-                f"{len(done)}/{len(DEFECTS)} {verified.defect.name}: {verified.note or 'as it must be'}", err=True
-            )
-    typer.echo(table(done))
+            say(f"{len(done)}/{len(DEFECTS)} {verified.defect.name}: {verified.note or 'as it must be'}", err=True)
+    say(*table(done))
     wrong = [item for item in done if item.note and item.bug is not None]
     skipped = sum(item.bug is None for item in done)
     right = len(done) - len(wrong) - skipped
-    typer.echo(f"\n{right} of {len(done)} found as they must be, {len(wrong)} not, {skipped} need a card")
+    say("", f"{right} of {len(done)} found as they must be, {len(wrong)} not, {skipped} need a card")
     if any(run is not None and run.subject is None for item in done for run in (item.bug, item.twin)):
         return 2
     return 1 if wrong else 0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse
+from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse, say
 from lowtide.leakcheck.cli.reporting import begin_report, check_writable, make_report
 from lowtide.leakcheck.targets.devices import Device, device_name
 
@@ -83,7 +83,7 @@ def fuzz(
     try:
         code = _fuzz(target, device, examples, steps, seed, shape, defect, faults, jobs, report)
     except KeyboardInterrupt:
-        typer.echo("lowtide: interrupted", err=True)
+        say("lowtide: interrupted", err=True)
         code = INTERRUPTED
     raise typer.Exit(code)
 
@@ -104,6 +104,7 @@ def _fuzz(
     from lowtide.probes.device.driver import find_driver
     from lowtide.reports import schema
     from lowtide.reports.folder import write_folder
+    from lowtide.reports.hanging_text import HangingText
 
     console = find_console()
     driver = find_driver()
@@ -126,12 +127,11 @@ def _fuzz(
     for line in verdict(subject, reported):
         console.print(line)
     if program:
-        typer.echo("\nThe life that fails, as a program:\n")
-        typer.echo(program)
+        say("", "The life that fails, as a program:", "", *program.split("\n"))
     if unwritten is not None:
         refuse(unwritten)
     if where is not None:
-        console.print(f"report: {where}", highlight=False)
+        console.print(HangingText(f"report: {where}"))
     return schema.exit_code(written)
 
 

@@ -24,6 +24,7 @@ from lowtide.leakcheck.targets.reference_target import THOROUGH, ReferenceTarget
 from lowtide.leakcheck.targets.small_checkpoint import SmallCheckpoint
 from lowtide.leakcheck.targets.target import TargetError, TargetFactory, load_factory, make_target
 from lowtide.probes.device.driver import find_driver
+from lowtide.reports.escaping import one_line
 from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.outcomes import judged_as, largest_of_each
 from lowtide.reports.schema import Finding, NotMeasured, ReportError, Subject
@@ -195,7 +196,7 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
                 swept.append(item)
                 if item.points or item.findings:
                     verdict = "; ".join(finding.message for finding in item.findings) or "survived"
-                    table.add_row(item.stage, item.kind, str(item.points), str(item.raised), verdict)
+                    _add_row(table, item.stage, item.kind, str(item.points), str(item.raised), verdict)
             for dead in kill_in_each_stage(
                 subjected.from_outside or subjected.source,
                 able,
@@ -205,7 +206,7 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
             ):
                 killed.append(dead)
                 verdict = "; ".join(finding.message for finding in dead.findings) or "nothing stayed"
-                table.add_row(dead.stage, "kill", "1", "1", verdict)
+                _add_row(table, dead.stage, "kill", "1", "1", verdict)
         except TargetError as error:
             if not swept:
                 raise
@@ -217,6 +218,11 @@ def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[
     life = next((item.life for item in swept if item.findings), ())
     subject = _sweep_subject(subjected, (*swept, *killed), unknown)
     return subject, as_program(life, subjected.source) if life else "", table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    # As text, not as a string: what stands in brackets is no markup.
+    table.add_row(*(Text(one_line(cell)) for cell in cells))
 
 
 def _points_table() -> Table:
@@ -256,23 +262,23 @@ def verdict(subject: Subject, reported: str | Table) -> Iterator[RenderableType]
     for missing in subject.not_measured:
         if missing.process is not None and subject.outcome == "unsupported":
             continue  # its reason says so
-        yield HangingText(not_judged_text(missing))
+        yield not_judged_text(missing)
     for finding in subject.findings:
-        yield HangingText(finding_text(finding))
+        yield finding_text(finding)
     if isinstance(reported, str):
         tried = reported
     else:
         ended = bool(subject.reason) and subject.outcome != "unsupported"
         tried = "not everything was tried" if ended else "every fault point was failed once"
     if subject.outcome == "clean":
-        yield Text(f"CLEAN: {tried}", style="bold green")
+        yield HangingText(f"CLEAN: {tried}", style="bold green")
     if subject.outcome == "unsupported":
-        yield HangingText(Text(subject.reason, style="yellow"))
-        yield Text(f"NOT JUDGED: nothing can be concluded; {tried}", style="bold yellow")
+        yield HangingText(subject.reason, style="yellow")
+        yield HangingText(f"NOT JUDGED: nothing can be concluded; {tried}", style="bold yellow")
     elif subject.reason:
-        yield Text(f"NOT MEASURED: {subject.reason}; {tried}", style="bold yellow")
+        yield HangingText(f"NOT MEASURED: {subject.reason}; {tried}", style="bold yellow")
     if subject.outcome == "leak":
-        yield Text(f"LEAK: {len(subject.findings)} finding(s); {tried}", style="bold red")
+        yield HangingText(f"LEAK: {len(subject.findings)} finding(s); {tried}", style="bold red")
 
 
 def write_program(folder: Path, program: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse
+from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse, say
 from lowtide.leakcheck.cli.reporting import check_writable, show_on_github
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def gate(
     try:
         code = _gate(config, report, shard, only, new_since, update, reason, owner, days, ray, list_cells)
     except KeyboardInterrupt:
-        typer.echo("lowtide: interrupted; the report has what was finished", err=True)
+        say("lowtide: interrupted; the report has what was finished", err=True)
         code = INTERRUPTED
     raise typer.Exit(code)
 
@@ -141,7 +141,7 @@ def _list(cells: list[Cell]) -> None:
 
     for cell in cells:
         missing = f"  ({cell.missing})" if cell.missing else ""
-        typer.echo(f"{cell.name}: {shlex.join(cell.command)}{missing}")
+        say(f"{cell.name}: {shlex.join(cell.command)}{missing}")
 
 
 def _machine() -> Machine:
@@ -164,12 +164,12 @@ class _Lines:
     ended: int = 0
 
     def show(self, cell: Cell, result: CellResult) -> None:
-        from rich.text import Text
+        from lowtide.reports.hanging_text import HangingText
 
         self.ended += 1
         word, style = _outcome(result.subjects)
         line = f"{self.ended}/{self.cells} {cell.name}: {word}, {result.seconds:.1f} s"
-        self.console.print(Text(line, style=style))
+        self.console.print(HangingText(line, style=style))
 
 
 def _outcome(subjects: Iterable[Subject]) -> tuple[str, str]:
@@ -184,8 +184,6 @@ def _outcome(subjects: Iterable[Subject]) -> tuple[str, str]:
 
 def _show(console: Console, run: Gate, report: Report) -> None:
     """What failed and why, what is known, and what the baseline no longer needs."""
-    from rich.text import Text
-
     from lowtide.reports.hanging_text import HangingText
     from lowtide.reports.markdown import verdict
     from lowtide.reports.terminal import finding_text
@@ -195,22 +193,26 @@ def _show(console: Console, run: Gate, report: Report) -> None:
         findings = [finding for finding in subject.findings if finding.suppressed_by is None]
         if findings or subject.reason:
             reason = f": {subject.reason}" if subject.reason else ""
-            console.print(HangingText(Text(f"{subject.id}{reason}", style="bold")))
+            console.print(HangingText(f"{subject.id}{reason}", style="bold"))
         for finding in findings:
-            console.print(HangingText(finding_text(finding)))
+            console.print(finding_text(finding))
     for entry in run.known.expired(today):
-        console.print(f"{run.known.file.name}: {entry.fingerprint} expired on {entry.expires} (owner {entry.owner})")
+        expired = f"{entry.fingerprint} expired on {entry.expires} (owner {entry.owner})"
+        console.print(HangingText(f"{run.known.file.name}: {expired}"))
     for entry in run.known.gone(report.subjects, run.judged()):
-        console.print(f"{run.known.file.name}: {entry.fingerprint} is gone ({entry.message}): remove it with --update")
-    console.print(f"report: {run.folder / 'index.html'}", highlight=False)
-    console.print(verdict(report), style="bold")
+        gone = f"{entry.fingerprint} is gone ({entry.message}): remove it with --update"
+        console.print(HangingText(f"{run.known.file.name}: {gone}"))
+    console.print(HangingText(f"report: {run.folder / 'index.html'}"))
+    console.print(HangingText(verdict(report), style="bold"))
 
 
 def _update(console: Console, run: Gate, reason: str, owner: str, days: int) -> Report:
     """Bring the baseline up to date, show the difference, and write the report anew."""
+    from lowtide.reports.hanging_text import HangingText
+
     expires = datetime.date.today() + datetime.timedelta(days=days)
     known, change = run.known.updated(run.report().subjects, run.judged(), reason=reason, owner=owner, expires=expires)
     known.save()
     for line in change.lines() or ["no change"]:
-        console.print(f"{known.file.name}: {line}", style="green" if line.startswith("+") else None, highlight=False)
+        console.print(HangingText(f"{known.file.name}: {line}", style="green" if line.startswith("+") else ""))
     return run.judge_by(known)

@@ -52,6 +52,7 @@ def history(
         refuse(f'{error.name} is not installed: pip install "lowtide[history]"')
     from lowtide.leakcheck.history.errors import HistoryError
     from lowtide.reports.folder import write_whole
+    from lowtide.reports.hanging_text import HangingText
     from lowtide.reports.schema import ReportError
 
     if not add and "://" not in address and not Path(address).exists():
@@ -62,13 +63,13 @@ def history(
             engine = open_database(address)
             stack.callback(engine.dispose)
             for folder in add or ():
-                console.print(_add(engine, folder, _commit() if commit is None else commit), highlight=False)
+                console.print(HangingText(_add(engine, folder, _commit() if commit is None else commit)))
             trends = read_trends(engine, subject, last)
         for line in trend_lines(trends):
             console.print(line, soft_wrap=False)
         if page is not None:
             write_whole(page, render_page(trends))
-            console.print(f"page: {page}", highlight=False)
+            console.print(HangingText(f"page: {page}"))
     except (HistoryError, ReportError) as error:
         refuse(str(error))
 

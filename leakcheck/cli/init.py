@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import refuse
+from lowtide.leakcheck.cli.console import refuse, say
 
 
 def init(
@@ -31,9 +31,9 @@ def init(
     except GateError as error:
         refuse(str(error))
     for path in written:
-        typer.echo(f"{path} written")
+        say(f"{path} written")
     for path in kept:
         hint = ": add a [gate] table if it has none" if path.name == CONFIGURATION.name else ""
-        typer.echo(f"{path} is there already and stays as it is{hint}")
+        say(f"{path} is there already and stays as it is{hint}")
     if written:
-        typer.echo("Now try it: `lowtide gate --list` shows the cells, `lowtide gate` runs them.")
+        say("Now try it: `lowtide gate --list` shows the cells, `lowtide gate` runs them.")

@@ -71,8 +71,6 @@ def live(
     Returns:
         The command's exit code.
     """
-    from rich.text import Text
-
     from lowtide.leakcheck.suppressions.entries import problems
     from lowtide.probes.device.driver import find_driver
     from lowtide.reports import schema
@@ -108,7 +106,7 @@ def live(
     # A run that ended early may not have come to what an entry is for.
     wrong = problems(suppressions.entries, used, today, subject.findings, ran_all=not subject.reason)
     for problem in wrong:
-        console.print(HangingText(Text(f"SUPPRESSION {problem}", style="red")))
+        console.print(HangingText(f"SUPPRESSION {problem}", style="red"))
     if life.interrupted:
         return INTERRUPTED
     return schema.exit_code(written) or (1 if wrong else 0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import typer
 
 import lowtide
-from lowtide.leakcheck.cli.console import refuse
+from lowtide.leakcheck.cli.console import refuse, say, write
 
 if TYPE_CHECKING:
     from lowtide.probes.device.driver import Driver
@@ -46,8 +46,8 @@ def show_on_github(report: Report) -> None:
         append_summary(report, os.environ)
     except ReportError as error:
         # The exit code is about the engine: it stays what the report says.
-        typer.echo(f"lowtide: {error}", err=True)
-    typer.echo(render_annotations(report, Path.cwd()), nl=False)
+        say(f"lowtide: {error}", err=True)
+    write(render_annotations(report, Path.cwd()))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, Wide, refuse
+from lowtide.leakcheck.cli.console import INTERRUPTED, Wide, refuse, say
 from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances, snapshots_in
 from lowtide.leakcheck.cli.reporting import check_writable
 from lowtide.leakcheck.targets.devices import Device, device_name
@@ -83,7 +83,7 @@ def run(
         shape = _Shape(tensor_parallel_size, engine_process)
         code = _run(device, name, cycles, seed, shape, defect, twin, report, known, tenant, calibration, wide=wide)
     except KeyboardInterrupt:
-        typer.echo("lowtide: interrupted before there was anything to report", err=True)
+        say("lowtide: interrupted before there was anything to report", err=True)
         code = INTERRUPTED
     raise typer.Exit(code)
 

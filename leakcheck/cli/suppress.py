@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import refuse
+from lowtide.leakcheck.cli.console import refuse, say
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.suppressions.writing import Added
@@ -34,19 +34,17 @@ def suppress(
     except (schema.ReportError, SuppressionError) as error:
         refuse(str(error))
     for line in _reported(added, folder, file):
-        typer.echo(line)
+        say(line)
 
 
 def _reported(added: Added, folder: Path, file: Path) -> Iterator[str]:
     """What `suppress` says of what it did."""
-    from lowtide.reports.finding_lines import one_line
-
     already = f"{added.known} leak(s) have an entry in {file} already" if added.known else ""
     if not added.entries:
         yield f"nothing to write: {already or f'{folder} has no leak that is not suppressed'}"
         return
     for line, finding in added.entries:
-        what = f"{finding.resource}/{finding.cause}: {one_line(finding.message)}"
+        what = f"{finding.resource}/{finding.cause}: {finding.message}"
         yield f"{file}:{line}: {finding.fingerprint} {what}"
     yield f"{len(added.entries)} written to {file}" + (f"; {already}" if already else "")
     yield f"Now say in the reason of each why it may stay: {file} does not load before."

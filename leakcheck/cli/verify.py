@@ -106,8 +106,8 @@ def _has_cards(number: int) -> bool:
     return torch.cuda.device_count() >= number
 
 
-def table(verified: Sequence[Verified]) -> str:
-    """What was verified, as Markdown."""
+def table(verified: Sequence[Verified]) -> list[str]:
+    """What was verified, as lines of Markdown."""
     rows = ["| bug | where it happened | found | held by | what gives it back | |", "| --- " * 6 + "|"]
     for item in verified:
         findings = () if item.bug is None or item.bug.subject is None else item.bug.subject.findings
@@ -121,7 +121,7 @@ def table(verified: Sequence[Verified]) -> str:
             item.note or f"{item.device}, {item.bug.seconds if item.bug else 0:.0f} s",
         )
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows)
+    return rows
 
 
 def _found(item: Verified, findings: Sequence[Finding]) -> str:

@@ -25,6 +25,7 @@ import lowtide
 from lowtide.leakcheck.fuzzing.target_source import start_program
 from lowtide.leakcheck.gate.matrix import CALIBRATION_FILE
 from lowtide.reports import schema
+from lowtide.reports.escaping import one_line
 from lowtide.reports.folder import write_folder
 from lowtide.reports.reading.json_files import UnreadableError, decode_json, read_bounded
 from lowtide.reports.schema import Report, Subject
@@ -332,10 +333,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_folder(report, options.report)
         (options.report / CALIBRATION_FILE).write_text(json.dumps(calibration.table, indent=2) + "\n", encoding="utf-8")
     except (EngineError, schema.ReportError, OSError) as error:
-        sys.stderr.write(f"lowtide: {error}\n")
+        sys.stderr.write(one_line(f"lowtide: {error}") + "\n")
         return 2
     for subject in report.subjects:
-        sys.stdout.write(f"{subject.id}: {subject.outcome}: {subject.reason}\n")
+        sys.stdout.write(one_line(f"{subject.id}: {subject.outcome}: {subject.reason}") + "\n")
     return schema.exit_code(report)
 
 

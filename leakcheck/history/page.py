@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lowtide.leakcheck.history.trends import Trend
-from lowtide.reports.finding_lines import one_line
+from lowtide.reports.escaping import one_line
 
 MOST = 500
 """Trends that are drawn."""

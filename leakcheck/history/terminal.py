@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.leakcheck.history.trends import Trend
-from lowtide.reports.finding_lines import one_line
+from lowtide.reports.escaping import one_line
+from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.terminal.sparkline import sparkline
 
 MOST = 40
@@ -22,9 +23,9 @@ def trend_lines(trends: Sequence[Trend]) -> Iterator[RenderableType]:
     """What to print, from the newest change of a level to the trends that stayed as they were."""
     sentences = [sentence for trend in trends for sentence in trend.sentences()]
     for sentence in sentences[:MOST]:
-        yield Text(one_line(sentence), style="bold")
+        yield HangingText(sentence, style="bold")
     if not sentences:
-        yield Text("no level changed")
+        yield HangingText("no level changed")
     table = Table("subject", "what", "hardware", "trend, oldest first", "last", box=None, header_style="dim")
     for trend in trends[:MOST]:
         cells = (trend.subject, trend.what, trend.hardware)
@@ -33,4 +34,4 @@ def trend_lines(trends: Sequence[Trend]) -> Iterator[RenderableType]:
         )
     yield table
     if len(trends) > MOST:
-        yield Text(f"… and {len(trends) - MOST} more; --page FILE writes all")
+        yield HangingText(f"… and {len(trends) - MOST} more; --page FILE writes all")

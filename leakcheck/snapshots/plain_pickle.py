@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from lowtide.leakcheck.snapshots.batched_opcodes import BatchedOpcodes
-from lowtide.reports.finding_lines import one_line
+from lowtide.reports.escaping import one_line
 
 _EXPANSION = 8
 """Bytes of memory that a byte of a pickle may take: a small integer takes 2 bytes there and 32 as an object."""

@@ -6,10 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from lowtide.reports.comparison.changes import Change, Kind, Side
-from lowtide.reports.finding_lines import one_line
 from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.html.jinja_environment import environment
 from lowtide.reports.html.scripts import security_policy
@@ -43,14 +41,14 @@ def render_for_terminal(changes: Sequence[Change]) -> RenderableType:
     """A line for each change, and the verdict."""
     lines: list[RenderableType] = []
     for change in changes:
-        text = Text()
-        text.append(f"{change.kind} ", style=_STYLES[change.kind])
-        text.append(f"{amounts(change)}  {one_line(change.side.finding.message)}")
-        text.append(f"\n    in {one_line(subjects(change.side))}")
-        text.append(f"\n    fingerprint {one_line(change.side.finding.fingerprint)}", style="dim")
-        lines.append(HangingText(text))
+        first = [
+            (f"{change.kind} ", _STYLES[change.kind]),
+            (f"{amounts(change)}  {change.side.finding.message}", ""),
+        ]
+        fingerprint = [(f"    fingerprint {change.side.finding.fingerprint}", "dim")]
+        lines.append(HangingText(first, f"    in {subjects(change.side)}", fingerprint))
     verdict = verdict_of(changes)
-    return Group(*lines, Text(verdict, style=_VERDICT_STYLES[verdict.partition(":")[0]]))
+    return Group(*lines, HangingText(verdict, style=_VERDICT_STYLES[verdict.partition(":")[0]]))
 
 
 def render_as_markdown(changes: Sequence[Change]) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from lowtide.reports.finding_lines import amount, holder_text, one_line
+from lowtide.reports.escaping import one_line
+from lowtide.reports.finding_lines import amount, holder_text
 from lowtide.reports.schema import Finding, Subject
 
 CHUNK = 250

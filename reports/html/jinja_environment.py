@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from lowtide.reports.escaping import escape_characters, one_line
 from lowtide.reports.finding_lines import (
-    REORDERING,
     amount,
     growth_cells,
     hop_facts,
@@ -27,12 +26,9 @@ LONGEST = 2000
 LONGEST_COPIED = 8000
 """Characters of code that can be copied; an entry for a finding has fewer. What is longer is cut, and not offered."""
 
-# Other control characters are errors in HTML, and lone surrogates cannot be encoded.
-_UNPRINTABLE = re.compile(rf"[\x00-\x08\x0b\x0e-\x1f\x7f-\x9f\ud800-\udfff{REORDERING}]")
-
 
 def environment() -> Environment:
-    """What renders templates: every text in it is escaped, and what no page may have is replaced."""
+    """What renders templates: every text in it is escaped, and what no page may have is shown as an escape."""
     # Not at the top: whoever loads this module may never render.
     import jinja2
 
@@ -65,11 +61,11 @@ def _printable(value: object) -> object:
         return value
     if len(value) > LONGEST:
         value = f"{value[:LONGEST]}… ({len(value):,} characters)"
-    return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", value)
+    return one_line(value)
 
 
 def _whole(code: str) -> Markup:
     """Code that is to be copied: a part of it would be something else."""
     from markupsafe import escape
 
-    return escape(_UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", code))
+    return escape("\n".join(map(escape_characters, code.split("\n"))))

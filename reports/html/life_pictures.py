@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from lowtide.reports.finding_lines import one_line
+from lowtide.reports.escaping import one_line
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Ledger, Stage
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lowtide.reports.finding_lines import one_line
+from lowtide.reports.escaping import one_line
 from lowtide.reports.html.jinja_environment import environment
 from lowtide.reports.html.life_pictures import draw_life
 from lowtide.reports.html.scripts import drawing, following, security_policy, unpacking

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowtide.reports.finding_lines import one_line
+from lowtide.reports.escaping import one_line
 from lowtide.reports.html.tables import sizes_of
 from lowtide.reports.schema import Readings, Report
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lowtide.reports.finding_lines import one_line
+from lowtide.reports.escaping import one_line
 from lowtide.reports.schema import Finding, Report
 
 MOST_CHILDREN = 60

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from lowtide.reports.finding_lines import amount, holder_text, one_line, trend_text
+from lowtide.reports.escaping import one_line
+from lowtide.reports.finding_lines import amount, holder_text, trend_text
 from lowtide.reports.html.life_pictures import lasting_name
 from lowtide.reports.schema import Finding, Readings, Resource, Stage, Subject, TypeGrowth
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Iterator, Sequence
 
+from lowtide.reports.escaping import one_line
 from lowtide.reports.processes.listing import Card, Listing, Process
 from lowtide.reports.sizes import format_bytes
 
@@ -23,7 +24,8 @@ def render(listing: Listing) -> str:
             for found in listing.exceeded
         ]
     )
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+    # Any user's process is in it, by the name that it gives itself.
+    return "\n\n".join("\n".join(map(one_line, part)) for part in parts if part) + "\n"
 
 
 def _cards(listing: Listing) -> Iterator[str]:

@@ -8,6 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
+from lowtide.reports.escaping import one_line
+
 MOST_BYTES = 512 << 20
 """Of one file. A report of a soak test, with some KiB for each of ten thousand stages, has a tenth of it; and what is
 decoded takes some times as much memory as its file."""
@@ -68,6 +70,5 @@ def decode_json(data: bytes, kind: type[T]) -> T:
 
 
 def plain(text: str) -> str:
-    """A text of unknown origin as part of a line: nothing in it moves a cursor, and it has an end."""
-    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text)
-    return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}…"
+    """Return a text of unknown origin as part of a line: nothing in it acts on a terminal, and it has an end."""
+    return one_line(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…")

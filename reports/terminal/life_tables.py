@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from lowtide.reports.figure_table import Column, FigureTable
-from lowtide.reports.finding_lines import one_line
 from lowtide.reports.processes.tree_table import TreeTable
 from lowtide.reports.schema import Ledger, Readings, Stage
 
@@ -24,7 +23,7 @@ def stage_table(stages: Sequence[Stage]) -> FigureTable:
         title="After each stage (MiB)",
         labels=(
             Column("cycle", tuple(str(stage.cycle) for stage in stages)),
-            Column("stage", tuple(one_line(stage.name) for stage in stages)),
+            Column("stage", tuple(stage.name for stage in stages)),
         ),
         figures=(
             *(column for column in varying if column not in rates),
@@ -52,7 +51,7 @@ def _size_columns(stages: Sequence[Stage]) -> list[Column]:
         ("RSS", [moment.rss for moment in moments]),
         ("caches", [moment.cache_bytes for moment in moments]),
     ]
-    columns = [Column(one_line(name), tuple(map(_mib, sizes[1:])), change=_spread(sizes)) for name, sizes in held]
+    columns = [Column(name, tuple(map(_mib, sizes[1:])), change=_spread(sizes)) for name, sizes in held]
     # Counted, not measured: no number of bytes says by how much it changes.
     frozen = Column("frozen", tuple(str(stage.after.frozen_objects) for stage in stages), change=0)
     return [*columns[:-1], frozen, columns[-1]]
@@ -73,7 +72,7 @@ def _process_column(name: str, stages: Sequence[Stage]) -> Column:
     """What the engine's processes of one name held in tensors and arenas; blank where there was none."""
     held = [[each.bytes for each in stage.processes if each.process.name == name] for stage in stages]
     cells = tuple(_mib(sum(sizes)) if sizes else "" for sizes in held)
-    return Column(one_line(f"in {name}"), cells, change=_spread([0, *map(sum, held)]))
+    return Column(f"in {name}", cells, change=_spread([0, *map(sum, held)]))
 
 
 def ledger_table(cycle: int, names: Sequence[str], ledgers: Sequence[Ledger]) -> FigureTable:
@@ -89,7 +88,7 @@ def ledger_table(cycle: int, names: Sequence[str], ledgers: Sequence[Ledger]) ->
             sizes.setdefault(line.name, [0] * len(ledgers))[turn] = line.bytes
     # A line that never held anything says nothing.
     held = sorted((name for name in sizes if any(sizes[name])), key=lambda name: -max(map(_known, sizes[name])))
-    lines, notes = _varying([Column(one_line(name), tuple(map(_mib, sizes[name]))) for name in held])
+    lines, notes = _varying([Column(name, tuple(map(_mib, sizes[name]))) for name in held])
     rows = [
         *lines,
         Column("unexplained", tuple(_mib(ledger.unexplained) for ledger in ledgers)),
@@ -100,7 +99,7 @@ def ledger_table(cycle: int, names: Sequence[str], ledgers: Sequence[Ledger]) ->
         title=f"Ledger of {first.device}, cycle {cycle} (MiB; {source})",
         labels=(Column("line", tuple(row.name for row in rows)),),
         figures=tuple(
-            Column(one_line(name), cells, change)
+            Column(name, cells, change)
             for name, cells, change in zip(names, zip(*(row.cells for row in rows), strict=True), changes, strict=True)
         ),
         notes=notes,
@@ -116,9 +115,9 @@ def process_table(table: TreeTable) -> FigureTable:
     changes = changes_by_stage([row.sizes for row in processes])
     return FigureTable(
         title=table.title,
-        labels=(Column("process", tuple(one_line(row.name) for row in table.rows)),),
+        labels=(Column("process", tuple(row.name for row in table.rows)),),
         figures=tuple(
-            Column(one_line(stage), tuple(_mib_or_blank(row.sizes[turn]) for row in table.rows), change)
+            Column(stage, tuple(_mib_or_blank(row.sizes[turn]) for row in table.rows), change)
             for turn, (stage, change) in enumerate(zip(table.stages, changes, strict=True))
         ),
         sections=frozenset({len(table.rows) - 1}),

@@ -10,16 +10,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import (
     GROWTH_HEAD,
     GROWTH_TITLE,
     DetailLine,
     first_line,
     growth_cells,
-    one_line,
     terminal_lines,
 )
-from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.hanging_text import HangingText, Parts
 from lowtide.reports.processes.tree_table import tree_tables
 from lowtide.reports.schema import Finding, NotMeasured, Report, Subject, TypeGrowth
 from lowtide.reports.sizes import format_bytes
@@ -37,11 +37,11 @@ def render(report: Report, *notes: str, wide: bool = False) -> RenderableType:
         notes: lines for above the last verdict, which ends the output.
         wide: whether tables have all their columns, instead of the most telling ones that fit.
     """
-    parts: list[RenderableType] = [HangingText(_machine_line(report))]
+    parts: list[RenderableType] = [_machine_lines(report)]
     for subject in report.subjects:
         parts += render_subject(subject, wide=wide)
     end = len(parts) - 1 if report.subjects else len(parts)
-    parts[end:end] = [HangingText(Text(note)) for note in notes]
+    parts[end:end] = [HangingText(note) for note in notes]
     return Group(*parts)
 
 
@@ -72,44 +72,40 @@ def verdict_lines(subject: Subject) -> list[RenderableType]:
         if item.bytes:
             what += f" ({format_bytes(item.bytes)})"
         came = f"came back at rung {item.rung}, {item.seconds:.2f} s after {item.stage}"
-        lines.append(HangingText(Text(f"cycle {item.cycle}: {what} {came}")))
+        lines.append(HangingText(f"cycle {item.cycle}: {what} {came}"))
     # A reason that names other processes says all of them.
     missed = [missing for missing in subject.not_measured if missing.process is None or not subject.reason]
-    lines += [HangingText(not_judged_text(missing)) for missing in missed]
-    lines += [HangingText(finding_text(finding)) for finding in subject.findings]
+    lines += map(not_judged_text, missed)
+    lines += map(finding_text, subject.findings)
     if subject.type_growth:
         lines.append(growth_table(subject.type_growth))
     if subject.reason:
-        lines.append(HangingText(Text(one_line(subject.reason), style="red" if subject.outcome != "clean" else "")))
-    lines.append(HangingText(_outcome_text(subject)))
+        lines.append(HangingText(subject.reason, style="red" if subject.outcome != "clean" else ""))
+    lines.append(_outcome_text(subject))
     return lines
 
 
-def not_judged_text(missing: NotMeasured) -> Text:
+def not_judged_text(missing: NotMeasured) -> HangingText:
     """One thing that could not be judged, and why."""
     why = f" ({missing.why})" if missing.process is None else f"; {missing.why}"
-    return Text(one_line(f"not judged: {missing.what}{why}"), style="yellow")
+    return HangingText(f"not judged: {missing.what}{why}", style="yellow")
 
 
-def finding_text(finding: Finding) -> Text:
+def finding_text(finding: Finding) -> HangingText:
     """One finding: what, how much, why, what gives it back; one that is suppressed is known, and no alarm."""
     known = finding.suppressed_by is not None
-    text = Text()
-    text.append("known " if known else "", style="yellow")
-    text.append(f"{finding.resource}/{finding.cause}", style="yellow" if known else "bold red")
-    text.append(f" {first_line(finding)}")
-    for line in terminal_lines(finding, "in the report (--report DIR)"):
-        text.append("\n    ")
-        text.append(_detail_text(line))
-    return text
+    first = [
+        ("known " if known else "", "yellow"),
+        (f"{finding.resource}/{finding.cause}", "yellow" if known else "bold red"),
+        (f" {first_line(finding)}", ""),
+    ]
+    return HangingText(first, *map(_detail_parts, terminal_lines(finding, "in the report (--report DIR)")))
 
 
-def _detail_text(line: DetailLine) -> Text:
-    text = Text(style="dim" if line.quiet else "")
-    text.append(one_line(line.before))
-    text.append(one_line(line.edge), style="underline" if line.suspect else "")
-    text.append(one_line(line.after))
-    return text
+def _detail_parts(line: DetailLine) -> Parts:
+    style = "dim" if line.quiet else ""
+    edge = "underline" if line.suspect else style
+    return [("    ", ""), (line.before, style), (line.edge, edge), (line.after, style)]
 
 
 def growth_table(growth: Sequence[TypeGrowth]) -> Table:
@@ -135,31 +131,32 @@ def growth_table(growth: Sequence[TypeGrowth]) -> Table:
     return table
 
 
-def _outcome_text(subject: Subject) -> Text:
+def _outcome_text(subject: Subject) -> HangingText:
     cycles = len({stage.cycle for stage in subject.stages})
     known = sum(finding.suppressed_by is not None for finding in subject.findings)
     if subject.outcome == "clean":
         what = "everything that was judged came back" if subject.not_measured else "everything came back"
         but = f" but {known} known finding(s)" if known else ""
-        return Text(f"CLEAN: {f'{cycles} cycle(s), ' if cycles else ''}{what}{but}", style="bold green")
+        return HangingText(f"CLEAN: {f'{cycles} cycle(s), ' if cycles else ''}{what}{but}", style="bold green")
     if subject.outcome == "leak":
         also = f", and {known} known" if known else ""
         counted = len(subject.findings) - known
         where = f" in {cycles} cycle(s)" if cycles else ""
-        return Text(f"LEAK: {counted} finding(s){where}{also}", style="bold red")
+        return HangingText(f"LEAK: {counted} finding(s){where}{also}", style="bold red")
     if subject.outcome == "error" and cycles > 1:
         # Only the last one did not come to its end.
-        return Text("NOT FINISHED: everything that was judged came back", style="bold yellow")
+        return HangingText("NOT FINISHED: everything that was judged came back", style="bold yellow")
     word = "NOT JUDGED" if subject.outcome == "unsupported" else subject.outcome.upper()
-    return Text(f"{word}: nothing can be concluded", style="bold yellow")
+    return HangingText(f"{word}: nothing can be concluded", style="bold yellow")
 
 
-def _machine_line(report: Report) -> Text:
+def _machine_lines(report: Report) -> HangingText:
     machine = report.machine
     counted = Counter(machine.devices)
     devices = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in counted.items()) or "no card"
-    return Text(
+    return HangingText(
         f"lowtide {report.version} · Python {machine.python} · torch {machine.torch or 'not loaded'} · "
-        f"{machine.cpus} cores, {format_bytes(machine.memory)}\n{devices} (driver figures: {machine.driver})",
+        f"{machine.cpus} cores, {format_bytes(machine.memory)}",
+        f"{devices} (driver figures: {machine.driver})",
         style="dim",
     )

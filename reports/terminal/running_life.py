@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.reports.finding_lines import one_line
+from lowtide.reports.escaping import one_line
 from lowtide.reports.sizes import format_bytes
 from lowtide.reports.terminal.sparkline import sparkline
 

@@ -19,8 +19,8 @@ HOUSES = ("engine", "leakcheck", "probes", "pytest_plugin", "reports")
 _SAID = frozenset({"advice", "message", "reason", "why"})
 """Arguments and variables that hold a text for people."""
 
-_SAYING = {"refuse": "refused", "typer.echo": "printed", "warnings.warn": "warning"}
-"""Functions whose first argument is for people, and what to call it."""
+_SAYING = {"refuse": "refused", "say": "printed", "typer.echo": "printed", "warnings.warn": "warning"}
+"""Functions whose arguments are for people, and what to call them."""
 
 _FEWEST_WORDS = 3
 """Of a text that is not a name or a code."""
@@ -47,8 +47,8 @@ def messages(tree: ast.Module) -> Iterator[str]:
                 if keyword.arg in _SAID:
                     yield from _line(keyword.arg, keyword.value)
             called = ast.unparse(node.func)
-            if called in _SAYING and node.args:
-                yield from _line(_SAYING[called], node.args[0])
+            for argument in node.args if called in _SAYING else ():
+                yield from _line(_SAYING[called], argument)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in _SAID:
             yield from _line(node.targets[0].id, node.value)
 

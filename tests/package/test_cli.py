@@ -387,7 +387,7 @@ def test_suppress_writes_an_entry_per_leak_and_says_where_and_what_is_left_to_do
     assert (done.exit_code, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
         "lowtide.toml:1: 0123456789abcdef tensors/lru-cache: 32.0 MiB did not come back",
-        "lowtide.toml:7: ffffffffffffffff tensors/lru-cache: a�b",
+        "lowtide.toml:7: ffffffffffffffff tensors/lru-cache: a\\nb",
         "2 written to lowtide.toml",
         "Now say in the reason of each why it may stay: lowtide.toml does not load before.",
     ]

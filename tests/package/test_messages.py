@@ -39,6 +39,7 @@ def test_the_messages_are_plain() -> None:
         ("f(message='one line' if one else f'{count} lines in all')", "message: one line | {count} lines in all"),
         ("refuse(f'--cycles {n} is not possible')", "refused: --cycles {n} is not possible"),
         ("typer.echo('interrupted before the end', err=True)", "printed: interrupted before the end"),
+        ("say(f'{n} of', 'interrupted before the end', err=True)", "printed: interrupted before the end"),
         ("warnings.warn('this name is old', DeprecationWarning)", "warning: this name is old"),
     ],
 )

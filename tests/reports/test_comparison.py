@@ -119,9 +119,9 @@ def shown(before: schema.Report, after: schema.Report) -> str:
 def test_a_terminal_has_three_lines_for_each_change_whatever_its_texts_are() -> None:
     hostile = report(subject(leak("0\nWORSE: 9 new", message="a\nb\u202ec"), name="c\nd"))
     assert shown(report(), hostile).splitlines() == [
-        "new 8.0 MiB  a\ufffdb\ufffdc",
-        "    in c\ufffdd",
-        "    fingerprint 0\ufffdWORSE: 9 new",
+        r"new 8.0 MiB  a\nb\u202ec",
+        r"    in c\nd",
+        r"    fingerprint 0\nWORSE: 9 new",
         "WORSE: 1 new",
     ]
 

@@ -217,9 +217,9 @@ def test_types_that_became_more_are_a_table() -> None:
         ("[a](http://b) ![c](d)", "\\[a\\](http://b) \\!\\[c\\](d)"),
         ("__init__ *b* ~c~", "\\_\\_init\\_\\_ \\*b\\* \\~c\\~"),
         ("a & b $c$", "a &amp; b &#36;c&#36;"),
-        ("a\n# b\r\n\n| c", "a \\# b &#124; c"),
-        ("a\0b\x1bc\x85\x90\udc80", "a�b�c ��"),
-        ("a\u202eb\u2067c", "a�b�c"),
+        ("a\n# b\r\n\n| c", "a\\\\n\\# b\\\\r\\\\n\\\\n&#124; c"),
+        ("a\0b\x1bc\x85\x90\udc80", r"a\\x00b\\x1bc\\x85\\x90\\udc80"),
+        ("a\u202eb\u2067c", r"a\\u202eb\\u2067c"),
         ("🌊 café 👩\u200d🔬", "🌊 café 👩\u200d🔬"),
     ],
 )

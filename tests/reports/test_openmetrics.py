@@ -61,6 +61,6 @@ def test_the_run_has_its_time_and_its_versions() -> None:
 def test_any_text_is_one_label() -> None:
     written = report(subject(finding(stage=HOSTILE, device=HOSTILE), name=HOSTILE), version=HOSTILE)
     (key,) = samples_of(written, "lowtide_residue_bytes")
-    shown = 'a"b\\c\N{REPLACEMENT CHARACTER}\n::error::x\n%0A,file=y:z {0} [text](1) <b>'
+    shown = 'a"b\\c\\r\n\\x3a:error::x\n%0A,file=y:z {0} [text](1) <b>'
     assert dict(key)["subject"].startswith(shown)
     render_openmetrics(written).encode()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 from rich.console import Console
-from rich.text import Text
 
 from lowtide.reports import schema
+from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.terminal import finding_text, render_subject
 
 FINDING = schema.Finding(
@@ -31,9 +31,10 @@ FINDING = schema.Finding(
 GROWTH = schema.TypeGrowth(type="a.B[int]", since="cycle 1", until="cycle 2", before=10, after=12)
 
 
-def styled(text: Text, style: str) -> list[str]:
+def styled(text: HangingText, style: str) -> list[str]:
     """The parts of a text that are shown in a style."""
-    return [text.plain[span.start : span.end] for span in text.spans if str(span.style) == style]
+    spans = [(line.plain, span) for line in text.lines for span in line.spans]
+    return [line[span.start : span.end] for line, span in spans if str(span.style) == style]
 
 
 def shown(subject: schema.Subject) -> str:
@@ -45,17 +46,17 @@ def shown(subject: schema.Subject) -> str:
 
 
 def test_a_finding_is_shown_in_twelve_lines_with_where_the_rest_is() -> None:
-    assert finding_text(FINDING).plain.splitlines() == [
+    assert str(finding_text(FINDING)).splitlines() == [
         "tensors/lru-cache 32.0 MiB in 8 tensors [red]",
         "    held by engine.supports_kw",
         "    path:",
         "       engine  (module)  meant to live",
         "    -> ['[bold]']  (dict)  should be gone, retains 32.0 MiB",
-        *(f"       .e{turn}�  (T�)" for turn in range(2)),
+        *(rf"       .e{turn}\x1b  (T\x1b)" for turn in range(2)),
         "       … 28 more in the report (--report DIR)",
         "    remedy: CACHE.clear() gives back 32.0 MiB of 32.0 MiB",
         "    tried: gc.collect() (0 B)",
-        "    changed by trying: CACHE is empty�",
+        r"    changed by trying: CACHE is empty\x1b",
         "    fingerprint 0123456789abcdef",
     ]
 
@@ -69,8 +70,8 @@ def test_a_leak_is_red_its_suspects_underlined_and_its_fingerprint_dim() -> None
 
 def test_what_is_known_is_yellow_with_its_reason_and_nothing_is_red() -> None:
     text = finding_text(msgspec.structs.replace(FINDING, suppressed_by="lowtide.toml:3: [fixed] upstream"))
-    assert text.plain.startswith("known tensors/lru-cache 32.0 MiB")
-    assert "    suppressed by lowtide.toml:3: [fixed] upstream\n" in text.plain
+    assert str(text).startswith("known tensors/lru-cache 32.0 MiB")
+    assert "    suppressed by lowtide.toml:3: [fixed] upstream\n" in str(text)
     assert "".join(styled(text, "yellow")) == "known tensors/lru-cache"
     assert styled(text, "bold red") == []
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import find_console, refuse
+from lowtide.leakcheck.cli.console import find_console, refuse, write
 from lowtide.leakcheck.cli.judged_lives import load_suppressions
 from lowtide.leakcheck.cli.reporting import begin_report, check_writable, make_report
 
@@ -87,10 +87,9 @@ def _subject(program: str, ended: CommandEnd) -> Subject:
 def _report(
     subject: Subject, status: int, driver: Driver, folder: Path | None, as_json: bool, known: Suppressions
 ) -> int:
-    from rich.text import Text
-
     from lowtide.leakcheck.suppressions.entries import problems
     from lowtide.reports import schema
+    from lowtide.reports.escaping import escape_json
     from lowtide.reports.folder import write_folder
     from lowtide.reports.hanging_text import HangingText
     from lowtide.reports.terminal import render
@@ -109,9 +108,8 @@ def _report(
             refuse(str(error))
     console.print(render(written, *(() if where is None else (f"report: {where}",))))
     if as_json:
-        sys.stdout.write(schema.encode(written).decode())
-        sys.stdout.flush()
+        write(escape_json(schema.encode(written).decode()))
     wrong = problems(known.entries, used, today, subject.findings, ran_all=not status)
     for problem in wrong:
-        console.print(HangingText(Text(f"SUPPRESSION {problem}", style="red")))
+        console.print(HangingText(f"SUPPRESSION {problem}", style="red"))
     return schema.exit_code(written) or (1 if wrong else status)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import lowtide
-from lowtide.leakcheck.cli.console import refuse
+from lowtide.leakcheck.cli.console import refuse, say, write
 
 if TYPE_CHECKING:
     from lowtide.reports.processes.listing import Listing
@@ -29,6 +29,7 @@ def ps(
     limit = None if fail_above is None else _limit(fail_above)
     from lowtide.probes.device.driver import find_driver
     from lowtide.probes.processes.holders import read_holders
+    from lowtide.reports.escaping import escape_json
     from lowtide.reports.processes.listing import encode, make_listing
     from lowtide.reports.processes.text import render
 
@@ -39,10 +40,10 @@ def ps(
         driver.close()
     now = datetime.datetime.now(datetime.timezone.utc)
     listing = make_listing(holders, version=lowtide.__version__, now=now, limit=limit)
-    typer.echo(encode(listing) if as_json else render(listing), nl=as_json)
+    write(f"{escape_json(encode(listing))}\n" if as_json else render(listing))
     code = _exit_code(listing)
     if code == 2:
-        typer.echo("lowtide: what a card holds could not be measured", err=True)
+        say("lowtide: what a card holds could not be measured", err=True)
     raise typer.Exit(code)
 
 

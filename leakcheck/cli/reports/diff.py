@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import find_console, refuse
+from lowtide.leakcheck.cli.console import find_console, refuse, write
 
 
 class As(str, Enum):
@@ -42,10 +42,10 @@ def diff(
     if output is As.text:
         find_console().print(render_for_terminal(changes))
     elif output is As.markdown:
-        typer.echo(render_as_markdown(changes).encode(), nl=False)
+        write(render_as_markdown(changes).encode())
     else:
         # As bytes: the page says that it is UTF-8, whatever the locale is.
-        typer.echo(f"{render_as_page(changes, str(before), str(after))}\n".encode(), nl=False)
+        write(f"{render_as_page(changes, str(before), str(after))}\n".encode())
     if any(change.fails for change in changes):
         raise typer.Exit(1)
     if any(change.kind == "not judged" for change in changes):

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import Wide, find_console, refuse
+from lowtide.leakcheck.cli.console import Wide, find_console, refuse, say
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a report.")]
 
@@ -63,7 +63,7 @@ def open_page(
         refuse(str(error))
     if not webbrowser.open(page.resolve().as_uri()):
         refuse(f"no browser can be opened here: open {page.resolve()}")
-    typer.echo(page)
+    say(str(page))
 
 
 def _serve(folder: Path, port: int) -> None:
@@ -74,12 +74,12 @@ def _serve(folder: Path, port: int) -> None:
     except OSError as error:
         refuse(f"{folder} cannot be served on port {port}: {error.strerror or error}")
     # Said first: the browser may be on another machine, behind a tunnel.
-    typer.echo(server.url)
+    say(server.url)
     # One in a terminal, as w3m, returns when it is closed, and waits for the page before.
     threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
     try:
         server.serve()
     except KeyboardInterrupt:
-        typer.echo("lowtide: the page is served no longer", err=True)
+        say("lowtide: the page is served no longer", err=True)
     finally:
         server.close()

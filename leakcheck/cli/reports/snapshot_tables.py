@@ -13,7 +13,7 @@ from lowtide.leakcheck.snapshots.comparison import By, Compared, compare, sum_st
 from lowtide.leakcheck.snapshots.stage_timeline import OUTSIDE
 from lowtide.probes.memory.stack_frames import StackFrame, telling_frames
 from lowtide.reports.figure_table import Column, FigureTable
-from lowtide.reports.finding_lines import one_line
+from lowtide.reports.hanging_text import HangingText
 
 _MOST_FRAMES = 4
 
@@ -31,7 +31,7 @@ def pools_table(read: AllocatorSnapshot) -> FigureTable:
         "fragmentation": [f"{pool.fragmentation:.0%}" for pool in pools],
     }
     return FigureTable(
-        title=f"{one_line(read.name)}: pools (MiB)",
+        title=f"{read.name}: pools (MiB)",
         labels=(
             Column("device", tuple(pool.device for pool in pools)),
             Column("pool", tuple(_pool(pool.id) for pool in pools)),
@@ -79,7 +79,7 @@ def survivors_table(survivors: Sequence[Survivors], top: int) -> FigureTable:
             Column("device", tuple(each.device for each in shown)),
             Column("fingerprint", tuple(each.fingerprint for each in shown)),
             *stages,
-            Column("allocated by", tuple(one_line(each.text) for each in shown)),
+            Column("allocated by", tuple(each.text for each in shown)),
         ),
         figures=(
             Column("MiB", tuple(_mib(each.bytes) for each in shown)),
@@ -117,17 +117,17 @@ def stack_lines(survivors: Sequence[Survivors]) -> Iterator[RenderableType]:
         sizes[key] = sizes.get(key, 0) + each.bytes
     for (mark, stack), size in sizes.items():
         if stack:
-            yield Text(f"{mark}  {_mib(size)} MiB", style="bold")
+            yield HangingText(f"{mark}  {_mib(size)} MiB", style="bold")
             yield from _frames(stack)
 
 
-def _frames(stack: Sequence[StackFrame]) -> Iterator[Text]:
+def _frames(stack: Sequence[StackFrame]) -> Iterator[HangingText]:
     shown = sorted({0, *telling_frames(stack)[:_MOST_FRAMES]})[:_MOST_FRAMES]
     for turn, after in zip(shown, [*shown[1:], len(stack)], strict=True):
         frame = stack[turn]
-        yield Text(one_line(f"  {frame.function}, {frame.file}:{frame.line}"))
+        yield HangingText(f"  {frame.function}, {frame.file}:{frame.line}")
         if after > turn + 1:
-            yield Text(f"  … {after - turn - 1} more", style="dim")
+            yield HangingText(f"  … {after - turn - 1} more", style="dim")
 
 
 def differences_table(read: Sequence[AllocatorSnapshot], by: By, top: int) -> RenderableType:
@@ -149,11 +149,9 @@ def differences_table(read: Sequence[AllocatorSnapshot], by: By, top: int) -> Re
         title = f"What differs from {by} to {by}, by the function that allocated it (MiB)"
         labels = (
             Column("fingerprint", tuple(each.survivors.fingerprint for each in shown)),
-            Column("allocated by", tuple(one_line(each.survivors.text) for each in shown)),
+            Column("allocated by", tuple(each.survivors.text for each in shown)),
         )
-    files = (
-        Column(one_line(each.name), tuple(_mib(row.bytes[turn]) for row in shown)) for turn, each in enumerate(read)
-    )
+    files = (Column(each.name, tuple(_mib(row.bytes[turn]) for row in shown)) for turn, each in enumerate(read))
     return FigureTable(title=title, labels=labels, figures=(*files, last), notes=_more(len(differing), len(shown)))
 
 
@@ -172,7 +170,7 @@ def _pool(number: tuple[int, int]) -> str:
 def _stage(survivors: Survivors) -> str:
     if survivors.stage is None:
         return "not known"
-    return "outside of all" if survivors.stage == OUTSIDE else one_line(survivors.stage)
+    return "outside of all" if survivors.stage == OUTSIDE else survivors.stage
 
 
 def _mib(size: int) -> str:
