@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import http.client
 import os
 import shutil
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,10 +43,11 @@ def server(tmp_path: Path) -> Iterator[PageServer]:
     assert not answering.is_alive()
 
 
-def get(url: str, path: str | None = None, host: str | None = None) -> tuple[int, str, http.client.HTTPMessage]:
+def get(url: str, path: str | None = None, **headers: str | None) -> tuple[int, str, http.client.HTTPMessage]:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
-    connection.request("GET", parts.path if path is None else path, headers={} if host is None else {"Host": host})
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    given = {name: value for name, value in headers.items() if value is not None}
+    connection.request("GET", parts.path if path is None else path, headers=given)
     answer = connection.getresponse()
     text = answer.read().decode()
     connection.close()
@@ -141,7 +144,7 @@ def test_only_who_has_the_token_and_asks_for_this_host_gets_the_page(server: Pag
     port = urlsplit(server.url).port
     token = urlsplit(server.url).path.strip("/")
     assert len(token) >= 20
-    assert get(server.url, host=f"localhost:{port}")[0] == 200
+    assert get(server.url, Host=f"localhost:{port}")[0] == 200
     for path, host in (
         ("/", None),
         ("/events", None),
@@ -152,8 +155,52 @@ def test_only_who_has_the_token_and_asks_for_this_host_gets_the_page(server: Pag
         (f"/{token}/", "evil.example"),
         (f"/{token}/events", f"evil.example:{port}"),
     ):
-        status, text, _ = get(server.url, path, host)
+        status, text, _ = get(server.url, path, Host=host)
         assert (status, token in text) == (404, False), path
+
+
+def test_a_page_of_another_origin_gets_nothing(server: PageServer) -> None:
+    own = server.url.rsplit("/", 2)[0]
+    port = urlsplit(server.url).port
+    for origin in (own, f"http://localhost:{port}"):
+        assert get(server.url, Origin=origin)[0] == 200
+    for origin in ("http://evil.example", "null", f"https://127.0.0.1:{port}", "http://127.0.0.1:1", own + "1", ""):
+        status, text, _ = get(server.url, Origin=origin)
+        assert (status, "lowtide" in text) == (404, False), origin
+
+
+def test_who_connects_and_asks_for_nothing_keeps_nobody_from_the_page(server: PageServer, tmp_path: Path) -> None:
+    events = Events(server.url)
+    begin(tmp_path)
+    assert events.following()[0] in ("reload", "life")
+    address = ("127.0.0.1", urlsplit(server.url).port)
+    others = [socket.create_connection(address) for _ in range(258)]
+    for each in others[::2]:
+        each.sendall(b"GET / HTTP/1.1\r\nHost: ")
+    assert get(server.url)[0] == 200
+    assert threading.active_count() < 100
+    # Who watches goes on to.
+    write(tmp_path, report(subject(name="a")))
+    assert events.following()[0] in ("reload", "life")
+    events.close()
+    for each in others:
+        each.close()
+
+
+def test_a_request_has_a_time_limit_however_often_it_sends_a_byte(
+    server: PageServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowtide.reports.live.server._ASKING_S", 0.2)
+    slow = socket.create_connection(("127.0.0.1", urlsplit(server.url).port))
+    slow.settimeout(0.05)
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        with suppress(TimeoutError, BrokenPipeError):
+            slow.sendall(b"G")
+            if slow.recv(1) == b"":
+                break
+    assert time.monotonic() < end
+    slow.close()
 
 
 def test_an_address_without_its_last_slash_leads_to_the_page(server: PageServer, tmp_path: Path) -> None:
@@ -161,7 +208,7 @@ def test_an_address_without_its_last_slash_leads_to_the_page(server: PageServer,
     status, _, headers = get(server.url, path)
     # From elsewhere the browser would ask for `/events`.
     assert (status, headers["Location"]) == (308, f"{path}/")
-    assert get(server.url, path, "evil.example")[0] == 404
+    assert get(server.url, path, Host="evil.example")[0] == 404
     assert get(server.url, path[:-1])[0] == 404
 
 
@@ -185,22 +232,43 @@ def test_a_browser_that_goes_away_is_no_error(
     assert capfd.readouterr().err == ""
 
 
-def test_a_browser_that_waits_for_the_page_gets_it(tmp_path: Path) -> None:
-    write(tmp_path, report(subject(name="a")))
-    browser = tmp_path / "browser"
-    fetch = f"import urllib.request as r; page = r.urlopen('$1', timeout=20); open('{tmp_path}/seen', 'w')"
-    browser.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{fetch}"\n')
-    browser.chmod(0o755)
-    command = [sys.executable, "-m", "lowtide", "open", str(tmp_path), "--serve"]
+BROWSER = """\
+import os, pathlib, re, stat, sys, time, urllib.parse, urllib.request
+file = pathlib.Path(urllib.parse.unquote(urllib.parse.urlsplit(sys.argv[1]).path))
+url = re.search(r"url=(http\\S+/)", file.read_text())[1]
+mode = stat.S_IMODE(file.stat().st_mode)
+page = urllib.request.urlopen(url, timeout=60).read().decode()
+while file.exists():
+    time.sleep(0.05)
+seen = pathlib.Path(__file__).with_name("seen")
+seen.with_suffix(".part").write_text(repr((sys.argv[1], url, mode, page)))
+seen.with_suffix(".part").rename(seen)
+"""
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_browser_is_led_to_the_page_and_no_command_line_has_its_address(
+    tmp_path: Path, signal_number: signal.Signals
+) -> None:
+    folder, browser = tmp_path / "report", tmp_path / "browser.py"
+    folder.mkdir()
+    write(folder, report(subject(name="a")))
+    browser.write_text(BROWSER)
+    command = [sys.executable, "-m", "lowtide", "open", str(folder), "--serve"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "BROWSER": f"{browser} %s"}
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "BROWSER": f"{sys.executable} {browser} %s"}
     ) as serving:
-        end = time.monotonic() + 15
+        end = time.monotonic() + 120
         while not (tmp_path / "seen").exists() and time.monotonic() < end:
             time.sleep(0.05)
-        serving.send_signal(signal.SIGINT)
-        serving.communicate(timeout=10)
-    assert (tmp_path / "seen").exists()
+        serving.send_signal(signal_number)
+        printed, _ = serving.communicate(timeout=60)
+    given, url, mode, page = ast.literal_eval((tmp_path / "seen").read_text())
+    assert printed.strip() == url
+    assert urlsplit(url).path.strip("/") not in given
+    assert mode == 0o600
+    assert "CLEAN: 1 subject(s)" in page
+    assert [path.name for path in folder.iterdir()] == ["leakcheck.json"]
 
 
 def test_it_listens_on_this_machine_alone(server: PageServer) -> None:

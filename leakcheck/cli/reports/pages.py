@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 import webbrowser
 from pathlib import Path
@@ -76,7 +78,11 @@ def _serve(folder: Path, port: int) -> None:
     # Said first: the browser may be on another machine, behind a tunnel.
     say(server.url)
     # One in a terminal, as w3m, returns when it is closed, and waits for the page before.
-    threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+    page = server.forwarder.resolve().as_uri()
+    # However it ends, nothing stays in the folder.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    threading.Thread(target=webbrowser.open, args=(page,), daemon=True).start()
     try:
         server.serve()
     except KeyboardInterrupt:
