@@ -1,0 +1,70 @@
+"""What the tests' own conftest does for all of them: a shared fixture that fails, and signals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+TESTS = """
+import signal
+
+import pytest
+
+@pytest.fixture(scope="module")
+def shared_run():
+    assert not "a run that failed", "its whole output"
+
+@pytest.mark.parametrize("turn", range(3))
+def test_of_the_run(shared_run, turn): pass
+
+def test_of_the_run_too(shared_run): pass
+
+@pytest.fixture(scope="module")
+def hangs():
+    pytest.fail("Timeout")
+
+def test_first(hangs): pass
+
+def test_second(hangs): pass
+
+@pytest.fixture(scope="module")
+def card():
+    pytest.skip("no card here")
+
+def test_of_a_card(card): pass
+
+def test_of_a_card_too(card): pass
+
+@pytest.fixture
+def own():
+    raise ValueError("of each test")
+
+def test_with_its_own(own): pass
+
+def test_with_its_own_too(own): pass
+
+def test_ctrl_c_is_heard():
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+"""
+
+
+def test_a_shared_fixture_that_fails_is_one_error_and_its_other_tests_are_skipped(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rsE", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path],
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+        # As a script has its background jobs.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+    assert done.stdout.splitlines()[-1].startswith("1 passed, 6 skipped, 4 errors"), done.stdout + done.stderr
+    assert done.stdout.count("E       AssertionError: its whole output") == 1
+    assert "a fixture that it shares with test_it.py::test_of_the_run[0] failed there" in done.stdout
+    assert "no card here" in done.stdout
