@@ -14,6 +14,7 @@ from torch import distributed
 from lowtide.engine.device_allocator.memory import EngineMemory
 from lowtide.engine.worker import Worker
 from lowtide.probes.stages import announced_pools
+from tests.waiting import wait_until
 
 POINTS: dict[str, tuple[type, str]] = {
     "fill": (Worker, "_fill"),
@@ -25,7 +26,7 @@ POINTS: dict[str, tuple[type, str]] = {
 }
 """Where a process can stop: after the call of a method."""
 
-SO_LONG_S = 60.0
+SO_LONG_S = 900.0
 """Seconds of a stop that nobody breaks off: more than any test waits."""
 
 
@@ -120,12 +121,8 @@ class Stops:
         (self.folder / f"{point} reached").unlink(missing_ok=True)
         (self.folder / point).write_text(how)
 
-    def wait_for(self, point: str, timeout_s: float = 30.0) -> int:
+    def wait_for(self, point: str) -> int:
         """Wait until a process has stopped there; returns its identifier."""
         reached = self.folder / f"{point} reached"
-        end = time.monotonic() + timeout_s
-        while time.monotonic() < end:
-            if reached.exists() and reached.read_text():
-                return int(reached.read_text())
-            time.sleep(0.01)
-        raise TimeoutError(f"no process came to {point!r}")
+        wait_until(lambda: reached.exists() and reached.read_text())
+        return int(reached.read_text())

@@ -20,8 +20,8 @@ if sys.version_info < (3, 11):
 
 ROOT = Path(__file__).parents[2]
 
-LIMIT_S = 10.0
-"""Seconds within which an error comes and every process has ended, whatever was killed."""
+LIMIT_S = 300.0
+"""Seconds within which an error comes and every process has ended, whatever was killed: far fewer than `SO_LONG_S`."""
 
 
 def cores(parent: psutil.Process | None = None) -> list[psutil.Process]:

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from tests.waiting import HANG_S
+
 Result = TypeVar("Result")
 
 
@@ -17,7 +19,7 @@ class Meeting:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._barrier = threading.Barrier(size, timeout=30)
+        self._barrier = threading.Barrier(size, timeout=HANG_S)
         self._brought: list[torch.Tensor] = [torch.empty(0)] * size
 
     def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:

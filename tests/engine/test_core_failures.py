@@ -275,7 +275,7 @@ try:
     print("ready", flush=True)
     while sys.argv[1] == "infer":
         tokens(64)
-    time.sleep(60)
+    time.sleep(600)
 except KeyboardInterrupt:
     assert tokens(8) == before
 engine.shutdown()

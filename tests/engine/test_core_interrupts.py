@@ -21,7 +21,7 @@ from lowtide.engine.core_process.client import CoreClient
 from lowtide.engine.errors import EngineDeadError
 from lowtide.engine.processes.channel import Connection
 from lowtide.engine.processes.interrupts import HeldInterrupt
-from tests.engine.core_extensions import Stops
+from tests.engine.core_extensions import SO_LONG_S, Stops
 from tests.engine.process_watch import LIMIT_S, cores, is_running, nothing_stays
 
 if sys.version_info < (3, 11):
@@ -302,7 +302,7 @@ def test_an_interrupt_that_another_thread_received_breaks_the_wait_off() -> None
     start = time.monotonic()
     thread.start()
     with HeldInterrupt() as held, pytest.raises(KeyboardInterrupt):
-        held.waiting(lambda end: time.sleep(max(0.0, end - time.monotonic())), start + 30.0)
+        held.waiting(lambda end: time.sleep(max(0.0, end - time.monotonic())), start + SO_LONG_S)
     assert time.monotonic() - start < LIMIT_S
     thread.join()
 
@@ -312,8 +312,7 @@ def test_an_interrupt_that_another_thread_received_breaks_the_wait_off() -> None
 
 @pytest.mark.parametrize("why", ["no answer in time", "a second interrupt"])
 def test_a_core_that_does_not_react_is_killed(stops: Stops, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if why == "no answer in time":
-        monkeypatch.setattr(client, "INTERRUPT_S", 0.3)
+    monkeypatch.setattr(client, "INTERRUPT_S", 0.3 if why == "no answer in time" else SO_LONG_S)
     others = set(cores())
     with nothing_stays(at_least=1):
         engine = LLMEngine(replace(CONFIG, process_extensions=(stops.extension,)))

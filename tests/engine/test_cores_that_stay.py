@@ -14,6 +14,7 @@ import pytest
 from lowtide.engine import EngineConfig, LLMEngine
 from lowtide.engine.core_process.client import CoreClient
 from lowtide.engine.defects import find_defect
+from tests.waiting import wait_until
 
 CLIENT = """
 import sys
@@ -39,13 +40,6 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def ends_within(pid: int, seconds: float) -> bool:
-    until = time.monotonic() + seconds
-    while is_alive(pid) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not is_alive(pid)
-
-
 @pytest.mark.parametrize(
     ("arguments", "after_shutdown", "after_the_client"),
     [
@@ -67,7 +61,12 @@ def test_a_core_outlives_its_shutdown_or_its_client(
             assert is_alive(core) == after_shutdown
             client.kill()
             client.wait()
-            assert ends_within(core, 1.0 if after_the_client else 10.0) == (not after_the_client)
+            if after_the_client:
+                # So long after its connection has ended.
+                time.sleep(1)
+                assert is_alive(core)
+            else:
+                wait_until(lambda: not is_alive(core))
         finally:
             if is_alive(core):
                 os.kill(core, signal.SIGKILL)

@@ -7,7 +7,6 @@ import gc
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -44,6 +43,7 @@ from lowtide.engine.request import Request
 from lowtide.engine.scheduler import Scheduler, SchedulerOutput
 from lowtide.probes.memory.tensors import read_tensors
 from lowtide.probes.stages import announced_pools
+from tests.waiting import HANG_S, wait_until
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -412,7 +412,7 @@ class Gate:
     def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.copying = True
         self.reached.set()
-        assert self.opened.wait(20)
+        assert self.opened.wait(HANG_S)
         try:
             if self.error is not None:
                 raise self.error
@@ -575,7 +575,7 @@ def test_a_load_runs_beside_the_step_that_planned_it(
     execute = worker.execute_model
 
     def execute_model(output: SchedulerOutput) -> dict[str, int]:
-        begun.append(gate.reached.wait(10))
+        begun.append(gate.reached.wait(HANG_S))
         return execute(output)
 
     engine.add_request([1], SamplingParams(max_tokens=8))
@@ -880,7 +880,7 @@ def test_a_create_that_is_interrupted_after_the_worker_ends_its_thread(monkeypat
         engine.create()
     assert made
     made.clear()
-    until(lambda: footprint() == before)
+    wait_until(lambda: footprint() == before)
 
 
 # --- pinning --------------------------------------------------------------------------------------------------------
@@ -1028,7 +1028,7 @@ def test_no_page_goes_under_a_copy(
     gate.shut()
     engine.add_request(LONG[0], PARAMS)
     engine.step()
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(HANG_S)
     copying: list[bool] = []
     pages.on_unmap = lambda: copying.append(gate.copying)
     gate.open_later()
@@ -1083,14 +1083,6 @@ def test_the_kv_of_old_weights_never_comes_back(make: Callable[..., LLMEngine], 
     ]
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Threads end a moment after they are told to."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def _has_ended(completed: Any) -> bool:
     return bool(completed.qsize())
 
@@ -1119,7 +1111,7 @@ def test_a_shutdown_in_mid_transfer_waits_for_one_copy_and_cancels_the_rest(gate
     engine.create()
     gate.shut()
     run(engine, *LONG)
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(HANG_S)
     manager = engine._core.scheduler.kv_cache_manager  # type: ignore[union-attr]
     timer = gate.open_later()
     engine.shutdown()
@@ -1154,7 +1146,7 @@ def test_a_shutdown_with_a_stuck_copy_ends_and_its_memory_goes_with_the_copy(gat
     engine.create()
     gate.shut()
     prefill(engine, LONG[0])
-    assert gate.reached.wait(10)
+    assert gate.reached.wait(HANG_S)
     with pytest.raises(BaseExceptionGroup, match="the worker failed") as caught:
         engine.shutdown()
     assert "the memory that it uses stays until it ends" in repr(caught.value.exceptions)
@@ -1162,7 +1154,7 @@ def test_a_shutdown_with_a_stuck_copy_ends_and_its_memory_goes_with_the_copy(gat
     assert any(thread.name == THREAD for thread in threading.enumerate())
     assert [pool.tag for pool in announced_pools() if pool.mapped] == ["kv_cache", "offloaded kv cache"]
     gate.opened.set()
-    until(lambda: footprint() == before)
+    wait_until(lambda: footprint() == before)
     engine.shutdown()
 
 
@@ -1177,9 +1169,9 @@ def test_an_engine_that_is_dropped_without_a_shutdown_ends_its_thread(gate: Gate
         gate.error = BrokenError("bus") if fails else None
         prefill(engine, LONG[0])
         # No flush: the last that the thread did is the copy.
-        until(partial(_has_ended, connector_of(engine)._completed))
+        wait_until(partial(_has_ended, connector_of(engine)._completed))
         del engine
-        until(lambda: footprint() == before)
+        wait_until(lambda: footprint() == before)
     finally:
         gc.enable()
 

@@ -84,9 +84,12 @@ def test_a_rank_that_is_killed_between_calls(asleep: bool, rank: int) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("after_s", [0.05, 0.6, 1.2])
-def test_a_rank_that_is_killed_while_it_is_created(rank: int, after_s: float) -> None:
+def test_a_rank_that_is_killed_while_it_is_created(rank: int, after_s: float, tmp_path: Path) -> None:
+    stops = Stops(tmp_path / "stops")
+    # However fast the machine is, no create has ended before.
+    stops.arm("fill", "stays")
     with nothing_stays():
-        engine = LLMEngine(CONFIG)
+        engine = LLMEngine(replace(CONFIG, process_extensions=(stops.extension,)))
 
         def kill() -> None:
             while len(ranks()) < 2:
@@ -211,10 +214,8 @@ def test_a_step_that_one_rank_fails_can_be_made_again(
 ) -> None:
     failing(rank, "Execute", monkeypatch, once_in=tmp_path / "failed", before=before)
     with LLMEngine(CONFIG) as engine:
-        start = time.monotonic()
         with pytest.raises(OutOfMemoryError, match="no room") as raised:
             tokens(engine)
-        assert time.monotonic() - start < 2.0
         assert any(f"raised in rank {rank} of 2" in note for note in raised.value.__notes__)
         others = [note for note in raised.value.__notes__ if "failed too: CollectiveError" in note]
         assert [f"rank {1 - rank} of 2" in note for note in others] == [True] * before

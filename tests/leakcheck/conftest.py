@@ -20,7 +20,7 @@ from lowtide.probes.processes.agents import Agents
 agents = Agents()
 agents.start()
 print(os.getpid(), flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

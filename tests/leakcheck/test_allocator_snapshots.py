@@ -8,7 +8,6 @@ import re
 import resource
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -106,9 +105,7 @@ def test_a_frame_is_told_from_those_of_c(tmp_path: Path, file: str, function: st
 def test_a_name_of_any_length_is_shown_at_once(tmp_path: Path) -> None:
     long = "x" * 20_000_000
     path = written(tmp_path / "a.pickle", segment(block(1, [frame(long, 1, f"/srv/{long}.py")])))
-    began = time.monotonic()
     assert len(run(path).stdout) < 20_000
-    assert time.monotonic() - began < 20
 
 
 def test_free_memory_is_told_by_pool(tmp_path: Path) -> None:
@@ -198,12 +195,11 @@ def test_reading_takes_less_memory_than_the_objects_of_a_file(tmp_path: Path) ->
 
 
 def test_one_list_of_blocks_in_many_segments_counts_once(tmp_path: Path) -> None:
-    # Else a small file could take hours.
+    # Else a small file would take hours, and reach the limit of time that every test has.
     shared = [block(1, LOAD) for _ in range(MANY)]
     many = [{**segment(), "total_size": MANY * MIB, "blocks": shared} for _ in range(20_000)]
-    began = time.monotonic()
     (only,) = read(*many, path=tmp_path / "a.pickle").survivors
-    assert (only.count, time.monotonic() - began < 20) == (MANY, True)
+    assert only.count == MANY
 
 
 def test_cycles_are_compared_by_stack_and_card(tmp_path: Path) -> None:
@@ -390,11 +386,9 @@ def test_a_damaged_file_is_read_or_refused(tmp_path: Path, whole: bytes, place: 
     path = tmp_path / "a.pickle"
     begin = int(place * len(whole))
     path.write_bytes(whole[:begin] + bytes_ + whole[begin + cut :])
-    began = time.monotonic()
-    # Nothing else comes out.
+    # Nothing else comes out, and it ends.
     with suppress(SnapshotError):
         read_snapshot(path)
-    assert time.monotonic() - began < 20
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:

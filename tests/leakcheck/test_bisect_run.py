@@ -66,7 +66,7 @@ def repository(tmp_path: Path) -> Path:
 def test_the_commit_that_leaks_is_found(repository: Path, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [*PYTEST, f"--leakcheck-report={tmp_path / 'report'}"]
-    assert subprocess.run(command, cwd=repository, env=env, check=False, timeout=120).returncode == 1
+    assert subprocess.run(command, cwd=repository, env=env, check=False).returncode == 1
     ((leak,),) = [subject.findings for subject in schema.read(tmp_path / "report").subjects]
     git(repository, "bisect", "start", "HEAD", f"HEAD~{COMMITS - 1}")
     step = [sys.executable, "-m", "lowtide", "bisect-step", "--fingerprint", leak.fingerprint, "--"]

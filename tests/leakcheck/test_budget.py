@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import pytest
 
+from lowtide.leakcheck.judging import budget as budgets
 from lowtide.leakcheck.judging.budget import UNTRIED, Budget, untried
+from tests.waiting import SleptClock
 
 
 def test_without_a_limit_it_is_never_spent() -> None:
@@ -12,10 +14,12 @@ def test_without_a_limit_it_is_never_spent() -> None:
     assert not Budget().within(100.0).is_spent
 
 
-def test_it_is_spent_when_its_seconds_are_over() -> None:
+def test_it_is_spent_when_its_seconds_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SleptClock()
+    monkeypatch.setattr(budgets, "time", clock)
     budget = Budget(0.02)
     assert not budget.is_spent
-    time.sleep(0.03)
+    clock.sleep(0.03)
     assert budget.is_spent
 
 

@@ -21,6 +21,7 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, with_free_beside
 from lowtide.probes.allocation_stacks import StackFrame
 from lowtide.reports.schema import Finding, Hop, Resource
+from tests.waiting import HANG_S
 
 
 def leak(resource: Resource, *names: str, size: int = 0) -> ItemLeak:
@@ -81,11 +82,11 @@ def holding(size: int) -> Iterator[str]:
 
     def work(array: object) -> None:
         started.set()
-        release.wait(60)
+        release.wait(HANG_S)
 
     thread = threading.Thread(target=work, args=(np.ones(size, np.uint8),), name="holding")
     thread.start()
-    started.wait(60)
+    started.wait(HANG_S)
     try:
         yield f"holding ({thread.ident})"
     finally:

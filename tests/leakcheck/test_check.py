@@ -20,6 +20,7 @@ from lowtide.probes.heap.births import Births
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.stages import stage
 from lowtide.reports.schema import Finding, NotMeasured, Subject
+from tests.waiting import HANG_S
 
 
 class Engine:
@@ -200,12 +201,12 @@ def test_the_stages_of_another_thread_are_not_the_block_s(engine: Engine) -> Non
     def other() -> None:
         with stage("elsewhere"):
             entered.set()
-            leave.wait(10)
+            leave.wait(HANG_S)
 
     thread = threading.Thread(target=other)
     with LeakCheck() as check:
         thread.start()
-        assert entered.wait(10)
+        assert entered.wait(HANG_S)
         engine.infer(keep=True)
         leave.set()
         thread.join()

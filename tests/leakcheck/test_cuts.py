@@ -25,6 +25,7 @@ from lowtide.leakcheck.explaining.cuts import Cut, Names, NamespaceSizes, Refuse
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.probes.heap.holders import trace
 from lowtide.probes.heap.paths import Link
+from tests.waiting import HANG_S
 
 
 class Thing:
@@ -1624,13 +1625,13 @@ class Worker:
     def __enter__(self) -> Worker:
         self.thread = threading.Thread(target=self.run, args=(self.things.pop(),), name="worker")
         self.thread.start()
-        assert self.ready.wait(20)
+        assert self.ready.wait(HANG_S)
         return self
 
     def run(self, *_: object) -> None:
         del _
         self.ready.set()
-        self.stop.wait(20)
+        self.stop.wait(HANG_S)
 
     def __exit__(self, *_: object) -> None:
         self.stop.set()

@@ -10,6 +10,7 @@ import pytest
 
 from lowtide.leakcheck.findings import item_remedies
 from lowtide.leakcheck.findings.item_remedies import _destroying
+from tests.waiting import HANG_S
 
 distributed: Any = pytest.importorskip("torch.distributed")
 
@@ -21,7 +22,7 @@ class Group:
         self.died_in, self.waits = died_in, waits
 
     def __del__(self) -> None:
-        self.waits.wait(20)
+        self.waits.wait(HANG_S)
         self.died_in.append(threading.current_thread().name)
 
 
@@ -58,7 +59,7 @@ def test_one_that_never_ends_is_not_waited_for(world: SimpleNamespace, monkeypat
     ends.set()
     for thread in threading.enumerate():
         if thread.name == "lowtide-remedy":
-            thread.join(20)
+            thread.join(HANG_S)
     assert died_in == ["lowtide-remedy"]
 
 

@@ -15,13 +15,15 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lowtide.reports.schema import Report, decode
+from tests.waiting import HANG_S, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_neighbours")
 
-LEFT = "CHILD = subprocess.Popen(['sleep', '60'], start_new_session=True, stdout=-3, stderr=-3)"
+LEFT = "CHILD = subprocess.Popen(['sleep', '3600'], start_new_session=True, stdout=-3, stderr=-3)"
 
 
 def command(*words: str, settle: float = 0.3) -> list[str]:
@@ -29,7 +31,7 @@ def command(*words: str, settle: float = 0.3) -> list[str]:
 
 
 def execute(*words: str, settle: float = 0.3) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*words, settle=settle), capture_output=True, text=True, timeout=60)
+    return subprocess.run(command(*words, settle=settle), capture_output=True, text=True)
 
 
 def python(code: str) -> list[str]:
@@ -65,7 +67,7 @@ def test_a_command_that_leaves_nothing_has_its_own_streams_and_status() -> None:
 
 
 def test_standard_input_is_the_commands() -> None:
-    done = subprocess.run(command("cat"), input="hello", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command("cat"), input="hello", capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "hello")
 
 
@@ -81,7 +83,7 @@ def test_options_behind_the_command_are_the_commands() -> None:
 
 
 def test_an_orphan_is_a_finding_with_its_rank() -> None:
-    waits = "import sys, time; print(1, flush=True); time.sleep(60)"
+    waits = "import sys, time; print(1, flush=True); time.sleep(3600)"
     status, report = judged(
         f"""
         os.environ["RANK"] = "1"
@@ -219,7 +221,7 @@ def test_the_report_is_written_and_the_commands_status_is_in_it(tmp_path: Path) 
     ids=["none", "not found", "a folder", "settle"],
 )
 def test_bad_input_is_one_line(words: list[str], said: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "lowtide", "exec", *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-m", "lowtide", "exec", *words], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{said}\n")
 
 
@@ -231,7 +233,7 @@ def end(number, frame):
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, end)
 print(os.getpid(), flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -248,24 +250,23 @@ def test_a_signal_reaches_the_command_once_and_its_end_is_judged(number: signal.
         assert running.stdout is not None
         running.stdout.readline()
         running.send_signal(number)
-        out, err = running.communicate(timeout=30)
+        out, err = running.communicate(timeout=HANG_S)
     assert (running.returncode, out) == (7, f"got {number.name}\n")
     assert "CLEAN" in err
 
 
 def test_a_command_that_a_signal_ends_has_the_status_of_shells() -> None:
     assert judged("os.kill(os.getpid(), 9)")[0] == 128 + 9
-    running = subprocess.Popen(command("sleep", "60"), stderr=subprocess.DEVNULL, start_new_session=True)
+    running = subprocess.Popen(command("sleep", "3600"), stderr=subprocess.DEVNULL, start_new_session=True)
     with running:
-        time.sleep(1.5)
+        wait_until(lambda: [child for child in psutil.Process(running.pid).children() if child.name() == "sleep"])
         running.send_signal(signal.SIGINT)
-        assert running.wait(timeout=30) == 130
+        assert running.wait(timeout=HANG_S) == 130
 
 
 def test_a_signal_after_the_command_ends_the_waiting() -> None:
-    began = time.monotonic()
     running = subprocess.Popen(
-        command("--json", *python(f"{LEFT}; print('left', file=sys.stderr, flush=True); os._exit(0)"), settle=60),
+        command("--json", *python(f"{LEFT}; print('left', file=sys.stderr, flush=True); os._exit(0)"), settle=3600),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -274,13 +275,13 @@ def test_a_signal_after_the_command_ends_the_waiting() -> None:
     with running:
         assert running.stderr is not None
         running.stderr.readline()
+        wait_until(lambda: {child.name() for child in psutil.Process(running.pid).children()} <= {"sleep"})
         time.sleep(1)
         running.send_signal(signal.SIGINT)
-        out, _ = running.communicate(timeout=30)
+        out, _ = running.communicate(timeout=HANG_S)
     report = decode(out.encode())
     kill_left(report)
     assert running.returncode == 1
-    assert time.monotonic() - began < 30
 
 
 def test_processes_of_the_command_have_agents_and_the_command_sees_nothing_of_it_afterwards() -> None:

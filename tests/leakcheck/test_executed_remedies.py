@@ -114,9 +114,9 @@ SHAPES = {
     "this thread's": "import threading\nX = threading.local()\nX.kept = []\ndef hold(thing): X.kept.append(thing)",
     "another thread's": (
         "import threading\nX = threading.local()\ndef hold(thing):\n"
-        "    threading.Thread(target=keep, args=(thing,), daemon=True).start()\n    READY.wait(20)\n"
+        "    threading.Thread(target=keep, args=(thing,), daemon=True).start()\n    READY.wait(600)\n"
         "READY, STOP = threading.Event(), threading.Event()\n"
-        "def keep(thing):\n    X.kept = {'a': thing}\n    del thing\n    READY.set()\n    STOP.wait(20)\n"
+        "def keep(thing):\n    X.kept = {'a': thing}\n    del thing\n    READY.set()\n    STOP.wait(600)\n"
     ),
     "generator's variable": "def stream():\n    kept = []\n    while True: kept.append((yield))\n"
     "X = stream()\nnext(X)\ndef hold(thing): X.send(thing)",

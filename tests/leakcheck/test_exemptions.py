@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
@@ -23,6 +22,7 @@ import pytest
 from lowtide.leakcheck.judging import exemptions
 from lowtide.leakcheck.judging.exemptions import EXEMPTIONS, exempt, is_exempt
 from lowtide.probes import originals
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_resource_tracker_is_exempt_and_another_child_is_not() -> None:
     resource_tracker.ensure_running()
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
     assert is_exempt("processes", str(tracker))
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         assert not is_exempt("processes", str(child.pid))
     finally:
@@ -115,7 +115,7 @@ def test_the_resource_tracker_is_exempt_and_another_child_is_not() -> None:
 
 
 def test_a_child_that_has_ended_is_exempt_and_one_that_runs_is_not() -> None:
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "600"])
     try:
         assert not is_exempt("processes", str(child.pid))
         child.kill()
@@ -169,10 +169,7 @@ def test_a_worker_of_trio_is_exempt_while_it_waits_and_not_while_it_works(done: 
     name = started(thread)
     assert not is_exempt("threads", name)
     done.set()
-    deadline = time.monotonic() + 10
-    while not is_exempt("threads", name) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert is_exempt("threads", name)
+    wait_until(lambda: is_exempt("threads", name))
     module["lock"].release()
     thread.join()
 

@@ -20,6 +20,7 @@ import torch
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.judging.fingerprints import fingerprint
+from tests.waiting import HANG_S
 
 
 class Engine:
@@ -270,12 +271,12 @@ def test_an_argument_of_a_running_thread_names_the_thread() -> None:
     def run(*_: object) -> None:
         del _
         ready.set()
-        stop.wait(20)
+        stop.wait(HANG_S)
 
     thread = threading.Thread(target=run, args=(torch.zeros(2),), name="worker")
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(HANG_S)
         argument, itself = explain([thread._args[0], thread])  # type: ignore[attr-defined]
     finally:
         stop.set()
@@ -292,12 +293,12 @@ def test_a_local_of_another_thread_names_both() -> None:
         batch = torch.zeros(2)
         made.append(batch)
         ready.set()
-        stop.wait(20)
+        stop.wait(HANG_S)
 
     thread = threading.Thread(target=run, name="worker")
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(HANG_S)
         [explanation] = explain(made)
     finally:
         stop.set()
@@ -426,7 +427,7 @@ for explanation in explain(tensors):
 
 def test_a_frozen_heap() -> None:
     root = str(Path(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", FROZEN, root], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FROZEN, root], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "frozen-holder module-global helper.ENGINE.model",

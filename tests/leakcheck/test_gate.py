@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from lowtide.leakcheck.gate.gate import earlier_findings
 from lowtide.leakcheck.gate.known_findings import KnownFinding
 from lowtide.leakcheck.gate.settings import GateError
 from lowtide.reports.schema import Machine, Report, Subject, exit_code, read
+from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -226,21 +226,13 @@ def test_a_gate_that_is_killed_leaves_a_readable_report_and_no_process(tmp_path:
         wait_until(lambda: log.exists() and "at work" in log.read_text())
         assert is_running("4711.7")
         gate.send_signal(number)
-        gate.wait(30)
+        gate.wait(HANG_S)
     wait_until(lambda: not is_running("4711.7"))
     found = by_id(read(tmp_path))
     assert found["one/life"].outcome == "clean"
     unfinished = [subject for name, subject in found.items() if name.startswith(("two", "three"))]
     assert {subject.outcome for subject in unfinished} == {"error"}
     assert exit_code(read(tmp_path)) == 2
-
-
-def wait_until(is_so: object, patience: float = 30.0) -> None:
-    assert callable(is_so)
-    until = time.monotonic() + patience
-    while not is_so():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
 
 
 def test_one_gate_at_a_time_has_a_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -291,7 +291,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_without_its_libraries_the_command_says_what_to_install(tmp_path: Path) -> None:
     code = "import sys; sys.modules['sqlalchemy'] = None; from lowtide.leakcheck.cli import main; main()"
     done = subprocess.run(
-        [sys.executable, "-c", code, "history"], capture_output=True, text=True, check=False, timeout=60, cwd=tmp_path
+        [sys.executable, "-c", code, "history"], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert (done.returncode, done.stderr) == (
         2,

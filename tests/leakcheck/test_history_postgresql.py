@@ -26,6 +26,7 @@ from lowtide.leakcheck.history.tables import METADATA, RESIDUES, RUNS, SUBJECTS
 from lowtide.leakcheck.history.trends import read_trends
 from tests.leakcheck.test_history import MIB, add_nights, night
 from tests.reports.small_reports import HOSTILE, finding, subject
+from tests.waiting import HANG_S
 
 WRITERS, NIGHTS = 4, 25
 
@@ -90,7 +91,6 @@ def server() -> Iterator[str]:
             check=True,
             capture_output=True,
             cwd=folder,
-            timeout=120,
             **as_user,  # type: ignore[call-overload]
         )
         subprocess.run(
@@ -98,7 +98,6 @@ def server() -> Iterator[str]:
             check=True,
             stdout=subprocess.DEVNULL,
             cwd=folder,
-            timeout=120,
             **as_user,  # type: ignore[call-overload]
         )
         try:
@@ -109,7 +108,6 @@ def server() -> Iterator[str]:
                 check=True,
                 capture_output=True,
                 cwd=folder,
-                timeout=120,
                 **as_user,  # type: ignore[call-overload]
             )
     finally:
@@ -151,7 +149,7 @@ def test_gates_that_write_at_once_lose_nothing(database: str) -> None:
         assert writer.stdin is not None
         writer.stdin.write("go\n")
         writer.stdin.flush()
-    assert [writer.communicate(timeout=120)[0] for writer in writers] == [""] * WRITERS
+    assert [writer.communicate(timeout=HANG_S)[0] for writer in writers] == [""] * WRITERS
     assert [writer.returncode for writer in writers] == [0] * WRITERS
     engine = open_database(database)
     with engine.connect() as connection:

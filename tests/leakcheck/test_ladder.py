@@ -14,8 +14,17 @@ from lowtide.leakcheck.judging import ladder
 from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, Step, climb, release
 from lowtide.probes.objects.listed import frozen_by_program
 from tests.loaded_modules import load_instead
+from tests.waiting import SleptClock
 
 QUICK = SettlePolicy(stability=0.05, limit=0.5, first_pause=0.001, longest_pause=0.01)
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses of a clock that nobody waits for."""
+    clock = SleptClock()
+    monkeypatch.setattr(ladder, "time", clock)
+    return clock.pauses
 
 
 class Readings:
@@ -278,15 +287,6 @@ def test_what_has_counted_nothing_has_compiled_nothing(
 ) -> None:
     load_instead(monkeypatch, "torch._dynamo.utils", counting(counters))
     assert not ladder.compiled_anything()
-
-
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses of a clock that nobody waits for."""
-    made: list[float] = []
-    clock = SimpleNamespace(perf_counter=lambda: sum(made), sleep=made.append)
-    monkeypatch.setattr(ladder, "time", clock)
-    return made
 
 
 def wait_in_vain(policy: SettlePolicy, peek: Callable[[], object] | None = None) -> None:

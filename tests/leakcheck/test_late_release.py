@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from lowtide.leakcheck.judging import ladder, late_release
 from lowtide.leakcheck.judging.ladder import SettlePolicy
 from lowtide.leakcheck.judging.late_release import wait_for_release, wait_until_within
+from tests.waiting import SleptClock
 
 MIB = 1 << 20
 QUICK = SettlePolicy(stability=0.05, limit=0.5, first_pause=0.001, longest_pause=0.01)
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SleptClock()
+    for waiting in (ladder, late_release):
+        monkeypatch.setattr(waiting, "time", clock)
 
 
 class Driver:
@@ -37,7 +46,7 @@ def test_what_comes_late_is_reported_with_bytes_and_seconds(left: int) -> None:
     assert late is not None
     assert late.bytes == (1000 - left) * MIB
     # Three pauses, of which each is twice the one before it.
-    assert 0.007 <= late.seconds < QUICK.limit
+    assert late.seconds == pytest.approx(0.007)
 
 
 def test_only_what_came_while_it_was_waited_for_is_reported() -> None:

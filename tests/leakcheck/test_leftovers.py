@@ -20,6 +20,7 @@ from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.heap.births import Births
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.reports.schema import Finding, Remedy, Subject
+from tests.waiting import HANG_S
 
 GROWS: list[Any] = []
 ONCE: dict[str, Any] = {}
@@ -351,7 +352,7 @@ class Finisher(threading.Thread):
 
     def hold(self, *_: object) -> None:
         self.ready.set()
-        self.over.wait(60)
+        self.over.wait(HANG_S)
 
     def join(self, timeout: float | None = None) -> None:
         self.over.set()
@@ -364,7 +365,7 @@ class Worker(Quiet):
     def create(self) -> None:
         thread = Finisher(numbers(4001))
         thread.start()
-        assert thread.ready.wait(20)
+        assert thread.ready.wait(HANG_S)
 
 
 @pytest.mark.usefixtures("forgetful")

@@ -386,7 +386,7 @@ class KeepsThread(SmallLife):
 
     def create(self) -> None:
         super().create()
-        threading.Thread(target=self.stop.wait, args=(60,), name="forgotten-worker").start()
+        threading.Thread(target=self.stop.wait, args=(600,), name="forgotten-worker").start()
 
 
 class EndsItsThreadsOneAfterTheOther(SmallLife):
@@ -761,7 +761,7 @@ def test_what_is_there_to_stay_is_not_judged_and_another_process_is() -> None:
     metrics = {metric.resource: metric for metric in shutdown_metrics("cpu") if metric.resource != "tensors"}
     resource_tracker.ensure_running()
     tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "600"])
     try:
         now = read(f"{tracker._pid} python3", f"{child.pid} sleep", descriptors=(f"{tracker._fd} -> pipe:[1]",))
         assert metrics["processes"].new_items(read(), now) == {f"{child.pid} sleep": 1}

@@ -66,5 +66,5 @@ def test_before_the_block_has_ended_a_check_says_so(notebook: Notebook) -> None:
 
 def test_importing_lowtide_does_not_import_ipython() -> None:
     code = "import sys, lowtide.leakcheck.watching.check, lowtide.reports.schema; print('IPython' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -102,7 +102,7 @@ def test_other_holders_do_not(by_turn: dict[int, int], tolerance: int) -> None:
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
     """A process of nobody's and without an agent."""
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
 

@@ -209,7 +209,7 @@ def test_a_thread_that_it_started_later_is_its_own(owner: Owner, engine: Engine,
 
 
 def test_a_process_that_it_started_later_is_its_own(owner: Owner, engine: Engine) -> None:
-    mine, other = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    mine, other = (subprocess.Popen(["sleep", "600"]) for _ in range(2))
     engine.held.append(mine)
     try:
         assert Claims([owner]).names("processes") == {str(mine.pid): owner}

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
+from tests.waiting import HANG_S
 
 Put = Callable[[Any, Any], object]
 SHAPES: dict[str, tuple[str, Put]] = {}
@@ -68,10 +69,10 @@ def backlog_of_an_executor(helper: Any, thing: Any) -> Callable[[], None]:
 
     def work() -> None:
         started.set()
-        release.wait(60)
+        release.wait(HANG_S)
 
     helper.BUSY.submit(work)
-    started.wait(60)
+    started.wait(HANG_S)
     helper.BUSY.submit(id, thing)
 
     def end() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -17,6 +16,7 @@ from lowtide.leakcheck.processes.process_names import describe_process
 from lowtide.probes.processes.agents import Agents
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import decode
+from tests.waiting import wait_until
 
 WAITING = "import sys; print('ready', flush=True); sys.stdin.read()"
 
@@ -75,10 +75,7 @@ def test_a_rank_that_a_process_gives_itself_is_known_by_its_agent() -> None:
     agents.start()
     try:
         with child(f"import os; os.environ['RANK'] = '1'; {WAITING}") as pid:
-            deadline = time.monotonic() + 10
-            while not agents.has_agent(pid):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: agents.has_agent(pid))
             levels = msgspec.msgpack.decode(agents.ask(pid, encode(Read())), type=Levels)
             assert describe_process(pid).rank is None
             assert describe_process(pid, variables=levels.variables).rank == 1

@@ -36,7 +36,7 @@ import os, subprocess, sys, tempfile
 from multiprocessing import resource_tracker, shared_memory
 kinds = sys.argv[1:]
 if 'process' in kinds:
-    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(30)'], stdout=subprocess.DEVNULL)
+    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'], stdout=subprocess.DEVNULL)
 if 'segment' in kinds:
     # As of a library of C++: no tracker of Python's removes it.
     descriptor = os.open('/dev/shm/lowtide_test_segment', os.O_CREAT | os.O_RDWR)
@@ -68,7 +68,7 @@ if sys.stdin.read() == 'crash':
 if 'removes' in kinds:
     os.unlink(path)
 if 'stays' in kinds:
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -349,7 +349,7 @@ def test_a_file_that_a_living_process_maps_is_not_left() -> None:
     (name,) = mapped_shared_memory([first.pid])
     # Another program opens it before the first one ends.
     with Path("/dev/shm", name).open("rb") as region, first:
-        other = subprocess.Popen(["sleep", "30"], stdin=region)
+        other = subprocess.Popen(["sleep", "600"], stdin=region)
         region.close()
         first.kill()
         first.wait()

@@ -6,15 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lowtide.leakcheck.snapshots import separate_reader
 from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, read_snapshot
 from lowtide.leakcheck.snapshots.separate_reader import read_apart
 from tests.leakcheck.torch_snapshots import FORWARD, LOAD, block, segment, written
+from tests.waiting import HANG_S, wait_until
 
 TWICE_ITSELF = b"K\x01\x94" + b"".join(b"0h%ch%c\x86\x94" % (turn, turn) for turn in range(60))
 """Opcodes of a tuple that has itself twice, sixty times over."""
@@ -56,7 +57,6 @@ def test_the_command_outlives_a_file_that_overflows_the_stack(tmp_path: Path) ->
         [sys.executable, "-X", "faulthandler", "-m", "lowtide", "snapshot", with_key(tmp_path, NESTED)],
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "Python cannot read it, the process that tried ended with signal 11: refused" in done.stderr
@@ -68,13 +68,12 @@ def test_an_interrupt_ends_the_command_and_its_reader(tmp_path: Path) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as asking:
         children = Path(f"/proc/{asking.pid}/task/{asking.pid}/children")
-        ends = time.monotonic() + 30
-        while not (reader := children.read_text().strip()) and time.monotonic() < ends:
-            time.sleep(0.01)
+        wait_until(children.read_text)
+        reader = children.read_text().strip()
+        # At work, and no more starting up.
+        wait_until(lambda: psutil.Process(int(reader)).cpu_times().user > 0.5)
         # As the terminal does: to all of its processes.
-        time.sleep(0.5)
         os.killpg(asking.pid, signal.SIGINT)
-        _, said = asking.communicate(timeout=5)
+        _, said = asking.communicate(timeout=HANG_S)
     assert (asking.returncode, "Traceback" in said) == (130, False)
-    assert reader != ""
     assert not Path(f"/proc/{reader}").exists()

@@ -27,6 +27,7 @@ from lowtide.leakcheck.targets.target import TargetError
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_checked_life import NOT_USED, ElsewhereOnCard
 from tests.leakcheck.test_witness import Bare
+from tests.waiting import HANG_S
 
 
 def shared(
@@ -95,10 +96,10 @@ def test_it_says_what_one_process_says_and_what_a_life_does_to_its_process_is_fo
 class StartsAProcess(Bare):
     def create(self, config: Mapping[str, Any]) -> None:
         super().create(config)
-        child = subprocess.Popen(["sleep", "60"])
+        child = subprocess.Popen(["sleep", "600"])
         # As a terminal's Ctrl-C does.
         child.send_signal(signal.SIGINT)
-        assert child.wait(10) == -signal.SIGINT
+        assert child.wait(HANG_S) == -signal.SIGINT
 
 
 def test_a_ctrl_c_ends_no_life_and_an_engine_s_processes_hear_it() -> None:
@@ -121,7 +122,7 @@ class LeavesAForkedChild(Bare):
         except MemoryError:
             child = os.fork()
             if child == 0:
-                time.sleep(120)
+                time.sleep(600)
                 os._exit(0)
             Path(os.environ["LOWTIDE_TEST_CHILD"]).write_text(str(child))
             os._exit(3)
@@ -147,7 +148,7 @@ class WaitsForNobody(Bare):
         try:
             super().create(config)
         except MemoryError:
-            child = subprocess.Popen(["sleep", "120"])
+            child = subprocess.Popen(["sleep", "600"])
             Path(os.environ["LOWTIDE_TEST_CHILD"]).write_text(str(child.pid))
             self.join_worker()
 

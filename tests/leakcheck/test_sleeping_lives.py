@@ -310,7 +310,7 @@ class KeepsProcess(Sleeper):
 
     def create(self) -> None:
         super().create()
-        KeepsProcess.children = [subprocess.Popen(["sleep", "60"])]
+        KeepsProcess.children = [subprocess.Popen(["sleep", "600"])]
 
 
 def test_a_child_process_that_stays_is_named() -> None:

@@ -101,7 +101,7 @@ def test_what_is_not_free_on_the_card_is_not_measured() -> None:
 
 def test_a_tenant_that_cannot_try_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants, "LIMIT_S", 0.2)
-    slow = Tenant("cuda:0", command=(sys.executable, "-c", "import time; time.sleep(60)"))
+    slow = Tenant("cuda:0", command=(sys.executable, "-c", "import time; time.sleep(600)"))
     silent = Tenant("cuda:0", command=(sys.executable, "-c", ""))
     unsaid = Tenant("cuda:0")
     for tenant, freed, why in (

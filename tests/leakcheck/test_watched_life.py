@@ -49,7 +49,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "lowtide", "open", tmp_path, "--serve", "--port", str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith(f"lowtide: {tmp_path} cannot be served on port {port}: Address already in use")
     assert not list(tmp_path.glob("live.*"))

@@ -56,7 +56,7 @@ class Untidy(Bare):
     """A child that ends when its own time is over, and a segment that nobody but the shutdown removes."""
 
     def create(self, config: Mapping[str, Any]) -> None:
-        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         self.segment = Path(f"/dev/shm/lowtide-{os.getpid()}-test")
         self.segment.write_bytes(b"x" * 4096)
         super().create(config)
@@ -83,7 +83,7 @@ class Tidy(Bare):
 
 LEAVES_ITS_PARENT = """
 import subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 """
 
 

@@ -28,15 +28,16 @@ from lowtide.leakcheck.lives.checked_life import Coverage
 from lowtide.leakcheck.suppressions.entries import load
 from lowtide.reports import schema
 from tests.reports.terminals import lines_of, sent_to_terminal
+from tests.waiting import HANG_S, wait_until
 
 ROOT = Path(__file__).parents[2]
 
 
-def lowtide(*args: str | Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
+def lowtide(*args: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lowtide", *map(str, args)]
     # One thread: beside another test on the other core, torch's threads would mostly wait for each other.
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, cwd=ROOT, env=env)
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
 
 
 def report_of(folder: Path) -> schema.Report:
@@ -316,7 +317,7 @@ def test_ctrl_c_shuts_down_writes_what_there_is_and_exits_130(delay: float, tmp_
         wait_until(under_way.exists)
         time.sleep(delay)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=HANG_S)
     finally:
         process.kill()
         process.wait()
@@ -329,13 +330,6 @@ def test_ctrl_c_shuts_down_writes_what_there_is_and_exits_130(delay: float, tmp_
     assert subject.stages[-1].name == "shutdown"
     assert subject.stages[-1].after.arenas == {}
     assert subject.findings == ()
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the run never got under way"
-        time.sleep(0.02)
 
 
 # Suppressions. In this process, where nothing needs one of its own: another costs seconds.
@@ -454,7 +448,7 @@ try:
 except SystemExit as ended:
     print(ended.code, "torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "2 False\n"
     (line,) = done.stderr.splitlines()
     assert line.startswith("lowtide: ")

@@ -70,5 +70,5 @@ def test_of_the_probes_the_engine_knows_the_stages_only() -> None:
 @pytest.mark.parametrize("module", ["lowtide", "lowtide.probes.stages", "lowtide.leakcheck.cli.commands"])
 def test_importing_loads_nothing_heavy(module: str) -> None:
     code = f"import sys, {module}; print(*sorted(set(sys.modules) & {{'torch', 'numpy', 'transformers', 'triton'}}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -82,7 +82,6 @@ def test_the_actions_step_ends_as_the_gate_does(code: int, outcome: str, tmp_pat
         ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script],
         env={**env, "GITHUB_OUTPUT": str(tmp_path / "output")},
         check=False,
-        timeout=30,
     )
     assert (done.returncode, (tmp_path / "output").read_text()) == (code, f"outcome={outcome}\n")
     assert (tmp_path / "arguments").read_text() == "--report a b --config $(x).toml\n".replace(

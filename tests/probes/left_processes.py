@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide.probes.host.process_files import stat
+from tests.waiting import HANG_S, wait_until
 
 HOLD = """
 import mmap, os, sys, time
@@ -24,7 +24,7 @@ shared.write(b"x" * (1 << 20))
 os.closerange(3, 64)
 held = bytearray(b"x") * size
 print(os.getpid(), flush=True)
-time.sleep(120)
+time.sleep(600)
 """
 """Maps 1 MiB of a file in /dev/shm, holds so many bytes, and says when it does."""
 
@@ -62,18 +62,11 @@ def holder(name: str, size: int, *, left: bool) -> Iterator[int]:
             assert process.stdout is not None
             pid = int(process.stdout.readline())
             if left:
-                process.wait(10)
+                process.wait(HANG_S)
             yield pid
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid or process.pid, signal.SIGKILL)
             process.kill()
             Path("/dev/shm", name).unlink(missing_ok=True)
-            assert until(lambda: getattr(stat(pid or process.pid), "state", "Z") == "Z")
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return condition()
+            wait_until(lambda: getattr(stat(pid or process.pid), "state", "Z") == "Z")

@@ -85,7 +85,7 @@ def much_alive() -> Iterator[list[object]]:
     cached = functools.lru_cache(maxsize=4)(lambda key: torch.ones(7))
     cached(1)
     done = threading.Event()
-    thread = threading.Thread(target=done.wait, args=(60,), name="alive")
+    thread = threading.Thread(target=done.wait, args=(600,), name="alive")
     thread.start()
     try:
         yield [

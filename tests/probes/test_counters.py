@@ -33,6 +33,7 @@ from lowtide.probes.host.counters import (
     describe_process_group,
     process_groups,
 )
+from tests.waiting import HANG_S
 
 
 def read() -> Counters:
@@ -51,7 +52,7 @@ def thread() -> Iterator[str]:
 
 @contextlib.contextmanager
 def process() -> Iterator[str]:
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "600"])
     yield str(child.pid)
     child.kill()
     child.wait()
@@ -190,13 +191,13 @@ def test_a_child_of_another_thread_is_a_child_too() -> None:
     ready, done = threading.Event(), threading.Event()
 
     def start() -> None:
-        started.append(subprocess.Popen(["sleep", "60"]))
+        started.append(subprocess.Popen(["sleep", "600"]))
         ready.set()
-        done.wait(10)
+        done.wait(HANG_S)
 
     other = threading.Thread(target=start)
     other.start()
-    assert ready.wait(10)
+    assert ready.wait(HANG_S)
     try:
         assert started[0].pid in child_processes()
     finally:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lowtide.leakcheck.judging import ladder, late_release
 from lowtide.leakcheck.judging.ladder import SettlePolicy
 from lowtide.leakcheck.judging.late_release import wait_for_release, wait_until_within
 from lowtide.probes.device.driver import Driver
@@ -21,6 +22,7 @@ from lowtide.probes.device.driver.amdsmi import AmdsmiDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
 from lowtide.probes.host import process_files
 from tests.probes.test_driver import FakeAmdsmi, FakeNvml, amd_process
+from tests.waiting import SleptClock
 
 MIB = 1 << 20
 OWN = os.getpid()
@@ -128,6 +130,13 @@ def test_a_card_that_is_not_there_and_a_closed_driver_never_raise(vendor: Vendor
     assert driver.read(0).process_bytes is None
     assert "closed" in driver.read(0).note
     assert driver.processes(0) == {}
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SleptClock()
+    for waiting in (ladder, late_release):
+        monkeypatch.setattr(waiting, "time", clock)
 
 
 def releasing(vendor: Vendor, *counts: int) -> Callable[[], int]:

@@ -28,6 +28,7 @@ from lowtide.probes.heap.holders import Traces, find_paths, trace
 from lowtide.probes.heap.paths import Link, Path
 from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.objects.listed import frozen_by_program
+from tests.waiting import HANG_S
 
 
 class Thing:
@@ -506,12 +507,12 @@ class Worker:
     def run(self, variable: object, *_: object) -> None:
         del _
         self.ready.set()
-        self.stop.wait(20)
+        self.stop.wait(HANG_S)
         del variable
 
     def __enter__(self) -> Worker:
         self.thread.start()
-        assert self.ready.wait(20)
+        assert self.ready.wait(HANG_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -1228,7 +1229,7 @@ def test_of_two_paths_of_one_length_it_is_that_of_what_was_set_first_whatever_is
 
 def test_a_frozen_heap_has_the_same_paths() -> None:
     root = str(File(__file__).parents[2])
-    done = subprocess.run([sys.executable, "-c", FROZEN, root], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FROZEN, root], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

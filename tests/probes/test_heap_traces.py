@@ -16,6 +16,7 @@ import pytest
 from lowtide.probes.heap.holders import find_paths, trace
 from lowtide.probes.heap.paths import Mark
 from lowtide.probes.heap.roots import RootKind
+from tests.waiting import HANG_S
 
 
 class Thing:
@@ -275,7 +276,7 @@ def test_what_a_running_function_holds_is_not_freed(helper: Any) -> None:
 def test_what_another_thread_holds_is_not_freed(helper: Any) -> None:
     def run(variable: object) -> None:
         ready.set()
-        stop.wait(20)
+        stop.wait(HANG_S)
         del variable
 
     ready, stop = threading.Event(), threading.Event()
@@ -283,7 +284,7 @@ def test_what_another_thread_holds_is_not_freed(helper: Any) -> None:
     thread: Any = threading.Thread(target=run, args=(helper.near[0],))
     thread.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(HANG_S)
         thread._args = ()
         assert freed(lambda: helper.near[0]) == [False, False]
     finally:

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile, read_shared_memory
-from tests.probes.left_processes import holder, until
+from tests.probes.left_processes import holder
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 SHARES = """
@@ -22,7 +23,7 @@ from multiprocessing.shared_memory import SharedMemory
 memory = SharedMemory(create=True, size=4 << 20)
 memory.buf[: 3 << 20] = b"x" * (3 << 20)
 print(memory.name, flush=True)
-time.sleep(120)
+time.sleep(600)
 """
 
 
@@ -40,7 +41,7 @@ def test_what_a_killed_maker_left_is_dead_and_its_command_removes_it() -> None:
         # With Python's resource tracker, which would remove it: as `kill -9` of a job or a container does.
         os.killpg(maker.pid, signal.SIGKILL)
         maker.wait()
-    assert until(lambda: found(name) is not None)
+    wait_until(lambda: found(name) is not None)
     file = found(name)
     assert file is not None
     assert file.library == "Python's multiprocessing.shared_memory"
@@ -56,4 +57,4 @@ def test_what_a_living_process_maps_is_not_dead() -> None:
     with holder("psm_00c0ffee", MIB, left=True) as pid:
         assert found("psm_00c0ffee") is None
         os.kill(pid, signal.SIGKILL)
-        assert until(lambda: found("psm_00c0ffee") is not None)
+        wait_until(lambda: found("psm_00c0ffee") is not None)

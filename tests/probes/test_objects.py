@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, all_objects, collector_paused, frame_locals
+from tests.waiting import HANG_S
 
 
 @pytest.fixture
@@ -82,12 +83,12 @@ def test_a_frozen_object_that_only_another_thread_holds_is_found() -> None:
         mine = [object()]
         identity.append(id(mine))
         ready.set()
-        done.wait(10)
+        done.wait(HANG_S)
 
     thread = threading.Thread(target=hold)
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(HANG_S)
         gc.freeze()
         assert any(id(item) == identity[0] for item in all_objects())
     finally:
@@ -245,7 +246,7 @@ for kind in kinds:
 def test_a_frozen_heap_is_listed_as_by_a_plain_walk(way: str) -> None:
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", AS_A_PLAIN_WALK, root, way]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -279,7 +280,7 @@ def test_reading_keeps_nothing_alive_in_any_python(version: str) -> None:
     if python is None:
         pytest.skip(f"there is no Python {version} with numpy here")
     root = str(Path(__file__).parents[2])
-    done = subprocess.run([python, "-c", LEAVES_NOTHING, root], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([python, "-c", LEAVES_NOTHING, root], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -292,5 +293,5 @@ def find_python(version: str) -> str | None:
 
 
 def has_numpy(python: str) -> bool:
-    asked = subprocess.run([python, "-c", "import numpy"], capture_output=True, check=False, timeout=60)
+    asked = subprocess.run([python, "-c", "import numpy"], capture_output=True, check=False)
     return asked.returncode == 0

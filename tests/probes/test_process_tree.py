@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing import get_context
 from typing import Any
 
@@ -23,6 +23,7 @@ from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.process_tree import MARK, ProcessMemory, ProcessTree, TreeMemory, name_of
 from tests.probes.left_processes import TITLE
 from tests.probes.test_driver import FakeNvml, FakeNvmlError
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 WAITS = "import sys; print('ready', flush=True); sys.stdin.read()"
@@ -64,13 +65,6 @@ def child(code: str = WAITS, **options: Any) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
-
-
 def only(tree: ProcessTree, driver: Any = None) -> ProcessMemory:
     _, (found,) = TreeMemory(tree).read(None if driver is None else lambda: driver, floor=16 * MIB)
     return found
@@ -93,7 +87,7 @@ def test_children_and_theirs_are_the_tree(tree: ProcessTree) -> None:
 @pytest.mark.parametrize("own_session", [False, True])
 def test_an_orphan_is_known_by_its_mark(tree: ProcessTree, *, own_session: bool) -> None:
     code = f"""import subprocess, sys
-p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session={own_session})
+p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session={own_session})
 print(p.pid, flush=True)
 sys.stdin.read()"""
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -105,13 +99,13 @@ sys.stdin.read()"""
         assert tree.orphans() == tree.descendants() == [left]
     finally:
         os.kill(left, signal.SIGKILL)
-    assert until(lambda: not tree.orphans())
+    wait_until(lambda: not tree.orphans())
 
 
 def _leave(pipe: Any) -> None:
     left = os.fork()
     if not left:
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
     pipe.send(left)
     signal.pause()
@@ -142,11 +136,11 @@ if not os.fork():
     if kind == "fork":
         left = os.fork()
         if not left:
-            time.sleep(60)
+            time.sleep(600)
             os._exit(0)
     else:
         environment = {} if kind == "program without environment" else None
-        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=environment).pid
+        left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment).pid
     os.write(writing, str(left).encode())
     os._exit(0)
 os.wait()
@@ -330,7 +324,7 @@ def test_a_process_is_called_what_a_person_calls_it(command: list[str], name: st
         command, executable=sys.executable, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:
         # The kernel shows the command a moment after it has been executed.
-        assert until(lambda: name_of(process.pid) == name), name_of(process.pid)
+        wait_until(lambda: name_of(process.pid) == name)
         process.kill()
 
 

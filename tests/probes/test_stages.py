@@ -25,6 +25,7 @@ from lowtide.probes.stages import (
     stage,
     withdraw,
 )
+from tests.waiting import HANG_S
 
 
 class Recorder:
@@ -148,7 +149,7 @@ def test_a_listener_that_listens_twice_and_stops_once_hears_once() -> None:
 
 def test_each_thread_has_its_own_path() -> None:
     recorder = Recorder()
-    inside = threading.Barrier(2, timeout=10)
+    inside = threading.Barrier(2, timeout=HANG_S)
 
     def work(name: str) -> None:
         with stage(name):

@@ -186,7 +186,6 @@ def run_inner(tmp_path_factory: pytest.TempPathFactory) -> RunInner:
             capture_output=True,
             text=True,
             check=False,
-            timeout=400,
         )
         phases: dict[str, list[Phase]] = {}
         for line in record.read_text().splitlines() if record.exists() else ():

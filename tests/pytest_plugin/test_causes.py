@@ -157,18 +157,18 @@ def test_threads_of_a_pool_that_is_dropped():
 
 
 def test_timer():
-    kept.TIMERS.append(threading.Timer(60, print))
+    kept.TIMERS.append(threading.Timer(600, print))
     kept.TIMERS[0].daemon = True
     kept.TIMERS[0].start()
 
 
 def test_timer_that_is_dropped():
-    timer = threading.Timer(60, print)
+    timer = threading.Timer(600, print)
     timer.start()
 
 
 def test_timer_that_is_cancelled():
-    timer = threading.Timer(60, print)
+    timer = threading.Timer(600, print)
     timer.start()
     timer.cancel()
 
@@ -199,7 +199,7 @@ def test_threads_that_do_different_things():
 
 
 def test_function():
-    threading.Thread(target=kept.RELEASE.wait, args=(60,), daemon=True).start()
+    threading.Thread(target=kept.RELEASE.wait, args=(600,), daemon=True).start()
 
 
 class Engine:

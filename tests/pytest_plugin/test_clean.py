@@ -24,11 +24,12 @@ def run(folder: Path, *args: str, **files: str) -> Subjects:
         (folder / f"{name}.py").write_text(text)
     plugins = ["-p", "lowtide.pytest_plugin.plugin", "-p", "no:cacheprovider"]
     # A leak fails nothing, so that whatever fails is an inner test gone wrong.
-    options = ["--leakcheck", "--leakcheck-report", "report", "--leakcheck-action", "warn"]
+    # Whatever ends a little later does so in this time, and nothing else is waited for.
+    options = ["--leakcheck", "--leakcheck-report", "report", "--leakcheck-action", "warn", "--leakcheck-settle", "60"]
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", *plugins, *options, *args]
     # No other plugin, so that a finding is the inner test's own doing.
     env = {**os.environ, "OMP_NUM_THREADS": "2", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return {subject.id.rpartition("::")[2]: subject for subject in read(folder / "report").subjects}
 

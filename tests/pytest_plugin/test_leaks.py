@@ -79,7 +79,7 @@ def run(folder: Path, *args: str, **files: str) -> Subjects:
     command += [f"{name}.py" for name in files if name != "conftest"]
     # No other plugin, so that a finding is the inner test's own doing.
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=500)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return {subject.id.rpartition("::")[2]: subject for subject in read(folder / "report").subjects}
 
@@ -688,7 +688,7 @@ def test_three_holders():
 def test_tensor_and_thread_and_descriptor():
     global THREAD, READER
     KEPT.append(make(50))
-    THREAD = threading.Timer(60, int)
+    THREAD = threading.Timer(600, int)
     THREAD.daemon = True
     THREAD.start()
     READER = os.open("/dev/null", os.O_RDONLY)
@@ -706,7 +706,7 @@ def test_marker_above_the_tolerance():
 
 @pytest.mark.leakcheck(tolerance="1GiB")
 def test_marker_for_bytes_and_a_thread():
-    timer = threading.Timer(60, int)
+    timer = threading.Timer(600, int)
     timer.daemon = True
     timer.start()
     HELD.append(timer)
@@ -807,7 +807,7 @@ RESOURCES = {
         other("thread", "thread, done = wait_forever('waiting')", "done.set()\nthread.join()", "waiting ("),
         other(
             "timer",
-            "timer = threading.Timer(60, int)\ntimer.name, timer.daemon = 'timer', True\ntimer.start()",
+            "timer = threading.Timer(600, int)\ntimer.name, timer.daemon = 'timer', True\ntimer.start()",
             "timer.cancel()\ntimer.join()",
             "timer (",
         ),
@@ -821,13 +821,13 @@ RESOURCES = {
     "processes": (
         other(
             "subprocess",
-            "child = subprocess.Popen(['sleep', '60'])\nENDINGS.append(child.kill)",
+            "child = subprocess.Popen(['sleep', '600'])\nENDINGS.append(child.kill)",
             "ENDINGS.remove(child.kill)\nchild.kill()\nchild.wait()",
             "",
         ),
         other(
             "forked_process",
-            "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,), daemon=True)\n"
+            "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), daemon=True)\n"
             "child.start()\nKEPT.append(child)",
             "KEPT.remove(child)\nchild.kill()\nchild.join()\nchild.close()",
             "",

@@ -61,7 +61,7 @@ from multiprocessing import resource_tracker, shared_memory
 held = []
 if sys.argv[1:]:
     quiet = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}
-    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(20)'], **quiet)
+    subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'], **quiet)
     segment = os.open(f'/dev/shm/lowtide_test_{os.getpid()}', os.O_CREAT | os.O_RDWR)
     os.ftruncate(segment, 1 << 20)
     held.append(tempfile.NamedTemporaryFile(prefix='lowtide_test_'))

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import TYPE_CHECKING
 
+import pytest
+
+from lowtide.pytest_plugin import spent as spending
 from lowtide.pytest_plugin.spent import Spent
+from tests.waiting import SleptClock
 
 if TYPE_CHECKING:
     from tests.pytest_plugin.conftest import RunInner
 
 
-def test_blocks_add_up_and_what_is_inside_of_one_counts_once() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SleptClock:
+    clock = SleptClock()
+    monkeypatch.setattr(spending, "time", clock)
+    return clock
+
+
+def test_blocks_add_up_and_what_is_inside_of_one_counts_once(clock: SleptClock) -> None:
     spent = Spent()
     for _ in range(2):
         with spent.on_judging(), spent.on_judging():
-            time.sleep(0.02)
-    assert 0.04 <= spent.judging < 2
+            clock.sleep(0.02)
+    assert spent.judging == pytest.approx(0.04)
     assert spent.remedies == 0
 
 
-def test_what_is_read_to_try_a_remedy_is_no_judging() -> None:
+def test_what_is_read_to_try_a_remedy_is_no_judging(clock: SleptClock) -> None:
     spent = Spent()
     with spent.on_remedies(), spent.on_judging():
-        time.sleep(0.01)
-    assert spent.judging == 0
-    assert spent.remedies >= 0.01
+        clock.sleep(0.01)
+    assert (spent.judging, spent.remedies) == (0, 0.01)
 
 
-def test_a_block_that_raises_ends_all_the_same() -> None:
+def test_a_block_that_raises_ends_all_the_same(clock: SleptClock) -> None:
     spent = Spent()
     for _ in range(2):
         try:
@@ -38,8 +47,8 @@ def test_a_block_that_raises_ends_all_the_same() -> None:
         except ValueError:
             pass
     with spent.on_judging():
-        time.sleep(0.01)
-    assert spent.judging >= 0.01
+        clock.sleep(0.01)
+    assert spent.judging == 0.01
 
 
 def test_the_seconds_of_all_workers_are_reported_together() -> None:

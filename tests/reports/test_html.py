@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from html.parser import HTMLParser
 
 import msgspec
@@ -463,16 +462,13 @@ def test_of_a_single_subject_everything_is_open() -> None:
     assert (written.count("article"), written.under("h3").split()) == (1, ["clean", "test_a", "0.250", "s"])
 
 
-def test_ten_thousand_clean_subjects_are_a_line_each_and_quick() -> None:
+def test_ten_thousand_clean_subjects_are_a_line_each() -> None:
     missing = (schema.NotMeasured(what="driver", why="two workers on one card"),)
     many = tuple(
         subject("clean", f"tests/test_a.py::test_b[{turn}]", stages=(stage(),), not_measured=missing)
         for turn in range(10_000)
     )
-    started = time.perf_counter()
     html = render_html(msgspec.structs.replace(REPORT, subjects=many))
-    # A bound on the order of growth and no benchmark: it takes a tenth of this.
-    assert time.perf_counter() - started < 5
     lines = [line for line in html.splitlines() if 'class="line"' in line]
     assert len(lines) == LISTED - DETAILED
     assert f"{10_000 - LISTED:,} more: filter" in html
@@ -553,7 +549,7 @@ def test_a_text_is_cut_only_when_it_is_longer_than_the_longest(length: int, cut:
 
 def test_importing_the_schema_does_not_load_the_template_engine() -> None:
     code = "import sys, lowtide.reports.schema, lowtide.reports.html.page; print('jinja2' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 
 

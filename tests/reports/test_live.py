@@ -28,6 +28,7 @@ from lowtide.reports.live.broadcast import FRESH_S, LIFE, MOST_STAGES, WANTED, B
 from lowtide.reports.live.server import PageServer
 from tests.reports.small_reports import HOSTILE, report, subject
 from tests.reports.small_reports import LIFE as STAGES
+from tests.waiting import HANG_S, wait_until
 
 EMPTY = report()
 
@@ -39,13 +40,13 @@ def server(tmp_path: Path) -> Iterator[PageServer]:
     answering.start()
     yield made
     made.close()
-    answering.join(10)
+    answering.join(HANG_S)
     assert not answering.is_alive()
 
 
 def get(url: str, path: str | None = None, **headers: str | None) -> tuple[int, str, http.client.HTTPMessage]:
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)
+    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=HANG_S)
     given = {name: value for name, value in headers.items() if value is not None}
     connection.request("GET", parts.path if path is None else path, headers=given)
     answer = connection.getresponse()
@@ -59,7 +60,7 @@ class Events:
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=10)
+        self._connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=HANG_S)
         self._connection.request("GET", f"{parts.path}events")
         self._answer = self._connection.getresponse()
         assert self._answer.headers["Content-Type"] == "text/event-stream"
@@ -237,7 +238,7 @@ import os, pathlib, re, stat, sys, time, urllib.parse, urllib.request
 file = pathlib.Path(urllib.parse.unquote(urllib.parse.urlsplit(sys.argv[1]).path))
 url = re.search(r"url=(http\\S+/)", file.read_text())[1]
 mode = stat.S_IMODE(file.stat().st_mode)
-page = urllib.request.urlopen(url, timeout=60).read().decode()
+page = urllib.request.urlopen(url, timeout=HANG_S).read().decode()
 while file.exists():
     time.sleep(0.05)
 seen = pathlib.Path(__file__).with_name("seen")
@@ -262,7 +263,7 @@ def test_a_browser_is_led_to_the_page_and_no_command_line_has_its_address(
         while not (tmp_path / "seen").exists() and time.monotonic() < end:
             time.sleep(0.05)
         serving.send_signal(signal_number)
-        printed, _ = serving.communicate(timeout=60)
+        printed, _ = serving.communicate(timeout=HANG_S)
     given, url, mode, page = ast.literal_eval((tmp_path / "seen").read_text())
     assert printed.strip() == url
     assert urlsplit(url).path.strip("/") not in given
@@ -333,7 +334,7 @@ def test_a_folder_that_is_gone_does_not_keep_a_server_from_its_end(tmp_path: Pat
     shutil.rmtree(folder)
     folder.write_text("another thing")
     made.close()
-    answering.join(10)
+    answering.join(HANG_S)
     assert not answering.is_alive()
 
 
@@ -343,5 +344,5 @@ def test_who_stops_watching_costs_the_next_run_nothing(tmp_path: Path) -> None:
     answering.start()
     assert (tmp_path / WANTED).exists()
     made.close()
-    answering.join(10)
+    answering.join(HANG_S)
     assert list(tmp_path.iterdir()) == []
