@@ -42,10 +42,12 @@ class TreeEnd:
     Attributes:
         findings: what stays.
         not_measured: what could not be seen, and why.
+        not_judged: what is most likely another program's, and why that is not known.
     """
 
     findings: tuple[Finding, ...] = ()
     not_measured: tuple[NotMeasured, ...] = ()
+    not_judged: tuple[NotMeasured, ...] = ()
 
 
 @dataclass
@@ -71,6 +73,8 @@ class EndJudgement:
         orphans, gone = self._settled()
         findings = [self._orphan(pid) for pid in orphans]
         findings += [self._on_card(pid, by_card) for pid, by_card in gone.items()]
+        # Before the agents are gone, whose names say which processes there were.
+        system_v, of_nobody, of_unseen = self.traces.system_v()
         # Its sockets and its number are in names that would pass for the program's.
         self.agents.stop()
         dead, undecided, why = self.traces.shared_memory()
@@ -78,7 +82,7 @@ class EndJudgement:
             findings.append(_left("shared-memory", file.path, file.bytes, _made_by(file), file.remove, file.library))
         files, unknown = self.traces.files()
         findings += [_left("temporary-files", str(path), 0, "", _removal(path)) for path in files]
-        findings += [_system_v(each) for each in self.traces.system_v()]
+        findings += [_system_v(each) for each in system_v]
         return TreeEnd(
             tuple(findings),
             tuple(
@@ -87,9 +91,11 @@ class EndJudgement:
                     [
                         *((each.file.path, each.why) for each in undecided),
                         *((str(path), reason) for path, reason in unknown),
+                        *((_named(each), reason) for each, reason in of_nobody),
                     ],
                 )
             ),
+            tuple(NotMeasured(what=_named(each), why=reason) for each, reason in of_unseen),
         )
 
     def _settled(self) -> tuple[list[int], Mapping[int, ByCard]]:
@@ -267,13 +273,20 @@ def _removal(path: Path) -> str:
     return shlex.join(["rm", *(["-r"] if path.is_dir() else []), "--", str(path)])
 
 
+_SYSTEM_V = {"shm": ("shared memory", "-m"), "sem": ("a set of semaphores", "-s"), "msg": ("a message queue", "-q")}
+"""By kind, what it is, and the option by which `ipcrm` removes it."""
+
+
+def _named(left: SystemVObject) -> str:
+    return f"{_SYSTEM_V[left.kind][0]} of System V, number {left.number}"
+
+
 def _system_v(left: SystemVObject) -> Finding:
-    what = "shared memory" if left.kind == "shm" else "a set of semaphores"
     amount = f" ({format_bytes(left.bytes)})" if left.bytes else ""
     return _finding(
         "shared-memory",
-        f"{what} of System V, number {left.number}{amount}, is left",
-        f"remove it where its process ends; now: ipcrm -{'m' if left.kind == 'shm' else 's'} {left.number}",
+        f"{_named(left)}{amount}, is left",
+        f"remove it where its process ends; now: ipcrm {_SYSTEM_V[left.kind][1]} {left.number}",
         size=left.bytes,
         suspects=("System V", left.kind),
     )

@@ -8,6 +8,7 @@ process is taken for the tree's, too: nobody else will remove it.  Where others 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import re
 import stat as modes
 import tempfile
@@ -43,19 +44,24 @@ _MOST_ENTRIES = 4096
 
 @dataclass(frozen=True, slots=True)
 class SystemVObject:
-    """Shared memory or semaphores of System V, which outlive their makers.
+    """Shared memory, semaphores or a message queue of System V, which outlive their makers.
 
     Attributes:
-        kind: `shm` or `sem`.
+        kind: `shm`, `sem` or `msg`.
         number: its identifier, as `ipcrm` takes it.
-        bytes: of shared memory; 0 for semaphores.
-        attached: how many processes have it; 0 for semaphores, of which the kernel does not say.
+        bytes: of shared memory and of the messages in a queue; 0 for semaphores.
+        attached: how many processes have it; 0 where the kernel does not say.
+        changed: when it was made or its settings were changed, in whole seconds since 1970.
+        pids: of the processes that the kernel names: who made shared memory, who has used the others last; none for
+            what nobody has used.
     """
 
     kind: str
     number: int
     bytes: int
     attached: int
+    changed: int
+    pids: frozenset[int]
 
 
 class TreeTraces:
@@ -87,6 +93,7 @@ class TreeTraces:
         self._shared_before: frozenset[str] = frozenset()
         self._files_before: frozenset[str] = frozenset()
         self._system_v_before: frozenset[tuple[str, int]] = frozenset()
+        self._roots: set[int] = set()
 
     def start(self) -> None:
         """What is there now was left before."""
@@ -124,7 +131,7 @@ class TreeTraces:
         """The processes that there have been, as far as they were seen or had an agent."""
         named = () if self._agents is None else _names_in(self._agents)
         with_agent = {int(name.partition(".")[0]) for name in named if name.partition(".")[0].isdecimal()}
-        return frozenset(self._started.keys() | with_agent)
+        return frozenset(self._started.keys() | with_agent | self._roots)
 
     def name(self, pid: int) -> str:
         """How a person knew a process; empty if it was not seen while it lived."""
@@ -188,11 +195,36 @@ class TreeTraces:
     def _numbers_of_the_dead(self) -> set[str]:
         return {str(pid) for pid in self.pids if not self._lives(pid)}
 
-    def system_v(self) -> list[SystemVObject]:
-        """New shared memory that no process has attached, and new semaphores, of this user."""
-        return [
-            each for each in _system_v() if (each.kind, each.number) not in self._system_v_before and not each.attached
-        ]
+    def note_root(self, pid: int) -> None:
+        """A process of the tree that may end before it is looked at."""
+        self._roots.add(pid)
+
+    def system_v(self) -> tuple[list[SystemVObject], list[tuple[SystemVObject, str]], list[tuple[SystemVObject, str]]]:
+        """New objects of System V that no process has attached, of this user.
+
+        Returns:
+            Those that processes of the tree have made or used; those of which nobody knows the maker, with the reason;
+            those of an ended process that was not seen, with the reason: most likely another program's.
+        """
+        ours, unknown, unseen = [], [], []
+        pids = self.pids
+        for each in _system_v():
+            is_old = (each.kind, each.number) in self._system_v_before or each.changed < int(self._began)
+            if is_old or each.attached:
+                continue
+            if any(pid in pids and self._is_same(pid) for pid in each.pids):
+                ours.append(each)
+            elif not each.pids and each.kind != "shm":
+                unknown.append((each, "no process has used it, and the kernel does not name its maker"))
+            elif each.pids and all(stat(pid) is None for pid in each.pids):
+                why = f"it is of pid {min(each.pids)}, which had ended before it was seen among the command's processes"
+                unseen.append((each, why))
+        return ours, unknown, unseen
+
+    def _is_same(self, pid: int) -> bool:
+        """Whether no other process has a number of the tree's now."""
+        now = stat(pid)
+        return now is None or self._started.get(pid, now.started) == now.started
 
     def _lives(self, pid: int) -> bool:
         return lives(pid, self._started[pid]) if pid in self._started else stat(pid) is not None
@@ -287,16 +319,31 @@ def _listening(pid: int) -> set[str]:
 
 
 def _system_v() -> list[SystemVObject]:
-    """This user's shared memory and semaphores (proc_sysvipc(5)); empty on a kernel without them."""
+    """This user's shared memory, semaphores and queues (proc_sysvipc(5)); empty on a kernel without them."""
     found = []
-    for kind in ("shm", "sem"):
+    for kind, identifier, size in (("shm", "shmid", "size"), ("sem", "semid", ""), ("msg", "msqid", "cbytes")):
         try:
             head, *lines = Path("/proc/sysvipc", kind).read_text(encoding="utf-8").splitlines()
         except OSError:
             continue
         for line in lines:
-            fields = dict(zip(head.split(), line.split(), strict=False))
-            if int(fields["uid"]) == os.geteuid():
-                number = int(fields[f"{kind}id"])
-                found.append(SystemVObject(kind, number, int(fields.get("size", 0)), int(fields.get("nattch", 0))))
+            fields = dict(zip(head.split(), map(int, line.split()), strict=False))
+            if fields["uid"] != os.geteuid():
+                continue
+            number = fields[identifier]
+            pids = [fields.get(name, 0) for name in ("cpid", "lspid", "lrpid")]
+            pids += _last_users(number, fields["nsems"]) if kind == "sem" else []
+            attached, changed = fields.get("nattch", 0), fields["ctime"]
+            used_by = frozenset(filter(None, pids))
+            found.append(SystemVObject(kind, number, fields.get(size, 0), attached, changed, used_by))
     return found
+
+
+_GETPID = 11
+"""Of `semctl`: the process that has last changed a semaphore (`<linux/sem.h>`)."""
+
+
+def _last_users(semaphores: int, count: int) -> list[int]:
+    """The processes that have last changed the semaphores of a set; those that may not be asked are left out."""
+    semctl = ctypes.CDLL(None).semctl
+    return [pid for pid in (semctl(semaphores, turn, _GETPID) for turn in range(count)) if pid > 0]

@@ -108,6 +108,7 @@ def run_command(command: Sequence[str], driver: Driver, *, settle: float, to_std
         signals = _Signals()
         with signals.passed_on():
             process = _started(command, to_stderr)
+            traces.note_root(process.pid)
             signals.started(process)
             _wait(process, traces)
             judgement = EndJudgement(tree, traces, agents, settle, lambda: signals.is_cut)

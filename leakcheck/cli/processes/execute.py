@@ -80,7 +80,7 @@ def _subject(program: str, ended: CommandEnd) -> Subject:
         outcome=outcome,  # type: ignore[arg-type]
         reason=reason,
         findings=end.findings,
-        not_measured=end.not_measured,
+        not_measured=(*end.not_measured, *end.not_judged),
     )
 
 
