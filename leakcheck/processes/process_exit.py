@@ -6,11 +6,9 @@ Python joins threads and multiprocessing's processes that are no daemons, howeve
 from __future__ import annotations
 
 import atexit
-import os
-import sys
-import threading
-import time
 from typing import Any, NoReturn
+
+from lowtide.probes.originals import loaded, os, sys, threading, time
 
 LINGER_S = 5.0
 """Seconds that what Python waits for may take to end, as the guardian of a gate's cell gives it."""
@@ -45,7 +43,7 @@ def end_soon(code: int) -> None:
 
 def awaited() -> list[str]:
     """The threads and processes that Python waits for when it ends, in words; not an executor's, which it ends."""
-    executors: Any = sys.modules.get("concurrent.futures.thread")
+    executors: Any = loaded("concurrent.futures.thread")
     ended = getattr(executors, "_threads_queues", ())
     own = (threading.main_thread(), threading.current_thread())
     threads = [each for each in threading.enumerate() if not each.daemon and each not in own and each not in ended]
@@ -54,7 +52,7 @@ def awaited() -> list[str]:
 
 
 def _children() -> list[Any]:
-    multiprocessing: Any = sys.modules.get("multiprocessing")
+    multiprocessing: Any = loaded("multiprocessing")
     return [] if multiprocessing is None else [each for each in multiprocessing.active_children() if not each.daemon]
 
 
