@@ -31,7 +31,7 @@ LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
 WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(sort $(shell find tests -name "test_*.py")))
 # Whole lives, commands and other runners' suites, which take 40 % of the time of all tests: `make test-all` runs them,
 # every night.
-NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/probes/test_buffers.py \
+NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/package/test_install.py tests/probes/test_buffers.py \
 	tests/reports/test_page_in_a_browser.py \
 	$(addprefix tests/engine/test_, block_table.py core_failures.py golden.py golden_life.py kv_offload.py rank_failures.py core_interrupts.py cores_that_stay.py) \
 	$(addprefix tests/pytest_plugin/test_, causes.py growth.py growth_in_processes.py hidden_holders.py later_tests.py library_insides.py \

@@ -44,5 +44,13 @@ def __getattr__(name: str) -> Any:
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Give a notebook the cell magic `%%leakcheck`: `%load_ext lowtide` calls this."""
-    # By its name, as all that is here: no room below may depend on the notebook.
-    importlib.import_module("lowtide.leakcheck.notebooks.magic").register(ipython)
+    try:
+        # By its name, as all that is here: no room below may depend on the notebook.
+        magic = importlib.import_module("lowtide.leakcheck.notebooks.magic")
+    except ModuleNotFoundError as error:
+        if error.name != "rich":
+            raise
+        from IPython.core.error import UsageError
+
+        raise UsageError('rich is not installed: pip install "lowtide[cli]"') from None
+    magic.register(ipython)

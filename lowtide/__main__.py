@@ -1,6 +1,24 @@
-"""`python -m lowtide` is the `lowtide` command."""
+"""The `lowtide` command, which is also `python -m lowtide`, where what commands need is installed."""
 
-from lowtide.leakcheck.cli.commands import main
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, or say in one line which extra is missing for it."""
+    try:
+        from lowtide.leakcheck.cli.commands import main as run_commands
+    except ModuleNotFoundError as error:
+        if error.name not in ("click", "rich", "typer"):
+            raise
+        # Not by the commands' own printing, which needs what is missing.
+        remedy = 'pip install "lowtide[cli]"'
+        sys.stderr.write(f"lowtide: this command needs {error.name}, which cannot be imported ({error}): {remedy}\n")
+        # `git bisect run` takes 2 for a bad commit, and stops at 128.
+        sys.exit(128 if sys.argv[1:2] == ["bisect-step"] else 2)
+    run_commands()
+
 
 if __name__ == "__main__":
     main()

@@ -18,6 +18,9 @@ from rich.table import Column
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells count it: 128 + SIGINT."""
 
+_EXTRAS = {"torch": "engine", "hypothesis": "fuzz"}
+"""What some commands need beside the others, and the extra with which it comes."""
+
 WITHOUT_TERMINAL = 100
 """Columns of a table where nobody says how wide the output is shown, as in a log of a CI."""
 
@@ -119,7 +122,8 @@ def report_own_error(error: BaseException) -> None:
 def _described(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        return f"this command needs {package}, which cannot be imported ({error}): install {package}"
+        remedy = f'pip install "lowtide[{_EXTRAS[package]}]"' if package in _EXTRAS else f"install {package}"
+        return f"this command needs {package}, which cannot be imported ({error}): {remedy}"
     if isinstance(error, SystemExit):
         return f"nothing was judged: the program that ran ended the process by sys.exit({error.code!r})"
     said = f"an error of lowtide itself: {type(error).__name__}: {error}"

@@ -22,7 +22,7 @@ def init(
     Exit codes: 0 written, or all there already; 2 bad input.
     """
     from lowtide.leakcheck.gate.settings import GateError
-    from lowtide.leakcheck.gate.starter_files import CONFIGURATION, write_starter_files
+    from lowtide.leakcheck.gate.starter_files import CONFIGURATION, WORKFLOW, write_starter_files
 
     if not folder.is_dir():
         refuse(f"{folder} is no folder: give the project's")
@@ -35,5 +35,7 @@ def init(
     for path in kept:
         hint = ": add a [gate] table if it has none" if path.name == CONFIGURATION.name else ""
         say(f"{path} is there already and stays as it is{hint}")
+    if folder / WORKFLOW in written:
+        say(f"Put lowtide's git address into {folder / WORKFLOW}: there is no release yet that pip could find.")
     if written:
         say("Now try it: `lowtide gate --list` shows the cells, `lowtide gate` runs them.")

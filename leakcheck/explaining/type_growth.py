@@ -1,10 +1,8 @@
-"""Of which types there are more objects than before: objgraph's table, over frozen objects too."""
+"""Of which types there are more objects than before, those that the collector has frozen too."""
 
 from __future__ import annotations
 
 from collections import Counter
-
-import objgraph
 
 from lowtide.probes.objects.foreign import mro_of, namespace_of, type_name
 from lowtide.probes.objects.listed import all_objects
@@ -50,7 +48,7 @@ def _counts() -> dict[str, int]:
     from lowtide.probes.objects.identities import identities, types_of
 
     objects = all_objects()
-    # Counted by type first: objgraph makes a name for every object it is shown, so it is shown one of each type.
+    # Counted by type first: a name is made for one object of each.
     _, places, numbers = np.unique(types_of(identities(objects)), return_index=True, return_counts=True)
     counts: Counter[str] = Counter()
     for place, number in zip(places.tolist(), numbers.tolist(), strict=True):
@@ -59,11 +57,9 @@ def _counts() -> dict[str, int]:
 
 
 def _name(item: object) -> str:
-    """As objgraph has it; it asks the class for its name, and a metaclass may answer anything."""
-    if _answers_itself(type(item)):
-        return type_name(type(item))
-    (name,) = objgraph.typestats([item], shortnames=False)
-    return str(name)
+    """Return module and name of an object's class, which is asked for them unless its metaclass may answer anything."""
+    cls = type(item)
+    return type_name(cls) if _answers_itself(cls) else f"{cls.__module__}.{cls.__name__}"
 
 
 def _answers_itself(cls: type) -> bool:

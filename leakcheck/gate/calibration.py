@@ -318,8 +318,15 @@ def _report(calibration: Calibration) -> Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Calibrate, write and show the report; the exit code is that of a cell."""
-    from lowtide.engine import EngineError
-    from lowtide.engine.pages import check_device
+    try:
+        from lowtide.engine import EngineError
+        from lowtide.engine.pages import check_device
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        remedy = 'pip install "lowtide[engine]"'
+        sys.stderr.write(f"lowtide: this command needs torch, which cannot be imported ({error}): {remedy}\n")
+        return 2
 
     parser = argparse.ArgumentParser(prog="lowtide calibration", description="How small a leak is found here.")
     parser.add_argument("--report", type=Path, required=True, help="folder for the report")

@@ -64,6 +64,9 @@ on:
   workflow_dispatch:
 permissions:
   contents: read
+env:
+  # Put lowtide's git address here: there is no release yet that pip could find by its name.
+  LOWTIDE: https://git.example/lowtide.git
 jobs:
   gate:
     # A runner with a card sees what only a card has: runs-on: [self-hosted, gpu]
@@ -74,7 +77,9 @@ jobs:
       - uses: actions/setup-python@v5
         with:
           python-version: "3.12"
-      - run: python -m pip install "lowtide[history]" $install
+      # torch's CPU build, for a runner without a card; one with a card does without this line.
+      - run: python -m pip install torch --index-url https://download.pytorch.org/whl/cpu
+      - run: python -m pip install "lowtide[fuzz,history] @ git+$$LOWTIDE" $install
       - uses: actions/cache@v4
         with:
           path: lowtide-history.sqlite

@@ -48,21 +48,24 @@ def test_without_a_target_the_tests_are_judged_or_the_reference_engine(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("file", "install"), [("pyproject.toml", '"lowtide[history]" .'), (None, '"lowtide[history]"')]
+    ("file", "install"),
+    [("pyproject.toml", '"lowtide[fuzz,history] @ git+$LOWTIDE" .'), (None, '"lowtide[fuzz,history] @ git+$LOWTIDE"')],
 )
 def test_the_workflow_runs_the_gate_every_night_and_keeps_its_report(
     file: str | None, install: str, tmp_path: Path
 ) -> None:
     if file is not None:
         (tmp_path / file).touch()
-    init(tmp_path)
+    _, said = init(tmp_path)
+    assert f"Put lowtide's git address into {tmp_path / WORKFLOW}" in said
     workflow = yaml.safe_load((tmp_path / WORKFLOW).read_text())
     # YAML 1.1 reads `on` as true.
     assert "schedule" in workflow[True]
     steps = workflow["jobs"]["gate"]["steps"]
     runs = [step["run"] for step in steps if "run" in step]
-    assert runs[0] == f"python -m pip install {install}"
-    assert runs[1] == "lowtide gate --report build/gate"
+    assert runs[0].startswith("python -m pip install torch ")
+    assert runs[1] == f"python -m pip install {install}"
+    assert runs[2] == "lowtide gate --report build/gate"
     last = steps[-1]
     assert (last["if"], last["uses"], last["with"]["path"]) == ("always()", "actions/upload-artifact@v4", "build/gate")
 
