@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -122,6 +123,9 @@ class Checker:
         if self.settings.action == "fail" and session.exitstatus == pytest.ExitCode.OK and self._results.leaks():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         self._results.write_report()
+        if self._results.unwritten and session.exitstatus == pytest.ExitCode.OK:
+            # Who needs the report must not take the session for a clean one.
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: object) -> None:
@@ -134,16 +138,17 @@ class Checker:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One line per leak."""
         results = self._results
-        terminal.summary(terminalreporter, results.subjects, self.settings, results.problems, self._spent)
+        settings = dataclasses.replace(self.settings, report=None) if results.unwritten else self.settings
+        terminal.summary(terminalreporter, results.subjects, settings, results.problems, self._spent)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
         """Nothing of the watch stays behind, whatever ended the session; what keeps Python from ending is named."""
         self._session.close()
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        left = [] if self._is_worker else awaited()
-        if left and reporter is not None:
-            reporter.write_line(f"leakcheck: before Python ends, it waits for {', '.join(left)}", yellow=True)
+        if not self._is_worker:
+            terminal.last_lines(
+                self._config.pluginmanager.get_plugin("terminalreporter"), awaited(), self._results.unwritten
+            )
 
     def _prove(self, session: pytest.Session) -> list[Proven]:
         """Try what gives the leaks back, now that no test follows; the subjects with what is known then."""

@@ -37,6 +37,7 @@ class Results:
     Attributes:
         subjects: in the order in which they were judged.
         problems: what is wrong with the suppressions, once the session is over.
+        unwritten: why the report could not be written; empty if it was.
 
     Raises:
         pytest.UsageError: the file of suppressions cannot be used.
@@ -45,6 +46,7 @@ class Results:
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
         self.subjects: list[Subject] = []
         self.problems: tuple[str, ...] = ()
+        self.unwritten = ""
         self._config = config
         self._settings = settings
         self._suppressions = _suppressions(config, settings.suppressions)
@@ -116,17 +118,13 @@ class Results:
         return bool(self.problems)
 
     def write_report(self) -> None:
-        """Write the report, if one is wanted.
-
-        Raises:
-            pytest.UsageError: its folder cannot be written to.
-        """
+        """Write the report, if one is wanted; `unwritten` says why that was not possible."""
         if self._settings.report is None:
             return
         try:
             write_folder(self._report(self.subjects), self._settings.report)
         except ReportError as error:
-            raise usage_error(f"--leakcheck-report: {error}") from None
+            self.unwritten = f"--leakcheck-report: {error}"
 
     def _report(self, subjects: Sequence[Subject]) -> Report:
         driver = find_driver()

@@ -9,7 +9,7 @@ import pytest
 
 from lowtide.leakcheck.judging.budget import REMEDIES_SHARE, UNTRIED
 from lowtide.leakcheck.judging.tolerances import HOST_MEMORY_TOLERANCE, plain_metrics
-from lowtide.probes.originals import loaded, os
+from lowtide.probes.originals import loaded, os, sys
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.spent import Spent
 from lowtide.reports.escaping import one_line
@@ -103,6 +103,22 @@ def summary(
     write(str(spent))
     if settings.report is not None:
         write(f"report: {os.fspath(settings.report)}/index.html")
+
+
+def last_lines(reporter: pytest.TerminalReporter | None, awaited: Sequence[str], unwritten: str) -> None:
+    """What is said below pytest's last line.
+
+    Args:
+        reporter: pytest's; None where it has none.
+        awaited: the threads and processes that Python waits for when it ends.
+        unwritten: why the report could not be written; empty if it was.
+    """
+    if awaited and reporter is not None:
+        reporter.write_line(one_line(f"leakcheck: before Python ends, it waits for {', '.join(awaited)}"), yellow=True)
+    if unwritten and reporter is not None:
+        reporter.write_line(one_line(f"ERROR: {unwritten}"), red=True)
+    elif unwritten:
+        sys.stderr.write(f"{one_line(f'ERROR: {unwritten}')}\n")
 
 
 def _not_measured(subjects: Sequence[Subject]) -> Iterator[str]:

@@ -47,8 +47,8 @@ class UnfinishedReport:
     def __init__(self, folder: Path, begun: schema.Begun) -> None:
         self._path = (folder / schema.UNFINISHED_FILE).absolute()
         self._unwritten = bytearray()
-        with contextlib.suppress(OSError):
-            for name in (schema.UNFINISHED_FILE, schema.REPORT_FILE, *_RENDERERS):
+        for name in (schema.UNFINISHED_FILE, schema.REPORT_FILE, *_RENDERERS):
+            with contextlib.suppress(OSError):
                 (folder / name).unlink(missing_ok=True)
         self._append(begun)
 

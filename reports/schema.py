@@ -454,8 +454,11 @@ def write(report: Report, folder: Path) -> Path:
     partial = path.with_suffix(".json.partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(encode(report))
-        partial.replace(path)
+        try:
+            partial.write_bytes(encode(report))
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise ReportError(f"{path} cannot be written: {error.strerror}; choose another report folder") from error
     return path

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse, say
-from lowtide.leakcheck.cli.reporting import begin_report, check_writable, make_report
+from lowtide.leakcheck.cli.reporting import begin_report, check_writable, ended_with, make_report, write_report
 from lowtide.leakcheck.targets.devices import Device, device_name
 
 if TYPE_CHECKING:
@@ -103,7 +103,6 @@ def _fuzz(
     from lowtide.leakcheck.cli.fuzz_command import verdict, write_program
     from lowtide.probes.device.driver import find_driver
     from lowtide.reports import schema
-    from lowtide.reports.folder import write_folder
     from lowtide.reports.hanging_text import HangingText
 
     console = find_console()
@@ -116,11 +115,10 @@ def _fuzz(
         written = make_report(subject, driver)
     finally:
         driver.close()
-    where = unwritten = None
     # Written before it is shown: a pipe that breaks must not cost the report.
-    if report is not None:
+    where, unwritten = write_report(written, report)
+    if report is not None and not unwritten:
         try:
-            where = write_folder(written, report)
             write_program(report, program)
         except schema.ReportError as error:
             unwritten = str(error)
@@ -128,11 +126,9 @@ def _fuzz(
         console.print(line)
     if program:
         say("", "The life that fails, as a program:", "", *program.split("\n"))
-    if unwritten is not None:
-        refuse(unwritten)
     if where is not None:
         console.print(HangingText(f"report: {where}"))
-    return schema.exit_code(written)
+    return ended_with(schema.exit_code(written), unwritten)
 
 
 def _search(

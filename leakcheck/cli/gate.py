@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse, say
-from lowtide.leakcheck.cli.reporting import check_writable, show_on_github
+from lowtide.leakcheck.cli.reporting import check_writable, ended_with, show_on_github
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,15 +114,19 @@ def _gate(
         run = Gate(cells, folder, _machine())
         run.cards, run.cpu_workers, run.cluster = cards, settings.cpu_workers, cluster
         run.known, run.earlier, run.listener = known, earlier, _Lines(console, len(cells)).show
+        unwritten = ""
         try:
             written = run.run()
             if update:
                 written = _update(console, run, reason, owner, days)
         except (ReportError, KnownFindingsError) as error:
-            refuse(str(error))
+            if not run.results:
+                refuse(str(error))
+            # What was found is not lost for it.
+            written, unwritten = run.report(), str(error)
         _show(console, run, written)
         show_on_github(written)
-        return exit_code(written)
+        return ended_with(exit_code(written), unwritten)
 
 
 def _chosen(cells: list[Cell], only: str | None, shard: object) -> list[Cell]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse
 from lowtide.leakcheck.cli.display.live_life import shown_live
 from lowtide.leakcheck.cli.display.watched_life import broadcast_live
-from lowtide.leakcheck.cli.reporting import begin_report, make_report
+from lowtide.leakcheck.cli.reporting import begin_report, ended_with, make_report, write_report
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
@@ -74,7 +74,6 @@ def live(
     from lowtide.leakcheck.suppressions.entries import problems
     from lowtide.probes.device.driver import find_driver
     from lowtide.reports import schema
-    from lowtide.reports.folder import write_folder
     from lowtide.reports.hanging_text import HangingText
     from lowtide.reports.terminal import render
 
@@ -95,21 +94,14 @@ def live(
         written = make_report(subject, driver)
         stack.close()
         # Written before it is shown: a pipe that breaks must not cost the report.
-        where = None
-        if report is not None:
-            try:
-                where = write_folder(written, report)
-            except schema.ReportError as error:
-                console.print(render(written, wide=wide))
-                refuse(str(error))
+        where, unwritten = write_report(written, report)
     console.print(render(written, *(() if where is None else (f"report: {where}",)), wide=wide))
     # A run that ended early may not have come to what an entry is for.
     wrong = problems(suppressions.entries, used, today, subject.findings, ran_all=not subject.reason)
     for problem in wrong:
         console.print(HangingText(f"SUPPRESSION {problem}", style="red"))
-    if life.interrupted:
-        return INTERRUPTED
-    return schema.exit_code(written) or (1 if wrong else 0)
+    code = INTERRUPTED if life.interrupted else schema.exit_code(written) or (1 if wrong else 0)
+    return ended_with(code, unwritten)
 
 
 def _tell(listeners: Iterable[Callable[[Event], None]], event: Event) -> None:

@@ -89,6 +89,32 @@ def make_report(subject: Subject | None, driver: Driver) -> Report:
     )
 
 
+def write_report(report: Report, folder: Path | None, *, is_final: bool = True) -> tuple[Path | None, str]:
+    """Where the report is now, and why it cannot be written; neither without a folder.
+
+    What was found is shown all the same, and then why: see `ended_with`.
+
+    Args:
+        report: what is written.
+        folder: where to.
+        is_final: as that of `write_folder`.
+    """
+    from lowtide.reports.folder import write_folder
+    from lowtide.reports.schema import ReportError
+
+    try:
+        return (None, "") if folder is None else (write_folder(report, folder, is_final=is_final), "")
+    except ReportError as error:
+        return None, str(error)
+
+
+def ended_with(code: int, unwritten: str) -> int:
+    """The exit code of a verdict, or 2 where its report could not be written, which is said."""
+    if unwritten:
+        say(f"lowtide: {unwritten}", err=True)
+    return 2 if unwritten else code
+
+
 def command_settings() -> dict[str, str]:
     """The arguments and options of the command that runs, with those that were not given; empty outside of one."""
     # click's, which typer takes from elsewhere in some versions.

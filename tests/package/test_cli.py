@@ -534,6 +534,27 @@ def test_a_run_that_ended_early_calls_no_entry_unused_and_keeps_its_exit_code(
     assert run_with(tmp_path, entry("0" * 16))[0].exit_code == 130
 
 
+def test_where_the_report_cannot_be_written_the_verdict_is_shown_first(
+    lived: Callable[..., None], tmp_path: Path
+) -> None:
+    (tmp_path / "leakcheck.json").mkdir()
+    lived("leak", LEAK)
+    done = invoke("run", "--device", "cpu", "--report", tmp_path)
+    why = "cannot be written: Is a directory; choose another report folder\n"
+    assert (done.exit_code, done.stderr) == (2, f"lowtide: {tmp_path / 'leakcheck.json'} {why}")
+    assert done.stdout.splitlines()[-1] == "LEAK: 1 finding(s)"
+    assert "report: " not in done.stdout
+
+
+def test_a_report_in_a_folder_that_cannot_be_written_is_shown(tmp_path: Path) -> None:
+    write_report(tmp_path, LEAK)
+    (tmp_path / "junit.xml").mkdir()
+    done = invoke("report", tmp_path)
+    why = "cannot be written: Is a directory; choose another report folder\n"
+    assert (done.exit_code, done.stderr) == (2, f"lowtide: {tmp_path / 'junit.xml'} {why}")
+    assert done.stdout.splitlines()[-1] == "LEAK: 1 finding(s)"
+
+
 def test_without_a_file_the_shipped_entries_count(lived: Callable[..., None], tmp_path: Path) -> None:
     lived("leak", msgspec.structs.replace(LEAK, cause="library-workspace", holder="workspace at 0x7f0000000000"))
     done = invoke("run", "--device", "cpu")

@@ -86,3 +86,27 @@ def test_what_python_will_wait_for_at_its_end_is_named(run_inner: RunInner) -> N
     run = run_inner({"test_left.py": left})
     assert run.code == 1
     assert run.out.splitlines()[-1] == "leakcheck: before Python ends, it waits for thread 'waits'"
+
+
+@pytest.mark.parametrize(("leaks", "code"), [(True, 1), (False, 4)])
+def test_where_the_report_cannot_be_written_all_else_is_said_first(run_inner: RunInner, leaks: bool, code: int) -> None:
+    spoils = f"""
+        import gc
+        from pathlib import Path
+
+        def test_spoiling_the_report():
+            Path(__file__).with_name("report").joinpath("leakcheck.json").mkdir()
+
+        def test_leaking():
+            first, *others = gc.get_threshold()
+            gc.set_threshold(first + {int(leaks)}, *others)
+    """
+    run = run_inner({"test_spoiled.py": spoils})
+    assert run.code == code
+    assert ("LEAK test_spoiled.py::test_leaking globals/not-restored" in run.out) is leaks
+    assert ("FAILED test_spoiled.py::test_leaking - leak: " in run.out) is leaks
+    assert run.totals == ({"failed": 1, "passed": 1} if leaks else {"passed": 2})
+    last = run.out.splitlines()[-1]
+    assert last.startswith("ERROR: --leakcheck-report: ")
+    assert last.endswith("leakcheck.json cannot be written: Is a directory; choose another report folder")
+    assert "report: " not in run.out.replace(last, "").partition("= leakcheck =")[2]

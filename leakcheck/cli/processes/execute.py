@@ -12,7 +12,7 @@ import typer
 
 from lowtide.leakcheck.cli.console import find_console, refuse, write
 from lowtide.leakcheck.cli.judged_lives import load_suppressions
-from lowtide.leakcheck.cli.reporting import begin_report, check_writable, make_report
+from lowtide.leakcheck.cli.reporting import begin_report, check_writable, ended_with, make_report, write_report
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.cli.processes.command_run import CommandEnd
@@ -90,7 +90,6 @@ def _report(
     from lowtide.leakcheck.suppressions.entries import problems
     from lowtide.reports import schema
     from lowtide.reports.escaping import escape_json
-    from lowtide.reports.folder import write_folder
     from lowtide.reports.hanging_text import HangingText
     from lowtide.reports.terminal import render
 
@@ -99,17 +98,11 @@ def _report(
     written = make_report(subject, driver)
     # The command's own output is on stdout, for whoever reads it.
     console = find_console(sys.stderr)
-    where = None
-    if folder is not None:
-        try:
-            where = write_folder(written, folder)
-        except schema.ReportError as error:
-            console.print(render(written))
-            refuse(str(error))
+    where, unwritten = write_report(written, folder)
     console.print(render(written, *(() if where is None else (f"report: {where}",))))
     if as_json:
         write(escape_json(schema.encode(written).decode()))
     wrong = problems(known.entries, used, today, subject.findings, ran_all=not status)
     for problem in wrong:
         console.print(HangingText(f"SUPPRESSION {problem}", style="red"))
-    return schema.exit_code(written) or (1 if wrong else status)
+    return ended_with(schema.exit_code(written) or (1 if wrong else status), unwritten)

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from lowtide.leakcheck.cli.console import Wide, find_console, refuse, say
+from lowtide.leakcheck.cli.reporting import ended_with, write_report
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a report.")]
 
@@ -24,16 +25,16 @@ def report(folder: _Folder, wide: Wide = False) -> None:
     Exit codes: those of the run that wrote it: 0 clean, 1 leak, 2 something could not be measured, or bad input.
     """
     from lowtide.reports import schema, terminal
-    from lowtide.reports.folder import write_folder
 
     try:
         read = schema.read(folder)
-        # A run that has not come to its end may still go on.
-        write_folder(read, folder, is_final=False)
     except schema.ReportError as error:
         refuse(str(error))
-    find_console().print(terminal.render(read, f"report: {folder / 'index.html'}", wide=wide))
-    raise typer.Exit(schema.exit_code(read))
+    # A run that has not come to its end may still go on.
+    where, unwritten = write_report(read, folder, is_final=False)
+    notes = () if where is None else (f"report: {folder / 'index.html'}",)
+    find_console().print(terminal.render(read, *notes, wide=wide))
+    raise typer.Exit(ended_with(schema.exit_code(read), unwritten))
 
 
 def open_page(
