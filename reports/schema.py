@@ -24,6 +24,9 @@ REPORT_FILE = "leakcheck.json"
 UNFINISHED_FILE = "unfinished.jsonl"
 """The file that has what a run has finished so far: a `Begun`, then a `Finished` for each part, a line each."""
 
+END_OF_RUN = "the end of the run"
+"""The subject of a run that has not come to its end."""
+
 _MOST_INDENTED = 256 << 10
 """Bytes of JSON that are indented, which doubles them."""
 
@@ -440,7 +443,7 @@ def _decode_unfinished(data: bytes, name: str) -> Report:
     counted = f": {format_amount(len(lines), f'{begun.part}s')} {were} finished" if begun.part else ""
     lost = f"; {damaged} cannot be read" if damaged else ""
     reason = f"the run has not come to its end{counted}{lost}"
-    end = Subject(id="the end of the run", outcome="error", reason=reason)
+    end = Subject(id=END_OF_RUN, outcome="error", reason=reason)
     return msgspec.structs.replace(begun.report, subjects=(*whole, end))
 
 

@@ -21,12 +21,21 @@ from lowtide.reports.finding_lines import (
 )
 from lowtide.reports.hanging_text import HangingText, Parts
 from lowtide.reports.processes.tree_table import tree_tables
-from lowtide.reports.schema import Finding, NotMeasured, Report, Subject, TypeGrowth
-from lowtide.reports.sizes import format_bytes
+from lowtide.reports.schema import END_OF_RUN, Finding, NotMeasured, Report, Stage, Subject, TypeGrowth
+from lowtide.reports.sizes import format_amount, format_bytes
 from lowtide.reports.terminal.life_tables import ledger_table, ledgers_by_device, process_table, stage_table
 from lowtide.reports.terminal.telling_table import TellingTable
 
 _MOST_TYPES = 20
+
+MOST_SHOWN = 20
+"""Findings, and subjects without any that were not judged, of a report that is shown in part."""
+
+_MOST_STAGES = 60
+"""Of a life that is shown in part: the last ones."""
+
+_OUTCOMES = ("leak", "error", "unsupported")
+"""Of subjects that a report in part shows, the worst first."""
 
 
 def render(report: Report, *notes: str, wide: bool = False) -> RenderableType:
@@ -45,6 +54,54 @@ def render(report: Report, *notes: str, wide: bool = False) -> RenderableType:
     return Group(*parts)
 
 
+def is_long(report: Report) -> bool:
+    """Whether a whole report is more than anybody reads on a terminal."""
+    lines = sum(max(1, len(subject.findings)) for subject in report.subjects)
+    return lines > MOST_SHOWN or sum(len(subject.stages) for subject in report.subjects) > _MOST_STAGES
+
+
+def render_worst(report: Report, rest: str, *, wide: bool = False) -> RenderableType:
+    """A part of a long report, without its verdict: the worst findings, and of a single life its last stages.
+
+    Args:
+        report: what is shown.
+        rest: where the rest can be seen.
+        wide: as that of `render`.
+    """
+    parts: list[RenderableType] = [_machine_lines(report)]
+    if len(report.subjects) == 1:
+        parts += _stage_tables(report.subjects[0].stages[-_MOST_STAGES:], wide=wide)
+    subjects = [each for each in report.subjects if each.findings or each.outcome in _OUTCOMES]
+    room, more = MOST_SHOWN, Counter[str]()
+    for subject in sorted(subjects, key=_badness):
+        findings = sorted(subject.findings, key=_smallness)[:room]
+        if room:
+            reason = f": {subject.reason}" if subject.reason else ""
+            parts.append(HangingText(f"{subject.id}{reason}", style="bold"))
+            parts += map(finding_text, findings)
+            room -= max(1, len(findings))
+        elif not subject.findings:
+            more["subjects that were not judged"] += 1
+        more["findings"] += len(subject.findings) - len(findings)
+    if len(report.subjects) == 1:
+        more["earlier stages"] = max(0, len(report.subjects[0].stages) - _MOST_STAGES)
+    counted = [format_amount(count, what) for what, count in more.items() if count]
+    if counted:
+        parts.append(HangingText(f"… {', '.join(counted)} more: {rest}"))
+    return Group(*parts)
+
+
+def _badness(subject: Subject) -> tuple[int, int]:
+    order = _OUTCOMES.index(subject.outcome) if subject.outcome in _OUTCOMES else len(_OUTCOMES)
+    if subject.id == END_OF_RUN:
+        order = -1
+    return order, -max((finding.bytes for finding in subject.findings if finding.suppressed_by is None), default=0)
+
+
+def _smallness(finding: Finding) -> tuple[bool, int, int]:
+    return finding.suppressed_by is not None, -finding.bytes, -finding.count
+
+
 def render_subject(subject: Subject, *, wide: bool = False) -> list[RenderableType]:
     """One subject's tables and verdict.
 
@@ -52,16 +109,19 @@ def render_subject(subject: Subject, *, wide: bool = False) -> list[RenderableTy
         subject: what is shown.
         wide: whether tables have all their columns, instead of the most telling ones that fit.
     """
-    if not subject.stages:
-        return verdict_lines(subject)
-    last = subject.stages[-1].cycle
-    of_last = [stage for stage in subject.stages if stage.cycle == last]
+    return [*_stage_tables(subject.stages, wide=wide), *verdict_lines(subject)]
+
+
+def _stage_tables(stages: Sequence[Stage], *, wide: bool) -> list[RenderableType]:
+    if not stages:
+        return []
+    of_last = [stage for stage in stages if stage.cycle == stages[-1].cycle]
     tables = [
-        stage_table(subject.stages),
-        *(ledger_table(last, *ledgers) for ledgers in ledgers_by_device(of_last)),
+        stage_table(stages),
+        *(ledger_table(stages[-1].cycle, *ledgers) for ledgers in ledgers_by_device(of_last)),
         *map(process_table, tree_tables(of_last)),
     ]
-    return [*(tables if wide else map(TellingTable, tables)), *verdict_lines(subject)]
+    return [*(tables if wide else map(TellingTable, tables))]
 
 
 def verdict_lines(subject: Subject) -> list[RenderableType]:
@@ -132,6 +192,8 @@ def growth_table(growth: Sequence[TypeGrowth]) -> Table:
 
 
 def _outcome_text(subject: Subject) -> HangingText:
+    if subject.id == END_OF_RUN:
+        return HangingText("NOT FINISHED: only what was finished is judged", style="bold yellow")
     cycles = len({stage.cycle for stage in subject.stages})
     known = sum(finding.suppressed_by is not None for finding in subject.findings)
     if subject.outcome == "clean":

@@ -546,6 +546,22 @@ def test_where_the_report_cannot_be_written_the_verdict_is_shown_first(
     assert "report: " not in done.stdout
 
 
+def test_a_terminal_gets_the_worst_of_a_long_report_and_all_else_the_whole(tmp_path: Path) -> None:
+    write_report(tmp_path, *(msgspec.structs.replace(LEAK, bytes=turn, message=f"{turn} B") for turn in range(50)))
+    arguments = ["-m", "lowtide", "report", str(tmp_path)]
+    code, sent = sent_to_terminal(100, arguments, ROOT)
+    lines = [line.strip() for line in lines_of(sent)]
+    shown = [line for line in lines if line.startswith("tensors/")]
+    assert (code, shown[0], shown[-1]) == (1, "tensors/lru-cache 49 B", "tensors/lru-cache 30 B")
+    rest = " ".join(lines[lines.index("tensors/lru-cache 30 B") :])
+    assert f"… 30 findings more: lowtide report {tmp_path} --all, or " in re.sub(r" +", " ", rest)
+    assert "LEAK: 1 of 1 subject(s) leaked" in lines
+    assert (tmp_path / "junit.xml").exists()
+    code, sent = sent_to_terminal(100, [*arguments, "--all"], ROOT)
+    assert (code, sent.count("tensors/lru-cache")) == (1, 50)
+    assert invoke("report", tmp_path).stdout.count("tensors/lru-cache") == 50
+
+
 def test_a_report_in_a_folder_that_cannot_be_written_is_shown(tmp_path: Path) -> None:
     write_report(tmp_path, LEAK)
     (tmp_path / "junit.xml").mkdir()

@@ -7,7 +7,8 @@ from rich.console import Console
 
 from lowtide.reports import schema
 from lowtide.reports.hanging_text import HangingText
-from lowtide.reports.terminal import finding_text, render_subject
+from lowtide.reports.terminal import finding_text, is_long, render_subject, render_worst
+from tests.reports.small_reports import LIFE, finding, report, subject
 
 FINDING = schema.Finding(
     resource="tensors",
@@ -96,3 +97,46 @@ def test_of_many_types_the_first_are_shown_and_the_rest_is_counted() -> None:
     text = shown(schema.Subject(id="a", outcome="clean", type_growth=(GROWTH,) * 25))
     assert text.count("a.B[int]") == 20
     assert "… 5 more are in the report" in text
+
+
+def worst_of(*subjects: schema.Subject) -> list[str]:
+    """The first line of each subject and each finding, and what is said of the rest."""
+    console = Console(width=200)
+    assert is_long(report(*subjects))
+    with console.capture() as captured:
+        console.print(render_worst(report(*subjects), "see elsewhere"))
+    return [line for line in captured.get().splitlines()[2:] if not line.startswith(" ")]
+
+
+def test_of_a_long_report_the_worst_findings_are_shown_and_the_rest_is_counted() -> None:
+    small = [subject(finding(bytes=turn, message=f"{turn} B"), name=f"small[{turn}]") for turn in range(30)]
+    known = subject(finding(bytes=1 << 40, message="known", suppressed_by="a reason"), name="known")
+    large = subject(finding(bytes=1, message="1 B"), finding(bytes=1 << 30, message="1 GiB"), name="[red]\x1blarge")
+    unjudged = [schema.Subject(id=f"error[{turn}]", outcome="error", reason="why") for turn in range(2)]
+    shown = worst_of(known, *unjudged, *small, subject(name="clean"), large)
+    assert shown[:3] == [
+        "[red]\\x1blarge",
+        "tensors/module-global 1 GiB",
+        "tensors/module-global 1 B",
+    ]
+    assert shown[3:5] == ["small[29]", "tensors/module-global 29 B"]
+    assert shown[-3:-1] == ["small[12]", "tensors/module-global 12 B"]
+    assert shown[-1] == "… 13 findings, 2 subjects that were not judged more: see elsewhere"
+
+
+def test_that_a_run_has_not_come_to_its_end_is_said_before_all() -> None:
+    end = schema.Subject(id=schema.END_OF_RUN, outcome="error", reason="it has not")
+    leaks = [subject(finding(bytes=turn), name=f"test[{turn}]") for turn in range(30)]
+    assert worst_of(*leaks, end)[0] == "the end of the run: it has not"
+    assert shown(end).splitlines() == ["it has not", "NOT FINISHED: only what was finished is judged"]
+
+
+def test_of_a_long_life_the_last_stages_are_shown() -> None:
+    lines = worst_of(subject(name="run", stages=LIFE * 100))
+    assert lines[-1] == "… 240 earlier stages more: see elsewhere"
+    assert sum(line.startswith("create") for line in lines) <= 60
+
+
+def test_a_short_report_is_shown_whole() -> None:
+    assert not is_long(report(*[subject(finding(), name=f"test[{turn}]") for turn in range(20)]))
+    assert not is_long(report(subject(name="run", stages=LIFE)))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import threading
 import webbrowser
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +19,13 @@ from lowtide.leakcheck.cli.reporting import ended_with, write_report
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a report.")]
 
 
-def report(folder: _Folder, wide: Wide = False) -> None:
+def report(
+    folder: _Folder,
+    wide: Wide = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show all of a long report; on a terminal it is the worst 20 findings.")
+    ] = False,
+) -> None:
     """Show a report on the terminal, and make all files beside its leakcheck.json from it again.
 
     Of a run that has not come to its end, whatever ended it, these are what it had finished.
@@ -25,15 +33,24 @@ def report(folder: _Folder, wide: Wide = False) -> None:
     Exit codes: those of the run that wrote it: 0 clean, 1 leak, 2 something could not be measured, or bad input.
     """
     from lowtide.reports import schema, terminal
+    from lowtide.reports.markdown import verdict
 
     try:
         read = schema.read(folder)
     except schema.ReportError as error:
         refuse(str(error))
-    # A run that has not come to its end may still go on.
-    where, unwritten = write_report(read, folder, is_final=False)
-    notes = () if where is None else (f"report: {folder / 'index.html'}",)
-    find_console().print(terminal.render(read, *notes, wide=wide))
+    console, page = find_console(), folder / "index.html"
+    is_part = console.is_terminal and not show_all and terminal.is_long(read)
+    if is_part:
+        rest = f"lowtide report {shlex.quote(str(folder))} --all, or {page}"
+        console.print(terminal.render_worst(read, rest, wide=wide))
+        console.print(f"report: {page}", verdict(read), sep="\n", markup=False, highlight=False)
+    # Of a long report its files take longer than what is shown. A run that has not come to its end may still go on.
+    with console.status(f"making the files in {folder} again") if is_part else nullcontext():
+        _, unwritten = write_report(read, folder, is_final=False)
+    if not is_part:
+        notes = () if unwritten else (f"report: {page}",)
+        console.print(terminal.render(read, *notes, wide=wide))
     raise typer.Exit(ended_with(schema.exit_code(read), unwritten))
 
 
