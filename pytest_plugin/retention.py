@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import operator
+import sys as sys_module
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,8 +35,8 @@ def release_test(item: pytest.Item, *, owns_protocol: bool) -> None:
     """
     # The last exception, with the locals of all its frames; pytest deletes it when the next test is called.
     for name in ("last_exc", "last_type", "last_value", "last_traceback"):
-        if hasattr(sys, name):
-            delattr(sys, name)
+        if hasattr(sys_module, name):
+            delattr(sys_module, name)
     if isinstance(item, pytest.DoctestItem):
         # The value of the last example that showed one, as at a prompt.
         vars(builtins).pop("_", None)

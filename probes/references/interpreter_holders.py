@@ -8,6 +8,7 @@ import codecs
 import ctypes
 import encodings
 import functools
+import sys as sys_module
 from collections.abc import Iterator
 from typing import Any
 
@@ -118,7 +119,7 @@ class InterpretersTables:
         try:
             state = interpreter_words(file)
             # Python 3.10 has no such class.
-            marks = (vars(sys), vars(builtins).get("ExceptionGroup", sys.modules))
+            marks = (vars(sys_module), vars(builtins).get("ExceptionGroup", sys.modules))
             anchors = [place for mark in marks for place in np.flatnonzero(state == id(mark))[:1].tolist()]
             near = [word for place in anchors for word in state[max(0, place - _NEAR) : place + _NEAR].tolist()]
             return frozenset(item for word in dict.fromkeys(near) for item in _items_of_hidden_list(file, word))
