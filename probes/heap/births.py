@@ -25,6 +25,9 @@ _MOST_IDENTITIES = 1_500_000
 _FEW = 1000
 """Objects whose types are gone through one by one: numpy costs as much before it looks at the first."""
 
+_FEW_MARKS = 8
+"""Marks that are looked for one by one: the search for many begins by sorting."""
+
 _OLDEST = 2
 """The generation of which a collection is a full one."""
 
@@ -185,7 +188,7 @@ class Births:
         """
         aside = self._asides.pop()
         with collector_paused():
-            within = self._changes[_place_of(aside, self._changes) :]
+            within = _since(aside, self._changes)
             young = gc.get_objects(generation=0)
             ids = identities(young)
             born = None
@@ -361,9 +364,12 @@ class Births:
         return old if self._full else old[-self._moved :]
 
 
-def _place_of(change: _Change, changes: list[_Change]) -> int:
-    """The place of a change among others, their number where it is not there."""
-    return next((place for place, each in enumerate(changes) if each is change), len(changes))
+def _since(change: _Change, changes: list[_Change]) -> list[_Change]:
+    """A change and those behind it; empty where it is not among them."""
+    for place in range(len(changes) - 1, -1, -1):
+        if changes[place] is change:
+            return changes[place:]
+    return []
 
 
 def _spans(ids: Ints, changes: list[_Change], label: str, turn: int) -> list[_Span]:
@@ -394,9 +400,10 @@ def _label_at_freeze(ids: Ints, changes: list[_Change], label: str) -> str:
 
 
 def _places_of_marks(ids: Ints, changes: list[_Change]) -> list[int | None]:
-    if not changes:
-        return []
     marks = [id(change.mark) for change in changes]
+    if len(marks) <= _FEW_MARKS:
+        found = [np.flatnonzero(ids == mark) for mark in marks]
+        return [int(at[0]) if len(at) else None for at in found]
     at = np.flatnonzero(np.isin(ids, np.array(marks, np.int64)))
     places = dict(zip(ids[at].tolist(), at.tolist(), strict=True))
     return [places.get(mark) for mark in marks]
