@@ -67,6 +67,8 @@ permissions:
 env:
   # Put lowtide's git address here: there is no release yet that pip could find by its name.
   LOWTIDE: https://git.example/lowtide.git
+  # And here the index of torch's CPU builds, which "Get started" on torch's site shows.
+  TORCH_CPU: https://torch-cpu.example
 jobs:
   gate:
     # A runner with a card sees what only a card has: runs-on: [self-hosted, gpu]
@@ -78,7 +80,7 @@ jobs:
         with:
           python-version: "3.12"
       # torch's CPU build, for a runner without a card; one with a card does without this line.
-      - run: python -m pip install torch --index-url https://download.pytorch.org/whl/cpu
+      - run: python -m pip install torch --index-url $$TORCH_CPU
       - run: python -m pip install "lowtide[fuzz,history] @ git+$$LOWTIDE" $install
       - uses: actions/cache@v4
         with:
