@@ -319,7 +319,7 @@ class Traces:
             named: list[tuple[int, Edge]] = []
             start = 0
             while start < len(objects) - 1:
-                edge = self._namer.edge(objects[start:])
+                edge = self._namer.edge(objects, start)
                 if root.kind == "thread" and start == 0:
                     edge = edge._replace(kind="thread")
                 elif root.kind == "context" and start == 0:

@@ -16,6 +16,9 @@ from lowtide.probes.originals import logging, weakref
 
 _GENERATORS = (GeneratorType, AsyncGeneratorType)
 
+_SEEN = 3
+"""Objects of a path, up to the one that is to be named, that a rule looks at."""
+
 
 def landmarks(items: Sequence[object], edges: Sequence[str]) -> list[str]:
     """For each object of a path the name by which the program knows it, empty for one without.
@@ -24,10 +27,19 @@ def landmarks(items: Sequence[object], edges: Sequence[str]) -> list[str]:
         items: the objects, from the first behind the root on.
         edges: what leads to each of them, as code.
     """
-    return [
-        next((name for rule in _RULES if (name := rule(items[: turn + 1], edges[: turn + 1]))), "")
-        for turn in range(len(items))
-    ]
+    found = []
+    # Of a long path each rule sees the end only; the last entry of a list of finalizers may be further back.
+    finalizers = -1
+    for turn in range(len(items)):
+        if edges[turn] == "._finalizers":
+            finalizers = turn
+        first = max(0, turn + 1 - _SEEN)
+        seen = items[first : turn + 1], edges[first : turn + 1]
+        name = next((name for rule in _RULES if (name := rule(*seen))), "")
+        if not name and finalizers > 0 and any(type(items[turn]) is kind for kind in _GENERATORS):
+            name = _fixture(items[finalizers - 1])
+        found.append(name)
+    return found
 
 
 def _logger(items: Sequence[object], edges: Sequence[str]) -> str:
@@ -47,8 +59,6 @@ def _fixture_value(items: Sequence[object], edges: Sequence[str]) -> str:
         return f"fixture {edges[-1][1:-1]}"
     if len(items) > 2 and edges[-2:] == [".cached_result", "[0]"]:
         return _fixture(items[-3])
-    if any(type(items[-1]) is kind for kind in _GENERATORS) and "._finalizers" in edges:
-        return _fixture(items[len(edges) - 1 - edges[::-1].index("._finalizers") - 1])
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
 from types import (
@@ -17,6 +18,7 @@ from typing import Any
 from lowtide.probes.objects.foreign import (
     attribute,
     code_of,
+    flags_of,
     mro_of,
     namespace_of,
     type_name,
@@ -35,7 +37,9 @@ from lowtide.probes.references.definitions import (
     of_unseen,
 )
 from lowtide.probes.references.entries import (
+    Containers,
     Edge,
+    Rest,
     attribute_text,
     item_text,
     of_container,
@@ -50,6 +54,9 @@ from lowtide.probes.references.instances import (
     of_tensor,
 )
 
+_MANAGED_DICT = 1 << 4
+"""`Py_TPFLAGS_MANAGED_DICT`: the interpreter decides where the attributes of a type's instances are."""
+
 UNNAMED = ".<computed name>"
 """What an attribute is called that no code names, as one that is set by `setattr` with a name that was put together."""
 
@@ -58,7 +65,7 @@ GENERATORS = {id(GeneratorType): "gi", id(CoroutineType): "cr", id(AsyncGenerato
 
 
 # Given the objects of a path from a holder on: what leads to the next, if the rule knows such holders.
-_Rule = Callable[[Sequence[Any]], Edge | None]
+_Rule = Callable[[Rest], Edge | None]
 
 
 class EdgeNamer:
@@ -74,18 +81,27 @@ class EdgeNamer:
         self._known_variables = variables
         self._read: list[FrameType] = []
         self._known_names: dict[int, set[str]] = {}
+        self._nameless: set[int] = set()
+        self._containers = Containers()
 
     def undo(self) -> None:
         """Empties the dicts that reading variables left in frames; only once nothing else holds those dicts."""
         for frame in self._read:
             frame_locals(frame)
+        self._containers = Containers()
 
-    def edge(self, way: Sequence[Any]) -> Edge:
-        """What leads from the first object on the way to the second, or past it where it only carries the next."""
+    def edge(self, objects: Sequence[Any], start: int = 0) -> Edge:
+        """What leads from one object of a path to the next, or past that where it only carries the one behind it.
+
+        Args:
+            objects: the path's.
+            start: the place of the first.
+        """
+        way = Rest(objects, start, self._containers)
         edges = (rule(way) for rule in (self._of_frame, self._of_generator, *_RULES))
         return next((edge for edge in edges if edge is not None), None) or self._of_attribute(way)
 
-    def _of_frame(self, way: Sequence[Any]) -> Edge | None:
+    def _of_frame(self, way: Rest) -> Edge | None:
         frame = way[0]
         if type(frame) is not FrameType:
             return None
@@ -93,10 +109,10 @@ class EdgeNamer:
             if value is way[1]:
                 return Edge(f"f_locals[{name!r}]", "frame-local")
         if way[1] is frame.f_globals and len(way) > 2:
-            return Edge(f"f_globals{item_text(way[1:])}", "module-global", 2)
+            return Edge(f"f_globals{item_text(way.after(1))}", "module-global", 2)
         return None
 
-    def _of_generator(self, way: Sequence[Any]) -> Edge | None:
+    def _of_generator(self, way: Rest) -> Edge | None:
         """A suspended generator or coroutine: one of its variables, or the one that it waits for."""
         prefix = GENERATORS.get(id(type(way[0])))
         if prefix is None:
@@ -122,7 +138,7 @@ class EdgeNamer:
         self._read.append(frame)
         return variables_of(frame)
 
-    def _of_attribute(self, way: Sequence[Any]) -> Edge:
+    def _of_attribute(self, way: Rest) -> Edge:
         """An attribute whose value lies in the instance (Python 3.11 and later), which has no `__dict__` yet.
 
         Reading `__dict__` would make the dict, which then stays; asking for one attribute by its name does not. So the
@@ -137,12 +153,15 @@ class EdgeNamer:
                 if attribute(holder, name) is held:
                     known.add(name)
                     return Edge(attribute_text(name), "instance-attribute")
+        self._nameless.add(id(type(holder)))
         if any("__dict__" in namespace_of(base) for base in mro_of(type(holder))):
-            return of_hidden_attribute(way) or of_inline_attribute(holder, held) or Edge(UNNAMED, "opaque")
+            return of_hidden_attribute(way) or of_inline_attribute(way) or Edge(UNNAMED, "opaque")
         return Edge(f"inside {type_name(type(holder))}", "opaque")
 
     def _candidates(self, cls: type, known: set[str]) -> Iterator[set[str]]:
         yield known
+        if id(cls) in self._nameless and not _has_values_inside(cls):
+            return
         yield names_in_class(cls)
         yield names_in_module(cls)
         yield self._all_names
@@ -176,6 +195,11 @@ _RULES: tuple[_Rule, ...] = (
     of_future,
     of_queue,
 )
+
+
+def _has_values_inside(cls: type) -> bool:
+    """Whether instances have attributes in themselves and not in a dict; else what one does not name, none does."""
+    return sys.version_info >= (3, 11) and bool(flags_of(cls) & _MANAGED_DICT)
 
 
 def variables_of(frame: FrameType) -> list[tuple[str, object]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
 from contextvars import Token
 from types import (
     BuiltinFunctionType,
@@ -27,10 +26,10 @@ from lowtide.probes.objects.foreign import (
 from lowtide.probes.originals import loaded
 from lowtide.probes.references.entries import (
     Edge,
+    Rest,
     attribute_text,
     is_name,
     key_text,
-    keys_of,
 )
 
 _AUTOGRAD_NODE = re.compile(r"(\w+Backward\d*|AccumulateGrad)")
@@ -46,28 +45,29 @@ _PLAIN_GETTERS: dict[int, tuple[str, ...]] = {
 }
 
 
-def of_instance_dict(way: Sequence[Any]) -> Edge | None:
+def of_instance_dict(way: Rest) -> Edge | None:
     """An attribute, past the instance's `__dict__`: it is that dict if the attribute leads where the entry leads."""
     if len(way) > 2 and type(way[1]) is dict:
-        for key in keys_of(way[1], way[2]):
+        for key in way.keys(1):
             if type(key) is str and (attribute(way[0], key) is way[2] or _is_cached_property(type(way[0]), key)):
                 return Edge(attribute_text(key), "instance-attribute", 2)
     return None
 
 
-def of_hidden_attribute(way: Sequence[Any]) -> Edge | None:
+def of_hidden_attribute(way: Rest) -> Edge | None:
     """An entry of the instance's `__dict__` whose name the class has for a property or the like, which hides it."""
     if len(way) > 2 and type(way[1]) is dict:
-        for key in keys_of(way[1], way[2]):
+        for key in way.keys(1):
             if type(key) is str and any(key in namespace_of(base) for base in mro_of(type(way[0]))):
                 return Edge(f".__dict__[{key!r}]", "instance-attribute", 2)
     return None
 
 
-def of_inline_attribute(holder: object, held: object) -> Edge | None:
+def of_inline_attribute(way: Rest) -> Edge | None:
     """The same for a value that lies in the instance although it is an entry of its `__dict__`, too."""
+    holder, held = way[0], way[1]
     entries = instance_dict(holder)
-    for key in () if entries is None else keys_of(entries, held):
+    for key in () if entries is None else way.containers.keys_of(entries, held):
         if type(key) is str and _is_cached_property(type(holder), key):
             return Edge(attribute_text(key), "instance-attribute")
         if type(key) is str and any(key in namespace_of(base) for base in mro_of(type(holder))):
@@ -75,7 +75,7 @@ def of_inline_attribute(holder: object, held: object) -> Edge | None:
     return None
 
 
-def of_nn_module(way: Sequence[Any]) -> Edge | None:
+def of_nn_module(way: Rest) -> Edge | None:
     """A parameter, buffer or part of a `torch.nn.Module`, past the dict in which it registers them."""
     torch: Any = loaded("torch")
     kind = getattr(getattr(torch, "nn", None), "Module", None)
@@ -85,7 +85,7 @@ def of_nn_module(way: Sequence[Any]) -> Edge | None:
         entries = attribute(way[0], registry)
         for place in (1, 2):
             if len(way) > place + 1 and way[place] is entries and type(entries) is dict:
-                for key in keys_of(entries, way[place + 1]):
+                for key in way.keys(place):
                     return Edge(_registered_text(way[0], registry, key), "instance-attribute", place + 1)
     return None
 
@@ -108,7 +108,7 @@ def _is_cached_property(cls: type, name: str) -> bool:
     return False
 
 
-def of_member(way: Sequence[Any]) -> Edge | None:
+def of_member(way: Rest) -> Edge | None:
     """A slot, or an attribute of a type written in C that is nothing but a pointer in its struct."""
     holder, held = way[0], way[1]
     for base in mro_of(type(holder)):
@@ -125,7 +125,7 @@ def of_member(way: Sequence[Any]) -> Edge | None:
     return None
 
 
-def of_tensor(way: Sequence[Any]) -> Edge | None:
+def of_tensor(way: Rest) -> Edge | None:
     """A tensor's autograd node, where Python has seen it, and the hooks that were registered on the tensor."""
     base = next((base for base in mro_of(type(way[0])) if type_name(base) == "torch._C.TensorBase"), None)
     if base is None:

@@ -8,6 +8,7 @@ from typing import Any
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of
 from lowtide.probes.originals import gc, loaded, sys
 from lowtide.probes.references.cxx_holders import callbacks_of
+from lowtide.probes.references.entries import Containers
 
 CALLBACK = "its callback"
 """What leads from a future of torch's to what it calls when it is done."""
@@ -43,15 +44,22 @@ def reader_of(cls: type, *, thorough: bool = False) -> Reader | None:
     return next((read for kind, read in readers if any(base is kind for base in mro_of(cls))), None)
 
 
-def edge_of(holder: Any, held: object) -> str | None:
-    """What leads from an object to another one that it does not show the collector, as code; None if nothing does."""
+def edge_of(holder: Any, held: object, containers: Containers | None = None) -> str | None:
+    """What leads from an object to another one that it does not show the collector, as code; None if nothing does.
+
+    Args:
+        holder: the object.
+        held: the other one.
+        containers: knows where arrays of objects have their items.
+    """
     read = reader_of(type(holder), thorough=True)
     if read is _tensors_of_script:
         return next((edge for edge, tensor in _named_tensors_of_script(holder) if tensor is held), None)
     if read is _of_array:
         if _array_member("base", holder) is held:
             return ".base"
-        places = ((name, _place_in(part, held)) for name, part in object_parts(holder))
+        known = containers or Containers()
+        places = ((name, _place_in(part, held, name, holder, known)) for name, part in object_parts(holder))
         return next((f"{name}{place}" for name, place in places if place is not None), None)
     if read is None or not any(item is held for item in read(holder)):
         return None
@@ -100,9 +108,10 @@ def object_parts(array: Any) -> Iterator[tuple[str, Any]]:
         yield "", array
 
 
-def _place_in(array: Any, held: object) -> str | None:
-    """Where an array of objects has an object, as code; None if it has not."""
-    place = next((place for place, item in enumerate(_array_member("flat", array)) if item is held), None)
+def _place_in(array: Any, held: object, part: str, whole: Any, containers: Containers) -> str | None:
+    """Where a part of an array, whose items are objects, has an object, as code; None if it has not."""
+    flat = _array_member("flat", array)
+    place = containers.place_of(whole, part, len(flat), flat, held)
     if place is None:
         return None
     indices = loaded("numpy").unravel_index(place, _array_member("shape", array))
