@@ -1,4 +1,4 @@
-"""Takes one entry out of a container by its identity: no key or element is compared, hashed, or asked for anything.
+"""Takes entries out of a container by their identities: no key or element is compared, hashed, or asked for anything.
 
 A container may hold what raises, or loads something, when it is hashed or compared.  Only the built-in types' own
 methods are called, past whatever a subclass makes of them.
@@ -6,116 +6,155 @@ methods are called, past whatever a subclass makes of them.
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from lowtide.probes.objects.foreign import has_plain_hash, is_a
+from lowtide.probes.objects.foreign import has_plain_hash, is_a, type_name
 
 
-def keys_of(entries: Any, held: int) -> list[object]:
-    """The keys of a dict under which it holds the object of an identity."""
-    return [key for key, value in dict.items(entries) if id(value) == held]
+class Entries:
+    """Where a container has what it holds, read once for all cuts of its entries: there may be a million.
+
+    True as long as the container does not change.
+
+    Args:
+        container: a dict, list, deque or set.
+        was_there: whether an object may have been there before the leak.
+
+    Attributes:
+        container: the container.
+        keys: those of a dict, in their order.
+        last_old: the place of the last item that may have been there before; -1 if none may. (What the collector does
+            not track, as a number in a dict, does not count there: nobody notes when it is made.)
+        last_slot: the place of the last item of a list that may have been there before, or is None; -1 likewise.
+        has_none: whether an item is None.
+    """
+
+    def __init__(self, container: Any, was_there: Callable[[object], bool] = lambda item: False) -> None:
+        self.container = container
+        is_dict, is_set = is_a(container, dict), is_a(container, set)
+        self.keys: list[object] = list(dict.keys(container)) if is_dict else []
+        items = list(dict.values(container)) if is_dict else list(_base_of(container).__iter__(container))
+        self.has_none = any(item is None for item in items)
+        self.last_old = self.last_slot = -1
+        self._places: dict[int, int] = {}
+        for place, item in enumerate(items):
+            self._places.setdefault(id(item), place)
+            is_old = was_there(item)
+            self.last_old = place if is_old and gc.is_tracked(item) else self.last_old
+            self.last_slot = place if is_old or item is None else self.last_slot
+        self._types = list(map(type, items)) if is_set else []
+        # Of a set it is its elements that are hashed.
+        hashed = self.keys if is_dict else items if is_set else []
+        self._not_plain = {place: None for place, item in enumerate(hashed) if not has_plain_hash(item)}
+
+    def place(self, held: int) -> int | None:
+        """Return the first place of the object of an identity; None if it is not there."""
+        return self._places.get(held)
+
+    @functools.cached_property
+    def _places_of_keys(self) -> dict[int, int]:
+        return {id(key): place for place, key in enumerate(self.keys)}
+
+    @functools.cached_property
+    def _places_of_names(self) -> dict[str, int]:
+        return {key: place for place, key in enumerate(self.keys) if type(key) is str}
+
+    def place_of_key(self, key: int) -> int | None:
+        """Return the place of the key of an identity; None if it is none of the dict's."""
+        return self._places_of_keys.get(key)
+
+    def place_of_name(self, name: str) -> int | None:
+        """Return the place of a name in a namespace; None if it is not there."""
+        return self._places_of_names.get(name)
+
+    def type_at(self, place: int) -> str:
+        """Return the name of the type of an element of a set."""
+        return type_name(self._types[place])
+
+    def can_delete(self, place: int) -> bool:
+        """Whether `delete_from_dict` can delete what is at a place of a dict."""
+        if is_a(self.container, OrderedDict):
+            # It hashes even what it pops, and whenever it changes it may look all its keys up again.
+            return not self._not_plain
+        # What stands behind it can be put back only by its hash.
+        return place not in self._not_plain or next(reversed(self._not_plain)) <= place
+
+    def can_delete_key(self, place: int) -> bool:
+        """Whether `delete_keys` can delete what is at a place of a dict."""
+        return place not in self._not_plain and (not is_a(self.container, OrderedDict) or not self._not_plain)
+
+    def can_discard(self, place: int) -> bool:
+        """Whether `discard` can take the element at a place out of a set."""
+        return place not in self._not_plain or len(self._not_plain) == 1
 
 
-def values_behind(entries: Any, held: int) -> list[object]:
-    """The values of a dict that stand behind the first that is the object of an identity."""
-    values = list(dict.values(entries))
-    first = next((place for place, value in enumerate(values) if id(value) == held), len(values))
-    return values[first + 1 :]
-
-
-def can_delete_from_dict(entries: Any, held: int) -> bool:
-    """Whether `delete_from_dict` can."""
-    keys = list(dict.keys(entries))
-    place = _place(dict.values(entries), held)
-    if place is None:
-        return False
-    if _base(entries) is OrderedDict:
-        # It hashes even what it pops, and whenever it changes it may look all its keys up again.
-        return all(map(has_plain_hash, keys))
-    # What stands behind it can be put back only by its hash.
-    return has_plain_hash(keys[place]) or all(map(has_plain_hash, keys[place + 1 :]))
-
-
-def delete_from_dict(entries: Any, held: int) -> None:
-    """Delete the first entry whose value is the object of an identity; the others keep their order.
+def delete_from_dict(entries: Any, held: Collection[int]) -> None:
+    """Delete, for each of some identities, the first entry whose value is its object; the others keep their order.
 
     Does nothing where there is none, or where it could be deleted by its hash only and that is the program's code.
     """
-    if not can_delete_from_dict(entries, held):
-        return
-    base = _base(entries)
-    key = keys_of(entries, held)[0]
-    if has_plain_hash(key):
-        base.__delitem__(entries, key)
-        return
-    behind = []
-    while (last := base.popitem(entries))[0] is not key:
-        behind.append(last)
-    del last
-    for each, value in reversed(behind):
-        base.__setitem__(entries, each, value)
+    known, base = Entries(entries), _base(entries)
+    places = {place for identity in held if (place := known.place(identity)) is not None and known.can_delete(place)}
+    for place in sorted(places, reverse=True):
+        key = known.keys[place]
+        if has_plain_hash(key):
+            base.__delitem__(entries, key)
+            continue
+        behind = []
+        while (last := base.popitem(entries))[0] is not key:
+            behind.append(last)
+        del last
+        for each, value in reversed(behind):
+            base.__setitem__(entries, each, value)
 
 
-def can_delete_key(entries: Any, key: int) -> bool:
-    """Whether `delete_key` can."""
-    found = [item for item in dict.keys(entries) if id(item) == key]
-    return (
-        bool(found)
-        and has_plain_hash(found[0])
-        and (_base(entries) is dict or all(map(has_plain_hash, dict.keys(entries))))
-    )
-
-
-def delete_key(entries: Any, key: int) -> None:
-    """Delete the entry whose key is the object of an identity; nothing where that takes the program's own hash."""
-    if can_delete_key(entries, key):
-        _base(entries).__delitem__(entries, next(item for item in dict.keys(entries) if id(item) == key))
+def delete_keys(entries: Any, keys: Collection[int]) -> None:
+    """Delete the entries whose keys are the objects of some identities, but where that takes the program's own hash."""
+    known = Entries(entries)
+    for identity in keys:
+        place = known.place_of_key(identity)
+        if place is not None and known.can_delete_key(place):
+            _base(entries).__delitem__(entries, known.keys[place])
 
 
 def set_in_dict(entries: Any, held: int, value: object) -> None:
     """Put something else where the object of an identity is; nothing where that takes the program's own hash."""
-    for key in keys_of(entries, held)[:1]:
-        if has_plain_hash(key):
-            _base(entries).__setitem__(entries, key, value)
+    known = Entries(entries)
+    place = known.place(held)
+    if place is not None and has_plain_hash(known.keys[place]):
+        _base(entries).__setitem__(entries, known.keys[place], value)
 
 
-def delete_from_sequence(items: Any, held: int) -> None:
-    """Delete the first item of a list or deque that is the object of an identity."""
+def delete_from_sequence(items: Any, held: Collection[int]) -> None:
+    """Delete, for each of some identities, the first item of a list or deque that is its object."""
     base: Any = list if is_a(items, list) else deque
-    place = _place(base.__iter__(items), held)
-    if place is not None:
+    places: dict[int, int] = {}
+    for place, item in enumerate(base.__iter__(items)):
+        if id(item) in held:
+            places.setdefault(id(item), place)
+    # From the end, where deleting moves nothing.
+    for place in sorted(places.values(), reverse=True):
         base.__delitem__(items, place)
 
 
-def can_discard(elements: Any, held: int) -> bool:
-    """Whether `discard` can."""
-    found = list(set.__iter__(elements))
-    if not any(id(item) == held for item in found):
-        return False
-    return all(has_plain_hash(item) for item in found if id(item) != held) or _is_plain(found, held)
-
-
-def discard(elements: Any, held: int) -> None:
-    """Take the object of an identity out of a set; nothing where that would hash or compare what is not plain."""
-    found = list(set.__iter__(elements))
-    if not can_discard(elements, held):
-        return
-    if _is_plain(found, held):
-        for item in found:
-            if id(item) == held:
-                set.discard(elements, item)
-        return
-    # Popping takes no hash, as adding the others again does; theirs is plain.
-    set.clear(elements)
-    for item in found:
-        if id(item) != held:
-            set.add(elements, item)
-
-
-def _is_plain(items: Iterable[object], held: int) -> bool:
-    return all(has_plain_hash(item) for item in items if id(item) == held)
+def discard(elements: Any, held: Collection[int]) -> None:
+    """Take the objects of some identities out of a set, but where that would hash or compare what is not plain."""
+    known, found = Entries(elements), list(set.__iter__(elements))
+    for place, item in enumerate(found):
+        if id(item) not in held or not known.can_discard(place):
+            continue
+        if has_plain_hash(item):
+            set.discard(elements, item)
+            continue
+        # Popping takes no hash, as adding the others again does; theirs is plain.
+        others = [other for other in set.__iter__(elements) if other is not item]
+        set.clear(elements)
+        for other in others:
+            set.add(elements, other)
 
 
 def _base(entries: Any) -> Any:
@@ -123,5 +162,6 @@ def _base(entries: Any) -> Any:
     return OrderedDict if is_a(entries, OrderedDict) else dict
 
 
-def _place(items: Iterable[object], held: int) -> int | None:
-    return next((place for place, item in enumerate(items) if id(item) == held), None)
+def _base_of(container: Any) -> Any:
+    """The built-in type of a list, deque or set."""
+    return next(base for base in (list, deque, set) if is_a(container, base))

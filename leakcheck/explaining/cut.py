@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lowtide.leakcheck.explaining import declarations
+from lowtide.leakcheck.explaining.container_entries import Entries
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.identities import identities, namespaces_of, types_of
-from lowtide.probes.originals import gc
+
+_UNMENTIONED = "a name that is in no source"
 
 
 class Place(NamedTuple):
@@ -54,6 +56,8 @@ class Cut:
         ends_anyway: whether the change is made even where making it raises.
         is_code: whether the action is code that runs as it stands, and not words.
         emptied: the identity of the cache that the change empties; 0 where it empties none.
+        held: the identity of the entry that the change deletes from a container; 0 where it does something else.
+        together: deletes several entries of that container, by their identities, going through it once.
     """
 
     action: str
@@ -63,6 +67,8 @@ class Cut:
     ends_anyway: bool = False
     is_code: bool = True
     emptied: int = 0
+    held: int = 0
+    together: Callable[[Collection[int]], object] | None = None
 
     @property
     def is_deletion(self) -> bool:
@@ -89,6 +95,11 @@ class Names:
     holder: str = ""
     are_free: bool = False
     sizes: NamespaceSizes | None = None
+    _sources: dict[int, tuple[object, str]] = field(default_factory=dict, repr=False, compare=False)
+    _keys: dict[tuple[int, str], tuple[object, declarations.Keys | None]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    _read: dict[int, Entries] = field(default_factory=dict, repr=False, compare=False)
     _asked: dict[tuple[object, int, str], tuple[object, declarations.Binding]] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -97,11 +108,27 @@ class Names:
         self, question: Callable[[Any, str], declarations.Binding], where: object, name: str
     ) -> declarations.Binding:
         """What the program's source says of a name in a class or module; a file is read once for each question."""
+        if id(where) not in self._sources:
+            # With what it is about, so that the identity stays its own.
+            self._sources[id(where)] = where, declarations.source_of(where)
+        # Of all names that are not in the source it says the same: a leak may have made a million of them.
+        name = name if name in self._sources[id(where)][1] else _UNMENTIONED
         key = (question, id(where), name)
         if key not in self._asked:
-            # With what it is about, so that the identity stays its own.
             self._asked[key] = where, question(where, name)
         return self._asked[key][1]
+
+    def bound_key(self, module: ModuleType, key: object) -> declarations.Binding:
+        """What a module's source says of a key in the dict that has the holder's name there."""
+        if (id(module), self.holder) not in self._keys:
+            self._keys[id(module), self.holder] = module, declarations.of_keys(module, self.holder)
+        return declarations.binding_of(self._keys[id(module), self.holder][1], key)
+
+    def entries(self, container: Any) -> Entries:
+        """Where a container has what it holds; read once, so that these names are for one reading of the program."""
+        if id(container) not in self._read:
+            self._read[id(container)] = Entries(container, self.may_have_been_there)
+        return self._read[id(container)]
 
     def is_bound_elsewhere(self, name: str) -> bool:
         """Whether the modules at hand bind an attribute of that name outside their functions and classes."""
@@ -125,22 +152,14 @@ class Names:
         if self.sizes is None:
             return bound == "absent" and self.is_new(namespace, name)
         # A dict keeps the order; where a name has gone meanwhile, this errs towards what was there.
-        place = _place_of_name(namespace, name)
+        place = self.entries(namespace).place_of_name(name)
         is_added = place is not None and place >= self.sizes.of(namespace)
         return is_added and bound in ("absent", "unknown")
 
     def is_new(self, namespace: dict[str, object], name: str) -> bool:
         """Whether a name was added since: a dict keeps the order, so nothing older stands behind it."""
-        place = _place_of_name(namespace, name)
-        if self.older is None or place is None:
-            return False
-        behind = list(dict.values(namespace))[place + 1 :]
-        # Nobody notes when numbers and strings are made.
-        return not any(gc.is_tracked(other) and id(other) in self.older for other in behind)
-
-
-def _place_of_name(namespace: dict[str, object], name: str) -> int | None:
-    return next((place for place, key in enumerate(dict.keys(namespace)) if type(key) is str and key == name), None)
+        place = self.entries(namespace).place_of_name(name)
+        return self.older is not None and place is not None and self.entries(namespace).last_old <= place
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import CellType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.explaining import declarations
 from lowtide.leakcheck.explaining.container_entries import (
-    can_delete_from_dict,
-    can_delete_key,
-    can_discard,
     delete_from_dict,
     delete_from_sequence,
-    delete_key,
+    delete_keys,
     discard,
-    keys_of,
     set_in_dict,
-    values_behind,
 )
 from lowtide.leakcheck.explaining.cut import Cut, Names, NamespaceSizes, Owner, Place, Refused, namespace_sizes
 from lowtide.leakcheck.explaining.expressions import call, entry_of, is_name, is_plain, is_this_threads, key_of
@@ -35,7 +31,7 @@ from lowtide.probes.objects.foreign import (
     namespace_of_class,
     type_name,
 )
-from lowtide.probes.originals import gc, loaded, threading
+from lowtide.probes.originals import loaded, threading
 from lowtide.probes.references.unseen_references import object_parts
 
 __all__ = ["Cut", "Names", "NamespaceSizes", "Place", "Refused", "cut_of", "namespace_sizes"]
@@ -75,40 +71,43 @@ def _entry(link: Link, of: Owner, names: Names) -> Cut | None:
     carrier = link.carrier
     if link.kind not in ("item", "module-global") or not is_a(carrier, dict) or is_a(link.owner, ModuleType):
         return None
-    keys = keys_of(carrier, link.held)
-    if not keys or (carrier is not link.owner and link.kind == "item"):
+    entries = names.entries(carrier)
+    index = entries.place(link.held)
+    if index is None or (carrier is not link.owner and link.kind == "item"):
         return None
-    found = [declarations.of_key(module, names.holder, keys[0]) for module in names.modules if names.holder]
+    key = entries.keys[index]
+    found = [names.bound_key(module, key) for module in names.modules if names.holder]
     bound = "none" if "none" in found else "other" if "other" in found else "absent"
-    behind = values_behind(carrier, link.held)
-    key = keys[0]
-    del keys
     where = of.code if link.owner is carrier else None
     if type(link.owner) is FunctionType and of.code is not None:
         where = f"{of.code}.__globals__"
-    index = next(place for place, value in enumerate(dict.values(carrier)) if id(value) == link.held)
     key_text = None if where is None else key_of(where, carrier, index, key)
     text = f"{of.text}[{key_text}]" if key_text is not None and link.owner is carrier else f"{of.words}{link.edge}"
     if bound == "none":
         set_none = None if where is None or key_text is None else _setting(where, carrier, key_text)
         return of.cut(set_none, f"set {text} to None", f"{text} is None", lambda: set_in_dict(carrier, link.held, None))
-    others = [item for item in dict.values(carrier) if id(item) != link.held]
-    is_old = bound == "other" or any(gc.is_tracked(item) and names.may_have_been_there(item) for item in behind)
-    if not names.are_free and (is_old or any(item is None for item in others)):
+    is_old = bound == "other" or entries.last_old > index
+    if not names.are_free and (is_old or entries.has_none):
         # It stands where something stood before the leak, or is one of slots, some of them empty.
         raise Refused
-    if not can_delete_from_dict(carrier, link.held):
+    if not entries.can_delete(index):
         return None
     is_last = index == dict.__len__(carrier) - 1
     delete = None if where is None else _deleting(where, carrier, key_text, is_last=is_last)
     place = _place_in(of, carrier, index, f"[{key_text}]", "dict") if link.owner is carrier else None
-    return of.cut(
+    cut = of.cut(
         delete,
         f"delete {text}",
         f"{text} is deleted",
-        lambda: delete_from_dict(carrier, link.held),
+        lambda: delete_from_dict(carrier, [link.held]),
         place=place and place._replace(is_plain=delete is not None and delete.startswith("del ")),
     )
+    return _with_others(cut, link.held, functools.partial(delete_from_dict, carrier))
+
+
+def _with_others(cut: Cut, held: int, together: Callable[[Collection[int]], object]) -> Cut:
+    """The same, which can be made together with the deletion of other entries."""
+    return dataclasses.replace(cut, held=held, together=together)
 
 
 def _key(link: Link, of: Owner, names: Names) -> Cut | None:
@@ -116,25 +115,25 @@ def _key(link: Link, of: Owner, names: Names) -> Cut | None:
     carrier = link.carrier
     if link.kind != "item" or not link.edge.startswith("<key") or not is_a(carrier, dict) or carrier is not link.owner:
         return None
-    place = next((place for place, key in enumerate(dict.keys(carrier)) if id(key) == link.held), None)
-    if place is None or not can_delete_key(carrier, link.held):
+    entries = names.entries(carrier)
+    place = entries.place_of_key(link.held)
+    if place is None or not entries.can_delete_key(place):
         return None
     if not names.are_free and (names.older is None or link.held in names.older):
         raise Refused
-    key = list(dict.keys(carrier))[place]
-    key_text = None if of.code is None else key_of(of.code, carrier, place, key)
-    del key
+    key_text = None if of.code is None else key_of(of.code, carrier, place, entries.keys[place])
     is_last = place == dict.__len__(carrier) - 1
     delete = None if of.code is None else _deleting(of.code, carrier, key_text, is_last=is_last)
     text = f"{of.text}[{key_text}]" if key_text is not None else f"the entry of {of.words}{link.edge}"
     is_plain_del = delete is not None and delete.startswith("del ")
-    return of.cut(
+    cut = of.cut(
         delete,
         f"delete {text}",
         f"{text} is deleted",
-        lambda: delete_key(carrier, link.held),
+        lambda: delete_keys(carrier, [link.held]),
         place=_place_in(of, carrier, place, f"[{key_text}]", "dict")._replace(is_plain=is_plain_del),
     )
+    return _with_others(cut, link.held, functools.partial(delete_keys, carrier))
 
 
 def _setting(code: str, entries: object, key: str) -> str:
@@ -165,28 +164,26 @@ def _slot(link: Link, of: Owner, names: Names) -> Cut | None:
     base: Any = list if is_a(carrier, list) else deque
     if link.kind != "item" or not is_a(carrier, base) or carrier is not link.owner:
         return None
-    items = list(base.__iter__(carrier))
-    places = [place for place, item in enumerate(items) if id(item) == link.held]
-    if not places:
+    items = names.entries(carrier)
+    index = items.place(link.held)
+    if index is None:
         return None
-    if not names.are_free and any(item is None or names.may_have_been_there(item) for item in items[places[0] + 1 :]):
-        # What stands behind it would move.
-        raise Refused
-    if not names.are_free and any(item is None for item in items):
-        # A list of slots, some of them empty.
+    # What stands behind it would move; where some are None, it is a list of slots.
+    if not names.are_free and (items.last_slot > index or items.has_none):
         raise Refused
 
-    place = _place_in(of, carrier, places[0], f"[{places[0]}]", "list" if base is list else "deque")
+    place = _place_in(of, carrier, index, f"[{index}]", "list" if base is list else "deque")
     text = f"{of.text}{place.key}"
     plain = is_plain(type(carrier), "__delitem__")
-    delete = f"del {text}" if plain else call(of.text, carrier, "__delitem__", str(places[0]))
-    return of.cut(
+    delete = f"del {text}" if plain else call(of.text, carrier, "__delitem__", str(index))
+    cut = of.cut(
         delete,
         f"delete {text}",
         f"{text} is deleted",
-        lambda: delete_from_sequence(carrier, link.held),
+        lambda: delete_from_sequence(carrier, [link.held]),
         place=place._replace(is_plain=plain),
     )
+    return _with_others(cut, link.held, functools.partial(delete_from_sequence, carrier))
 
 
 def _item_of_array(link: Link, of: Owner, names: Names) -> Cut | None:
@@ -216,17 +213,21 @@ def _empty_item(array: Any, held: int) -> None:
 
 
 def _member_of_set(link: Link, of: Owner, names: Names) -> Cut | None:
-    if link.kind != "item" or not is_a(link.carrier, set) or not can_discard(link.carrier, link.held):
+    if link.kind != "item" or not is_a(link.carrier, set):
+        return None
+    elements = names.entries(link.carrier)
+    place = elements.place(link.held)
+    if place is None or not elements.can_discard(place):
         return None
     is_only = set.__len__(link.carrier) == 1
     clear = f"{of.code}.clear()" if is_plain(type(link.carrier), "clear") else call(of.text, link.carrier, "clear")
-    kind = next(type_name(type(item)) for item in set.__iter__(link.carrier) if id(item) == link.held)
-    return of.cut(
+    cut = of.cut(
         clear if is_only else None,
-        f"discard the {kind} from {of.text}",
+        f"discard the {elements.type_at(place)} from {of.text}",
         f"one element of {of.text} is gone",
-        lambda: discard(link.carrier, link.held),
+        lambda: discard(link.carrier, [link.held]),
     )
+    return _with_others(cut, link.held, functools.partial(discard, link.carrier))
 
 
 def _global(link: Link, of: Owner, names: Names) -> Cut | None:
@@ -304,9 +305,11 @@ def _is_left_over(owner: object, name: str) -> bool:
 def _registered(link: Link, of: Owner, names: Names) -> Cut | None:
     """What a `torch.nn.Module` has registered; None is legal for each of them."""
     entries = link.carrier
-    keys = [key for key, value in entries.items() if id(value) == link.held]
-    if not keys:
+    registered = names.entries(entries)
+    place = registered.place(link.held)
+    if place is None:
         return None
+    key = registered.keys[place]
     if not names.are_free:
         raise Refused
     text = f"{of.text}{link.edge}"
@@ -314,7 +317,7 @@ def _registered(link: Link, of: Owner, names: Names) -> Cut | None:
     plain = is_plain(type(link.owner), sets) and is_plain(type(link.owner), "__getattr__")
     other = None if of.code is None else entry_of(f"{of.code}.{_registry(link)}", entries, link.held)
     code = f"{text} = None" if plain or other is None else f"{other} = None"
-    return of.cut(code, f"set {text} to None", f"{text} is None", lambda: entries.__setitem__(keys[0], None))
+    return of.cut(code, f"set {text} to None", f"{text} is None", lambda: entries.__setitem__(key, None))
 
 
 def _registry(link: Link) -> str:

@@ -8,15 +8,18 @@ from __future__ import annotations
 import ast
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Literal
 
-from lowtide.probes.objects.foreign import attribute, mro_of, type_name
+from lowtide.probes.objects.foreign import attribute, is_a, mro_of, type_name
 from lowtide.probes.originals import contents
 
 Binding = Literal["none", "other", "absent", "unknown"]
 """To None, to something else, not at all, or in source that cannot be read."""
+
+Keys = Mapping[tuple[type, object], Binding]
+"""By type and value, the constant keys that a source binds in a dict."""
 
 _DYNAMIC = ("exec", "eval", "globals", "setattr", "vars")
 
@@ -114,28 +117,47 @@ def of_attribute(module: ModuleType, name: str) -> Binding:
 
 def of_key(module: ModuleType, holder: str, key: object) -> Binding:
     """How a module's source binds a constant key in the dict that it gives to a name, or an attribute of that name."""
-    tree = _tree(module)
-    if tree is None:
+    return binding_of(of_keys(module, holder), key)
+
+
+def binding_of(keys: Keys | None, key: object) -> Binding:
+    """How a key is bound where these are."""
+    if keys is None:
         return "unknown"
     if not any(type(key) is kind for kind in (str, int, bytes, float, bool, type(None))):
         return "absent"
-    found: Binding = "absent"
+    return keys.get((type(key), key), "absent")
+
+
+def of_keys(module: ModuleType, holder: str) -> Keys | None:
+    """How a module's source binds all constant keys of such a dict; None where the source cannot be read."""
+    tree = _tree(module)
+    if tree is None:
+        return None
+    found: dict[tuple[type, object], Binding] = {}
     for node in _before_use(tree.body):
         for target, value in _bindings(node):
-            pairs: Iterable[tuple[object, ast.expr | None]] = _entries(value) if _name_of(target) == holder else ()
-            if isinstance(target, ast.Subscript) and _name_of(target.value) == holder:
-                pairs = _entry(target.slice, value)
-            found = _of_pairs(pairs, key, found)
+            if _name_of(target) == holder:
+                _note(_entries(value), found)
+            elif isinstance(target, ast.Subscript) and _name_of(target.value) == holder:
+                _note(_entry(target.slice, value), found)
         if isinstance(node, ast.keyword) and node.arg == holder:
-            found = _of_pairs(_entries(node.value), key, found)
+            _note(_entries(node.value), found)
     return found
 
 
-def _of_pairs(pairs: Iterable[tuple[object, ast.expr | None]], key: object, found: Binding) -> Binding:
-    for place, item in pairs:
-        if type(place) is type(key) and place == key:
-            found = "none" if _is_none(item) else "other"
-    return found
+def _note(pairs: Iterable[tuple[object, ast.expr | None]], found: dict[tuple[type, object], Binding]) -> None:
+    for key, item in pairs:
+        found[type(key), key] = "none" if _is_none(item) else "other"
+
+
+def source_of(where: object) -> str:
+    """The text of a module, or of the modules of a class and those that it inherits from, as far as it can be read."""
+    if is_a(where, ModuleType):
+        return _text(where) or ""
+    bases: list[type] = list(mro_of(where)) if is_a(where, type) else []
+    names = dict.fromkeys(str(attribute_of_class(base, "__module__")) for base in bases if base is not object)
+    return "\n".join(_text(sys.modules[name]) or "" for name in names if name in sys.modules)
 
 
 def _name_of(target: ast.expr) -> str:
@@ -268,11 +290,19 @@ def _named(tree: ast.Module, qualname: str) -> ast.ClassDef | None:
 
 
 def _tree(module: ModuleType) -> ast.Module | None:
-    file = attribute(module, "__file__")
+    text = _text(module)
     try:
         with warnings.catch_warnings():
             # An invalid escape in the program's text was reported when it was imported.
             warnings.simplefilter("ignore")
-            return ast.parse(contents(file)) if type(file) is str else None
-    except (OSError, SyntaxError, ValueError):
+            return None if text is None else ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _text(module: object) -> str | None:
+    file = attribute(module, "__file__")
+    try:
+        return contents(file).decode() if type(file) is str else None
+    except (OSError, ValueError):
         return None

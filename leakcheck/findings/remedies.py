@@ -314,11 +314,19 @@ def _distinct(cuts: Iterable[Cut]) -> list[Cut]:
 
 
 def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
-    """Makes the changes; what went wrong, if anything did."""
+    """Makes the changes, those of one container together; what went wrong, if anything did."""
+    of_container: dict[int, list[Cut]] = {}
+    for cut in cuts:
+        if cut.together is not None and cut.place is not None:
+            of_container.setdefault(cut.place.container, []).append(cut)
     failures = []
     for cut in cuts:
+        others = of_container.get(cut.place.container, []) if cut.together is not None and cut.place is not None else []
         try:
-            cut.apply()
+            if len(others) < 2:
+                cut.apply()
+            elif cut is others[0] and cut.together is not None:
+                cut.together({other.held for other in others})
         except KeyboardInterrupt:
             raise
         # Closing a generator, or hashing an element, runs the program's code; a test's own failure is no Exception.

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from lowtide.probes.originals import loaded
 
+_STANDARD_LIBRARIES = frozenset({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
 _STANDARD_LIBRARY = re.compile(r"/lib/python3\.\d+t?/(?!site-packages/|dist-packages/)")
 _INSTALLED_FRAMEWORK = re.compile(r"/(?:site|dist)-packages/(?:torch|functorch|numpy)/")
 """Where the files of Python and of torch are on other machines, too."""
@@ -84,7 +85,7 @@ def _is_framework(frame: StackFrame, folders: tuple[str, ...]) -> bool:
 
 def _library_folders() -> tuple[str, ...]:
     """Where Python's own modules are, where inductor writes its code, and torch and numpy, installed or not."""
-    folders: set[str | None] = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
+    folders: set[str | None] = set(_STANDARD_LIBRARIES)
     folders.add(os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
     for name in ("torch", "numpy"):
         file = getattr(loaded(name), "__file__", None)
