@@ -14,7 +14,8 @@ is `.ENGINE`. If the caller names the engine as innocent, the same path is an `i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Collection, Container, Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ from lowtide.leakcheck.explaining.path_causes import (
     suspect_steps,
     suspects_of,
     telling_cause,
+    telling_type,
     verdict_of,
 )
 from lowtide.leakcheck.explaining.path_names import holder_name, shown_from_landmark
@@ -48,6 +50,10 @@ from lowtide.reports.schema import Cause, Hop, Verdict
 _LETTING_HOOK_GO = (
     "remove the {} with the handle that registering it gave, or let it hold its owner by a weak reference"
 )
+_OLD = "old"
+"""What an object says of a path that was there before the leak."""
+_MOST_STEPS = 10_000
+"""Steps of the paths behind one edge that are looked at one by one, before some of them stand for all others."""
 _SWEEPING = 2.0
 """Seconds for finding out what edges retain; a sweep takes 15 ms at 500,000 objects."""
 
@@ -67,6 +73,7 @@ class Explanation:
         suspects: the suspect edges without what changes from run to run, for `fingerprint()`.
         freed: for each hop of the path the targets, by their place, that nothing would hold if it alone were cut; None
             where that was not worked out.
+        is_part: whether the path ends at the edge that is to be cut, which it has in common with many other suspects.
         cut: how to cut the first suspect edge that can be, live objects included; None if none can.
         thread: the name of the running thread that holds it, if one does.
         new: the identities of what lies behind the first suspect edge of the path, that of the suspect last.
@@ -81,7 +88,7 @@ class Explanation:
     holder: str
     path: tuple[Hop, ...]
     suspects: tuple[str, ...]
-    freed: tuple[frozenset[int] | None, ...] = field(default=(), repr=False, compare=False)
+    freed: tuple[AbstractSet[int] | None, ...] = field(default=(), repr=False, compare=False)
     cut: Cut | None = field(default=None, repr=False, compare=False)
     thread: str = ""
     new: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
@@ -89,6 +96,7 @@ class Explanation:
     advice: str = field(default="", compare=False)
     root: int = field(default=0, repr=False, compare=False)
     through: frozenset[int] = field(default=frozenset(), repr=False, compare=False)
+    is_part: bool = field(default=False, repr=False, compare=False)
 
     @property
     def is_of_node(self) -> bool:
@@ -141,14 +149,22 @@ def explain(
 
     with trace(targets, ignore=ignore, roots=roots, thorough=True, walk=walk) as found:
         natively = frozenset(id(target) for place, target in enumerate(targets) if found.is_held_from_c(place))
-        paths = [
-            None if _may_hold_its_root(target, found.root(place), natively) else found.path(place, inspect)
-            for place, target in enumerate(targets)
-        ]
-        found.will_be_cut({place: suspect_steps(path.steps)[0] for place, path in enumerate(paths) if path is not None})
+        # When the program is over it is known of few objects that they are new: age says nothing behind the first.
+        parts = _Parts(found, () if known.are_free and known.older is not None else innocent)
+        drafts: list[_Draft | None] = []
+        for place, target in enumerate(targets):
+            has_path = not (natively and _may_hold_its_root(target, found.root(place), natively))
+            draft = parts.of(place) if has_path else None
+            if draft is None and has_path and (path := found.path(place, inspect)) is not None:
+                draft = parts.note(_with_path(path, place, found, known))
+            drafts.append(draft)
+        own = {draft.place: draft for draft in drafts if draft is not None}
+        found.will_be_cut({place: draft.first for place, draft in own.items()})
         sweeps = _Sweeps(found, (budget or Budget()).within(_SWEEPING))
+        whole = {place: sweeps.with_freed(draft) for place, draft in own.items()}
         explained = [
-            None if path is None else _with_path(path, place, found, sweeps, known) for place, path in enumerate(paths)
+            None if draft is None else parts.explanation(draft, whole[draft.place], is_own=draft.place == place)
+            for place, draft in enumerate(drafts)
         ]
         lost = [place for place, reported in enumerate(explained) if reported is None]
         holders = dict(zip(lost, found.types_of_holders(lost, {id(targets), *ignore}), strict=True)) if lost else {}
@@ -257,38 +273,136 @@ def _may_hold_its_root(target: Any, root: object, held_from_c: Container[int]) -
         return torch_member(target, "grad_fn") is not None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Draft:
+    """What is known of a suspect without asking what its edges retain.
+
+    Attributes:
+        explanation: as far as it is known.
+        place: the suspect's.
+        links: the edges of the path, from the first suspect one on.
+        first: the first suspect step.
+        last: the last one.
+        decided: the step at which it was decided what to cut; past the last one if nothing was.
+        skipped: how many steps lead to the root of what is shown.
+        holder: who holds what lies behind the step that decided.
+    """
+
+    explanation: Explanation
+    place: int
+    links: Sequence[Link]
+    first: int
+    last: int
+    decided: int
+    skipped: int
+    holder: str = ""
+
+    @property
+    def end(self) -> int:
+        """The number of steps that are shown up to the one that decided."""
+        return max(self.decided, self.first, self.skipped) - self.skipped + 1
+
+
 class _Sweeps:
     """What each edge retains, each asked for once: the suspects behind one edge share the answer."""
 
     def __init__(self, found: Traces, budget: Budget) -> None:
         self._found = found
         self._budget = budget
-        self._freed: dict[tuple[int, str, int], frozenset[int]] = {}
+        self._freed: dict[tuple[int, str, int], AbstractSet[int]] = {}
 
-    def freed(self, links: Sequence[Link], place: int, first: int, last: int) -> list[frozenset[int] | None]:
-        """For the links of a path from `first` on, which targets each of them retains.
+    def with_freed(self, draft: _Draft) -> Explanation:
+        """Return an explanation with the targets that each of its edges retains.
 
-        None where it is not known: past the last suspect, and when sweeping has taken its time.
+        None where that is not known: past the last suspect, and when sweeping has taken its time.
         """
         # An edge of a cache stands for all of its entries.
         keys = [
             (id(link.owner), link.kind, 0) if link.kind in CACHED else (id(link.owner), link.edge, link.held)
-            for link in links
+            for link in draft.links
         ]
-        wanted = keys[: last + 1 - first]
+        wanted = keys[: draft.last + 1 - draft.first]
         if any(key not in self._freed for key in wanted) and not self._budget.is_spent:
-            self._freed.update(zip(keys, self._found.freed_by_cutting(place, first), strict=True))
-        return [self._freed.get(key) for key in keys]
+            self._freed.update(zip(keys, self._found.freed_by_cutting(draft.place, draft.first), strict=True))
+        freed = [*[None] * draft.first, *(self._freed.get(key) for key in keys)]
+        return dataclasses.replace(draft.explanation, freed=(None, *freed[draft.skipped :]))
 
 
-def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Names) -> Explanation:
+class _Parts:
+    """Explains many suspects behind one edge by a few of them: a list of a million nodes has a million paths.
+
+    What is cut, and what is said of that, is the same for all that lies behind the edge that decides it. Only the way
+    on from there is each suspect's own, and the ways of all of them are as long as the square of their number.
+
+    Args:
+        found: the paths.
+        innocent: ids of objects behind which another edge is the first suspect.
+    """
+
+    def __init__(self, found: Traces, innocent: Container[int]) -> None:
+        self._found = found
+        self._innocent = innocent
+        self._telling: dict[int, Cause | None] = {}
+        self._steps: list[int] = []
+        self._drafts: dict[tuple[int, frozenset[Hashable]], _Draft] = {}
+        self._cut_short: dict[int, Explanation] = {}
+
+    def of(self, place: int) -> _Draft | None:
+        """Return the draft that stands for a suspect, too; None if it is to be explained by itself."""
+        if not self._steps:
+            return None
+        behind = self._found.behind(place, self._what_it_says)
+        if behind is None or self._steps[behind[0]] < _MOST_STEPS or _OLD in behind[1]:
+            return None
+        return self._drafts.get(behind)
+
+    def note(self, draft: _Draft) -> _Draft:
+        """Note what was found of a suspect, and return it."""
+        steps = draft.first + len(draft.links)
+        # The step behind the first suspect one is part of the advice.
+        decided = max(draft.decided, draft.first + 1, draft.skipped)
+        if decided < steps - 1:
+            behind = self._found.behind(draft.place, self._what_it_says)
+            if behind is None:
+                self._found.mark(draft.place, decided, len(self._steps))
+                self._steps.append(0)
+                behind = self._found.behind(draft.place, self._what_it_says)
+            if behind is not None:
+                self._steps[behind[0]] += steps
+                self._drafts.setdefault(behind, draft)
+        return draft
+
+    def explanation(self, draft: _Draft, whole: Explanation, *, is_own: bool) -> Explanation:
+        """Return what is said of a suspect: all of it if the draft is its own, else what it has in common with that."""
+        if is_own:
+            return whole
+        if draft.place not in self._cut_short:
+            end = draft.end + 1
+            path = whole.path[:end]
+            self._cut_short[draft.place] = dataclasses.replace(
+                whole,
+                path=path,
+                freed=whole.freed[:end],
+                holder=whole.holder if len(path) == len(whole.path) else draft.holder,
+                is_part=True,
+            )
+        return self._cut_short[draft.place]
+
+    def _what_it_says(self, item: object) -> str | None:
+        kind = type(item)
+        if id(kind) not in self._telling:
+            self._telling[id(kind)] = telling_type(kind)
+        was_there = id(item) in self._innocent and kind is not dict and gc.is_tracked(item)
+        return _OLD if was_there else self._telling[id(kind)]
+
+
+def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
     first, last = suspect_steps(path.steps)
     shown = shown_from_landmark(path)
     # How the walk came to what the program knows by a name says nothing.
     cause = telling_cause(shown.path) or cause_of_edge(path, first)
     way = Way(shown, place, found)
     links = way.links[first:]
-    freed = [*[None] * first, *sweeps.freed(links, place, first, last)]
     hops = (
         Hop(
             type=step.type_name,
@@ -303,10 +417,13 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
     if not first and path.root_kind in ("interpreter", "native") and not names.may_have_been_there(links[0].owner):
         new |= {id(links[0].owner)}
     running = path.thread or (path.root_name if path.root_kind == "thread" else "")
+    decided = first
     if shown.path.root_kind == "interpreter":
         cut = cut_of_root(way, first, names)
     else:
-        cut = cut_of_new_dict(way, first, names) or first_cut(way, first, names)
+        cut = cut_of_new_dict(way, first, names)
+        if cut is None:
+            cut, decided = first_cut(way, first, names)
     advice = way.advice(first, has_cut=cut is not None)
     if shown.path.root_kind == "interpreter" and cut is None:
         advice = advice_for_root(shown.path.root_name) or advice
@@ -315,13 +432,12 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
     if path.root_kind == "native" and path.root_name.startswith(HOOK):
         advice = _LETTING_HOOK_GO.format(path.root_name)
         cut = None if cut is None else dataclasses.replace(cut, action=advice)
-    return Explanation(
+    explanation = Explanation(
         verdict="native-held" if path.root_kind == "native" else verdict_of(path.steps),
         cause=cause,
         holder=holder_name(shown.path, begin),
         path=(Hop(type=shown.path.root_kind, edge=shown.path.root_name), *hops),
         suspects=suspects_of(shown.path, begin, max(0, last - shown.skipped)),
-        freed=(None, *freed[shown.skipped :]),
         cut=cut,
         thread=running,
         new=new,
@@ -329,6 +445,9 @@ def _with_path(path: Path, place: int, found: Traces, sweeps: _Sweeps, names: Na
         root=id(found.root(place)) if path.root_kind == "native" else 0,
         through=frozenset(id(item) for link in way.links for item in (link.owner, link.carrier)),
     )
+    draft = _Draft(explanation, place, links, first, last, decided, shown.skipped)
+    common = dataclasses.replace(shown.path, steps=shown.path.steps[: draft.end])
+    return dataclasses.replace(draft, holder=holder_name(common, begin))
 
 
 def _without_path(target: Any, natively: Collection[int], holders: Collection[str], *, frozen: bool) -> Explanation:

@@ -84,13 +84,13 @@ def saved_for_backward(
                 for address in _addresses(saved.tensor):
                     if address in wanted:
                         found.setdefault(wanted[address], saved)
-    holding = [saved.output for saved in found.values()]
+    holding = list({id(saved.output): saved.output for saved in found.values()}.values())
     seen.clear()
-    explanations = explained(holding) if holding else []
+    explanations = dict(zip(map(id, holding), explained(holding) if holding else (), strict=True))
     return {
-        identity: _saved_by(saved, holder)
-        for (identity, saved), holder in zip(found.items(), explanations, strict=True)
-        if holder.path and identity in pathless
+        identity: _saved_by(saved, explanations[id(saved.output)])
+        for identity, saved in found.items()
+        if explanations[id(saved.output)].path and identity in pathless
     }
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from lowtide.leakcheck.judging.stable_names import without_numbers
 from lowtide.probes.heap.paths import Path, Step
 from lowtide.probes.heap.roots import RootKind
+from lowtide.probes.objects.foreign import LRU_CACHE, type_name
 from lowtide.probes.references.entries import Kind
 from lowtide.reports.schema import Cause, Verdict
 
@@ -81,6 +82,14 @@ def telling_cause(path: Path) -> Cause | None:
     return next((cause for cause, crosses in _TELLING if crosses(path)), None)
 
 
+def telling_type(cls: type) -> Cause | None:
+    """Return what a path says that leads through an object of a type, whatever its first suspect edge is."""
+    if cls is LRU_CACHE:
+        return "lru-cache"
+    name = type_name(cls)
+    return next((cause for cause, pattern in _TELLING_TYPES if pattern.fullmatch(name)), None)
+
+
 def _crosses_cache(path: Path) -> bool:
     return any(step.kind in ("lru-cache-key", "lru-cache-value") for step in path.steps)
 
@@ -89,9 +98,10 @@ def _crosses_type(pattern: re.Pattern[str]) -> Callable[[Path], bool]:
     """Whether the path leads from a module, or through an object of a type, of such a name; its end does not count."""
 
     def crosses(path: Path) -> bool:
-        names = [step.type_name for step in path.steps[:-1]]
+        # Of a long path the types are few.
+        names = {step.type_name for step in path.steps[:-1]}
         if path.root_kind in ("module", "class"):
-            names.append(path.root_name)
+            names.add(path.root_name)
         return any(pattern.fullmatch(name) for name in names)
 
     return crosses
@@ -102,12 +112,17 @@ def _crosses_workspace(path: Path) -> bool:
     return is_kernel_library and any(_WORKSPACE.fullmatch(step.edge) for step in path.steps)
 
 
+_TELLING_TYPES: tuple[tuple[Cause, re.Pattern[str]], ...] = (
+    ("autograd", AUTOGRAD),
+    ("cuda-graph", _CUDA_GRAPH),
+    ("compiled-code", _COMPILED),
+    ("pending-transfer", _TRANSFER),
+)
+
+
 _TELLING: tuple[tuple[Cause, Callable[[Path], bool]], ...] = (
     ("lru-cache", _crosses_cache),
-    ("autograd", _crosses_type(AUTOGRAD)),
-    ("cuda-graph", _crosses_type(_CUDA_GRAPH)),
-    ("compiled-code", _crosses_type(_COMPILED)),
-    ("pending-transfer", _crosses_type(_TRANSFER)),
+    *((cause, _crosses_type(pattern)) for cause, pattern in _TELLING_TYPES),
     ("library-workspace", _crosses_workspace),
 )
 

@@ -14,6 +14,13 @@ from lowtide.probes.originals import gc
 from lowtide.reports.schema import Hop
 
 _LONGEST_HOLDER = 120
+
+_LONGEST_CODE = 2000
+"""Characters of a path as code; Python itself does not compile an expression of some thousand parts."""
+
+_REMEMBERED = 4
+"""Steps that may be asked for again when the one behind them was."""
+
 _OF_MOCKS = re.compile(r"\._mock_(return_value|call_args_list|call_args|side_effect|mock_calls|wraps)")
 
 
@@ -32,10 +39,6 @@ class Shown:
     path: Path
     skipped: int
     is_code: bool
-
-    def code(self, turn: int) -> str:
-        """What a step of the whole path starts from, as code."""
-        return code_of(self.path, turn - self.skipped)
 
 
 def shown_from_landmark(path: Path) -> Shown:
@@ -88,22 +91,54 @@ def way_text(path: Sequence[Hop]) -> str:
 
 def code_of(path: Path, end: int) -> str:
     """The path as code from its root up to a step."""
-    code = module_expression(path.root_name) if path.root_kind == "module" else path.root_name
-    if path.root_kind == "frame":
-        code = path.root_name.partition(" in ")[0]
-    steps = path.steps[:end]
-    for turn in range(len(steps)):
-        text = _public(steps, turn)
+    return CodeOfPath(path)(end)
+
+
+class CodeOfPath:
+    """Writes a path as code, from its root up to one step after the other.
+
+    What is longer than anybody reads keeps its beginning and its end: else the texts for all steps of a long path would
+    be as long, together, as the square of its length.
+
+    Args:
+        path: the path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._steps = path.steps
+        code = module_expression(path.root_name) if path.root_kind == "module" else path.root_name
+        if path.root_kind == "frame":
+            code = path.root_name.partition(" in ")[0]
+        # Up to the steps that were asked for last, as it is in front of a further one.
+        self._root = code
+        self._codes = {0: code}
+
+    def __call__(self, end: int) -> str:
+        """Return the code up to a step."""
+        end = max(0, min(end, len(self._steps)))
+        if not end:
+            return self._root
+        if end - 1 not in self._codes and end - 1 < max(self._codes):
+            self._codes = {0: self._root}
+        for turn in range(max(self._codes), end - 1):
+            self._codes[turn + 1] = self._with_step(turn, is_last=False)
+            self._codes.pop(turn - _REMEMBERED, None)
+        return self._with_step(end - 1, is_last=True)
+
+    def _with_step(self, turn: int, *, is_last: bool) -> str:
+        text = _public(self._steps, turn, is_last=is_last)
+        code = self._codes[turn]
         code += text if text.startswith((".", "[", "<", "{")) or not text else f" {text}"
-    return code
+        half = _LONGEST_CODE // 2
+        return code if len(code) <= _LONGEST_CODE else f"{code[:half]}…{code[1 - half :]}"
 
 
-def _public(steps: Sequence[Step], turn: int) -> str:
+def _public(steps: Sequence[Step], turn: int, *, is_last: bool) -> str:
     """A step's edge; for a mock, what the mock offers in its place."""
     edge = steps[turn].edge
     if turn and edge.startswith("['") and steps[turn - 1].edge == "._mock_children":
         return f".{edge[2:-2]}"
-    if edge == "._mock_children" and turn + 1 < len(steps):
+    if edge == "._mock_children" and not is_last:
         return ""
     return _OF_MOCKS.sub(r".\1", edge) if turn and _is_mock(steps[turn - 1]) else edge
 

@@ -20,13 +20,16 @@ from lowtide.leakcheck.explaining.library_objects import (
     offered_method,
     territories,
 )
-from lowtide.leakcheck.explaining.path_names import Shown
+from lowtide.leakcheck.explaining.path_names import CodeOfPath, Shown
 from lowtide.probes.heap.holders import Traces
 from lowtide.probes.heap.paths import Link, Path
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.originals import signal, sys
 
 CACHED = ("lru-cache-key", "lru-cache-value")
+
+_LONGEST_CODE = 2000
+"""Characters of an expression; Python itself does not compile one of some thousand parts."""
 
 
 class Way:
@@ -44,6 +47,12 @@ class Way:
             self.begin, code, root = 1, *public
         self._code: list[str | None] = [*[None] * self.begin, code]
         self._territories = territories(root, self.links[self.begin :])
+        self._words = CodeOfPath(shown.path)
+        opaque = (turn for turn, link in enumerate(self.links) if turn >= self.begin and link.kind == "opaque")
+        self._first_opaque = next(opaque, len(self.links))
+        self._homes = _Homes(shown.whole)
+        # By step, the last one at or before which a library offers a method.
+        self._offering: list[int] = []
 
     def _public_name(self) -> tuple[str, str] | None:
         """By what a module that is written in C holds something, under no name of its own: another module's name."""
@@ -61,18 +70,27 @@ class Way:
         if self._is_finalizers:
             # It is still called when its object dies, or at exit.
             return False
-        return turn >= self.begin and all(link.kind != "opaque" for link in self.links[self.begin : turn + 1])
+        return self.begin <= turn < self._first_opaque
 
     @property
     def _is_finalizers(self) -> bool:
         return self.shown.path.root_name.startswith("weakref.finalize(")
 
     def code(self, turn: int) -> str | None:
-        """What a step starts from, as code; None where no expression leads to it."""
+        """What a step starts from, as code; None where no expression leads to it that anybody would write."""
         while len(self._code) <= turn:
             before = self._code[-1]
-            self._code.append(None if before is None else one_step(before, self.links[len(self._code) - 1]))
+            code = None if before is None else one_step(before, self.links[len(self._code) - 1])
+            self._code.append(None if code is None or len(code) > _LONGEST_CODE else code)
         return self._code[turn]
+
+    def words(self, turn: int) -> str:
+        """What a step starts from, as the path has it."""
+        return self._words(turn - self.shown.skipped)
+
+    def names(self, turn: int, known: Names) -> Names:
+        """What is known of the program for what a step starts from."""
+        return known.of(*self._homes(turn))
 
     def territory(self, turn: int) -> Territory:
         """Whose the object is that a step starts from."""
@@ -90,7 +108,7 @@ class Way:
         if self.shown.path.root_kind == "thread" and self.territory(turn).inside == "threading":
             # What a running thread has is let go of by ending the thread.
             return ""
-        library, words = self.territory(turn).inside, self.shown.code(turn + 1)
+        library, words = self.territory(turn).inside, self.words(turn + 1)
         if not library:
             return f"{words} is {self.territory(turn).shared}'s: put back what was there, or take out what was added"
         # What it leads to may itself have a way to end, as a timer has.
@@ -98,16 +116,24 @@ class Way:
 
     def offer(self, turn: int) -> Cut | None:
         """What the library offers by which what lies inside it is let go of."""
-        offer = offered_function(self.shown.code(turn + 1))
+        offer = offered_function(self.words(turn + 1))
         if offer is not None:
             return Cut(offer.call, offer.changed, functools.partial(offer.do, None), ends_anyway=True)
-        for before in reversed(range(self.begin, turn + 1)):
-            code, owner = self.code(before), self.links[before].owner
-            method = offered_method(owner)
-            if method is not None and code is not None:
-                do = functools.partial(method.do, owner)
-                return Cut(f"{code}.{method.call}", f"{code} {method.changed}", do, ends_anyway=True)
-        return None
+        owner = self._offering_at(turn)
+        if owner < 0:
+            return None
+        method, code = offered_method(self.links[owner].owner), self.code(owner)
+        assert method is not None
+        do = functools.partial(method.do, self.links[owner].owner)
+        return Cut(f"{code}.{method.call}", f"{code} {method.changed}", do, ends_anyway=True)
+
+    def _offering_at(self, turn: int) -> int:
+        """The last step up to one that starts from what has a method of its own to end; -1 if none does."""
+        while len(self._offering) <= turn:
+            at, before = len(self._offering), self._offering[-1] if self._offering else -1
+            offers = at >= self.begin and offered_method(self.links[at].owner) is not None
+            self._offering.append(at if offers and self.code(at) is not None else before)
+        return self._offering[turn]
 
 
 def cut_of_root(way: Way, first: int, names: Names) -> Cut | None:
@@ -139,42 +165,46 @@ def cut_of_new_dict(way: Way, first: int, names: Names) -> Cut | None:
     if link.kind not in CACHED and (link.held in names.older or way.territory(before).is_ground):
         return None
     try:
-        known = dataclasses.replace(names.of(*_home(shown.whole, before)), are_free=False)
-        return cut_of(link, way.code(before), known, shown.code(before))
+        known = dataclasses.replace(way.names(before, names), are_free=False)
+        return cut_of(link, way.code(before), known, way.words(before))
     except Refused:
         return None
 
 
-def first_cut(way: Way, first: int, names: Names) -> Cut | None:
-    """The first edge from the first suspect on that can be cut without harm; what lies behind it is gone with it."""
+def first_cut(way: Way, first: int, names: Names) -> tuple[Cut | None, int]:
+    """The first edge from the first suspect on that can be cut without harm; what lies behind it is gone with it.
+
+    Returns:
+        The cut, and the step that decided: whatever lies behind that has the same.
+    """
     for turn, link in enumerate(way.links[first:], first):
         inside = bool(turn >= way.begin and way.territory(turn).inside and link.kind not in CACHED)
         if inside and names.are_free and (offer := way.offer(turn)) is not None:
             # Once nothing runs any more, the library may be asked to release it.
-            return offer
+            return offer, turn
         if not way.can_cut(turn) or _is_part_of_librarys_object(way.links, turn):
             continue
         if names.older is None and not names.are_free and turn < len(way.links) - 1 and link.kind not in CACHED:
             # Nobody knows whether what it leads to was there before; the leaked thing itself, at the end, was not.
             continue
-        known = names.of(*_home(way.shown.whole, turn))
+        known = way.names(turn, names)
         is_ground = link.kind not in CACHED and way.territory(turn).is_ground
         if is_ground:
             if inside or names.older is None:
                 # Its insides are nobody else's to change.
-                return None
+                return None, turn
             # To what is public the program may have added something, and that it can take back.
             known = dataclasses.replace(known, are_free=False)
         try:
-            cut = cut_of(link, way.code(turn), known, way.shown.code(turn))
+            cut = cut_of(link, way.code(turn), known, way.words(turn))
             if is_ground and cut is not None and not cut.is_deletion:
-                return None
+                return None, turn
         except Refused:
-            return None
+            return None, turn
         if cut is not None or link.kind in ("frame-local", "thread"):
             # Running code that holds something should let go of all of it; what lies behind is only a part.
-            return cut
-    return None
+            return cut, turn
+    return None, len(way.links)
 
 
 def _is_part_of_librarys_object(links: Sequence[Link], turn: int) -> bool:
@@ -185,18 +215,35 @@ def _is_part_of_librarys_object(links: Sequence[Link], turn: int) -> bool:
     return any(type(links[turn + 1].owner) is kind for kind in (list, dict, set, deque))
 
 
-def _home(path: Path, turn: int) -> tuple[ModuleType | None, ModuleType | None, str]:
-    """The module whose code made what a step starts from, that of the root, and by which name it is known there.
+class _Homes:
+    """By step, the module whose code made what it starts from, that of the root, and by which name it is known there.
 
     It is that of the nearest object of a class of the program's own; containers and libraries' types identify nothing.
+
+    Args:
+        path: from the root of the process on.
     """
-    names = (step.edge[1:] for step in reversed(path.steps[:turn]) if step.edge.startswith("."))
-    name = next(names, "")
-    root = sys.modules.get(path.root_name) if path.root_kind == "module" else None
-    for step in reversed(path.steps[:turn]):
-        module = step.type_name.rpartition(".")[0]
-        while module and module not in sys.modules:  # a class within a class
-            module = module.rpartition(".")[0]
-        if module and not is_library(module):
-            return sys.modules[module], root, name
-    return root, root, name
+
+    def __init__(self, path: Path) -> None:
+        self._steps = path.steps
+        self._root = sys.modules.get(path.root_name) if path.root_kind == "module" else None
+        self._found: list[tuple[ModuleType | None, str]] = [(None, "")]
+
+    def __call__(self, turn: int) -> tuple[ModuleType | None, ModuleType | None, str]:
+        """Return the two modules and the name."""
+        while len(self._found) <= turn:
+            step = self._steps[len(self._found) - 1]
+            home, name = self._found[-1]
+            name = step.edge[1:] if step.edge.startswith(".") else name
+            own = _own_module(step.type_name)
+            self._found.append((home if own is None else own, name))
+        home, name = self._found[turn]
+        return self._root if home is None else home, self._root, name
+
+
+def _own_module(type_name: str) -> ModuleType | None:
+    """The module of a class, by the class's name, where it is the program's own."""
+    module = type_name.rpartition(".")[0]
+    while module and module not in sys.modules:  # a class within a class
+        module = module.rpartition(".")[0]
+    return sys.modules[module] if module and not is_library(module) else None

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from lowtide.leakcheck.baseline.storages import Key, storage_keys, tensors_in
 from lowtide.leakcheck.explaining.cuts import Names, NamespaceSizes
@@ -14,6 +17,8 @@ from lowtide.leakcheck.explaining.native_holders import as_gradients, held_by_no
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.probes.allocation_stacks import StackFrame
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
+from lowtide.probes.heap.retained import Freed
+from lowtide.probes.objects.address_table import Ints
 
 Stacks = Callable[[str, Collection[int]], Mapping[int, Sequence[StackFrame]]]
 """The stacks on which memory was allocated, by address, for a device and some addresses."""
@@ -31,9 +36,43 @@ class Explained:
     by_key: Mapping[Key, Explanation] = field(default_factory=dict)
     places: Mapping[Key, frozenset[int]] = field(default_factory=dict)
 
-    def retained(self, freed: frozenset[int] | None) -> set[Key]:
-        """The storages that are free when nothing holds these tensors any more."""
-        return {key for key, places in self.places.items() if places and freed is not None and places <= freed}
+    def is_retained(self, key: Key, freed: AbstractSet[int]) -> bool:
+        """Return whether a storage is free when nothing holds some tensors any more."""
+        places = self.places.get(key, ())
+        return bool(places) and all(place in freed for place in places)
+
+    def bytes_retained(self, freed: Sequence[AbstractSet[int] | None], sizes: Mapping[Key, int]) -> list[int | None]:
+        """Return, for the tensors that each edge of a path frees, the bytes of the storages that are free then.
+
+        Args:
+            freed: what `Explanation.freed` says.
+            sizes: bytes of the storages.
+        """
+        found: list[int | None] = []
+        known: dict[int, tuple[Ints, Ints]] = {}
+        for each in freed:
+            if not isinstance(each, Freed):
+                found.append(None if each is None else sum(sizes[key] for key in sizes if self.is_retained(key, each)))
+            elif each.turn is None:
+                found.append(0)
+            else:
+                # One list for all edges of a path, which may be long: the bytes that are free up to each of its cuts.
+                if id(each.levels) not in known:
+                    known[id(each.levels)] = self._by_level(each.levels, sizes)
+                levels, amounts = known[id(each.levels)]
+                found.append(int(amounts[np.searchsorted(levels, each.turn, side="right")]))
+        return found
+
+    def _by_level(self, levels: Ints, sizes: Mapping[Key, int]) -> tuple[Ints, Ints]:
+        """The first cut that does not free some storages, in order, and the bytes that all cuts before that free."""
+        amounts: dict[int, int] = {}
+        for key, places in self.places.items():
+            if places and key in sizes:
+                level = int(levels[list(places)].min())
+                amounts[level] = amounts.get(level, 0) + sizes[key]
+        ordered = sorted(amounts)
+        freed = np.array([amounts[level] for level in ordered], np.int64)
+        return np.array(ordered, np.int64), np.append(np.cumsum(freed[::-1])[::-1], 0)
 
 
 @dataclass(frozen=True)
@@ -214,5 +253,5 @@ def _natively_held(
     }
 
 
-def _rank(explanation: Explanation) -> tuple[bool, int]:
-    return not explanation.path, len(explanation.path)
+def _rank(explanation: Explanation) -> tuple[bool, bool, int]:
+    return not explanation.path, explanation.is_part, len(explanation.path)

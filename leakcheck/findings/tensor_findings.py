@@ -243,7 +243,7 @@ def _leak(
     things = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
     stage = largest.held.stage
     message = f"{format_bytes(size)} in {things} on {device}, since {stage} ({largest.held.text})"
-    reported = largest.explanation
+    reported = _whole(largest, group)
     finding = Finding(
         resource="tensors",
         cause="unknown",
@@ -284,6 +284,15 @@ def _leak(
     )
 
 
+def _whole(largest: _Row, group: Sequence[_Row]) -> Explanation | None:
+    """The explanation of the largest thing; where only a part of its path is known, that of another one."""
+    reported = largest.explanation
+    if reported is None or not reported.is_part:
+        return reported
+    whole = (row.explanation for row in group if row.explanation is not None and not row.explanation.is_part)
+    return next(whole, reported)
+
+
 def _returned_at(finding: Finding, rung: Rung, reported: Explanation | None) -> Finding:
     """A finding about storages that came back at a rung of the ladder."""
     action = ACTIONS[rung]
@@ -301,9 +310,9 @@ def _returned_at(finding: Finding, rung: Rung, reported: Explanation | None) -> 
 def _with_sizes(reported: Explanation, explained: Explained, sizes: Mapping[Key, int]) -> tuple[Hop, ...]:
     """The path, with the bytes that would be free if one edge of it were cut."""
     hops = list(reported.path)
-    for place, freed in enumerate(reported.freed[: len(hops)]):
-        if freed is not None and hops[place].suspect:
-            bytes_ = sum(sizes.get(key, 0) for key in explained.retained(freed))
+    freed = [each if hop.suspect else None for each, hop in zip(reported.freed, hops, strict=False)]
+    for place, bytes_ in enumerate(explained.bytes_retained(freed, sizes)):
+        if bytes_ is not None:
             hops[place] = msgspec.structs.replace(hops[place], retains_bytes=bytes_)
     return tuple(hops)
 
@@ -311,18 +320,12 @@ def _with_sizes(reported: Explanation, explained: Explained, sizes: Mapping[Key,
 def _shared(group: Sequence[_Row], explained: Explained) -> int:
     """Bytes that stay even if the edge behind which they were found is cut, because another one holds them too."""
     shared = 0
-    # One answer for all that hang on one edge: they may be thousands.
-    retained: dict[frozenset[int], set[Key]] = {}
     for row in group:
         reported = row.explanation
         if reported is None:
             continue
         first = next((turn for turn, hop in enumerate(reported.path) if hop.suspect), None)
         freed = reported.freed[first] if first is not None and first < len(reported.freed) else None
-        if freed is None:
-            continue
-        if freed not in retained:
-            retained[freed] = explained.retained(freed)
-        if row.held.key not in retained[freed]:
+        if freed is not None and not explained.is_retained(row.held.key, freed):
             shared += row.held.bytes
     return shared

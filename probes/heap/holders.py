@@ -12,7 +12,7 @@ one reference retains: what nothing else would hold if that reference were gone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
 
 import numpy as np
@@ -20,12 +20,15 @@ import numpy as np
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.landmarks import landmarks
 from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, Step
-from lowtide.probes.heap.retained import Cuts, Sweeper
+from lowtide.probes.heap.retained import Cuts, Freed, Sweeper
 from lowtide.probes.heap.search import BLOCKED, ROOT, UNSEEN, Search
+from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import is_a, is_definition, type_name
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.references.edges import EdgeNamer
 from lowtide.probes.references.entries import Edge
+
+_NO_PLACES: Ints = np.zeros(0, np.int64)
 
 
 def find_paths(
@@ -169,6 +172,11 @@ class Traces:
             [] if heap is None else heap.objects, {id(root.held): root.variables for root in known if root.variables}
         )
         self._edges: dict[int, list[tuple[int, Edge]]] = {}
+        self._paths: dict[int, list[int]] = {}
+        self._entries: dict[int, Ints] = {}
+        self._roots: dict[int, int] = {}
+        self._marked: dict[int, int] = {}
+        self._behind: dict[int, tuple[int, frozenset[Hashable]] | None] = {}
         self._firsts: dict[int, int] = {}
         self._sweeper: Sweeper | None = None
 
@@ -265,7 +273,7 @@ class Traces:
         """Says for which targets `freed_by_cutting` may be asked, and from which step on."""
         self._firsts = dict(firsts)
 
-    def freed_by_cutting(self, place: int, first: int) -> list[frozenset[int]]:
+    def freed_by_cutting(self, place: int, first: int) -> list[Freed]:
         """For each step of the path to a target, from `first` on: the targets that nothing holds once it is cut.
 
         An edge of a cache stands for all of the cache's entries, as clearing it cuts them all. Empty where something
@@ -279,8 +287,8 @@ class Traces:
             cuts = {target: self._cuts_of(target, step) for target, step in self._firsts.items() if self._nodes(target)}
             self._sweeper = Sweeper(self._heap, cuts)
         targets = self._heap.targets
-        reached = (targets >= 0) & (self._parents[targets] != UNSEEN)
-        return [frozenset(np.flatnonzero(reached & unreached).tolist()) for unreached in self._sweeper.retained(place)]
+        unreached = (targets < 0) | (self._parents[targets] == UNSEEN)
+        return self._sweeper.retained(place, unreached)
 
     def _cuts_of(self, place: int, first: int) -> Cuts:
         assert self._heap is not None
@@ -289,21 +297,82 @@ class Traces:
         for start, edge in self._edges_of(place, nodes)[first:]:
             at = start + edge.references - 1
             whole = edge.kind in ("lru-cache-key", "lru-cache-value")
-            cuts.append((at, self._heap.entries_of_cache(nodes[start]) if whole else []))
+            cuts.append((at, self._entries_of_cache(nodes[start]) if whole else _NO_PLACES))
         return nodes, cuts
+
+    def _entries_of_cache(self, cache: int) -> Ints:
+        assert self._heap is not None
+        if cache not in self._entries:
+            self._entries[cache] = np.array(self._heap.entries_of_cache(cache), np.int64)
+        return self._entries[cache]
 
     def root(self, place: int) -> object:
         """What the path to a target begins at; None where there is none."""
+        if self._heap is None or not self._is_reached(place):
+            return None
+        trail = [int(self._heap.targets[place])]
+        while trail[-1] not in self._roots and self._parents[trail[-1]] != ROOT:
+            trail.append(int(self._parents[trail[-1]]))
+        root = self._roots.get(trail[-1], trail[-1])
+        self._roots.update(dict.fromkeys(trail, root))
+        return self._heap.objects[root]
+
+    def mark(self, place: int, step: int, number: int) -> None:
+        """Gives what a step of the path to a target leads to a number, by which `behind` knows it.
+
+        Args:
+            place: the target's.
+            step: the step.
+            number: what it is to be known by.
+        """
         nodes = self._nodes(place)
-        return self._heap.objects[nodes[0]] if self._heap is not None and nodes else None
+        start, edge = self._edges_of(place, nodes)[step]
+        self._marked[nodes[start + edge.references]] = number
+        # What was known of the nodes behind it is no more true.
+        for node in nodes[start + edge.references :]:
+            self._behind.pop(node, None)
+
+    def behind(self, place: int, kind_of: Callable[[object], Hashable]) -> tuple[int, frozenset[Hashable]] | None:
+        """The number of the last marked object that the path to a target leads through; None if it passes none.
+
+        Of each object it is found out once, however many paths lead through it.
+
+        Args:
+            place: the target's.
+            kind_of: what an object says of a path that leads through it, None for nothing.
+
+        Returns:
+            The number, and what the objects behind it say.
+        """
+        if self._heap is None or not self._is_reached(place):
+            return None
+        node = int(self._heap.targets[place])
+        trail: list[int] = []
+        while node not in self._behind and node not in self._marked and self._parents[node] != ROOT:
+            trail.append(node)
+            node = int(self._parents[node])
+        found = (self._marked[node], frozenset[Hashable]()) if node in self._marked else self._behind.get(node)
+        for node in reversed(trail):
+            kind = None if found is None else kind_of(self._heap.objects[node])
+            if found is not None and kind is not None and kind not in found[1]:
+                found = found[0], found[1] | {kind}
+            self._behind[node] = found
+        return found
 
     def _nodes(self, place: int) -> list[int]:
         """The nodes from the root to a target; none if it was not reached."""
         if self._heap is None:
             return []
-        target = int(self._heap.targets[place])
-        if target < 0 or self._parents[target] in (UNSEEN, BLOCKED):
-            return []
+        if place not in self._paths:
+            is_reached = self._is_reached(place)
+            self._paths[place] = self._way_to(int(self._heap.targets[place])) if is_reached else []
+        return self._paths[place]
+
+    def _is_reached(self, place: int) -> bool:
+        target = -1 if self._heap is None else int(self._heap.targets[place])
+        return target >= 0 and self._parents[target] not in (UNSEEN, BLOCKED)
+
+    def _way_to(self, target: int) -> list[int]:
         nodes = [target]
         while self._parents[nodes[-1]] != ROOT:
             nodes.append(int(self._parents[nodes[-1]]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import FunctionType, ModuleType
 
 import numpy as np
@@ -21,6 +21,9 @@ from lowtide.probes.references.native_references import held_from_c, outermost, 
 from lowtide.probes.references.unseen_references import reader_of
 
 UNSEEN, ROOT, BLOCKED = -1, -2, -3
+
+_FEW = 1000
+"""References of one object that are gone through in less time than it takes to note where they are."""
 
 
 class Search:
@@ -62,6 +65,8 @@ class Search:
             if node >= 0:
                 self._given.setdefault(node, Root("object", name, held, [], FIRST))
         self._native_roots: dict[int, Root] = {}
+        self._references: dict[int, dict[int, int]] = {}
+        self._asked: set[int] = set()
         own = np.arange(len(graph.roots), dtype=np.int32)
         no_roots = graph.find_ids(not_roots)
         first = np.array(list(self._given), np.int32)
@@ -105,8 +110,15 @@ class Search:
 
     def reference(self, holder: int, held: int) -> int:
         """The place, in the list of edges, of one reference."""
-        start = int(self.offsets[holder])
-        return start + int(np.flatnonzero(self.edges[start : self.offsets[holder + 1]] == held)[0])
+        start, stop = int(self.offsets[holder]), int(self.offsets[holder + 1])
+        if stop - start <= _FEW or holder not in self._asked:
+            self._asked.add(holder)
+            return start + int(np.flatnonzero(self.edges[start:stop] == held)[0])
+        if holder not in self._references:
+            edges = self.edges[start:stop].tolist()
+            # Written backwards, so that the first of several stays.
+            self._references[holder] = dict(zip(reversed(edges), range(stop - 1, start - 1, -1), strict=True))
+        return self._references[holder][held]
 
     def reached_by(self, edges: Indices) -> npt.NDArray[np.bool_]:
         """Which nodes the roots lead to by some edges, those that no path may pass included."""
@@ -114,16 +126,18 @@ class Search:
         seen[self._blocked] = True
         frontier = np.setdiff1d(self._root_nodes(), self._blocked)
         seen[frontier] = True
-        self.flood(seen, edges, frontier)
+        for _ in self.flood(seen, edges, frontier):
+            pass
         return seen
 
-    def flood(self, seen: npt.NDArray[np.bool_], edges: Indices, frontier: Indices) -> None:
-        """Marks everything that the frontier reaches as seen."""
+    def flood(self, seen: npt.NDArray[np.bool_], edges: Indices, frontier: Indices) -> Iterator[Indices]:
+        """Marks everything that the frontier reaches as seen, and gives it a level at a time."""
         while len(frontier):
             _, places = self._places(frontier)
             reached = edges[places]
             frontier = self._each_once(reached[~seen[reached]])
             seen[frontier] = True
+            yield frontier
 
     def _each_once(self, nodes: Indices) -> Indices:
         """The same nodes without repetition, in their order; without a sort, whose cost grows faster than the heap."""
