@@ -48,6 +48,7 @@ class Owner:
         storages: the storages that are its own.
         growth: by how much its setup raised each level.
         settings: the process-wide settings that its setup changed, or that were not known before, as it left them.
+        lines: the first threads of the lines of its threads, of which each started the next one.
         has_settled: whether its setup is over.
         before: the counters before its setup.
         ledger: what lies under it, test by test.
@@ -72,6 +73,7 @@ class Owner:
         self.settings: dict[str, str] = {}
         self.roots = roots
         self.items: dict[str, set[str]] = {}
+        self.lines: frozenset[str] = frozenset()
         self.storages: dict[tuple[str, int], str] = {}
         self.growth: dict[str, int] = {}
         self.before = Counters({}, {}, {})

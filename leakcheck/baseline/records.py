@@ -14,9 +14,11 @@ from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.settings.setting_history import SettingHistory
 from lowtide.probes.host.counters import Counters
+from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_files import descendants_of
 from lowtide.probes.host.readings import mapped_shared_memory
-from lowtide.probes.originals import os
+from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.originals import os, threading
 
 Subject = Optional[Owner]  # noqa: UP045 - evaluated, and Python 3.10's `|` does not know strings
 """Who is judged: an owner that has ended, or (None) the test."""
@@ -29,6 +31,7 @@ class Ownership:
         segments: the shared memory that this process made.
         left: which of some new entries of /dev/shm were left by a process that has ended.
         environment: who set which environment variable.
+        makers: who made threads, processes and descriptors.
     """
 
     def __init__(
@@ -36,10 +39,14 @@ class Ownership:
         segments: OwnSegments,
         left: Callable[[Collection[str]], set[str]] = lambda names: set(),
         environment: EnvironmentSetters | None = None,
+        makers: Makers | None = None,
     ) -> None:
         self._segments = segments
         self._left_behind = left
         self._environment = environment or EnvironmentSetters()
+        self._makers = makers or Makers()
+        self._lines: frozenset[str] = frozenset()
+        self._at_end: Counters | None = None
         self.baseline = Counters({}, {}, {})
         self.live: list[Owner] = []
         self._opened: list[Owner] = []
@@ -68,6 +75,9 @@ class Ownership:
         self._ended.clear()
         self._history.begin(now.settings)
         self.baseline = now
+        self._lines = self._lines_of(now.items.get("threads", ()))
+        self._makers.forget_ended_threads()
+        self._at_end = None
         self._opened.clear()
         self._entered.clear()
         self._since.clear()
@@ -112,10 +122,15 @@ class Ownership:
         """The owner entered last, with what it took."""
         owner, first = self._entered.pop()
         owner.take(now, self.live, self._opened[first:])
+        self._take_lines(owner)
         owner.has_settled = True
         self.live.append(owner)
         self._opened.append(owner)
         return owner
+
+    def over(self, now: Counters) -> None:
+        """The test is over: what other threads than its own make from here on is not its."""
+        self._at_end = now
 
     def close(self, owners: Iterable[Owner]) -> list[Owner]:
         """These owners are alive no more; those of them that were."""
@@ -131,17 +146,70 @@ class Ownership:
             return dict.fromkeys(map(reported, self.left(now, subject, ended)), 1)
         names = now.items.get(key, {})
         if subject is not None:
-            found = {name: amount for name, amount in names.items() if name in subject.items.get(key, ())}
+            own = subject.items.get(key, ())
+            may_have_heirs = key == "threads" and bool(subject.lines)
+            found = {
+                name: amount
+                for name, amount in names.items()
+                if name in own or (may_have_heirs and self._is_heir(name, subject.lines, now))
+            }
         else:
             known = self.baseline.items.get(key, {})
             fresh = names.keys() - known.keys()
             if not fresh:
                 return {}
             owned = {name for owner in (*self.live, *ended) for name in owner.items.get(key, ())}
-            found = {name: names[name] for name in sorted(fresh - owned)}
+            found = {name: names[name] for name in sorted(fresh - owned) if not self._is_anothers(key, name, now)}
         stays = exempt(key, found)
-        found = {name: amount for name, amount in found.items() if name not in stays}
+        heirs = self._living_heirs(stays, subject) if key == "threads" and stays else {}
+        found = {name: amount for name, amount in found.items() if name not in stays} | heirs
         return self._own_shared_memory(found) if key == "shared-memory" else found
+
+    def _take_lines(self, owner: Owner) -> None:
+        """What its setup seems to have started is its own, but for the heirs of what was there."""
+        known = self._known_lines()
+        own = {name for name in owner.items.get("threads", ()) if not self._lines_of([name]) <= known}
+        if own:
+            owner.items["threads"], owner.lines = own, self._lines_of(own)
+        else:
+            owner.items.pop("threads", None)
+
+    def _known_lines(self) -> frozenset[str]:
+        """The lines of the threads that were there before the test, and of the owners'."""
+        return self._lines.union(*(owner.lines for owner in (*self.live, *self._ended)))
+
+    def _lines_of(self, threads: Iterable[str]) -> frozenset[str]:
+        """The first threads of the lines of some threads; without the main one, which makes what the tests make."""
+        makers = {name: self._makers.of_item("threads", name) for name in threads}
+        main = thread_key(threading.main_thread())
+        return frozenset(maker.line if maker and maker.line else name for name, maker in makers.items() if name != main)
+
+    def _is_heir(self, thread: str, lines: Collection[str], now: Counters) -> bool:
+        """Whether a thread goes on in place of the one that started it and has ended, as a timer that arms itself."""
+        maker = self._makers.of_item("threads", thread)
+        return maker is not None and maker.line in lines and maker.thread not in now.items.get("threads", ())
+
+    def _living_heirs(self, threads: Collection[str], subject: Subject) -> dict[str, int]:
+        """The subject's threads that go on in place of some that have ended since they were read."""
+        lines = self._lines_of(threads)
+        lines = lines - self._known_lines() if subject is None else lines & subject.lines
+        living = Counters({"threads": dict.fromkeys(map(thread_key, threading.enumerate()), 1)}, {}, {})
+        return {name: 1 for name in living.items["threads"] if self._is_heir(name, lines, living)}
+
+    def _is_anothers(self, key: str, name: str, now: Counters) -> bool:
+        """Whether a thread made something, or its heir is it, that was there before the test.
+
+        A thread that an earlier test has left makes what it makes for itself. One of an owner that is alive may make
+        it for the test, as an executor's does, but not when the test is over.
+        """
+        known = self._known_lines()
+        maker = self._makers.of_item(key, name) if known else None
+        if maker is None or maker.line not in known:
+            return False
+        if not any(maker.line in owner.lines for owner in (*self.live, *self._ended)):
+            return True
+        is_late = self._at_end is not None and name not in self._at_end.items.get(key, ())
+        return is_late or (key == "threads" and maker.thread not in now.items.get("threads", ()))
 
     def shares(self, key: str, now: Counters, ended: Sequence[Owner]) -> dict[int, int | None]:
         """How far a level is above what it should be, by subject (its identity): an owner answers for what it took."""

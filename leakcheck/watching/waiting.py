@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
-from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, climb
+from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, Step, climb
 from lowtide.probes.host.counters import Counters
 
 LONGEST_WAIT = 60.0
@@ -27,7 +27,9 @@ def wait_for_return(
     let_go: Callable[[], None],
     settle: float,
 ) -> None:
-    """Wait while something of a test's or of the ended owners' is missing, as long as anything moves.
+    """Wait while something of a test's or of the ended owners' is missing, as long as anything of that moves.
+
+    What appears only later is waited for, too, but moves nothing: a thread may make something all the time.
 
     Args:
         read: reads the counters.
@@ -38,28 +40,33 @@ def wait_for_return(
         settle: seconds without any movement after which it ends.
     """
 
-    def missing(now: Counters) -> dict[str, object]:
+    def missing(now: Counters) -> set[tuple[str, str | int]]:
         _reap_children()
         let_go()
-        waiting: dict[str, object] = {
-            key: sorted(found)
+        items = {
+            (key, name)
             for subject in (None, *ended)
             for key in _WAITED_FOR
-            if (found := books.new_items(key, now, subject, ended))
+            for name in books.new_items(key, now, subject, ended)
         }
-        for key in now.amounts:
-            share = books.shares(key, now, ended)[id(None)]
-            if key.startswith("driver ") and share is not None and share > slack(key):
-                waiting[key] = share
-        return waiting
+        shares = {key: books.shares(key, now, ended)[id(None)] for key in now.amounts if key.startswith("driver ")}
+        return items | {(key, share) for key, share in shares.items() if share is not None and share > slack(key)}
+
+    start = read()
+
+    first = missing(start)
+
+    def moves(now: Counters) -> set[tuple[str, str | int]]:
+        return {(key, thing) for key, thing in missing(now) if type(thing) is int or (key, thing) in first}
 
     climb(
         read,
         lambda now: not missing(now),
         still_waiting=lambda now: bool(missing(now)),
-        moved=lambda then, now: missing(then) != missing(now),
+        moved=lambda then, now: moves(then) != moves(now),
         policy=SettlePolicy(stability=settle, limit=max(LONGEST_WAIT, settle)),
         rungs=(Rung.SETTLE,),
+        climbed=[Step(Rung.RAW, start, 0.0)],
     )
 
 

@@ -68,7 +68,8 @@ class Watch:
         self._environment = EnvironmentSetters()
         self._tree = ProcessTree()
         self._remains = OrphanedFiles(self._tree, self._segments, lambda: self.others.began(), alone=self.policy.driver)
-        self._books = Ownership(self._segments, self._remains.shared_memory, self._environment)
+        self._makers = Makers()
+        self._books = Ownership(self._segments, self._remains.shared_memory, self._environment, self._makers)
         self._births = Births()
         self._caches = FilledCaches()
         self._cards = DeviceMemory(driver=self.policy.driver)
@@ -93,7 +94,6 @@ class Watch:
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None
         self._module = ""
-        self._makers = Makers()
         self._in_use = OwnersInUse(self._read, self._books, self._stacks, self.policy.growth)
         self._attribution = Attribution(
             self._counters, self._births, self._books, self._caches, self._cards, self._first_use, self.others
@@ -286,6 +286,8 @@ class Watch:
         stage = self._births.label
         now = self._host.read_trimmed(ended)
         self._books.attribute(stage, now)
+        if final:
+            self._books.over(now)
         self.others.look(always=True, now=now)
         self._caches.note(stage)
         # Before anything is collected: what is young now will be old then.

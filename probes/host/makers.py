@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing.process
 import os as os_module
 import selectors
@@ -13,9 +14,9 @@ from types import FrameType
 from typing import Any
 
 from lowtide.probes.host.passing_for import passing_for
-from lowtide.probes.objects.thread_names import thread_ident
+from lowtide.probes.objects.thread_names import thread_ident, thread_key
 from lowtide.probes.objects.whose_code import is_library
-from lowtide.probes.originals import os, sys, threading
+from lowtide.probes.originals import contents, os, sys, threading
 
 _PLUMBING = frozenset(
     {"threading", "socket", "selectors", "subprocess", "os", "multiprocessing.process", "multiprocessing.context"}
@@ -35,11 +36,15 @@ class Maker:
             code made it, and not a library that it called.
         identity: distinguishes a descriptor from another one that gets its number later.
         place: the program's line that made it, or that called the library: `function, file.py:12`; empty if none did.
+        thread: the thread in which it was made; empty for the main one.
+        line: the first of the threads of which each started the next one, up to `thread`; empty for the main one.
     """
 
     modules: tuple[str, ...]
     identity: tuple[int, int] = (0, 0)
     place: str = ""
+    thread: str = ""
+    line: str = ""
 
 
 class Makers:
@@ -50,6 +55,10 @@ class Makers:
 
     def __init__(self) -> None:
         self._threads: dict[int, Maker] = {}
+        # An identifier is soon that of another thread, but not with the same name.
+        self._named: dict[str, Maker] = {}
+        # By their identity, from before they run until it is known what they are called.
+        self._starting: dict[int, Maker] = {}
         self._processes: dict[int, Maker] = {}
         self._descriptors: dict[int, Maker] = {}
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
@@ -58,7 +67,7 @@ class Makers:
         """Begin to note; legal twice."""
         if self._replaced:
             return
-        self._after(threading.Thread, "start", lambda thread, result: self._note(self._threads, thread_ident(thread)))
+        self._after(threading.Thread, "start", lambda thread, result: self._note_thread(thread), self._note_starting)
         self._after(subprocess.Popen, "__init__", lambda child, result: self._note(self._processes, child.pid))
         kind = multiprocessing.process.BaseProcess
         self._after(kind, "start", lambda child, result: self._note(self._processes, child.pid))
@@ -98,11 +107,55 @@ class Makers:
         maker = self._descriptors.get(number)
         return maker if maker is not None and maker.identity == _identity(number) else None
 
-    def _after(self, place: Any, name: str, note: Callable[[Any, Any], None]) -> None:
+    def forget_ended_threads(self) -> None:
+        """Forget who started the threads that have ended."""
+        # In this order: threads start and are noted meanwhile.
+        known = list(self._named)
+        living = set(map(thread_key, threading.enumerate()))
+        for name in known:
+            if name not in living:
+                del self._named[name]
+
+    def of_item(self, key: str, name: str) -> Maker | None:
+        """Who made what the counters call so; None if that was not seen, or they count something else by that key.
+
+        Args:
+            key: `threads`, `processes`, `file-descriptors` or another resource.
+            name: its name there.
+        """
+        if key == "threads":
+            started = (self._starting.get(id(each)) for each in threading.enumerate() if thread_key(each) == name)
+            return self._named.get(name) or next(started, None)
+        if key == "processes" and name.isdigit():
+            return self.of_process(int(name)) or self._forked(int(name))
+        number, _, target = name.partition(" -> ")
+        if key != "file-descriptors" or not number.isdigit():
+            return None
+        # One that is closed again was made by whoever used the number last.
+        gone = self._descriptors.get(int(number)) if not _leads_to(int(number), target) else None
+        return self.of_descriptor(int(number)) or gone
+
+    def _forked(self, pid: int) -> Maker | None:
+        """Who made a child by `os.fork`, which nothing stands in for: the kernel lists it with its thread."""
+        for thread in threading.enumerate():
+            with contextlib.suppress(OSError):  # it ended, or the kernel was built without this file
+                if str(pid).encode() in contents(f"/proc/self/task/{thread.native_id}/children").split():
+                    return Maker((), (0, 0), "", *self._line_of(thread))
+        return None
+
+    def _after(
+        self,
+        place: Any,
+        name: str,
+        note: Callable[[Any, Any], None],
+        before: Callable[[Any], None] = lambda first: None,
+    ) -> None:
         original = vars(place)[name]
 
         @passing_for(original, place, name)
         def ours(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.suppress(Exception):
+                before(args[0] if args else None)
             result = original(*args, **kwargs)
             try:
                 note(args[0] if args else None, result)
@@ -113,10 +166,19 @@ class Makers:
         setattr(place, name, ours)
         self._replaced.append((place, name, original, ours))
 
+    def _note_starting(self, thread: threading.Thread) -> None:
+        modules, place = _made_by(sys._getframe(2))
+        self._starting[id(thread)] = Maker(modules, (0, 0), place, *self._thread())
+
+    def _note_thread(self, thread: threading.Thread) -> None:
+        maker = self._starting[id(thread)]
+        self._threads[thread_ident(thread)] = self._named[thread_key(thread)] = maker
+        del self._starting[id(thread)]
+
     def _note(self, where: dict[int, Maker], key: int | None) -> None:
         if key is not None:
             modules, place = _made_by(sys._getframe(3))
-            where[key] = Maker(modules, place=place)
+            where[key] = Maker(modules, (0, 0), place, *self._thread())
 
     def _note_descriptor(self, number: int) -> None:
         self._note_descriptors(number, depth=4)
@@ -124,7 +186,19 @@ class Makers:
     def _note_descriptors(self, made: int | tuple[int, int], depth: int = 3) -> None:
         modules, place = _made_by(sys._getframe(depth))
         for number in (made,) if type(made) is int else made:  # type: ignore[union-attr]
-            self._descriptors[number] = Maker(modules, _identity(number), place)
+            self._descriptors[number] = Maker(modules, _identity(number), place, *self._thread())
+
+    def _thread(self) -> tuple[str, str]:
+        """Return the running thread and the first one of its line; empty ones in the main thread."""
+        # Not `current_thread`, which makes an object for a thread that it does not know.
+        return self._line_of(threading._active.get(threading.get_ident()))  # type: ignore[attr-defined]
+
+    def _line_of(self, thread: threading.Thread | None) -> tuple[str, str]:
+        if thread is None or thread is threading.main_thread():
+            return "", ""
+        name = thread_key(thread)
+        starter = self._named.get(name)
+        return name, (starter.line if starter is not None else "") or name
 
 
 def _identity(number: int) -> tuple[int, int]:
@@ -133,6 +207,13 @@ def _identity(number: int) -> tuple[int, int]:
     except OSError:  # closed
         return (0, 0)
     return (facts.st_dev, facts.st_ino)
+
+
+def _leads_to(number: int, target: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{number}") == target
+    except OSError:  # closed
+        return False
 
 
 def _made_by(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
