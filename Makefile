@@ -21,14 +21,15 @@ demo: $(STAMP)
 # One thread each: the two processes' threads would mostly wait for each other. Bytecode is written even where nobody
 # wants it else: hundreds of inner runs load torch and the checker, which takes a fifth of the time without.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --leakcheck
-# Apart, because what goes through the whole heap takes five times as long where torch is loaded: also by one file's
-# import alone, since each process imports all of them.
-WITHOUT_TORCH := $(shell grep -LE 'torch|transformers|small_target|checked_life|test_driver|lowtide\.engine|check_run' \
-	tests/probes/test_*.py tests/leakcheck/test_*.py tests/reports/test_*.py)
-# Last, because torch's compiler and transformers make the heap twice as large for all that is run after them.
+# Each group in processes of its own, because what goes through the whole heap takes as long as that is large: torch
+# makes it four times as large, also by one file's import alone, since each process imports all files of its group;
+# torch's compiler and transformers make it twice as large again for all that is run after them, and so come last.
+HEAPS := $(sort $(wildcard tests/probes/test_*.py tests/leakcheck/test_*.py))
+WITHOUT_TORCH := $(shell grep -LE 'import torch|from torch|torch\.zeros|importorskip..torch|transformers|small_target|checked_life|test_driver|lowtide\.engine|check_run' $(HEAPS))
 LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
-	'torch\.compile|COMPILED|FakeTensorMode|torch\.profiler|import transformers|from transformers' tests/*/test_*.py)
-WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(sort $(shell find tests -name "test_*.py")))
+	'= torch\.compile|FakeTensorMode|torch\.profiler|import transformers|from transformers' tests/*/test_*.py)
+WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(HEAPS))
+OTHERS := $(filter-out $(HEAPS) $(LOADING_MORE),$(sort $(wildcard tests/*/test_*.py))) $(LOADING_MORE)
 # Whole lives, commands and other runners' suites, which take 40 % of the time of all tests: `make test-all` runs them,
 # every night.
 NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/package/test_install.py tests/probes/test_buffers.py \
@@ -44,7 +45,8 @@ NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/packag
 
 test: $(STAMP)
 	$(PYTEST) $(filter-out $(NIGHTLY),$(WITHOUT_TORCH))
-	$(PYTEST) $(filter-out $(NIGHTLY),$(WITH_TORCH) $(filter-out $(WITHOUT_TORCH),$(LOADING_MORE)))
+	$(PYTEST) $(filter-out $(NIGHTLY),$(WITH_TORCH))
+	$(PYTEST) $(filter-out $(NIGHTLY),$(OTHERS))
 
 test-all: test
 	$(PYTEST) $(NIGHTLY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ import pytest
 
 from lowtide.probes.heap.holders import find_paths
 from lowtide.probes.heap.paths import Path
+from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.references.edges import UNNAMED, EdgeNamer
 
 
@@ -247,3 +249,19 @@ def test_an_attribute_that_no_code_names_is_reported_as_unnamed_unless_its_dict_
     of_the_first = UNNAMED if sys.version_info >= (3, 11) else f".{name}"
     of_the_second = UNNAMED if sys.version_info >= (3, 13) else f".{name}"
     assert list(map(edges, find_paths(things))) == [of_the_first, of_the_second]
+
+
+def test_no_path_leads_through_the_checker_s_own_probes(nn: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, thing = SettingReader(), Thing()
+    program: Any = types.ModuleType("program_with_a_stand_in")
+    # As a function that the checker stands in for meanwhile.
+    program.stand_in = lambda: reader
+    monkeypatch.setitem(sys.modules, program.__name__, program)
+    handle = nn.modules.module.register_module_forward_hook(functools.partial(lambda thing, *_: None, thing))
+    try:
+        reader.read()
+        (path,) = find_paths([thing])
+    finally:
+        handle.remove()
+    assert path is not None
+    assert path.root_name == "torch.nn.modules.module"

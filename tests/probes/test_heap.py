@@ -26,7 +26,6 @@ from hypothesis import strategies as st
 
 from lowtide.probes.heap.holders import Traces, find_paths, trace
 from lowtide.probes.heap.paths import Link, Path
-from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.objects.listed import frozen_by_program
 from tests.waiting import HANG_S
 
@@ -1231,22 +1230,3 @@ def test_a_frozen_heap_has_the_same_paths() -> None:
     root = str(File(__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", FROZEN, root], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_no_path_leads_through_the_checker_s_own_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Here, as the other tests of the file need no torch.
-    from torch.nn.modules.module import register_module_forward_hook
-
-    reader, thing = SettingReader(), Thing()
-    program: Any = types.ModuleType("program_with_a_stand_in")
-    # As a function that the checker stands in for meanwhile.
-    program.stand_in = lambda: reader
-    monkeypatch.setitem(sys.modules, program.__name__, program)
-    handle: Any = register_module_forward_hook(functools.partial(lambda thing, *_: None, thing))
-    try:
-        reader.read()
-        (path,) = find_paths([thing])
-    finally:
-        handle.remove()
-    assert path is not None
-    assert path.root_name == "torch.nn.modules.module"
