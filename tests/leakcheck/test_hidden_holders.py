@@ -454,7 +454,7 @@ class Quadrature:
     def clear(self, *_: object) -> None: ...
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pathless() -> dict[str, Explanation]:
     tensors = {}
     gc.disable()

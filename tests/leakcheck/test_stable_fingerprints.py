@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -91,28 +91,29 @@ HOLDERS: dict[str, tuple[Callable[[Any, Thing], object], str]] = {
 }
 
 
-@pytest.fixture
-def helper() -> Iterator[Any]:
+@pytest.fixture(scope="module", params=[False, True], ids=["unfrozen", "frozen"])
+def suspects(request: pytest.FixtureRequest) -> dict[str, Sequence[str]]:
+    """The suspects of each holder's thing, by one walk."""
     module = types.ModuleType("helper")
     sys.modules["helper"] = module
     exec(HELPER, vars(module))
-    yield module
-    vars(module)["VARIABLE"].set(None)
-    del sys.modules["helper"]
-
-
-@pytest.mark.parametrize("freeze", [False, True], ids=["unfrozen", "frozen"])
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_a_holder_has_the_fingerprint_that_it_always_had(helper: Any, holder: str, freeze: bool) -> None:
-    hold, expected = HOLDERS[holder]
-    things = [Thing()]
-    hold(helper, things[0])
+    things = [Thing() for _ in HOLDERS]
+    for (hold, _), thing in zip(HOLDERS.values(), things, strict=True):
+        hold(module, thing)
+    del thing
     assert gc.get_freeze_count() <= FROZEN_AT_STARTUP
-    if freeze:
+    if request.param:
         gc.freeze()
     try:
-        (reported,) = explain(things, ignore={id(things)})
+        reported = explain(things, ignore={id(things)})
     finally:
-        if freeze:
-            gc.unfreeze()
-    assert fingerprint(resource="tensors", device="cpu", stage="call", suspects=reported.suspects) == expected
+        gc.unfreeze()
+        vars(module)["VARIABLE"].set(None)
+        del sys.modules["helper"]
+    return {holder: each.suspects for holder, each in zip(HOLDERS, reported, strict=True)}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_holder_has_the_fingerprint_that_it_always_had(suspects: dict[str, Sequence[str]], holder: str) -> None:
+    _, expected = HOLDERS[holder]
+    assert fingerprint(resource="tensors", device="cpu", stage="call", suspects=suspects[holder]) == expected
