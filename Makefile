@@ -25,7 +25,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)
 # makes it four times as large, also by one file's import alone, since each process imports all files of its group;
 # torch's compiler and transformers make it twice as large again for all that is run after them, and so come last.
 HEAPS := $(sort $(wildcard tests/probes/test_*.py tests/leakcheck/test_*.py))
-WITHOUT_TORCH := $(shell grep -LE 'import torch|from torch|torch\.zeros|importorskip..torch|transformers|small_target|checked_life|test_driver|lowtide\.engine|check_run' $(HEAPS))
+WITHOUT_TORCH := $(shell grep -LE 'import torch|from torch|torch\.zeros|importorskip..torch|transformers|small_target|checked_life|test_driver|from lowtide\.engine|import lowtide\.engine|check_run' $(HEAPS))
 LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
 	'= torch\.compile|FakeTensorMode|torch\.profiler|import transformers|from transformers' tests/*/test_*.py)
 WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(HEAPS))
