@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import gc
 import importlib
@@ -19,12 +18,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pytest
-import torch
 
 from lowtide.leakcheck.explaining.cuts import Cut, Names, NamespaceSizes, Refused, cut_of, namespace_sizes
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.probes.heap.holders import trace
-from lowtide.probes.heap.paths import Link
 from tests.waiting import HANG_S
 
 
@@ -713,9 +710,6 @@ def global_of_a_module_that_forbids_it(program: Any, thing: Any) -> None:
 
 
 CLASSES = """
-import torch
-
-
 class Engine:
     shared = None
     instances = []
@@ -741,20 +735,12 @@ class Slotted:
         self.begins_otherwise = []
 
 
-class Network(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mask = None
-        self.cache = []
-        self.linear = torch.nn.Linear(1, 1)
-
-
 class Value:
     def __init__(self):
         self.grad = 0.0
 
 
-ENGINE, SLOTTED, NETWORK, VALUE, BARE = Engine(), Slotted(), Network(), Value(), Bare()
+ENGINE, SLOTTED, VALUE, BARE = Engine(), Slotted(), Value(), Bare()
 
 
 def f(): ...
@@ -780,15 +766,6 @@ def attribute_that_begins_as_none(program: Any, thing: Any) -> None:
 
 
 @cut(
-    "program.NETWORK.mask = None",
-    CLASSES,
-    lambda program: program.NETWORK.mask is None and program.NETWORK.cache == [],
-)
-def attribute_of_a_torch_module_that_begins_as_none(program: Any, thing: Any) -> None:
-    program.NETWORK.mask = thing
-
-
-@cut(
     "program.Engine.shared = None",
     CLASSES,
     lambda program: program.Engine.shared is None,
@@ -811,11 +788,6 @@ def attribute_that_begins_otherwise(program: Any, thing: Any) -> None:
 @refused(CLASSES)
 def attribute_in_a_dict_that_begins_otherwise(program: Any, thing: Any) -> None:
     vars(program.ENGINE)["cache"] = thing
-
-
-@refused(CLASSES)
-def attribute_of_a_torch_module_that_begins_otherwise(program: Any, thing: Any) -> None:
-    program.NETWORK.cache = thing
 
 
 @refused(CLASSES)
@@ -1119,16 +1091,6 @@ def old_value_of_a_thread_local_when_the_program_is_over(program: Any, thing: An
     program.LOCAL.value = thing
 
 
-@refused(CLASSES)
-def part_that_a_torch_module_has_registered(program: Any, thing: Any) -> None:
-    program.NETWORK._modules["linear"] = thing
-
-
-@cut("program.NETWORK.linear = None", CLASSES, lambda program: program.NETWORK.linear is None, known="over")
-def part_that_a_torch_module_has_registered_when_the_program_is_over(program: Any, thing: Any) -> None:
-    program.NETWORK._modules["linear"] = thing
-
-
 @cut("del program.TABLE['a']", "TABLE = {}")
 def first_edge_of_several_that_can_be_cut(program: Any, thing: Any) -> Sequence[object]:
     holder = Plain([(thing,)])
@@ -1204,32 +1166,34 @@ def entry_whose_key_holds_it_too(program: Any, thing: Any) -> Sequence[object]:
 
 
 @pytest.fixture(scope="module")
-def cut_cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Tried]]:
-    """Each case, cut; one walk for all of which as much is known."""
-    folder = tmp_path_factory.mktemp("programs")
+def cut_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tried]:
+    return cut_all(CASES, tmp_path_factory.mktemp("programs"))
+
+
+def cut_all(cases: dict[str, Case], folder: Path) -> dict[str, Tried]:
+    """Cut each case, in a program of its own; one walk for all of which as much is known."""
     sys.path.insert(0, str(folder))
     try:
-        for name, case in CASES.items():
+        for name, case in cases.items():
             (folder / f"program_{name}.py").write_text(case.source)
         importlib.invalidate_caches()
-        programs = {name: importlib.import_module(f"program_{name}") for name in CASES}
+        programs = {name: importlib.import_module(f"program_{name}") for name in cases}
         done: dict[str, Tried] = {}
-        for known in ("before", "nothing", "over"):
-            names = [name for name, case in CASES.items() if case.known == known]
-            done |= cut_each({name: programs[name] for name in names}, known)
-        yield done
+        for known in sorted({case.known for case in cases.values()}):
+            done |= cut_each({name: case for name, case in cases.items() if case.known == known}, programs, known)
+        return done
     finally:
         sys.path.remove(str(folder))
-        for name in CASES:
+        for name in cases:
             sys.modules.pop(f"program_{name}", None)
 
 
-def cut_each(programs: dict[str, Any], known: str) -> dict[str, Tried]:
-    things = [Thing() for _ in programs]
+def cut_each(cases: dict[str, Case], programs: dict[str, Any], known: str) -> dict[str, Tried]:
+    things = [Thing() for _ in cases]
     watched = [weakref.ref(thing) for thing in things]
     made: list[object] = []
-    for (name, program), thing in zip(programs.items(), things, strict=True):
-        made += CASES[name].hold(program, thing) or ()
+    for (name, case), thing in zip(cases.items(), things, strict=True):
+        made += case.hold(programs[name], thing) or ()
     del thing
     older = Others(*things, *made)
     made.clear()
@@ -1240,7 +1204,7 @@ def cut_each(programs: dict[str, Any], known: str) -> dict[str, Tried]:
     )
     things.clear()
     done = {}
-    for (name, program), explanation, thing_left in zip(programs.items(), reported, watched, strict=True):
+    for (name, case), explanation, thing_left in zip(cases.items(), reported, watched, strict=True):
         outcome = done[name] = Tried(explanation.cut)
         outcome.lived = thing_left() is not None
         if outcome.cut is not None:
@@ -1251,7 +1215,7 @@ def cut_each(programs: dict[str, Any], known: str) -> dict[str, Tried]:
             if thing_left() is not None:
                 gc.collect()
             outcome.died = thing_left() is None
-            outcome.left = CASES[name].left(program)
+            outcome.left = case.left(programs[name])
     return done
 
 
@@ -1476,44 +1440,6 @@ def test_what_a_generators_end_raises_is_raised_and_the_thing_dies_all_the_same(
     assert not leak.is_alive
 
 
-def test_the_gradient_of_an_old_tensor_is_dropped(load: Load) -> None:
-    program = load("import torch\nWEIGHT = torch.ones(3, requires_grad=True)")
-    (program.WEIGHT * 2).sum().backward()
-    gradient = program.WEIGHT.grad
-    link = Link(".grad", "instance-attribute", program.WEIGHT, program.WEIGHT, id(gradient))
-    cut = cut_of(link, "program.WEIGHT", Names(Others(gradient)))
-    assert cut is not None
-    assert cut.action == "program.WEIGHT.grad = None"
-    cut.apply()
-    assert program.WEIGHT.grad is None
-    assert torch.equal(program.WEIGHT.detach(), torch.ones(3))
-
-
-REGISTERED = """
-import torch
-
-NETWORK = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-NETWORK.register_buffer("table", torch.ones(1))
-"""
-
-
-def test_what_a_torch_module_has_registered_is_refused_until_the_program_is_over(load: Load) -> None:
-    network = load(REGISTERED).NETWORK
-    things = [network.table, network[0].weight, network[1]]
-    edges = [".table", "[0].weight", "[1]"]
-    older = Others(*things)
-    reported = explain(things, innocent=older, names=Names(older))
-    assert [found.holder for found in reported] == [f"program.NETWORK{edge}" for edge in edges]
-    assert [found.cut for found in reported] == [None, None, None]
-    over = explain(things, innocent=older, names=Names(older, are_free=True))
-    assert [found.cut and found.cut.action for found in over] == [f"program.NETWORK{edge} = None" for edge in edges]
-    for found in over:
-        assert found.cut is not None
-        found.cut.apply()
-    assert [network.table, network[0].weight, network[1]] == [None, None, None]
-    assert network[0].bias is not None
-
-
 def test_a_context_variable_is_refused_until_the_program_is_over() -> None:
     variable = contextvars.ContextVar[object]("scope", default=None)
 
@@ -1665,21 +1591,6 @@ def test_a_cut_that_is_refused_says_so_to_whoever_asks(load: Load) -> None:
         link = found.link(0, 0)
     with pytest.raises(Refused):
         cut_of(link, "program", Names(Others(thing)))
-
-
-def test_a_new_key_is_deleted_with_its_entry_and_an_older_one_stays() -> None:
-    old, new = torch.ones(1), torch.ones(1)
-    entries = {old: 1, new: 2, "b": 3}
-    link = Link("<key>", "item", entries, entries, id(new))
-    cut = cut_of(link, "helper.entries", Names(older=Others(new)))
-    assert cut is not None
-    assert (cut.action, cut.is_code) == ("del helper.entries[list(helper.entries)[1]]", True)
-    assert cut.place is not None
-    assert (cut.place.container, cut.place.position) == (id(entries), 1)
-    with pytest.raises(Refused):
-        cut_of(dataclasses.replace(link, held=id(old)), "helper.entries", Names(older=Others(new)))
-    cut.apply()
-    assert list(entries.values()) == [1, 3]
 
 
 def test_what_stands_in_for_a_module_has_no_names(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
