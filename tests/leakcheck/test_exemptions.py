@@ -212,7 +212,8 @@ def test_a_thread_of_a_pool_that_torch_keeps_is_exempt_and_another_pool_s_is_not
     compiler = SimpleNamespace(AsyncCompile=AsyncCompile)
     monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", compiler)  # type: ignore[arg-type]
     prefetch = ThreadPoolExecutor(1)
-    monkeypatch.setattr("torch.utils._functools._prefetch_executor", prefetch, raising=False)
+    functions = SimpleNamespace(_prefetch_executor=prefetch)
+    monkeypatch.setitem(sys.modules, "torch.utils._functools", functions)  # type: ignore[arg-type]
     another = ThreadPoolExecutor(1)
 
     def thread_of(pool: ThreadPoolExecutor) -> str:
