@@ -7,12 +7,12 @@ methods are called, past whatever a subclass makes of them.
 from __future__ import annotations
 
 import functools
-import gc
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from typing import Any
 
 from lowtide.probes.objects.foreign import has_plain_hash, is_a, type_name
+from lowtide.probes.originals import gc
 
 
 class Entries:

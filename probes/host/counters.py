@@ -13,11 +13,11 @@ from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.memory_pool import idle_pool_bytes
 from lowtide.probes.device.torch_allocator import has_context, initialized_torch
-from lowtide.probes.host.process_files import children_of
+from lowtide.probes.host.process_files import AGENTS_SIGNAL, children_of
 from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.objects.thread_names import thread_key
-from lowtide.probes.originals import contents, gc, loaded, os, threading
+from lowtide.probes.originals import contents, gc, loaded, os, signal, threading
 from lowtide.probes.stages import announced_pools
 
 Items = Mapping[str, int]
@@ -138,9 +138,9 @@ class CounterReader:
             return last.items["file-descriptors"]
         self._numbers = numbers
         files: dict[int, tuple[int, int, str]] = {}
-        of_agent = agents_descriptor()
+        of_agent = agents_descriptors()
         for number in map(int, numbers):
-            if number == of_agent:
+            if number in of_agent:
                 continue
             try:
                 facts = os.fstat(number)
@@ -281,14 +281,10 @@ def describe_process_group(name: str) -> str:
     return name
 
 
-def agents_descriptor() -> int:
-    """The socket of an agent of lowtide's in this process, which comes back under another number after a fork.
-
-    Returns:
-        Its number; -1 where there is none.
-    """
-    agent = loaded("lowtide_agent")
-    return -1 if agent is None else int(agent.descriptor())
+def agents_descriptors() -> frozenset[int]:
+    """Return the numbers of the sockets on which an agent of lowtide's answers in this process."""
+    agent: Any = getattr(signal.getsignal(AGENTS_SIGNAL), "__self__", None)
+    return agent.descriptors if type(agent).__module__ == "lowtide_agent" else frozenset()
 
 
 def _target(number: int) -> str:

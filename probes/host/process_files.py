@@ -12,6 +12,12 @@ from lowtide.probes.originals import contents, lines_of, loaded, os, time
 MARK = "LOWTIDE_TREE"
 """The environment variable by which a descendant is known whose parent has ended."""
 
+AGENTS_SIGNAL = 58
+"""That by which an agent in a process is woken: `SIGNAL` of `lowtide_agent`, whose handler is where it is found."""
+
+_PAUSES = {"x86_64": ("34 ", "130 "), "aarch64": ("133 ", "73 0x0 0x0 0x0 0x0 ")}
+"""How `/proc/PID/syscall` begins in `pause` and `sigsuspend`, by machine."""
+
 REAPERS = ("systemd", "init")
 """Names of the processes besides number 1 that become the parent of an orphan."""
 
@@ -78,6 +84,34 @@ def stat(pid: int) -> ProcessStat | None:
     parent, group, session = map(int, fields[1:4])
     faults = int(fields[7]) + int(fields[9])
     return ProcessStat(pid, head.partition("(")[2], fields[0], parent, group, int(fields[19]), session, faults)
+
+
+def catches(pid: int, number: int) -> bool | None:
+    """Whether a process has a handler for a signal that its main thread lets in; None where it blocks the signal.
+
+    False, too, where the process has ended or may not be read.
+    """
+    found: dict[str, int] = {}
+    try:
+        for line in lines_of(f"/proc/{pid}/status"):
+            name, _, value = line.partition(":")
+            if name in ("SigBlk", "SigCgt"):
+                found[name] = int(value, 16)
+    except OSError:  # it ended
+        return False
+    bit = 1 << (number - 1)
+    if not found.get("SigCgt", 0) & bit:
+        return False
+    return None if found["SigBlk"] & bit else True
+
+
+def waits_for_a_signal(pid: int) -> bool:
+    """Whether a process's main thread is in `pause`, which each handled signal ends; False where that is not known."""
+    try:
+        call = contents(f"/proc/{pid}/syscall").decode()
+    except OSError:  # it ended, or a kernel without this file
+        return False
+    return call.startswith(_PAUSES.get(os.uname().machine, ()))
 
 
 def lives(pid: int, started: int) -> bool:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from lowtide.probes.host.counters import agents_descriptor, own_bytes
+from lowtide.probes.host.counters import agents_descriptors, own_bytes
 from lowtide.probes.host.process_files import descendants_of, program_name, rollup
 from lowtide.probes.memory.ranges import Range, common, merge
 from lowtide.probes.objects.thread_names import thread_key
@@ -174,7 +174,7 @@ def _children() -> tuple[str, ...]:
 
 def _descriptors() -> tuple[str, ...]:
     found = []
-    of_agent = agents_descriptor()
+    of_agent = agents_descriptors()
     own = f"/proc/{os.getpid()}/fd"
     ours: list[int] = []
     with os.scandir("/proc/self/fd") as entries:
@@ -184,7 +184,7 @@ def _descriptors() -> tuple[str, ...]:
                 target = os.readlink(entry.path)
             except FileNotFoundError:  # another thread closed it since
                 continue
-            if number == of_agent:
+            if number in of_agent:
                 continue
             if target == own:
                 ours.append(number)

@@ -2,7 +2,7 @@
 
 A folder with a `sitecustomize` comes in front of `PYTHONPATH`, as OpenTelemetry's launcher does it, so an agent starts
 with every Python that is started with this environment: by `subprocess`, by `multiprocessing`'s spawn and forkserver,
-by Ray. A fork of this process starts its own by `os.register_at_fork`.
+by Ray. A fork has its parent's. A process that is not asked has no thread for it: it is woken by a signal.
 
 What is asked and answered are bytes; `lowtide.leakcheck.processes` says what they mean. Nothing is executed that comes
 over a socket, and sockets are answered to this user's processes only.
@@ -11,15 +11,28 @@ over a socket, and sockets are answered to this user's processes only.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import operator
 import shutil
 import socket
+import stat as modes
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from itertools import repeat, starmap
 from pathlib import Path
 from typing import Any
 
-from lowtide.probes.host.process_files import MARK, began_at, environment, stat
-from lowtide.probes.originals import contents, os, tempfile, temporary_folder, time, weakref
+from lowtide.probes.host.process_files import (
+    AGENTS_SIGNAL,
+    MARK,
+    began_at,
+    catches,
+    environment,
+    stat,
+    waits_for_a_signal,
+)
+from lowtide.probes.originals import contents, os, signal, tempfile, temporary_folder, time
 
 BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
 """The folder in front of `PYTHONPATH`; it imports nothing but what Python starts with."""
@@ -32,6 +45,27 @@ ANSWER_S = 5.0
 
 FOLDER_PREFIX = "lowtide-agents-"
 """The first part of the name of a folder of sockets; the number of the process whose it is follows."""
+
+_FORK = ".fork"
+"""What follows the number of a fork of this process in the name of a folder that says that there was one."""
+
+_RUN = "run"
+"""The file that says on which host, and among which processes, a folder's number is that of a process."""
+
+_NOWHERE = b"/dev/null/%d"
+"""A path that nobody can make."""
+
+_TICK_NS = 50_000_000
+"""Nanoseconds within which two changes of a folder may have the same time."""
+
+_AWAKENS_S = 0.002
+"""Seconds between two looks at whether a process has woken up."""
+
+_AGAIN_S = 0.1
+"""Seconds after which a process is woken again, and twice as many each time."""
+
+_BLOCKS_S = 0.5
+"""Seconds for which a process may block the signal, as it does while its agent's thread starts."""
 
 _CLOCK_S = 1.0
 """Seconds by which the system's clock may have been set since a process began."""
@@ -58,27 +92,46 @@ class Agents:
 
     def __init__(self) -> None:
         self.folder: Path | None = None
+        self._maker = 0
         self._before: dict[str, str | None] = {}
-        self._is_registered = False
         self._began: dict[int, float] = {}
+        self._images: set[bytes] = set()
         self._listed = 0
 
     def start(self) -> None:
-        """Put an agent into each Python process that starts from here on; legal twice."""
+        """Put an agent into each Python process that starts from here on; legal twice.
+
+        Forks of this process answer if the main thread calls this, for which alone Python sets handlers of signals.
+        """
         if self.folder is not None:
             return
+        _remove_folders_of_the_dead()
         # A short path: that of a Unix socket has 107 bytes at most.
         self.folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=_short_temporary_folder()))
+        self._maker = os.getpid()
+        (self.folder / _RUN).write_text(_where_numbers_hold(), encoding="utf-8")
         names = _agent()
         path = os.environ.get("PYTHONPATH")
         self._set("PYTHONPATH", os.pathsep.join([str(BOOTSTRAP), *([path] if path else [])]))
         self._set(names.SOCKETS, str(self.folder))
         self._set(names.ROOT, str(_ROOT))
-        if not self._is_registered:
-            self._is_registered = True
-            # Nobody can take it back: it does nothing once nobody has this object any more.
-            start_in_fork = weakref.WeakMethod(self._start_in_fork)
-            os.register_at_fork(after_in_child=lambda: _call(start_in_fork()))
+        self._answer_in_forks(self.folder)
+
+    def _answer_in_forks(self, folder: Path) -> None:
+        own = _agent().installed()
+        if own is not None:
+            own.folders.append(str(folder))
+            _note_forks()
+            _FORKS.append(_note_of_fork(folder))
+
+    def _leave_forks(self, folder: Path) -> None:
+        own = _agent().found()
+        if own is not None and str(folder) in own.folders:
+            own.folders.remove(str(folder))
+            _FORKS.remove(_note_of_fork(folder))
+            if not own.folders:
+                with contextlib.suppress(ValueError):  # not the main thread; it does nothing any more all the same
+                    signal.signal(AGENTS_SIGNAL, own.before)
 
     def stop(self) -> None:
         """Give no more agents to new processes, and forget those that there are; legal twice."""
@@ -96,11 +149,21 @@ class Agents:
         if self._before.get("PYTHONPATH") is None and os.environ.get("PYTHONPATH") == "":
             del os.environ["PYTHONPATH"]
         self._before.clear()
-        shutil.rmtree(folder, ignore_errors=True)
+        self._leave_forks(folder)
+        if os.getpid() == self._maker:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def has_agent(self, pid: int) -> bool:
-        """Whether a process has an agent; it may not answer all the same."""
-        return self.folder is not None and f"{pid}.sock" in os.listdir(self.folder) and stat(pid) is not None
+        """Whether a process has an agent, its own or the one of the process that has forked it; it may not answer."""
+        if self.folder is None or stat(pid) is None:
+            return False
+        image = _image(pid)
+        try:
+            # A program that has been executed since has no agent.
+            return image in (b"", contents(f"{self.folder}/{pid}{_agent().MARKER}"))
+        except OSError:
+            self.began()
+            return image in self._images or (_agent().found() is not None and image == _image(os.getpid()) != b"")
 
     def began(self) -> dict[int, float]:
         """Each process that has had an agent, ended ones too, with the time at which the agent began to listen.
@@ -112,13 +175,19 @@ class Agents:
         with contextlib.suppress(OSError):
             changed = os.stat(self.folder).st_mtime_ns
             if changed != self._listed:
-                found = {}
-                for file in os.listdir(self.folder):
-                    name, end, _ = file.partition(".sock")
-                    if end and name.isdecimal():
-                        found[int(name)] = os.lstat(f"{self.folder}/{file}").st_ctime
-                self._began, self._listed = found, changed
+                marks = list(self._marks())
+                self._began = {pid: os.lstat(path).st_ctime for pid, path in marks}
+                self._images = {contents(path) for _, path in marks if not path.endswith(_FORK)} - {b""}
+                # Another may begin within the same tick of the clock.
+                self._listed = changed if time.time_ns() - changed > _TICK_NS else 0
         return self._began
+
+    def _marks(self) -> Iterator[tuple[int, str]]:
+        """The processes that say in the folder that they have an agent, forks of this one too, and where they do."""
+        for file in () if self.folder is None else os.listdir(self.folder):
+            number, dot, kind = file.partition(".")
+            if dot + kind in (_agent().MARKER, _FORK) and number.isdecimal():
+                yield int(number), f"{self.folder}/{file}"
 
     def ask(self, pid: int, question: bytes, limit: float = 60.0, patience: float | None = None) -> bytes:
         """What a process answers.
@@ -135,25 +204,92 @@ class Agents:
         """
         if self.folder is None or stat(pid) is None:
             raise NoAgentError(f"pid {pid} has ended")
-        allowed = patience = ANSWER_S if patience is None else patience
+        patience = ANSWER_S if patience is None else patience
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(patience)
-                connection.connect(str(self.folder / f"{pid}.sock"))
-                connection.sendall(_agent().MAGIC + len(question).to_bytes(8, "big") + question)
-                answer = _message(connection, pid, patience)
-                if answer == _agent().ACCEPTED:
-                    allowed = limit
-                    answer = _message(connection, pid, limit)
-        except (FileNotFoundError, ConnectionRefusedError) as error:
-            raise NoAgentError(self._why_none(pid)) from error
-        except TimeoutError as error:
-            raise AgentError(f"pid {pid} did not answer within {allowed:g} s{_state(pid)}") from error
+            answer = self._asked(pid, question, limit, patience)
+            if answer is None:
+                answer = self._asked(pid, question, limit, patience)
         except OSError as error:
             raise AgentError(f"the agent of pid {pid} broke off: {error.strerror or error}") from error
+        if answer is None:
+            raise AgentError(f"the agent of pid {pid} broke off: it took no question")
         if answer[:1] != b"=":
             raise AgentError(f"the agent of pid {pid} failed: {answer[1:].decode(errors='replace')}")
         return answer[1:]
+
+    def _asked(self, pid: int, question: bytes, limit: float, patience: float) -> bytes | None:
+        """Return the answer; None where its thread, which waits only for a moment, ended as it was asked."""
+        allowed, stuck = patience, "its main thread is in a call that handles no signal"
+        try:
+            with self._connected(pid, patience) as connection:
+                stuck = "it is in a call that does not let others run"
+                try:
+                    connection.sendall(_agent().MAGIC + len(question).to_bytes(8, "big") + question)
+                    answer = _message(connection, pid, patience)
+                except ConnectionError:
+                    return None
+                if answer == _agent().ACCEPTED:
+                    allowed, stuck = limit, ""
+                    answer = _message(connection, pid, limit)
+                return answer
+        except TimeoutError as error:
+            raise AgentError(f"pid {pid} did not answer within {allowed:g} s{_state(pid, stuck)}") from error
+
+    def _connected(self, pid: int, patience: float) -> socket.socket:
+        """Connect to a process, and wake it if it does not listen."""
+        assert self.folder is not None
+        path, until = f"{self.folder}/{pid}{_agent().SOCKET}", time.monotonic() + patience
+        pause = _AGAIN_S
+        again = 0.0
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(patience)
+        try:
+            while True:
+                with contextlib.suppress(FileNotFoundError, ConnectionRefusedError, BlockingIOError):
+                    connection.connect(path)
+                    return connection
+                if time.monotonic() > until:
+                    raise TimeoutError
+                if not again or (time.monotonic() > again and self._is_asleep(pid)):
+                    self._wake(pid)
+                    again, pause = time.monotonic() + pause, 2 * pause
+                self._raise_if_broken(pid)
+                time.sleep(_AWAKENS_S)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _wake(self, pid: int) -> None:
+        assert self.folder is not None
+        if not self.has_agent(pid):
+            raise NoAgentError(f"pid {pid} has no agent: no Python, or started without this process's environment")
+        until = time.monotonic() + _BLOCKS_S
+        while (has_handler := catches(pid, AGENTS_SIGNAL)) is None:
+            if time.monotonic() > until:
+                raise AgentError(f"pid {pid} blocks signal {AGENTS_SIGNAL}, by which it is asked")
+            time.sleep(_AWAKENS_S)
+        if not has_handler:
+            raise AgentError(f"pid {pid} has taken back the handler of signal {AGENTS_SIGNAL}, by which it is asked")
+        if waits_for_a_signal(pid):
+            raise AgentError(f"pid {pid} waits for any signal, and would take the one by which it is asked for that")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.folder}/{pid}{_agent().ERROR}")
+        os.close(os.open(f"{self.folder}/{pid}{_agent().ASK}", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        with contextlib.suppress(ProcessLookupError):  # it has ended, which is noticed next
+            os.kill(pid, AGENTS_SIGNAL)
+
+    def _is_asleep(self, pid: int) -> bool:
+        """Whether a process has not noticed the signal: Python forgets those that come before a fork is done."""
+        assert self.folder is not None
+        return f"{pid}{_agent().ASK}" in os.listdir(self.folder)
+
+    def _raise_if_broken(self, pid: int) -> None:
+        assert self.folder is not None
+        if stat(pid) is None:
+            raise NoAgentError(f"pid {pid} has ended")
+        with contextlib.suppress(FileNotFoundError):
+            error = contents(f"{self.folder}/{pid}{_agent().ERROR}").decode(errors="replace")
+            raise AgentError(f"the agent of pid {pid} could not start: {error}")
 
     def environment(self) -> dict[str, str]:
         """The variables that put agents into processes which do not inherit the environment, as Ray's `runtime_env`."""
@@ -168,8 +304,7 @@ class Agents:
         if self.folder is None:
             return []
         with contextlib.suppress(OSError):
-            names = (file.partition(".sock") for file in os.listdir(self.folder))
-            pids = [int(name) for name, end, _ in names if end and name.isdecimal()]
+            pids = {pid for pid, _ in self._marks()}
             # A later process may have the number of one that has ended.
             return sorted(pid for pid in pids if pid not in family and pid != os.getpid() and self._is_ours(pid))
         return []
@@ -178,20 +313,9 @@ class Agents:
         process, variables = stat(pid), environment(pid) or {}
         return process is not None and process.state != "Z" and variables.get(_agent().SOCKETS) == str(self.folder)
 
-    def _why_none(self, pid: int) -> str:
-        with contextlib.suppress(OSError):
-            if self.folder is not None:
-                error = contents(f"{self.folder}/{pid}.error").decode(errors="replace")
-                return f"the agent of pid {pid} could not start: {error}"
-        return f"pid {pid} has no agent: no Python, or started without this process's environment"
-
     def _set(self, name: str, value: str) -> None:
         self._before.setdefault(name, os.environ.get(name))
         os.environ[name] = value
-
-    def _start_in_fork(self) -> None:
-        if self.folder is not None:
-            _agent().start()
 
 
 def agent_environment() -> dict[str, str]:
@@ -220,19 +344,61 @@ def _agent() -> Any:
     return module
 
 
+_FORKS = [_NOWHERE]
+"""What the number of a fork is put into for the name of its note; the last one counts."""
+
+
+def _note_of_fork(folder: Path) -> bytes:
+    return os.fsencode(f"{folder}/").replace(b"%", b"%%") + b"%d" + os.fsencode(_FORK)
+
+
+@functools.cache
+def _note_forks() -> None:
+    """Let each fork of this process leave a note, so that it is known though it ends before anybody looks.
+
+    Nobody can take a hook at forks back, and what the handler of a signal raises is lost in one.  So no Python code
+    runs here: an iterator that C code goes on with calls `mkdir` of the C library, which raises nothing either.
+    """
+    numbers = starmap(os.getpid, repeat(()))
+    paths = map(operator.mod, map(_FORKS.__getitem__, repeat(-1)), numbers)
+    notes = map(ctypes.PyDLL(None).mkdir, paths, repeat(0o700))
+    os.register_at_fork(after_in_child=functools.partial(next, notes))
+
+
+def _image(pid: int) -> bytes:
+    """Where a program's memory lies, which its forks have in common; empty where that may not be read."""
+    try:
+        image: bytes = _agent().image_of(contents(f"/proc/{pid}/stat"))
+    except OSError:  # it ended
+        return b""
+    return b"" if image == b"0 0 0" else image
+
+
 def _short_temporary_folder() -> str | None:
     folder = temporary_folder()
     return folder if len(os.fsencode(folder)) < 60 else "/tmp"
 
 
 def processes_with_agents() -> set[int]:
-    """The living processes of this host that put agents into those they start: themselves, not what they started."""
+    """The living processes of this user that put agents into those they start: themselves, not what they started."""
+    return {pid for folder in _folders() if _has_made(pid := _owner(folder), folder)}
+
+
+def _folders() -> list[str]:
+    """Those of this user's runs; another user may call a folder of his what he likes."""
+    found = []
     with contextlib.suppress(OSError):
         place = _short_temporary_folder() or temporary_folder()
-        folders = [name for name in os.listdir(place) if name.startswith(FOLDER_PREFIX)]
-        owners = {name: name.removeprefix(FOLDER_PREFIX).partition("-")[0] for name in folders}
-        return {int(pid) for name, pid in owners.items() if pid.isdecimal() and _has_made(int(pid), f"{place}/{name}")}
-    return set()
+        for folder in (f"{place}/{name}" for name in os.listdir(place) if name.startswith(FOLDER_PREFIX)):
+            facts = os.lstat(folder)
+            if modes.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid() and _owner(folder):
+                found.append(folder)
+    return found
+
+
+def _owner(folder: str) -> int:
+    number = folder.rpartition("/")[2].removeprefix(FOLDER_PREFIX).partition("-")[0]
+    return int(number) if number.isdecimal() else 0
 
 
 def _has_made(pid: int, folder: str) -> bool:
@@ -242,6 +408,27 @@ def _has_made(pid: int, folder: str) -> bool:
         return process is not None and began_at(process) <= os.lstat(folder).st_mtime + _CLOCK_S
     except OSError:
         return False
+
+
+def _remove_folders_of_the_dead() -> None:
+    """Remove those that runs of this user have left which were killed."""
+    here = _where_numbers_hold()
+    for folder in _folders() if here else ():
+        with contextlib.suppress(OSError):
+            if contents(f"{folder}/{_RUN}").decode() == here and not _has_made(_owner(folder), folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _where_numbers_hold() -> str:
+    """This host since its start, and the processes that are seen here: another container has the same numbers.
+
+    Empty where that is not known.
+    """
+    try:
+        host = contents("/proc/sys/kernel/random/boot_id").decode().strip()
+        return f"{host} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 def _take_from_path(folder: str) -> None:
@@ -275,12 +462,9 @@ def _read(connection: socket.socket, length: int, until: float) -> bytes:
     return b"".join(parts)
 
 
-def _state(pid: int) -> str:
+def _state(pid: int, stuck: str) -> str:
+    """Why a process does not answer, as the kernel says, or as is known where that says nothing."""
     process = stat(pid)
-    states = {"T": ": it is stopped", "t": ": a debugger has stopped it", "D": ": it waits in the kernel"}
-    return "" if process is None else states.get(process.state, ": it is in a call that does not let others run")
-
-
-def _call(method: Any) -> None:
-    if method is not None:
-        method()
+    states = {"T": "it is stopped", "t": "a debugger has stopped it", "D": "it waits in the kernel"}
+    why = "" if process is None else states.get(process.state, stuck)
+    return f": {why}" if why else ""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,7 +21,7 @@ import psutil
 import pytest
 
 from lowtide.leakcheck.processes.messages import Begin, Levels, Read, encode
-from lowtide.probes.host.process_files import MARK
+from lowtide.probes.host.process_files import AGENTS_SIGNAL, MARK
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes import agents as module
 from lowtide.probes.processes.agents import BOOTSTRAP, AgentError, Agents, NoAgentError, agent_environment
@@ -222,11 +226,61 @@ with socket.socket(socket.AF_UNIX) as connection:
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask as another user")
-def test_another_user_is_not_answered(agents: Agents) -> None:
-    process = program("")
+def program_with_torch(folder: Path, text: str = "") -> subprocess.Popen[str]:
+    """A program that has imported a library of torch's name, and forgotten it."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text("from . import part")
+    (folder / "torch" / "part.py").touch()
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(folder)])
+    return program(f"import sys, torch; torch.part; del sys.modules['torch']\n{text}", PYTHONPATH=path)
+
+
+@pytest.fixture
+def listening(agents: Agents, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
+    """A process that listens all the time, since it has torch; and its socket."""
+    process = program_with_torch(tmp_path)
     assert agents.folder is not None
-    path = agents.folder / f"{process.pid}.sock"
+    yield process, agents.folder / f"{process.pid}.sock"
+    end(process)
+
+
+CLOSES_ALL = """
+import atexit, os, socket, time
+while len(os.listdir("/proc/self/fd")) < 5:
+    time.sleep(0.01)
+os.closerange(3, 64)
+pairs = [socket.socketpair() for _ in range(8)]
+if not os.fork():
+    os._exit(0)
+os.wait()
+for here, there in pairs:
+    here.sendall(b"data")
+atexit.register(lambda: print([there.recv(100) for here, there in pairs] == [b"data"] * 8))
+"""
+
+
+def test_a_descriptor_that_the_program_has_closed_and_opened_again_is_its_own(agents: Agents, tmp_path: Path) -> None:
+    process = program_with_torch(tmp_path, CLOSES_ALL)
+    for _ in range(3):
+        assert levels(agents, process.pid).tensors == {}
+        time.sleep(0.3)
+    assert end(process) == "True\n"
+
+
+def test_a_process_with_torch_answers_while_its_main_thread_handles_no_signal(
+    agents: Agents, listening: tuple[subprocess.Popen[str], Path]
+) -> None:
+    process, path = listening
+    wait_until(path.exists)
+    assert psutil.Process(process.pid).num_threads() == 2
+    assert levels(agents, process.pid).tensors == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask as another user")
+def test_another_user_is_not_answered(agents: Agents, listening: tuple[subprocess.Popen[str], Path]) -> None:
+    process, path = listening
+    wait_until(path.exists)
+    assert agents.folder is not None
     # The folder alone keeps others out; here it does not.
     agents.folder.chmod(0o777)
     path.chmod(0o777)
@@ -234,18 +288,27 @@ def test_another_user_is_not_answered(agents: Agents) -> None:
     command = [sys.executable, "-c", ASKS_AS_ANOTHER_USER, str(path), question.hex()]
     assert subprocess.run(command, capture_output=True, text=True, check=True, cwd="/").stdout == "b''\n"
     assert levels(agents, process.pid).tensors == {}
-    end(process)
 
 
-def test_a_question_over_the_limit_is_refused_before_it_is_read(agents: Agents) -> None:
-    process = program("")
-    assert agents.folder is not None
+def test_a_question_over_the_limit_is_refused_before_it_is_read(listening: tuple[subprocess.Popen[str], Path]) -> None:
+    _, path = listening
+    wait_until(path.exists)
     agent = module._agent()
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(str(agents.folder / f"{process.pid}.sock"))
+        connection.connect(str(path))
         connection.sendall(agent.MAGIC + (agent.MOST_BYTES + 1).to_bytes(8, "big"))
         assert b"!this agent speaks LOWTIDE1" in connection.recv(100)
-    end(process)
+
+
+def test_a_silent_connection_holds_up_no_question(
+    agents: Agents, listening: tuple[subprocess.Popen[str], Path]
+) -> None:
+    process, path = listening
+    wait_until(path.exists)
+    with contextlib.ExitStack() as silent:
+        for _ in range(10):
+            silent.enter_context(socket.socket(socket.AF_UNIX)).connect(str(path))
+        agents.ask(process.pid, READ, patience=4.0)
 
 
 def test_the_folder_is_this_users_alone_and_goes_with_the_agents(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,6 +329,66 @@ def test_the_folder_is_this_users_alone_and_goes_with_the_agents(monkeypatch: py
     assert not folder.exists()
     assert dict(os.environ) == before
     assert agents.environment() == {}
+
+
+def test_the_signal_is_known_by_one_number_and_handled_only_meanwhile() -> None:
+    before = signal.getsignal(AGENTS_SIGNAL)
+    outer, inner = Agents(), Agents()
+    outer.start()
+    inner.start()
+    assert signal.getsignal(module._agent().SIGNAL) != before
+    outer.stop()
+    assert signal.getsignal(AGENTS_SIGNAL) != before
+    inner.stop()
+    assert signal.getsignal(AGENTS_SIGNAL) == before
+
+
+@pytest.fixture
+def folder_of_the_dead() -> Iterator[Path]:
+    """The folder of a run that was killed."""
+    code = (
+        "import os; from lowtide.probes.processes.agents import Agents; a = Agents(); a.start(); "
+        "print(a.folder, flush=True); os.kill(os.getpid(), 9)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    folder = Path(run.stdout.strip())
+    assert folder.is_dir()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_next_run_removes_what_a_killed_one_has_left(folder_of_the_dead: Path, agents: Agents) -> None:
+    assert not folder_of_the_dead.exists()
+    assert agents.folder is not None
+    other = Agents()
+    other.start()
+    assert agents.folder.exists()
+    other.stop()
+
+
+@pytest.mark.parametrize("whose", ["another user's", "another container's"])
+def test_what_is_not_known_to_be_left_by_this_users_dead_stays(
+    folder_of_the_dead: Path, monkeypatch: pytest.MonkeyPatch, whose: str
+) -> None:
+    if whose == "another user's":
+        monkeypatch.setattr(module.os, "geteuid", lambda: 65534)
+    else:
+        (folder_of_the_dead / "run").write_text("the same host pid:[4026531000]")
+    agents = Agents()
+    agents.start()
+    agents.stop()
+    assert folder_of_the_dead.exists()
+
+
+def test_a_folder_that_another_user_calls_one_of_agents_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(tempfile.gettempdir(), f"lowtide-agents-{os.getppid()}-x")
+    folder.mkdir()
+    try:
+        assert os.getppid() in module.processes_with_agents()
+        monkeypatch.setattr(module.os, "geteuid", lambda: os.getuid() + 1)
+        assert os.getppid() not in module.processes_with_agents()
+    finally:
+        folder.rmdir()
 
 
 def test_an_outer_run_keeps_its_place_in_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +450,7 @@ def test_agents_know_processes_that_nobody_here_has_started(agents: Agents) -> N
         assert agents.elsewhere({child.pid}) == []
         assert agents.folder is not None
         # As if it had ended, and a later process of another program had its number.
-        (agents.folder / f"{os.getppid()}.sock").touch()
+        (agents.folder / f"{os.getppid()}.agent").touch()
         assert agents.elsewhere(()) == [child.pid]
         tree = ProcessTree()
         tree.adopt(agents.elsewhere(()))

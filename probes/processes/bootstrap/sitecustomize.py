@@ -15,18 +15,25 @@ def _start() -> None:
 
         lowtide_agent.start()
     finally:
-        # Children find it by `PYTHONPATH`; the program need not see it in `sys.path`.
+        # Children find it by `PYTHONPATH`; the program need not see it, nor the modules that it has not imported.
         sys.path[:] = [entry for entry in sys.path if entry != folder]
+        sys.path_importer_cache.pop(folder, None)
+        sys.modules.pop("lowtide_agent", None)
 
 
 def _run_own() -> None:
-    """Runs the program's own, in this one's place among the modules."""
+    """Run the program's own, in this one's place among the modules.
+
+    Raises:
+        ImportError: it has none, which `site` expects.
+    """
     specs = (finder.find_spec(__name__, None) for finder in sys.meta_path if hasattr(finder, "find_spec"))
     spec = next((spec for spec in specs if spec is not None), None)
-    if spec is not None and spec.loader is not None:
-        module = module_from_spec(spec)
-        sys.modules[__name__] = module
-        spec.loader.exec_module(module)
+    if spec is None or spec.loader is None:
+        raise ImportError("the program has no sitecustomize of its own", name=__name__)
+    module = module_from_spec(spec)
+    sys.modules[__name__] = module
+    spec.loader.exec_module(module)
 
 
 _start()
