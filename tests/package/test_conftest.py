@@ -1,4 +1,4 @@
-"""What the tests' own conftest does for all of them: a shared fixture that fails, and signals."""
+"""What the tests' own conftests do for all of them: shared fixtures and inner runs that fail, and signals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests.pytest_plugin.conftest import RunInner, run_inner
+
+__all__ = ["run_inner"]
 
 TESTS = """
 import signal
@@ -68,3 +74,8 @@ def test_a_shared_fixture_that_fails_is_one_error_and_its_other_tests_are_skippe
     assert done.stdout.count("E       AssertionError: its whole output") == 1
     assert "a fixture that it shares with test_it.py::test_of_the_run[0] failed there" in done.stdout
     assert "no card here" in done.stdout
+
+
+def test_an_inner_run_that_cannot_collect_fails_with_its_output(run_inner: RunInner) -> None:
+    with pytest.raises(AssertionError, match="No module named 'no_such_module'"):
+        run_inner({"test_it.py": "import no_such_module"}, leakcheck=False)
