@@ -174,8 +174,13 @@ class Checker:
         """
         if item.config.getoption("usepdb", False):
             return None
-        if run_by_another(item, nextitem, but=self):
-            return True
+        run = functools.partial(self._run, item, nextitem)
+        if not run_by_another(item, nextitem, run, but=self):
+            run()
+        return True
+
+    def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Run a test, report it, and let its report wait for what it left."""
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         self._owns_protocol = True
         try:
@@ -189,7 +194,6 @@ class Checker:
         finally:
             self._owns_protocol = False
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        return True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
+from _pytest import runner
 from _pytest.runner import call_and_report, show_test_item
 
 from lowtide.pytest_plugin import terminal
@@ -16,15 +18,45 @@ from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Subject
 
 
-def run_by_another(item: pytest.Item, nextitem: pytest.Item | None, *, but: object) -> bool:
-    """Whether another plugin than `but` and pytest's own runs the test, and has now."""
+def run_by_another(item: pytest.Item, nextitem: pytest.Item | None, run: Callable[[], None], *, but: object) -> bool:
+    """Whether another plugin than `but` and pytest's own runs the test, and has now.
+
+    Args:
+        item: the test.
+        nextitem: the one after it, if there is one.
+        run: runs it for a plugin that only hands it on to pytest.
+        but: the plugin that asks.
+    """
     for plugin in item.ihook.pytest_runtest_protocol.get_hookimpls()[::-1]:
         if plugin.wrapper or plugin.hookwrapper or plugin.plugin is but or plugin.plugin_name == "runner":
             continue
         arguments = {"item": item, "nextitem": nextitem}
-        if plugin.function(**{name: arguments[name] for name in plugin.argnames}) is not None:
-            return True
+        with _handed_on_to(run, item, plugin.function.__module__.partition(".")[0]):
+            if plugin.function(**{name: arguments[name] for name in plugin.argnames}) is not None:
+                return True
     return False
+
+
+@contextlib.contextmanager
+def _handed_on_to(run: Callable[[], None], item: pytest.Item, package: str) -> Iterator[None]:
+    """In the block, `run` runs what a plugin hands on to pytest, unless its package has noted something at the test.
+
+    `flaky` hands on every test, and notes at those that it runs again how often: `_flaky_max_runs`.
+    """
+    original, before = runner.pytest_runtest_protocol, dict(vars(item))
+
+    def handed_on(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        is_marked = item.get_closest_marker(package) is not None or any(package in name for name in vars(item))
+        if is_marked or dict(vars(item)) != before:
+            return original(item, nextitem)
+        run()
+        return True
+
+    runner.pytest_runtest_protocol = handed_on
+    try:
+        yield
+    finally:
+        runner.pytest_runtest_protocol = original
 
 
 def run_test(
