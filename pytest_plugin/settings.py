@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 
 import pytest
 
+from lowtide.leakcheck.suppressions.toml import refused
 from lowtide.probes.heap.births import young_generations_tell
 from lowtide.probes.objects.collector import NEEDS, observed_collector, why_unusable
 from lowtide.reports.escaping import one_line
@@ -177,6 +178,8 @@ def _own_table(root: Path) -> dict[str, Any]:
         document = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return {}  # none, or one that pytest itself has refused
+    except (ValueError, RecursionError) as error:
+        raise pytest.UsageError(f"{root / 'pyproject.toml'}: cannot be read: {refused(error)}") from error
     table = document.get("tool", {}).get("lowtide", {})
     known = (
         "tolerance",

@@ -26,6 +26,7 @@ from typing import Any
 
 from lowtide.probes.heap.paths import Link, Path
 from lowtide.probes.heap.roots import is_library
+from lowtide.probes.objects.described import constant_text
 from lowtide.probes.objects.foreign import (
     LRU_CACHE,
     MISSING,
@@ -44,6 +45,7 @@ from lowtide.probes.references.edges import UNNAMED
 from lowtide.probes.references.unseen_references import reader_of
 
 _LONGEST_KEY = 200
+_DEEPEST_KEY = 8
 _NAME = re.compile(r"\.([^\W\d]\w*)")
 # Edges that fold nothing, and are attributes which Python itself or torch gives their owner.
 _ATTRIBUTES = frozenset(
@@ -207,15 +209,15 @@ def attribute_of(code: str, owner: object, name: str) -> str:
     return f"{base}.__getattribute__({code}, {name!r})"
 
 
-def _literal(key: object) -> str | None:
+def _literal(key: object, deepest: int = _DEEPEST_KEY) -> str | None:
     if any(type(key) is kind for kind in (str, bytes, int, bool, type(None))):
-        text = repr(key)
+        text = constant_text(key)
         return text if len(text) <= _LONGEST_KEY else None
     if type(key) is float:
         text = repr(key)
         return text if re.fullmatch(r"-?[\d.]+(e[-+]?\d+)?", text) else None
     if type(key) is tuple:
-        parts = [_literal(part) for part in key]
+        parts = [_literal(part, deepest - 1) if deepest else None for part in key]
         if any(part is None for part in parts):
             return None
         return f"({', '.join(map(str, parts))}{',' if len(parts) == 1 else ''})"

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from lowtide.leakcheck.suppressions.toml import refused
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -145,6 +147,8 @@ def _table(path: Path, names: tuple[str, ...]) -> Any:
         raise GateError(f"{path} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise GateError(f"{path} is not valid TOML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise GateError(f"{path} cannot be read: {refused(error)}") from error
     for name in names:
         document = document.get(name) if isinstance(document, Mapping) else None
     return document

@@ -29,6 +29,7 @@ from lowtide.leakcheck.suppressions.toml import (
     written_entries,
 )
 from lowtide.leakcheck.suppressions.writing import write_entries
+from lowtide.probes.objects.described import constant_text
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Cause, Finding, Resource, Subject
 
@@ -285,7 +286,8 @@ def _expires(written: Written) -> date | None:
             return date.fromisoformat(value)
     except ValueError:
         pass
-    raise written.error(f"expires must be a day such as 2027-01-31; it is {str(value)!r}", "expires")
+    given = constant_text(value) if type(value) is int else str(value)
+    raise written.error(f"expires must be a day such as 2027-01-31; it is {given!r}", "expires")
 
 
 def _applies(written: Written) -> bool:

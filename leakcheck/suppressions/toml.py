@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lowtide.probes.objects.described import constant_text
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -57,7 +59,7 @@ class Written:
         if value is None:
             return None
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"{key} must be text, and not empty; it is {value!r}", key)
+            raise self.error(f"{key} must be text, and not empty; it is {constant_text(value)}", key)
         return value.strip()
 
     def required(self, key: str, what: str) -> str:
@@ -132,7 +134,16 @@ def parse_document(text: str, file: str) -> dict[str, Any]:
         number = re.match(r"line (\d+)", place)
         line = int(number[1]) if number else text.rstrip("\n").count("\n") + 1
         raise SuppressionError(f"{file}:{line}: not TOML: {message}") from error
+    except (ValueError, RecursionError) as error:
+        raise SuppressionError(f"{file}: cannot be read: {refused(error)}") from error
     return document
+
+
+def refused(error: ValueError | RecursionError) -> str:
+    """Why Python's reader of TOML refuses a document, as far as it is not for its syntax."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return "a number in it has too many digits" if "digits" in str(error) else str(error)
 
 
 def value_at(document: object, keys: Iterable[str]) -> object | None:

@@ -21,8 +21,16 @@ _DEBUGGERS = ("bdb", "pdb", "pydevd", "_pydevd_bundle", "debugpy")
 def described(item: object) -> str:
     """`package.module.function at 0x7f…`: what it is and which one; a constant as code."""
     if item is None or type(item) in (int, bool, str):
-        return repr(item)
+        return constant_text(item)
     return (LIBRARYS if is_librarys(item) else "") + identified(item)
+
+
+def constant_text(item: object) -> str:
+    """A constant as code; in hexadecimal digits where the interpreter refuses to write so many decimal ones."""
+    try:
+        return repr(item)
+    except ValueError:
+        return hex(item) if type(item) is int else f"<{type_name(type(item))}>"
 
 
 def identified(item: object) -> str:

@@ -107,8 +107,18 @@ def attribute(holder: object, name: str) -> object:
 
 def has_plain_hash(key: object) -> bool:
     """Whether hashing an object, and comparing it with itself, runs nothing but the interpreter's code or torch's."""
-    if type(key) is tuple:
-        return all(map(has_plain_hash, key))
+    waiting = [key]
+    # No recursion: a program may nest tuples deeper than Python's calls.
+    while waiting:
+        part = waiting.pop()
+        if type(part) is tuple:
+            waiting += part
+        elif not _has_plain_hash(part):
+            return False
+    return True
+
+
+def _has_plain_hash(key: object) -> bool:
     for base in mro_of(type(key)):
         found = namespace_of(base).get("__hash__", MISSING)
         if found is MISSING:

@@ -11,6 +11,7 @@ from types import (
 from typing import Any, Literal, NamedTuple
 from weakref import ReferenceType
 
+from lowtide.probes.objects.described import constant_text
 from lowtide.probes.objects.foreign import (
     is_a,
     mro_of,
@@ -36,6 +37,7 @@ Kind = Literal[
 ]
 
 _LONGEST_KEY = 60
+_DEEPEST_KEY = 8
 
 _FEW = 16
 """Items that are gone through in less time than it takes to note where they are."""
@@ -200,13 +202,13 @@ def item_text(way: Rest) -> str:
     return "[…]" if edge is None else edge.text
 
 
-def key_text(key: object) -> str:
-    """A key as code; only its type where writing it would run foreign code."""
+def key_text(key: object, deepest: int = _DEEPEST_KEY) -> str:
+    """A key as code; only its type where writing it would run foreign code, or takes tuples in more than so many."""
     if any(type(key) is plain for plain in (str, bytes, int, float, bool, type(None))):
-        text = repr(key)
+        text = constant_text(key)
         return text if len(text) <= _LONGEST_KEY else f"{text[:_LONGEST_KEY]}…"
-    if type(key) is tuple:
-        return f"({', '.join(map(key_text, key))})"
+    if type(key) is tuple and deepest:
+        return f"({', '.join(key_text(part, deepest - 1) for part in key)})"
     if is_a(key, type):
         return f"<{definition_text(key)}>"
     if is_a(key, ReferenceType):

@@ -166,6 +166,8 @@ def test_the_project_file_serves_as_well_and_the_own_one_comes_first(tmp_path: P
         ("[gate]\nsubject = []\n", "the gate has no subject"),
         ("[gate]\n", "missing required field `subject`"),
         ("[gate\n", "is not valid TOML"),
+        (f"gate = {'[' * 5000}{']' * 5000}\n", "cannot be read: it is nested too deeply"),
+        (f"gate = {'1' * 5000}\n", "cannot be read: a number in it has too many digits"),
         ("[other]\n", r"has no table \[gate\]: write one with `lowtide init`"),
         (SMALL + "speed = 3\n", "unknown field `speed`"),
         (

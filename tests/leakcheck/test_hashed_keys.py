@@ -58,3 +58,26 @@ def test_what_shortened_holders_have_in_common_is_named_in_full() -> None:
     ]
     assert common_holder(shortened) == f"{root}.outputs"
     assert common_holder([shortened[0], held_by(root, "x", "the frame of run()")]) == shortened[0].holder
+
+
+def nested(depth: int) -> object:
+    key: object = 1
+    for _ in range(depth):
+        key = (key,)
+    return key
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"),
+    [
+        pytest.param(10**5000, f"[{hex(10**5000)[:60]}…]", id="an integer"),
+        pytest.param((1, -(10**5000)), f"[(1, {hex(-(10**5000))[:60]}…)]", id="in a tuple"),
+        pytest.param(nested(500), f"[{'(' * 8}<tuple>{')' * 8}]", id="tuples"),
+        pytest.param(10**50, f"[{10**50}]", id="one that Python writes"),
+    ],
+)
+def test_a_key_that_python_does_not_write_is_named(key: object, shown: str) -> None:
+    CACHE[key] = Output()
+    (found,) = explain([CACHE[key]], innocent={id(CACHE)})
+    CACHE.clear()
+    assert found.path[-1].edge == shown

@@ -428,6 +428,27 @@ def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     refused(path, 2, "not TOML: a byte that is not UTF-8")
 
 
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("[" * 5000 + "]" * 5000, "it is nested too deeply"),
+        ("1" * 5000, "a number in it has too many digits"),
+    ],
+)
+def test_what_python_refuses_to_read_is_refused_in_one_line(value: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "lowtide.toml"
+    path.write_text(f"kept = {value}\n")
+    with pytest.raises(SuppressionError, match=rf"^{re.escape(str(path))}: cannot be read: {why}$"):
+        load(path)
+
+
+def test_a_number_of_many_digits_is_no_reason(tmp_path: Path) -> None:
+    path = tmp_path / "lowtide.toml"
+    path.write_text(f'[[suppressions]]\npath = "a.b"\nreason = 0x{"f" * 5000}\n')
+    with pytest.raises(SuppressionError, match="reason must be text, and not empty; it is 0xff"):
+        load(path)
+
+
 def test_a_pyproject_on_the_way_that_is_not_toml(tmp_path: Path) -> None:
     path = written(tmp_path, "\n[tool\n", "pyproject.toml")
     with pytest.raises(SuppressionError, match=rf"^{re.escape(str(path))}:2: not TOML: "):
