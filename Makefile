@@ -21,15 +21,18 @@ demo: $(STAMP)
 # One thread each: the two processes' threads would mostly wait for each other. Bytecode is written even where nobody
 # wants it else: hundreds of inner runs load torch and the checker, which takes a fifth of the time without.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --leakcheck
-# Each group in processes of its own, because what goes through the whole heap takes as long as that is large: torch
-# makes it four times as large, also by one file's import alone, since each process imports all files of its group;
-# torch's compiler and transformers make it twice as large again for all that is run after them, and so come last.
-HEAPS := $(sort $(wildcard tests/probes/test_*.py tests/leakcheck/test_*.py))
-WITHOUT_TORCH := $(shell grep -LE 'import torch|from torch|torch\.zeros|importorskip..torch|transformers|small_target|checked_life|test_driver|from lowtide\.engine|import lowtide\.engine|check_run' $(HEAPS))
+# Four groups, each in processes of its own, because what goes through the whole heap takes as long as that is large,
+# and each process imports all files of its group: torch makes it four times as large, a thousand tests by half. Torch's
+# compiler and transformers make it twice as large for all that is run after them, and so come last.
+ALL := $(sort $(wildcard tests/*/test_*.py))
 LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
-	'= torch\.compile|FakeTensorMode|torch\.profiler|import transformers|from transformers' tests/*/test_*.py)
-WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(HEAPS))
-OTHERS := $(filter-out $(HEAPS) $(LOADING_MORE),$(sort $(wildcard tests/*/test_*.py))) $(LOADING_MORE)
+	'= torch\.compile|FakeTensorMode|torch\.profiler|import transformers|from transformers' $(ALL))
+HEAPS := $(filter tests/probes/% tests/leakcheck/%,$(ALL))
+WITHOUT_TORCH := $(shell grep -LE 'import torch|from torch|torch\.zeros|importorskip..torch|transformers|small_target|checked_life|test_driver|from lowtide\.engine|import lowtide\.engine|check_run' $(HEAPS))
+WALKS := $(shell grep -lE '^import gc|lowtide\.probes\.heap|lowtide\.leakcheck\.explaining' $(WITHOUT_TORCH))
+WALKS_WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(HEAPS))
+ENGINE := $(filter-out $(LOADING_MORE),$(filter tests/engine/%,$(ALL))) $(filter-out $(WITHOUT_TORCH),$(LOADING_MORE))
+OTHERS := $(filter-out $(WALKS) $(WALKS_WITH_TORCH) $(ENGINE),$(ALL))
 # Whole lives, commands and other runners' suites, which take 40 % of the time of all tests: `make test-all` runs them,
 # every night.
 NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/package/test_install.py tests/probes/test_buffers.py \
@@ -44,9 +47,10 @@ NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/packag
 	remains.py shared_sweep.py watched_life.py sleeping_lives.py target_life.py transformers_target.py unseen.py witness.py)
 
 test: $(STAMP)
-	$(PYTEST) $(filter-out $(NIGHTLY),$(WITHOUT_TORCH))
-	$(PYTEST) $(filter-out $(NIGHTLY),$(WITH_TORCH))
+	$(PYTEST) $(filter-out $(NIGHTLY),$(WALKS))
+	$(PYTEST) $(filter-out $(NIGHTLY),$(WALKS_WITH_TORCH))
 	$(PYTEST) $(filter-out $(NIGHTLY),$(OTHERS))
+	$(PYTEST) $(filter-out $(NIGHTLY),$(ENGINE))
 
 test-all: test
 	$(PYTEST) $(NIGHTLY)
