@@ -70,6 +70,7 @@ def replaced() -> list[str]:
 
 
 _MODULES = sys_module.modules
+_NAMESPACE: Any = vars(ModuleType)["__dict__"]
 _LOADED: dict[str, Callable[[], object]] = {}
 """Weak references: a program may drop a module of its own."""
 
@@ -94,7 +95,8 @@ def _was_imported(module: object, name: str) -> TypeGuard[ModuleType]:
     """Return whether an import made it: what a test makes up has no loader."""
     if not issubclass(type(module), ModuleType):
         return False
-    spec = vars(module).get("__spec__")
+    # Not `vars`, which runs code of a class of the program's.
+    spec = _NAMESPACE.__get__(module).get("__spec__")
     return type(spec) is ModuleSpec and spec.name == name and spec.loader is not None
 
 
