@@ -54,6 +54,7 @@ class StorageWatch:
         found = _references(tensors_over(keys) if over is None else over) if keys and loaded("torch") else {}
         self._references = {key: found[key] for key in keys if key in found}
         self._others = set(keys) - found.keys()
+        self._gone: set[Key] = set()
 
     @classmethod
     def of_each(cls, keys: Sequence[Collection[Key]], walk: SharedWalk | None = None) -> list[StorageWatch]:
@@ -73,8 +74,12 @@ class StorageWatch:
 
     def gone(self) -> set[Key]:
         """Those that are gone."""
-        gone = {key for key, refs in self._references.items() if all(ref.expired() for ref in refs)}
-        return gone | (self._others - live_keys() if self._others else set())
+        gone = [key for key, refs in self._references.items() if all(ref.expired() for ref in refs)]
+        # What has gone does not come back, and is not asked about again.
+        for key in gone:
+            del self._references[key]
+        self._gone.update(gone)
+        return self._gone | (self._others - live_keys() if self._others else set())
 
 
 def _references(items: Sequence[Any]) -> dict[Key, list[Any]]:
@@ -137,6 +142,10 @@ class _Attempt:
         return f"{action} (raised {self.raised[action]})" if action in self.raised else action
 
 
+_Returned = dict[int, tuple[_Attempt, int]]
+"""By the identity of an attempt, the attempt and the bytes that it got back."""
+
+
 def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool = False) -> list[Finding]:
     """The findings of some leaks, each with the action that gave it back.
 
@@ -173,11 +182,14 @@ class _Trial:
         self, watch: StorageWatch, attempts: Sequence[_Attempt], context: Context, *, may_unfreeze: bool
     ) -> None:
         self._watch = watch
-        self._attempts = attempts
         self._context = context
         self._may_unfreeze = may_unfreeze
         self._gone: set[Key] = set()
         self._waited: set[int] = set()
+        self._attempts_on: dict[Key, list[_Attempt]] = {}
+        for attempt in attempts:
+            for key in attempt.leak.sizes:
+                self._attempts_on.setdefault(key, []).append(attempt)
 
     def left(self, attempt: _Attempt) -> set[Key]:
         """The storages of a leak that are still there."""
@@ -218,7 +230,7 @@ class _Trial:
         if raised or not wording.is_code:
             # What raises is no code that runs.
             attempt.words.add(wording.text)
-        _take_down(wording.text, returned, self._attempts, attempt, [*raised, *unraisable])
+        _take_down(wording.text, returned, attempt, [*raised, *unraisable])
         return bool(self.left(attempt))
 
     def climb(self, attempt: _Attempt) -> None:
@@ -231,16 +243,21 @@ class _Trial:
                 returned = self._measure(attempt)
             if was_done:
                 attempt.changed += [rung.changed] if rung.changed else []
-                _take_down(rung.name, returned, self._attempts, attempt)
+                _take_down(rung.name, returned, attempt)
 
-    def _measure(self, current: _Attempt, *, runs_code: bool = False) -> list[int]:
-        """The bytes that each leak got back by an action."""
+    def _measure(self, current: _Attempt, *, runs_code: bool = False) -> _Returned:
+        """The bytes that each leak got back by an action, for those that got any."""
         gone = self._watch.gone()
         if runs_code or not current.leak.sizes.keys() <= gone:
             collect(lambda: current.leak.sizes.keys() <= self._watch.gone())
             gone = self._watch.gone()
         new, self._gone = gone - self._gone, gone
-        return [sum(size for key, size in attempt.leak.sizes.items() if key in new) for attempt in self._attempts]
+        found: dict[int, tuple[_Attempt, int]] = {}
+        for key in new:
+            for attempt in self._attempts_on[key]:
+                _, size = found.get(id(attempt), (attempt, 0))
+                found[id(attempt)] = attempt, size + attempt.leak.sizes[key]
+        return found
 
 
 @dataclass(frozen=True)
@@ -339,11 +356,9 @@ def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
     return failures
 
 
-def _take_down(
-    action: str, returned: Sequence[int], attempts: Sequence[_Attempt], current: _Attempt, errors: Sequence[str] = ()
-) -> None:
+def _take_down(action: str, returned: _Returned, current: _Attempt, errors: Sequence[str] = ()) -> None:
     """Notes an action with the leak that it was for, and with every other that it gave something back of."""
-    for attempt, size in zip(attempts, returned, strict=True):
+    for attempt, size in {id(current): (current, 0), **returned}.values():
         if size or attempt is current:
             attempt.tried.append(Remedy(action=action, returns_bytes=size))
             attempt.raised.update({action: errors[0]} if errors else {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -36,6 +37,15 @@ class Explained:
     by_key: Mapping[Key, Explanation] = field(default_factory=dict)
     places: Mapping[Key, frozenset[int]] = field(default_factory=dict)
 
+    @functools.cached_property
+    def _keys(self) -> Mapping[int, list[Key]]:
+        """The storages over which each of the explained tensors lies, by its place."""
+        found: dict[int, list[Key]] = {}
+        for key, places in self.places.items():
+            for place in places:
+                found.setdefault(place, []).append(key)
+        return found
+
     def is_retained(self, key: Key, freed: AbstractSet[int]) -> bool:
         """Return whether a storage is free when nothing holds some tensors any more."""
         places = self.places.get(key, ())
@@ -66,13 +76,14 @@ class Explained:
     def _by_level(self, levels: Ints, sizes: Mapping[Key, int]) -> tuple[Ints, Ints]:
         """The first cut that does not free some storages, in order, and the bytes that all cuts before that free."""
         amounts: dict[int, int] = {}
-        for key, places in self.places.items():
-            if places and key in sizes:
-                level = int(levels[list(places)].min())
-                amounts[level] = amounts.get(level, 0) + sizes[key]
+        # Most of many paths free few of all targets.
+        freed_at_all = np.flatnonzero(levels > 0).tolist()
+        for key in {key for place in freed_at_all for key in self._keys.get(place, ())} & sizes.keys():
+            level = min(int(levels[place]) for place in self.places[key])
+            amounts[level] = amounts.get(level, 0) + sizes[key]
         ordered = sorted(amounts)
-        freed = np.array([amounts[level] for level in ordered], np.int64)
-        return np.array(ordered, np.int64), np.append(np.cumsum(freed[::-1])[::-1], 0)
+        bytes_ = np.array([amounts[level] for level in ordered], np.int64)
+        return np.array(ordered, np.int64), np.append(np.cumsum(bytes_[::-1])[::-1], 0)
 
 
 @dataclass(frozen=True)
