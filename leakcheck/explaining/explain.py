@@ -52,7 +52,7 @@ _LETTING_HOOK_GO = (
 )
 _OLD = "old"
 """What an object says of a path that was there before the leak."""
-_MOST_STEPS = 10_000
+MOST_STEPS = 10_000
 """Steps of the paths behind one edge that are looked at one by one, before some of them stand for all others."""
 _SWEEPING = 2.0
 """Seconds for finding out what edges retain; a sweep takes 15 ms at 500,000 objects."""
@@ -352,7 +352,7 @@ class _Parts:
         if not self._steps:
             return None
         behind = self._found.behind(place, self._what_it_says)
-        if behind is None or self._steps[behind[0]] < _MOST_STEPS or _OLD in behind[1]:
+        if behind is None or self._steps[behind[0]] < MOST_STEPS or _OLD in behind[1]:
             return None
         return self._drafts.get(behind)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from lowtide.leakcheck.explaining.cuts import Names, cut_of
-from lowtide.leakcheck.explaining.explain import Explanation
+from lowtide.leakcheck.explaining.explain import MOST_STEPS, Explanation
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.probes.heap.holders import SharedWalk, census_of
 from lowtide.probes.heap.paths import Link
-from lowtide.probes.memory.autograd import Saved, nodes_behind, saved_behind
+from lowtide.probes.memory.autograd import Saved, Way, nodes_behind, saved_behind
 from lowtide.probes.memory.tensors import plain_tensors, survey_storages, torch_member
 from lowtide.probes.originals import loaded
 from lowtide.reports.schema import Hop
@@ -87,8 +88,9 @@ def saved_for_backward(
     holding = list({id(saved.output): saved.output for saved in found.values()}.values())
     seen.clear()
     explanations = dict(zip(map(id, holding), explained(holding) if holding else (), strict=True))
+    saved_by = _SavedBy()
     return {
-        identity: _saved_by(saved, explanations[id(saved.output)])
+        identity: saved_by(saved, explanations[id(saved.output)])
         for identity, saved in found.items()
         if explanations[id(saved.output)].path and identity in pathless
     }
@@ -112,7 +114,7 @@ def held_by_nodes(
     """
     torch: Any = loaded("torch")
     wanted = {explanation.root for explanation in explanations.values()} - {0}
-    found: dict[int, tuple[Any, tuple[tuple[str, str], ...]]] = {}
+    found: dict[int, tuple[Any, Way]] = {}
     with plain_tensors(torch):
         seen: set[Any] = set()
         for output in census_of(walk).instances_of(torch.Tensor) if wanted else ():
@@ -120,12 +122,12 @@ def held_by_nodes(
             on_node = id(output) in explanations and explanations[id(output)].is_of_node
             if on_node or id(output) in pathless or torch_member(output, "is_leaf"):
                 continue
-            for node, hops in nodes_behind(output, seen):
+            for node, way in nodes_behind(output, seen):
                 if id(node) in wanted:
-                    found.setdefault(id(node), (output, hops))
+                    found.setdefault(id(node), (output, way))
     holding = [output for output, _ in found.values()]
     seen.clear()
-    ways = {node: hops for node, (_, hops) in found.items()}
+    ways = {node: way.hops() for node, (_, way) in found.items()}
     found.clear()
     holders = dict(zip(ways, explained(holding) if holding else [], strict=True))
     return {
@@ -143,9 +145,24 @@ def _behind_node(hops: tuple[tuple[str, str], ...], explanation: Explanation, re
     return _through_graph(explanation, (*(Hop(type=kind, edge=edge) for kind, edge in hops), *rest.path[1:]), what)
 
 
-def _saved_by(saved: Saved, explanation: Explanation) -> Explanation:
-    hops = tuple(Hop(type=kind, edge=edge) for kind, edge in saved.hops)
-    return _through_graph(explanation, hops, f"{saved.node} saved {saved.name!r}")
+class _SavedBy:
+    """Explains what graphs have saved: of a long graph some things stand for all others of their kind."""
+
+    def __init__(self) -> None:
+        self._steps: dict[tuple[int, str, str], int] = {}
+        self._parts: dict[tuple[int, str, str], Explanation] = {}
+
+    def __call__(self, saved: Saved, explanation: Explanation) -> Explanation:
+        """Return the explanation of one thing by that of the output of its graph."""
+        kind = id(saved.output), saved.way.node, saved.name
+        steps = self._steps.get(kind, 0)
+        if steps >= MOST_STEPS:
+            return self._parts[kind]
+        self._steps[kind] = steps + saved.way.length
+        hops = tuple(Hop(type=node, edge=edge) for node, edge in saved.hops())
+        found = _through_graph(explanation, hops, f"{saved.way.node} saved {saved.name!r}")
+        self._parts.setdefault(kind, dataclasses.replace(found, is_part=True))
+        return found
 
 
 def _through_graph(explanation: Explanation, hops: tuple[Hop, ...], what: str) -> Explanation:

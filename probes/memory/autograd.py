@@ -9,7 +9,34 @@ from typing import Any
 
 from lowtide.probes.memory.tensors import torch_member
 
-_MOST_NODES = 10_000
+_MOST_NODES = 200_000
+
+
+class Way:
+    """The way from a tensor to a node of its graph, without a copy of what ways have in common.
+
+    Args:
+        before: the way to the node before; None for the first.
+        node: the node's name.
+        edge: what leads to it.
+    """
+
+    __slots__ = ("before", "edge", "length", "node")
+
+    def __init__(self, before: Way | None, node: str, edge: str) -> None:
+        self.before = before
+        self.node = node
+        self.edge = edge
+        self.length: int = 1 if before is None else before.length + 1
+
+    def hops(self) -> tuple[tuple[str, str], ...]:
+        """Return the names of the nodes and the edges to them, from the tensor on."""
+        found = []
+        way: Way | None = self
+        while way is not None:
+            found.append((way.node, way.edge))
+            way = way.before
+        return tuple(reversed(found))
 
 
 @dataclass(frozen=True)
@@ -19,16 +46,20 @@ class Saved:
     Attributes:
         tensor: it.
         output: the tensor through which the graph is held.
-        hops: from the output to what is saved: type and edge.
-        node: the node's name.
+        way: from the output to the node.
         name: what the node calls it.
+        edge: what leads from the node to it.
     """
 
     tensor: Any
     output: Any
-    hops: tuple[tuple[str, str], ...]
-    node: str
+    way: Way
     name: str
+    edge: str
+
+    def hops(self) -> tuple[tuple[str, str], ...]:
+        """Return types and edges from the output to what is saved."""
+        return (*self.way.hops(), ("torch.Tensor", self.edge))
 
 
 def saved_behind(output: Any, seen: set[Any]) -> Iterator[Saved]:
@@ -40,36 +71,39 @@ def saved_behind(output: Any, seen: set[Any]) -> Iterator[Saved]:
         output: the tensor.
         seen: the nodes that were looked at before; grows by those looked at now.
     """
-    for node, hops in nodes_behind(output, seen):
-        name = hops[-1][0]
-        for attribute in dir(node):
-            if attribute.startswith("_raw_saved_"):
-                what = attribute.removeprefix("_raw_saved_")
-                for tensor in _tensors_in(node, attribute):
-                    yield Saved(tensor, output, (*hops, ("torch.Tensor", f"._saved_{what}")), name, what)
-        leaf = getattr(node, "variable", None) if name.endswith("AccumulateGrad") else None
+    # By the type of a node, which attributes it has for what it saved.
+    attributes: dict[type, list[str]] = {}
+    for node, way in nodes_behind(output, seen):
+        kind = type(node)
+        if kind not in attributes:
+            attributes[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+        for attribute in attributes[kind]:
+            what = attribute.removeprefix("_raw_saved_")
+            for tensor in _tensors_in(node, attribute):
+                yield Saved(tensor, output, way, what, f"._saved_{what}")
+        leaf = getattr(node, "variable", None) if way.node.endswith("AccumulateGrad") else None
         if leaf is not None:
-            yield Saved(leaf, output, (*hops, ("torch.Tensor", ".variable")), name, "variable")
+            yield Saved(leaf, output, way, "variable", ".variable")
 
 
-def nodes_behind(output: Any, seen: set[Any]) -> Iterator[tuple[Any, tuple[tuple[str, str], ...]]]:
-    """The nodes of a tensor's graph, each once, with the hops to it from the tensor: type and edge.
+def nodes_behind(output: Any, seen: set[Any]) -> Iterator[tuple[Any, Way]]:
+    """The nodes of a tensor's graph, each once, with the way to it from the tensor.
 
     Args:
         output: the tensor.
         seen: the nodes that were looked at before; grows by those looked at now.
     """
-    start: tuple[Any, tuple[tuple[str, str], ...]] = (torch_member(output, "grad_fn"), (("", ".grad_fn"),))
+    start: tuple[Any, Way | None, str] = (torch_member(output, "grad_fn"), None, ".grad_fn")
     waiting = deque([start])
     while waiting and len(seen) < _MOST_NODES:
-        node, hops = waiting.popleft()
+        node, before, edge = waiting.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
-        hops = (*hops[:-1], (node.name().rpartition("::")[2], hops[-1][1]))
-        yield node, hops
+        way = Way(before, node.name().rpartition("::")[2], edge)
+        yield node, way
         for place, (following, _) in enumerate(node.next_functions):
-            waiting.append((following, (*hops, ("", f".next_functions[{place}][0]"))))
+            waiting.append((following, way, f".next_functions[{place}][0]"))
 
 
 def _tensors_in(node: Any, attribute: str) -> Iterator[Any]:
