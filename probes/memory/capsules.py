@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import datetime
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,16 +45,26 @@ class ExportedMemory:
         kind = getattr(torch, "Tensor", None)
         tensors = [] if kind is None else Census(list(items)).instances_of(kind)
         sizes = {(found.device, found.address): found.bytes for found in survey_storages(tensors).storages}
-        self._spans = [
+        spans = [
             (key[1], key[1] + sizes[key], tensor)
             for tensor, keys in zip(tensors, keys_of_each(tensors), strict=True)
             for key in keys & sizes.keys()
         ]
+        self._spans = sorted(spans, key=lambda span: span[0])
+        self._begins = [begin for begin, _, _ in self._spans]
+        # Up to each span, where the memory of all of them ends: one may lie within another.
+        self._ends = list(itertools.accumulate((end for _, end, _ in self._spans), max))
 
     def held_by(self, capsule: object) -> list[object]:
         """The tensors in whose memory lies what a capsule exports."""
         address = exported_address(capsule)
-        return [tensor for begin, end, tensor in self._spans if begin <= address < end]
+        found: list[object] = []
+        place = bisect.bisect_right(self._begins, address) - 1
+        while place >= 0 and address < self._ends[place]:
+            _, end, tensor = self._spans[place]
+            found += [tensor] if address < end else []
+            place -= 1
+        return found[::-1]
 
 
 def exported_address(capsule: object) -> int:
