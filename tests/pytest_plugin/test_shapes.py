@@ -547,7 +547,7 @@ def run(run_inner: RunInner) -> InnerRun:
         "test_surviving.py": SURVIVING,
         "test_class_attribute.py": CLASS_ATTRIBUTE,
     }
-    args = ["--timeout=100", "--timeout-method=thread"]
+    args = ["--timeout=1000", "--timeout-method=thread"]
     return run_inner(files, *args, using=["anyio", "hypothesispytest", "timeout"])
 
 
