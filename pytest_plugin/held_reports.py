@@ -43,11 +43,11 @@ def _handed_on_to(run: Callable[[], None], item: pytest.Item, package: str) -> I
 
     `flaky` hands on every test, and notes at those that it runs again how often: `_flaky_max_runs`.
     """
-    original, before = runner.pytest_runtest_protocol, dict(vars(item))
+    original, before = runner.pytest_runtest_protocol, _noted(item)
 
     def handed_on(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         is_marked = item.get_closest_marker(package) is not None or any(package in name for name in vars(item))
-        if is_marked or dict(vars(item)) != before:
+        if is_marked or _noted(item) != before:
             return original(item, nextitem)
         run()
         return True
@@ -57,6 +57,11 @@ def _handed_on_to(run: Callable[[], None], item: pytest.Item, package: str) -> I
         yield
     finally:
         runner.pytest_runtest_protocol = original
+
+
+def _noted(item: pytest.Item) -> dict[str, int]:
+    """What is noted at a test, by identity: the values of its fixtures are neither kept nor compared."""
+    return {name: id(value) for name, value in vars(item).items()}
 
 
 def run_test(

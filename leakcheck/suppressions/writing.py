@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from lowtide.leakcheck.suppressions.toml import (
     table_of,
     written_entries,
 )
-from lowtide.probes.originals import os
 from lowtide.reports.finding_lines import suppression_entry
 from lowtide.reports.schema import Finding
 

@@ -352,16 +352,22 @@ def _note_of_fork(folder: Path) -> bytes:
     return os.fsencode(f"{folder}/").replace(b"%", b"%%") + b"%d" + os.fsencode(_FORK)
 
 
-@functools.cache
+_HOOKS: list[object] = []
+"""The one hook at forks; empty before the first start."""
+
+
 def _note_forks() -> None:
     """Let each fork of this process leave a note, so that it is known though it ends before anybody looks.
 
     Nobody can take a hook at forks back, and what the handler of a signal raises is lost in one.  So no Python code
     runs here: an iterator that C code goes on with calls `mkdir` of the C library, which raises nothing either.
     """
+    if _HOOKS:
+        return
     numbers = starmap(os.getpid, repeat(()))
     paths = map(operator.mod, map(_FORKS.__getitem__, repeat(-1)), numbers)
     notes = map(ctypes.PyDLL(None).mkdir, paths, repeat(0o700))
+    _HOOKS.append(notes)
     os.register_at_fork(after_in_child=functools.partial(next, notes))
 
 
