@@ -39,10 +39,10 @@ class Deep:
     def with_hidden(self, hidden: Sequence[Held]) -> Deep:
         """The same, with storages of the test's that no walk could find."""
         own, *others = self.readings
-        items = dict(own.items)
+        more: dict[str, dict[str, int]] = {}
         for held in hidden:
-            key = f"tensors {held.key[0]}"
-            items[key] = {**items.get(key, {}), held.name: held.bytes}
+            more.setdefault(f"tensors {held.key[0]}", {})[held.name] = held.bytes
+        items = {**own.items, **{key: {**own.items.get(key, {}), **found} for key, found in more.items()}}
         heap = dataclasses.replace(self.heap, held=(*self.heap.held, *hidden))
         return Deep((Reading(items, own.amounts), *others), heap, self.explained)
 
@@ -134,9 +134,11 @@ class DeepReader:
             items |= self._idle_pools(now, subject, ended)
             for key in [key for key in items if key.startswith("arena ")]:
                 items[key] = _without_tensors(key.partition(" ")[2], items[key], heap.alive)
+            tensors: dict[str, dict[str, int]] = {}
             for held in heap.held:
                 if held.owner is subject:
-                    items[f"tensors {held.key[0]}"] = {**items.get(f"tensors {held.key[0]}", {}), held.name: held.bytes}
+                    tensors.setdefault(f"tensors {held.key[0]}", {})[held.name] = held.bytes
+            items |= tensors
             items |= self._own_allocations(now, subject)
             if subject is None:
                 items |= {key: _without_gradients(key, found, claims) for key, found in cards.items()}
