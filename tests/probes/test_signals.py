@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import FunctionType, MethodType
 
 import pytest
 
@@ -78,7 +79,11 @@ def births() -> Iterator[Births]:
     births.start()
     births.mark("call")
     births.begin("stage")
+    # Hypothesis has one in Python for the rest of the process, once it has run a test.
+    there = list(gc.callbacks)
+    gc.callbacks[:] = [each for each in there if not isinstance(each, FunctionType | MethodType)]
     yield births
+    gc.callbacks[:] = there
     births.stop()
 
 
