@@ -45,6 +45,11 @@ def escape_json(text: str) -> str:
     return "\n".join(_ACTING.sub(_json_escaped, line) for line in text.split("\n"))
 
 
+def escape_toml(quoted: str) -> str:
+    """Return a quoted text of TOML that says the same, without those characters."""
+    return _ACTING.sub(_toml_escaped, quoted)
+
+
 def _escaped(found: re.Match[str]) -> str:
     char = found[0]
     # `ascii` leaves those alone with which a command begins.
@@ -53,3 +58,8 @@ def _escaped(found: re.Match[str]) -> str:
 
 def _json_escaped(found: re.Match[str]) -> str:
     return json.dumps(found[0])[1:-1] if not found[0].isascii() else f"\\u{ord(found[0]):04x}"
+
+
+def _toml_escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    return f"\\u{code:04x}" if code < 1 << 16 else f"\\U{code:08x}"

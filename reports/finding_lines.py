@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from lowtide.reports.escaping import escape_toml
 from lowtide.reports.schema import Finding, Hop, Remedy, TypeGrowth
 from lowtide.reports.sizes import format_amount, format_bytes
 
@@ -188,9 +189,9 @@ def suppression_entry(finding: Finding, header: str = "[[suppressions]]") -> str
 
 
 def _quoted(text: str) -> str:
-    # JSON's escapes are TOML's; but TOML has no halves of surrogate pairs, and wants DEL escaped too.
+    # JSON's escapes are TOML's; but TOML has no halves of surrogate pairs.
     encodable = text.encode(errors="backslashreplace").decode()
-    return json.dumps(encodable, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return escape_toml(json.dumps(encodable, ensure_ascii=False))
 
 
 def _before_path(finding: Finding) -> Iterator[str]:

@@ -43,10 +43,20 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
-    """Run the command line; bad input and errors of lowtide itself are reported in one line, with exit code 2.
+    """Run the command line and end the process; what the command's program has left running does not keep it."""
+    code = command_line()
+    # All is said, and the end is near.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    end(code)
+
+
+def command_line() -> int:
+    """Run the command line and return its exit code.
+
+    Bad input and errors of lowtide itself are reported in one line, with exit code 2.
 
     Output that cannot be written is, too, where it does not end with another one already. After Ctrl-C whatever went
-    wrong is its consequence. What the command's program has left running does not keep it.
+    wrong is its consequence.
     """
     interrupts, output = Interrupts(), None
     try:
@@ -59,8 +69,6 @@ def main() -> None:
             code = _run(interrupts)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    # All is said, and the end is near.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if code and interrupts.heard:
         code = INTERRUPTED
     if output is not None:
@@ -68,7 +76,7 @@ def main() -> None:
     if output is not None and output.problem is not None:
         say(f"lowtide: {output.problem}", err=True)
         code = code or 2
-    end(code)
+    return code
 
 
 def _run(interrupts: Interrupts) -> int:

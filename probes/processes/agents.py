@@ -152,6 +152,8 @@ class Agents:
         self._leave_forks(folder)
         if os.getpid() == self._maker:
             shutil.rmtree(folder, ignore_errors=True)
+            # Once more: a fork of just now may have left its note meanwhile.
+            shutil.rmtree(folder, ignore_errors=True)
 
     def has_agent(self, pid: int) -> bool:
         """Whether a process has an agent, its own or the one of the process that has forked it; it may not answer."""

@@ -58,7 +58,7 @@ def _details(finding: Finding) -> str:
 
 
 def _short(text: str) -> str:
-    return one_line(text[:LONGEST])
+    return one_line(text[:LONGEST])[:LONGEST]
 
 
 def chunks(written: Sequence[Any]) -> Iterator[Sequence[Any]]:

@@ -95,9 +95,9 @@ def draw_growth(subject: Subject) -> list[TypeGrowth]:
     shown = subject.type_growth[:MOST_TYPES]
     return [
         TypeGrowth(
-            type=one_line(grown.type[:LONGEST]),
-            since=one_line(grown.since[:LONGEST]),
-            until=one_line(grown.until[:LONGEST]),
+            type=one_line(grown.type[:LONGEST])[:LONGEST],
+            since=one_line(grown.since[:LONGEST])[:LONGEST],
+            until=one_line(grown.until[:LONGEST])[:LONGEST],
             before=grown.before,
             after=grown.after,
         )

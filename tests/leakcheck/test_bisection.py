@@ -11,7 +11,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from lowtide.leakcheck.cli.commands import app, main
+from lowtide.leakcheck.cli.commands import app, command_line
 from lowtide.leakcheck.gate import bisection
 from lowtide.leakcheck.gate.bisection import BisectStep, Life
 from lowtide.reports import schema
@@ -168,7 +168,6 @@ def test_bad_input_stops_the_bisection_and_is_no_bad_commit(
     arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["lowtide", "bisect-step", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    code = command_line()
     error = capsys.readouterr().err
-    assert (ended.value.code, said in error) == (128, True), error
+    assert (code, said in error) == (128, True), error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -21,8 +22,15 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def test_a_tensor_whose_pages_are_gone_holds_nothing(arena: Arena) -> None:
-    own = OwnTensors()
+@pytest.fixture
+def own() -> Iterator[OwnTensors]:
+    """What watches its process until that ends, and here until the test does."""
+    before = list(gc.callbacks)
+    yield OwnTensors()
+    gc.callbacks[:] = before
+
+
+def test_a_tensor_whose_pages_are_gone_holds_nothing(arena: Arena, own: OwnTensors) -> None:
     own.begin("infer", 1)
     before = own.levels()
     tensor = arena.allocate((SIZE,), torch.uint8)
@@ -35,8 +43,7 @@ def test_a_tensor_whose_pages_are_gone_holds_nothing(arena: Arena) -> None:
     del tensor
 
 
-def test_a_tensor_beside_the_arenas_is_still_there_asleep(arena: Arena) -> None:
-    own = OwnTensors()
+def test_a_tensor_beside_the_arenas_is_still_there_asleep(arena: Arena, own: OwnTensors) -> None:
     own.begin("infer", 1)
     tensor = torch.zeros(SIZE, dtype=torch.uint8)
     arena.unmap_to(0)
@@ -48,8 +55,7 @@ def test_a_tensor_beside_the_arenas_is_still_there_asleep(arena: Arena) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
-def test_pinned_memory_that_torch_keeps_is_not_unexplained() -> None:
-    own = OwnTensors()
+def test_pinned_memory_that_torch_keeps_is_not_unexplained(own: OwnTensors) -> None:
     own.begin("infer", 1)
     torch.zeros(1, device="cuda")
     before = own.levels().resident

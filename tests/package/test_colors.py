@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 
 EACH = """
 import contextlib, shlex, sys
-from lowtide.leakcheck.cli.commands import main
+from lowtide.leakcheck.cli.commands import command_line
 for line in sys.argv[1:]:
     sys.argv = ["lowtide", *shlex.split(line)]
     with contextlib.suppress(SystemExit):
-        main()
+        command_line()
 """
 
 COMMANDS = [info.name or getattr(info.callback, "__name__", "").replace("_", "-") for info in app.registered_commands]

@@ -65,7 +65,6 @@ WAITS = {
     "a read": "sys.stdin.read(1)",
     "a sleep": "import time\nwhile not select.select([0], [], [], 0)[0]: time.sleep(0.05)",
     "a wait for a blocked signal": """
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 asked.append(signal.sigtimedwait([signal.SIGUSR1], 120).si_signo)
 """,
     "a lock": """
@@ -88,6 +87,7 @@ asyncio.run(main())
 AROUND = """
 import os, select, signal, sys, threading
 asked = []
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 print("ready", flush=True)
 {wait}
 print(asked, threading.active_count(), signal.pthread_sigmask(signal.SIG_BLOCK, []))
