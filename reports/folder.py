@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from lowtide.probes.originals import os
 from lowtide.reports import schema
 from lowtide.reports.html.page import render_html
 from lowtide.reports.junit import render_junit
@@ -41,9 +41,6 @@ class UnfinishedReport:
         begun: what the report says before anything is finished.
     """
 
-    # Taken before a program replaces them; in a class, where what replaces the functions of modules does not look.
-    _open, _write, _close = staticmethod(os.open), staticmethod(os.write), staticmethod(os.close)
-
     def __init__(self, folder: Path, begun: schema.Begun) -> None:
         self._path = (folder / schema.UNFINISHED_FILE).absolute()
         self._unwritten = bytearray()
@@ -71,11 +68,11 @@ class UnfinishedReport:
         self._unwritten += json_bytes(part) + b"\n"
         with contextlib.suppress(OSError):
             # Not kept open: a program may close descriptors by their numbers.
-            file = self._open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
-                del self._unwritten[: self._write(file, self._unwritten)]
+                del self._unwritten[: os.write(file, self._unwritten)]
             finally:
-                self._close(file)
+                os.close(file)
 
 
 def write_folder(report: schema.Report, folder: Path, *, is_final: bool = True) -> Path:
