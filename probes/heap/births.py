@@ -189,20 +189,23 @@ class Births:
         aside = self._asides.pop()
         with collector_paused():
             within = _since(aside, self._changes)
+            # In no comprehension: the cell of a variable that one uses is young itself, and the list would be in a
+            # cycle with it, which keeps all young objects, even tuples that are not filled yet.
             young = gc.get_objects(generation=0)
             ids = identities(young)
-            born = None
+            born: list[Newborn] | None = None
             if within and np.any(ids == id(aside.mark)):
-                born = [
-                    Newborn(item, span.label, span.turn)
-                    for span in _spans(ids, within, self.label, self.turn)[1:]
-                    if span.label == self.label
-                    for item in _watched(young[span.begin : span.end])
-                    if id(item) not in self._known_watched
-                ]
+                born = []
+                for span in _spans(ids, within, self.label, self.turn)[1:]:
+                    if span.label == self.label:
+                        self._add_born(young[span.begin : span.end], span, born)
         self._change()
         self.label, self.turn = aside.label, aside.turn
         return born
+
+    def _add_born(self, young: list[object], span: _Span, born: list[Newborn]) -> None:
+        new = (item for item in _watched(young) if id(item) not in self._known_watched)
+        born.extend(Newborn(item, span.label, span.turn) for item in new)
 
     def _settle(self) -> list[object]:
         """Note what is older than the last change of the label; return the young objects, the oldest first.

@@ -456,3 +456,17 @@ def test_a_freeze_in_an_aside_is_noticed(births: Births) -> None:
     finally:
         gc.unfreeze()
         gc.collect()
+
+
+def test_an_aside_keeps_no_young_object_though_the_collector_is_off(births: Births) -> None:
+    def parts() -> Iterator[int]:
+        births.begin_aside("aside")
+        births.end_aside()
+        yield from range(20)
+
+    gc.disable()
+    try:
+        # Python resizes a tuple that it fills, which must have no reference more than it has itself.
+        assert tuple(parts()) == tuple(range(20))
+    finally:
+        gc.enable()
