@@ -41,6 +41,8 @@ class UnfinishedReport:
         begun: what the report says before anything is finished.
     """
 
+    _open, _write, _close = staticmethod(os.open), staticmethod(os.write), staticmethod(os.close)
+
     def __init__(self, folder: Path, begun: schema.Begun) -> None:
         self._path = (folder / schema.UNFINISHED_FILE).absolute()
         self._unwritten = bytearray()
@@ -68,11 +70,11 @@ class UnfinishedReport:
         self._unwritten += json_bytes(part) + b"\n"
         with contextlib.suppress(OSError):
             # Not kept open: a program may close descriptors by their numbers.
-            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            file = self._open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
             try:
-                del self._unwritten[: os.write(file, self._unwritten)]
+                del self._unwritten[: self._write(file, self._unwritten)]
             finally:
-                os.close(file)
+                self._close(file)
 
 
 def write_folder(report: schema.Report, folder: Path, *, is_final: bool = True) -> Path:
