@@ -79,6 +79,8 @@ class CollectionRecord:
         # One that no collection has seen: only a collection or `gc.freeze()` can make it old.
         self._witness: deque[list[object]] = deque([[]], maxlen=1)
         self._taken = self._full_taken = self._begun = 0
+        # Empty but in a collection's callbacks.
+        self._young: deque[list[object]] = deque(maxlen=1)
         at_start = dict.fromkeys(range(3), _nothing)
         disarmed = partial(at_start.__setitem__, 0, _nothing)
         listed = self._listed()
@@ -89,7 +91,12 @@ class CollectionRecord:
         self._steps: _Steps = {"start": at_start, "stop": {0: _nothing, 1: renewed, 2: renewed}}
         # What is called cannot see with what, so the first callback takes it down and the second acts on it.
         events: dict[str, dict[str, int]] = {}
-        self._callbacks: tuple[Callable[..., Any], ...] = (events.__setitem__, _of_any_arguments(self._acted(events)))
+        # The third lets go of the objects also where the second one failed, at the end of the stack or of memory.
+        self._callbacks: tuple[Callable[..., Any], ...] = (
+            events.__setitem__,
+            _of_any_arguments(self._acted(events)),
+            _of_any_arguments(partial(self._young.clear)),
+        )
 
     def _acted(self, events: dict[str, dict[str, int]]) -> partial[Any]:
         """What does what is to be done at the event that was added last, and takes it out."""
@@ -107,16 +114,16 @@ class CollectionRecord:
 
     def _listed(self) -> partial[Any]:
         """What appends to the log the identities of the witness and of all that is young, and those of their types."""
-        young: deque[list[object]] = deque(maxlen=1)
         ids: deque[bytes] = deque(maxlen=1)
         now = _results(partial(operator.getitem, ids, 0))
         types = _through(_results(partial(operator.getitem, ids, 0)), _as_numbers, *types_in_c(), _bytes_of)
         return _in_turn(
             # Kept until their types are read: the first of these lists are among the objects of the last one.
-            _thunk(map(young.append, map(operator.add, _results(partial(list, self._witness)), _young()))),
-            _thunk(_through(_results(partial(operator.getitem, young, 0)), _as_references, _bytes_of, ids.append)),
+            _thunk(map(self._young.append, map(operator.add, _results(partial(list, self._witness)), _young()))),
+            _thunk(
+                _through(_results(partial(operator.getitem, self._young, 0)), _as_references, _bytes_of, ids.append)
+            ),
             _thunk(map(self._log.append, map(operator.add, now, types))),
-            partial(young.clear),
             partial(ids.clear),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.probes import originals
 from lowtide.probes.heap import births as module
+from lowtide.probes.heap import collection_record
 from lowtide.probes.heap.births import Births, young_generations_tell
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.objects.listed import frozen_by_program
@@ -288,7 +290,7 @@ def test_started_twice_it_listens_once_and_stopped_twice_not_at_all() -> None:
     watch = Births()
     watch.start()
     watch.start()
-    assert len(gc.callbacks) == len(before) + 2
+    assert len(gc.callbacks) == len(before) + 3
     watch.stop()
     watch.stop()
     assert gc.callbacks == before
@@ -470,3 +472,15 @@ def test_an_aside_keeps_no_young_object_though_the_collector_is_off(births: Birt
         assert tuple(parts()) == tuple(range(20))
     finally:
         gc.enable()
+
+
+def test_a_record_that_fails_keeps_no_young_object(births: Births, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = births._record
+    failed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    listed = record._young
+    # The first step is done; of the phase "stop" nothing is known, which fails.
+    steps = {"start": {1: functools.partial(listed.append, [[]])}}
+    monkeypatch.setitem(collection_record._steps_of, id(record), steps)
+    gc.collect(1)
+    assert (len(failed), list(listed)) == (1, [])

@@ -36,7 +36,8 @@ def called_by_the_checker():
     frame = frame_of(2)
     while frame is not None:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if name in ("run_test", "_run", "pytest_runtest_protocol"):  # where it lets pytest and other plugins do the rest
+        # Where it lets pytest and other plugins do the rest.
+        if name in ("run_test", "_run", "pytest_runtest_protocol"):
             return ""
         if module.startswith(OF_THE_CHECKER):
             return f"{module}.{name}"
