@@ -4,8 +4,9 @@ Python calls each entry of `gc.callbacks` around a collection and drops what it 
 there, since it runs before the next Python instruction, raises in vain, and Ctrl-C or a test's time limit is lost. Code
 that allocates in C (`json.loads`, a tokenizer) meets that nearly always. A callable of C runs no handlers.
 
-So what is done at a collection is put together of such callables: `map` over an endless iterator calls one with what
-another one returned, `deque`s are the variables, and dicts of steps, by phase and generation, decide.
+So what is done at a collection is put together of such callables, in endless iterators: `map` calls one with what
+another one returned, `zip` is a sequence of them, `deque`s are the variables, and dicts of steps, by phase and
+generation, decide. One iterator inside another costs no call: a collection may begin at the very end of the stack.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle, repeat
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -32,13 +33,16 @@ _ENTRIES = 2
 _MOST_RECORDS = 512
 """Records that are kept until somebody takes them: of 8,000 objects each they take 65 MB."""
 
-_call: Callable[..., Any] = partial.__call__
 _get_objects, _get_stats = gc.get_objects, gc.get_stats
-_nothing = partial(bool)
-_stop = partial(next, iter(()))
-"""Raises `StopIteration`: it ends a loop over a `map`, and the next loop over it goes on all the same."""
+_END = object()
+"""What no callable returns: `iter(callable, _END)` calls it for each value."""
 
-_Steps = dict[str, dict[int, partial[Any]]]
+_Step = Iterator[object]
+"""What does something each time that it is asked for a value, and gives nothing that is worth keeping."""
+
+_nothing: _Step = repeat(None)
+
+_Steps = dict[str, dict[int, _Step]]
 """What is done in each phase of a collection of each generation."""
 
 _off: _Steps = {phase: dict.fromkeys(range(3), _nothing) for phase in ("start", "stop")}
@@ -82,49 +86,45 @@ class CollectionRecord:
         # Empty but in a collection's callbacks.
         self._young: deque[list[object]] = deque(maxlen=1)
         at_start = dict.fromkeys(range(3), _nothing)
-        disarmed = partial(at_start.__setitem__, 0, _nothing)
+        disarmed = map(at_start.__setitem__, repeat(0), repeat(_nothing))
         listed = self._listed()
-        record = [_in_turn(listed, partial(self._log.append, generation), disarmed) for generation in range(3)]
-        renewed = _thunk(_through(_results(partial(list)), self._witness.append))
+        record = [
+            zip(*listed, map(self._log.append, repeat(generation)), disarmed, strict=False) for generation in range(3)
+        ]
+        renewed = map(self._witness.append, iter(list, _END))
         at_start.update({1: record[1], 2: record[2]})
         self._at_start, self._at_next = at_start, record[0]
         self._steps: _Steps = {"start": at_start, "stop": {0: _nothing, 1: renewed, 2: renewed}}
         # What is called cannot see with what, so the first callback takes it down and the second acts on it.
         events: dict[str, dict[str, int]] = {}
-        # The third lets go of the objects also where the second one failed, at the end of the stack or of memory.
+        event: deque[tuple[str, dict[str, int]]] = deque(maxlen=1)
+        # The third lets go of all that also where the second one failed, at the end of the stack or of memory.
+        forget = (iter(variable.clear, _END) for variable in (self._young, event, events))
         self._callbacks: tuple[Callable[..., Any], ...] = (
             events.__setitem__,
-            _of_any_arguments(self._acted(events)),
-            _of_any_arguments(partial(self._young.clear)),
+            _of_any_arguments(map(event.append, iter(events.popitem, _END)), self._acted(event)),
+            _of_any_arguments(*forget),
         )
 
-    def _acted(self, events: dict[str, dict[str, int]]) -> partial[Any]:
-        """What does what is to be done at the event that was added last, and takes it out."""
-        event: deque[tuple[str, dict[str, int]]] = deque(maxlen=1)
-        now = partial(operator.getitem, event, 0)
-        phase = _through(_results(now), operator.itemgetter(0))
+    def _acted(self, event: deque[tuple[str, dict[str, int]]]) -> _Step:
+        """What does what is to be done at an event."""
+        phase = _through(_only(event), operator.itemgetter(0))
         # Not by a text made of both: Python looks for signals whenever it makes a text of an object.
-        generation = _through(_results(now), operator.itemgetter(1), operator.itemgetter("generation"))
+        generation = _through(_only(event), operator.itemgetter(1), operator.itemgetter("generation"))
         steps = map(_steps_of.get, repeat(id(self)), repeat(_off))
-        return _in_turn(
-            _thunk(map(event.append, _results(partial(events.popitem)))),
-            _thunk(map(_call, map(operator.getitem, map(operator.getitem, steps, phase), generation))),
-            partial(event.clear),
-        )
+        # Not what the step gave: kept until the next one, it would be one more object of the program's.
+        return map(bool, map(next, map(operator.getitem, map(operator.getitem, steps, phase), generation)))
 
-    def _listed(self) -> partial[Any]:
+    def _listed(self) -> tuple[_Step, ...]:
         """What appends to the log the identities of the witness and of all that is young, and those of their types."""
         ids: deque[bytes] = deque(maxlen=1)
-        now = _results(partial(operator.getitem, ids, 0))
-        types = _through(_results(partial(operator.getitem, ids, 0)), _as_numbers, *types_in_c(), _bytes_of)
-        return _in_turn(
+        types = _through(_only(ids), _as_numbers, *types_in_c(), _bytes_of)
+        return (
             # Kept until their types are read: the first of these lists are among the objects of the last one.
-            _thunk(map(self._young.append, map(operator.add, _results(partial(list, self._witness)), _young()))),
-            _thunk(
-                _through(_results(partial(operator.getitem, self._young, 0)), _as_references, _bytes_of, ids.append)
-            ),
-            _thunk(map(self._log.append, map(operator.add, now, types))),
-            partial(ids.clear),
+            map(self._young.append, map(operator.add, map(list, repeat(self._witness)), _young())),
+            _through(_only(self._young), _as_references, _bytes_of, ids.append),
+            map(self._log.append, map(operator.add, _only(ids), types)),
+            iter(ids.clear, _END),
         )
 
     @property
@@ -197,9 +197,9 @@ def _collections() -> int:
     return sum(int(generation["collections"]) for generation in _get_stats()[1:])
 
 
-def _results(thunk: partial[Any]) -> Iterator[Any]:
-    """What a callable returns, called anew for each."""
-    return map(_call, repeat(thunk))
+def _only(variable: deque[Any]) -> Iterator[Any]:
+    """What a deque of one entry holds, looked up anew for each."""
+    return map(operator.getitem, repeat(variable), repeat(0))
 
 
 def _through(values: Iterator[Any], *functions: Callable[[Any], Any]) -> Iterator[Any]:
@@ -209,19 +209,10 @@ def _through(values: Iterator[Any], *functions: Callable[[Any], Any]) -> Iterato
     return values
 
 
-def _thunk(values: Iterator[Any]) -> partial[Any]:
-    """What returns the next value each time that it is called."""
-    return partial(next, values)
-
-
-def _in_turn(*thunks: partial[Any]) -> partial[Any]:
-    """What calls one after the other, and returns None."""
-    return _thunk(_through(repeat(thunks), partial(map, _call), deque[Any](maxlen=0).extend))
-
-
-def _of_any_arguments(thunk: partial[Any]) -> partial[Any]:
-    """What calls a callable that returns something hashable, whatever iterables it is called with itself."""
-    return partial(frozenset[Any]().union, map(_call, cycle((thunk, _stop))))
+def _of_any_arguments(*steps: _Step) -> Callable[..., Any]:
+    """What takes each step once, in order, whatever iterables of hashables it is called with itself."""
+    # `zip` stops, for this once, where one of its iterators has no value.
+    return partial(frozenset[Any]().union, zip(*steps, iter(()), strict=False))
 
 
 def _young() -> Iterator[list[object]]:

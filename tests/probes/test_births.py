@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 
@@ -480,7 +482,28 @@ def test_a_record_that_fails_keeps_no_young_object(births: Births, monkeypatch: 
     monkeypatch.setattr(sys, "unraisablehook", failed.append)
     listed = record._young
     # The first step is done; of the phase "stop" nothing is known, which fails.
-    steps = {"start": {1: functools.partial(listed.append, [[]])}}
+    steps = {"start": {1: map(listed.append, itertools.repeat([[]]))}}
     monkeypatch.setitem(collection_record._steps_of, id(record), steps)
     gc.collect(1)
     assert (len(failed), list(listed)) == (1, [])
+
+
+def test_a_collection_near_the_end_of_the_stack_is_recorded_and_prints_nothing(
+    births: Births, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    limit, left = sys.getrecursionlimit(), 6
+    made = births._record.made
+    try:
+        for depth in range(1, limit):
+            with contextlib.suppress(RecursionError):
+                sys.setrecursionlimit(depth)
+                break
+        sys.setrecursionlimit(depth + left)
+        births._record.record_next()
+        gc.collect(0)
+        gc.collect(1)
+    finally:
+        sys.setrecursionlimit(limit)
+    assert (len(failed), births._record.made - made) == (0, 2)
