@@ -16,7 +16,7 @@ from typing import Any
 from lowtide.probes.host.passing_for import passing_for
 from lowtide.probes.objects.thread_names import thread_ident, thread_key
 from lowtide.probes.objects.whose_code import is_library
-from lowtide.probes.originals import contents, os, sys, threading
+from lowtide.probes.originals import contents, os, sys, threading, time
 
 _PLUMBING = frozenset(
     {"threading", "socket", "selectors", "subprocess", "os", "multiprocessing.process", "multiprocessing.context"}
@@ -25,6 +25,9 @@ _PLUMBING = frozenset(
 """Modules through which everybody makes such things: who calls them has made it."""
 
 _MOST_FRAMES = 60
+
+_TURN = 0.01
+"""Seconds: twice the time after which a thread of Python's gives way to another one that waits."""
 
 
 @dataclass(frozen=True)
@@ -124,13 +127,17 @@ class Makers:
             name: its name there.
         """
         if key == "threads":
-            started = (self._starting.get(id(each)) for each in threading.enumerate() if thread_key(each) == name)
-            return self._named.get(name) or next(started, None)
+            starting = (self._starting.get(id(each)) for each in threading.enumerate() if thread_key(each) == name)
+            return next(starting, None) or self._named.get(name)
         if key == "processes" and name.isdigit():
             return self.of_process(int(name)) or self._forked(int(name))
         number, _, target = name.partition(" -> ")
         if key != "file-descriptors" or not number.isdigit():
             return None
+        if maker := self.of_descriptor(int(number)):
+            return maker
+        # Another thread may have made it and wait for its turn to note that.
+        time.sleep(_TURN)
         # One that is closed again was made by whoever used the number last.
         gone = self._descriptors.get(int(number)) if not _leads_to(int(number), target) else None
         return self.of_descriptor(int(number)) or gone
@@ -197,8 +204,9 @@ class Makers:
         if thread is None or thread is threading.main_thread():
             return "", ""
         name = thread_key(thread)
-        starter = self._named.get(name)
-        return name, (starter.line if starter is not None else "") or name
+        # In this order: it may start another one before its own start has returned, which moves it.
+        maker = self._starting.get(id(thread)) or self._named.get(name)
+        return name, (maker.line if maker is not None else "") or name
 
 
 def _identity(number: int) -> tuple[int, int]:
