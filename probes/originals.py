@@ -37,10 +37,12 @@ class Kept:
 
     Args:
         module: the module.
+        parts: modules in it whose functions are kept, too.
     """
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, **parts: Kept) -> None:
         vars(self).update({name: value for name, value in vars(module).items() if _is_kept(name, value)})
+        vars(self).update(parts)
         self._module = module
 
     def __getattr__(self, name: str) -> Any:
@@ -89,6 +91,21 @@ def loaded(name: str) -> Any:
         _LOADED[name] = weakref.ref(module)
         return module
     return module if known is None else known
+
+
+_OF_TORCH: list[Kept] = []
+
+
+def torch_with_cuda() -> Any:
+    """Return torch with the functions of `torch.cuda` that there were when it was first asked for.
+
+    Returns:
+        What may be asked for all that the module has; None where `torch.cuda` is not imported.
+    """
+    torch, cuda = loaded("torch"), loaded("torch.cuda")
+    if not _OF_TORCH and cuda is not None and not torch.__spec__._initializing:
+        _OF_TORCH.append(Kept(torch, cuda=Kept(cuda)))
+    return _OF_TORCH[0] if _OF_TORCH else None
 
 
 def _was_imported(module: object, name: str) -> TypeGuard[ModuleType]:

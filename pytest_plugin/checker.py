@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -138,7 +138,7 @@ class Checker:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One line per leak."""
         results = self._results
-        settings = dataclasses.replace(self.settings, report=None) if results.unwritten else self.settings
+        settings = replace(self.settings, report=None) if results.unwritten else self.settings
         terminal.summary(terminalreporter, results.subjects, settings, results.problems, self._spent)
 
     @pytest.hookimpl(trylast=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.leakcheck.baseline.device_memory import IDLE_POOL, MEMORY_POOL, DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
@@ -43,7 +42,7 @@ class Deep:
         for held in hidden:
             more.setdefault(f"tensors {held.key[0]}", {})[held.name] = held.bytes
         items = {**own.items, **{key: {**own.items.get(key, {}), **found} for key, found in more.items()}}
-        heap = dataclasses.replace(self.heap, held=(*self.heap.held, *hidden))
+        heap = replace(self.heap, held=(*self.heap.held, *hidden))
         return Deep((Reading(items, own.amounts), *others), heap, self.explained)
 
     def settled(self, distinguished: Sorted, now: Counters) -> Deep:
@@ -72,7 +71,7 @@ class Deep:
             for reading in self.readings
         )
         left = tuple(held for held in self.heap.held if held.key not in storages)
-        return Deep(readings, dataclasses.replace(self.heap, held=left), self.explained)
+        return Deep(readings, replace(self.heap, held=left), self.explained)
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,8 @@ and memory that the driver counts and lists nowhere.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowtide.leakcheck.judging.tolerances import UNLISTED_TOLERANCE
 from lowtide.probes.device.allocations import AllocationsError, read_allocations, read_mappings_without_access
@@ -137,7 +136,7 @@ class DeviceMemory:
         key = f"allocations {device}"
         known, card = self._known[device], self._read(device, (), now)
         items = {name: size for name, size in card.items.get(key, {}).items() if name not in known.items.get(key, {})}
-        self._known[device] = dataclasses.replace(card, items={**known.items, key: card.items.get(key, {})})
+        self._known[device] = replace(card, items={**known.items, key: card.items.get(key, {})})
         return items
 
     def forget_allocations(self, device: str, names: Iterable[str]) -> None:
@@ -145,7 +144,7 @@ class DeviceMemory:
         known = self._known[device]
         key = f"allocations {device}"
         items = {**known.items, key: {**known.items.get(key, {}), **dict.fromkeys(names, 0)}}
-        self._known[device] = dataclasses.replace(known, items=items)
+        self._known[device] = replace(known, items=items)
 
     def lists_allocations(self, device: str) -> bool:
         """Whether the driver's allocations can be listed; else its byte count is all there is."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.ledger import LedgerBase, read_ledger
 from lowtide.probes.objects.listed import frozen_by_program
-from lowtide.probes.originals import loaded, os
+from lowtide.probes.originals import os, torch_with_cuda
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Ledger, LedgerLine, Machine, Readings
 
@@ -50,7 +50,7 @@ def to_ledger(snapshot: Snapshot, base: LedgerBase) -> Ledger:
 
 def this_machine(driver: Driver) -> Machine:
     """Where this process runs; asks torch only if it is loaded."""
-    torch = loaded("torch")
+    torch = torch_with_cuda()
     devices: tuple[str, ...] = ()
     if torch is not None and torch.cuda.is_available():
         devices = tuple(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))

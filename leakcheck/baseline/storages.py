@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowtide.leakcheck.baseline.owners import Claims, Owner, gradients_of
@@ -363,5 +362,5 @@ def _without_overlaps(held: Iterable[Held]) -> tuple[Held, ...]:
         left = address + item.bytes - start
         if left > 0:
             ends[device] = address + item.bytes
-            result.append(dataclasses.replace(item, bytes=left))
+            result.append(replace(item, bytes=left))
     return tuple(result)

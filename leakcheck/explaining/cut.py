@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Collection, Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -136,7 +135,7 @@ class Names:
 
     def of(self, home: ModuleType | None, root: ModuleType | None, holder: str) -> Names:
         """The same, for what a module's code made."""
-        return dataclasses.replace(self, home=home, root=root, holder=holder)
+        return replace(self, home=home, root=root, holder=holder)
 
     @property
     def modules(self) -> tuple[ModuleType, ...]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections import deque
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from types import CellType, CoroutineType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -63,7 +63,7 @@ def _cache(link: Link, of: Owner, names: Names) -> Cut | None:
         return None
     clear: Callable[[], None] = LRU_CACHE.__dict__["cache_clear"].__get__(link.owner)
     cut = of.cut(f"{of.code}.cache_clear()", f"clear the cache {of.words}", f"{of.text} is empty", clear)
-    return dataclasses.replace(cut, emptied=id(link.owner))
+    return replace(cut, emptied=id(link.owner))
 
 
 def _entry(link: Link, of: Owner, names: Names) -> Cut | None:
@@ -107,7 +107,7 @@ def _entry(link: Link, of: Owner, names: Names) -> Cut | None:
 
 def _with_others(cut: Cut, held: int, together: Callable[[Collection[int]], object]) -> Cut:
     """The same, which can be made together with the deletion of other entries."""
-    return dataclasses.replace(cut, held=held, together=together)
+    return replace(cut, held=held, together=together)
 
 
 def _key(link: Link, of: Owner, names: Names) -> Cut | None:

@@ -13,10 +13,9 @@ is `.ENGINE`. If the caller names the engine as innocent, the same path is an `i
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Container, Hashable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -112,7 +111,7 @@ class Explanation:
         """The same for memory of which other explanations' suspects hold parts, and so each of them all of it."""
         also = tuple(cut for part in parts if part is not self for cut in part.cuts)
         new = self.new.union(*(part.new for part in parts))
-        return dataclasses.replace(self, holder=holder, new=new, also=(*self.also, *also))
+        return replace(self, holder=holder, new=new, also=(*self.also, *also))
 
 
 def explain(
@@ -325,7 +324,7 @@ class _Sweeps:
         if any(key not in self._freed for key in wanted) and not self._budget.is_spent:
             self._freed.update(zip(keys, self._found.freed_by_cutting(draft.place, draft.first), strict=True))
         freed = [*[None] * draft.first, *(self._freed.get(key) for key in keys)]
-        return dataclasses.replace(draft.explanation, freed=(None, *freed[draft.skipped :]))
+        return replace(draft.explanation, freed=(None, *freed[draft.skipped :]))
 
 
 class _Parts:
@@ -379,7 +378,7 @@ class _Parts:
         if draft.place not in self._cut_short:
             end = draft.end + 1
             path = whole.path[:end]
-            self._cut_short[draft.place] = dataclasses.replace(
+            self._cut_short[draft.place] = replace(
                 whole,
                 path=path,
                 freed=whole.freed[:end],
@@ -431,7 +430,7 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
         advice = f"call reset() of {shown.path.root} with the token that its set() returned"
     if path.root_kind == "native" and path.root_name.startswith(HOOK):
         advice = _LETTING_HOOK_GO.format(path.root_name)
-        cut = None if cut is None else dataclasses.replace(cut, action=advice)
+        cut = None if cut is None else replace(cut, action=advice)
     explanation = Explanation(
         verdict="native-held" if path.root_kind == "native" else verdict_of(path.steps),
         cause=cause,
@@ -446,8 +445,8 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
         through=frozenset(id(item) for link in way.links for item in (link.owner, link.carrier)),
     )
     draft = _Draft(explanation, place, links, first, last, decided, shown.skipped)
-    common = dataclasses.replace(shown.path, steps=shown.path.steps[: draft.end])
-    return dataclasses.replace(draft, holder=holder_name(common, begin))
+    common = replace(shown.path, steps=shown.path.steps[: draft.end])
+    return replace(draft, holder=holder_name(common, begin))
 
 
 def _without_path(target: Any, natively: Collection[int], holders: Collection[str], *, frozen: bool) -> Explanation:

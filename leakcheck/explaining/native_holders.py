@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -161,7 +161,7 @@ class _SavedBy:
         self._steps[kind] = steps + saved.way.length
         hops = tuple(Hop(type=node, edge=edge) for node, edge in saved.hops())
         found = _through_graph(explanation, hops, f"{saved.way.node} saved {saved.name!r}")
-        self._parts.setdefault(kind, dataclasses.replace(found, is_part=True))
+        self._parts.setdefault(kind, replace(found, is_part=True))
         return found
 
 

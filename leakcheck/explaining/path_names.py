@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from lowtide.probes.heap.landmarks import module_expression
 from lowtide.probes.heap.paths import Path, Step
@@ -24,7 +24,7 @@ _REMEMBERED = 4
 _OF_MOCKS = re.compile(r"\._mock_(return_value|call_args_list|call_args|side_effect|mock_calls|wraps)")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Shown:
     """A path as it is shown: from the last object on it that the program knows by a name of its own.
 
@@ -48,9 +48,9 @@ def shown_from_landmark(path: Path) -> Shown:
         if name and (turn or path.root_kind != "module" or is_library(path.root_name)):
             rest = path.steps[turn + 1 :]
             # What is leaked itself may be the value of a fixture.
-            steps = rest or (dataclasses.replace(path.steps[turn], edge=""),)
+            steps = rest or (replace(path.steps[turn], edge=""),)
             skipped = turn + 1 if rest else turn
-            cut = dataclasses.replace(path, root_kind="object", root_name=name, steps=steps)
+            cut = replace(path, root_kind="object", root_name=name, steps=steps)
             return Shown(path, cut, skipped, name.startswith(("logging.", "asyncio.")))
     return Shown(path, path, 0, path.root_kind not in ("interpreter", "native"))
 

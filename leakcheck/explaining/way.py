@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from types import ModuleType
 
 from lowtide.leakcheck.explaining.cut import Cut, Names, Refused
@@ -165,7 +165,7 @@ def cut_of_new_dict(way: Way, first: int, names: Names) -> Cut | None:
     if link.kind not in CACHED and (link.held in names.older or way.territory(before).is_ground):
         return None
     try:
-        known = dataclasses.replace(way.names(before, names), are_free=False)
+        known = replace(way.names(before, names), are_free=False)
         return cut_of(link, way.code(before), known, way.words(before))
     except Refused:
         return None
@@ -194,7 +194,7 @@ def first_cut(way: Way, first: int, names: Names) -> tuple[Cut | None, int]:
                 # Its insides are nobody else's to change.
                 return None, turn
             # To what is public the program may have added something, and that it can take back.
-            known = dataclasses.replace(known, are_free=False)
+            known = replace(known, are_free=False)
         try:
             cut = cut_of(link, way.code(turn), known, way.words(turn))
             if is_ground and cut is not None and not cut.is_deletion:

@@ -6,9 +6,9 @@ through it.  What no path leads to stays a finding of its own, so that a second 
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Union
 
 from lowtide.leakcheck.explaining.cuts import Cut
@@ -176,7 +176,7 @@ def _holder_of(draft: Draft, turn: int, context: Context) -> Cause | None:
     keys = {cause.key for cause in reported.values()}
     if len(keys) != 1 or len(reported) != len(draft.names):
         return None
-    return dataclasses.replace(next(iter(reported.values())), key=("held", turn))
+    return replace(next(iter(reported.values())), key=("held", turn))
 
 
 def _is_one_thing(group: Sequence[_Named], owners: Mapping[_Named, Any]) -> bool:

@@ -6,11 +6,10 @@ is there.  Until the end nothing is kept of a leak but identities, addresses and
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.leakcheck.baseline.storages import Key
 from lowtide.leakcheck.explaining.explain import Explanation
@@ -94,7 +93,7 @@ def defer(leaks: Sequence[TensorLeak], watches: Sequence[StorageWatch], items: S
     # Of two with one fingerprint, as a pool's pipes and another pipe, it would be unclear what is proven of which.
     counted = Counter(item.finding.fingerprint for item in items)
     distinguished = [item for item in items if counted[item.finding.fingerprint] == 1]
-    return DeferredRemedies(tensors, tuple(dataclasses.replace(item, explanation=None) for item in distinguished), new)
+    return DeferredRemedies(tensors, tuple(replace(item, explanation=None) for item in distinguished), new)
 
 
 def try_deferred(
@@ -148,7 +147,7 @@ def try_deferred(
                 if cuts or emptied:
                     draft = draft.without(draft.left(readings), "; ".join(cuts or emptied))
                 if not budget.is_spent and item.finding.resource == "reserved":
-                    draft = dataclasses.replace(draft.among(draft.left(readings)), explanation=holders.of(item))
+                    draft = replace(draft.among(draft.left(readings)), explanation=holders.of(item))
                 actions = actions_for(draft, patience, may_unfreeze=True, walk=walk)
             reported = try_actions(draft, actions, functools.partial(item.left, left), driver, budget)
             if actions and draft.names:
@@ -192,7 +191,7 @@ class _PoolHolders:
         """Who holds the pools of one of them, each asked for once and in their order."""
         if id(item) not in self._known:
             with sharing_walk() as walk:
-                context = dataclasses.replace(self._context, walk=walk)
+                context = replace(self._context, walk=walk)
                 self._known = {id(each): pool_holder(each, context) for each in self._waiting}
         self._waiting = [each for each in self._waiting if each is not item]
         return self._known.pop(id(item))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -151,7 +150,7 @@ def _of_pools(leak: ItemLeak, names: Mapping[str, int], mapped: Sequence[Range] 
         f"lives, did not come back{when} ({pools}){_without_memory(names, mapped)}",
         holder=first_of(list(sizes), _SHOWN),
     )
-    return dataclasses.replace(leak, finding=finding, names=names)
+    return replace(leak, finding=finding, names=names)
 
 
 def _sizes(names: Mapping[str, int]) -> dict[str, int]:
@@ -206,7 +205,7 @@ def _with_holder(leak: ItemLeak, held: Held) -> ItemLeak:
         path=explanation.path,
         message=f"{leak.finding.message}; the {'pool is' if is_one else 'pools are'} held by {explanation.holder}",
     )
-    return dataclasses.replace(leak, finding=finding, explanation=explanation)
+    return replace(leak, finding=finding, explanation=explanation)
 
 
 def _explained(wanted: Collection[PoolId], context: Context) -> dict[PoolId, tuple[Explanation, Cause]]:

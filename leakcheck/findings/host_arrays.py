@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -63,7 +62,7 @@ def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
         return leak
     finding, reported = found
     finding = msgspec.structs.replace(finding, former_fingerprint=leak.finding.fingerprint)
-    return with_fingerprint(dataclasses.replace(leak, finding=finding, explanation=reported), leak.module)
+    return with_fingerprint(replace(leak, finding=finding, explanation=reported), leak.module)
 
 
 def held_by_arrays(finding: Finding, size: int, context: Context) -> tuple[Finding, Explanation] | None:

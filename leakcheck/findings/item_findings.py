@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -96,11 +95,11 @@ class ItemLeak:
         gave = format_bytes(returned) if returned else "" if names else "it"
         message = f"{reported.message}; {action} returns {gave}" if gave else reported.message
         finding = msgspec.structs.replace(reported, remedy=remedy, tried=(remedy,), message=message)
-        return dataclasses.replace(self, finding=finding, names=names)
+        return replace(self, finding=finding, names=names)
 
     def among(self, left: Mapping[str, int]) -> ItemLeak:
         """The same, of what is there still."""
-        return dataclasses.replace(self, names={name: size for name, size in self.names.items() if name in left})
+        return replace(self, names={name: size for name, size in self.names.items() if name in left})
 
     def left(self, read: Callable[[str], Mapping[str, int] | None]) -> Mapping[str, int]:
         """What is still there of it; all of it if that is unknown.
@@ -141,7 +140,7 @@ def with_changes(leak: ItemLeak, changes: Sequence[Change], place_of: Callable[[
         holder=first_of(settings, _SHOWN_SETTINGS),
         advice=advice(changes),
     )
-    return dataclasses.replace(leak, finding=finding, changes=tuple(changes))
+    return replace(leak, finding=finding, changes=tuple(changes))
 
 
 def still_changed(changes: Iterable[Change]) -> list[Change]:
@@ -171,7 +170,7 @@ def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:
         module="" if holders else module,
     )
     finding = msgspec.structs.replace(leak.finding, fingerprint=mark)
-    return dataclasses.replace(leak, finding=finding, module=module)
+    return replace(leak, finding=finding, module=module)
 
 
 def only(leak: ItemLeak, names: dict[str, int]) -> ItemLeak:
@@ -191,7 +190,7 @@ def only(leak: ItemLeak, names: dict[str, int]) -> ItemLeak:
         message=f"{head}{marker}{since}: {', '.join(sorted(names))}",
         holder=listed(leak.key, names),
     )
-    return with_fingerprint(dataclasses.replace(leak, finding=reported, names=names), leak.module)
+    return with_fingerprint(replace(leak, finding=reported, names=names), leak.module)
 
 
 def _stack(finding: Finding) -> list[StackFrame]:

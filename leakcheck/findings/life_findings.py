@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -149,7 +148,7 @@ class LeftoverTensors:
             tuple(held for held in row if held.stage == "infer" and not is_pooled(held.key[1]))
             for row in self._found.rows
         ]
-        leaks = self._leaks(dataclasses.replace(self.context(engine), living=True), {device}, only=cycle)
+        leaks = self._leaks(replace(self.context(engine), living=True), {device}, only=cycle)
         self._found = _Found()
         return [_advised(leak.finding) for leak in leaks]
 
@@ -192,7 +191,7 @@ class LeftoverTensors:
             for row in self._found.rows
         ]
         turns = {held.key: held.turn for row in self._found.rows for held in row}
-        context = dataclasses.replace(self.context(None), living=True)
+        context = replace(self.context(None), living=True)
         leaks = self._leaks(context, {key[0] for key in turns})
         self._found = _Found()
         return leaks, turns, context

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -113,7 +112,7 @@ def reported_with(leak: ItemLeak, work: Work) -> ItemLeak:
         path=work.path or finding.path,
         advice=work.advice,
     )
-    return dataclasses.replace(leak, finding=finding, endings=work.endings)
+    return replace(leak, finding=finding, endings=work.endings)
 
 
 @dataclass(frozen=True)

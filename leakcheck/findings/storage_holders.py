@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -129,7 +128,7 @@ def explain_storages(keys: Collection[Key], context: Context) -> Explained:
     if not keys:
         return Explained()
     with sharing_walk(context.walk) as walk:
-        return _explain_storages(keys, dataclasses.replace(context, walk=walk))
+        return _explain_storages(keys, replace(context, walk=walk))
 
 
 def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
@@ -179,9 +178,7 @@ def behind_frozen_holders(keys: Collection[Key], context: Context) -> frozenset[
 def marked_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
     """The same, found in the meantime unfrozen heap, for storages that were `behind_frozen_holders`."""
     by_key = {
-        key: dataclasses.replace(found, verdict="frozen-holder")
-        if key in keys and found.verdict == "reachable"
-        else found
+        key: replace(found, verdict="frozen-holder") if key in keys and found.verdict == "reachable" else found
         for key, found in explained.by_key.items()
     }
     return Explained(by_key, explained.places)

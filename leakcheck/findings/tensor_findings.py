@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
@@ -93,7 +92,7 @@ def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
             if free >= _LEAST_FREE:
                 message = f"{leak.finding.message}; {format_bytes(free)} more stay reserved in its segments"
                 finding = msgspec.structs.replace(leak.finding, message=message)
-                reported[id(leak)] = dataclasses.replace(leak, finding=finding)
+                reported[id(leak)] = replace(leak, finding=finding)
     return [reported[id(leak)] for leak in leaks]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from lowtide.probes.objects.listed import frozen_by_program
-from lowtide.probes.originals import gc, loaded, time
+from lowtide.probes.originals import gc, loaded, time, torch_with_cuda
 
 _MOST_COLLECTIONS = 8
 """Collections in a row; a chain of holders of which each waits for the death of the one before is seldom longer."""
@@ -163,7 +163,7 @@ def settle(
 
 def release(rung: Rung) -> bool:
     """Do what a rung does; False where it has nothing to act on in this process."""
-    torch: Any = loaded("torch")
+    torch = torch_with_cuda()
     on_card = torch is not None and torch.cuda.is_initialized()
     if rung is Rung.COLLECT:
         collect()

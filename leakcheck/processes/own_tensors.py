@@ -20,7 +20,7 @@ from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import StorageReading, summarize, survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
-from lowtide.probes.originals import gc, loaded
+from lowtide.probes.originals import gc, torch_with_cuda
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Finding
 
@@ -174,5 +174,5 @@ def _devices(kind: str) -> list[str]:
 
 
 def _uses_cards() -> bool:
-    torch = loaded("torch")
+    torch = torch_with_cuda()
     return torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from datetime import date, datetime, timezone
 from types import TracebackType
 from typing import Literal
@@ -63,7 +63,7 @@ class LeakCheck:
             remedies="now" if remedies else "never",
             processes=processes,
         )
-        self._settings = {name: str(value) for name, value in dataclasses.asdict(policy).items()}
+        self._settings = {name: str(value) for name, value in asdict(policy).items()}
         self._watch = Watch(policy)
         self._imports = ImportWatch(self._watch.enter, self._watch.leave)
         self._stack = ExitStack()

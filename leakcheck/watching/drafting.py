@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import msgspec
 
@@ -87,7 +87,7 @@ class Drafting:
     ) -> list[Draft]:
         """What one subject has left, as findings and as leaks for which remedies are still to be tried."""
         own = [Step(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
-        context = dataclasses.replace(context, module=(subject.where if subject is not None else "") or module)
+        context = replace(context, module=(subject.where if subject is not None else "") or module)
         found: list[Draft] = []
         judged = judge(metrics, Reading(), own, stage=stage, cycle=1)
         for finding, key in zip(judged.findings, judged.keys, strict=True):
@@ -162,7 +162,7 @@ def with_growth(draft: Draft, grown: Sequence[Finding]) -> Draft:
     """A draft of an owner, with what has grown under it test after test."""
     if isinstance(draft, Finding):
         return merged(draft, grown)
-    return dataclasses.replace(draft, finding=merged(draft.finding, grown))
+    return replace(draft, finding=merged(draft.finding, grown))
 
 
 def _level_of(key: str, device: str) -> str:

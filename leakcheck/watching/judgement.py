@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of
 from lowtide.leakcheck.baseline.owners import Claims, Owner
@@ -177,7 +176,7 @@ class Judgement:
         climbed()
         for key, owner in steps[0].reading.heap.claimed.items():
             owner.storages.setdefault(key, owner.stage)
-        context = dataclasses.replace(context, hints=(*context.hints, *self._readings.values.hints))
+        context = replace(context, hints=(*context.hints, *self._readings.values.hints))
         drafts, causes, unproven, things = self._drafted(case, metrics, steps, frozen, context)
         findings = tuple(
             tuple(draft if isinstance(draft, Finding) else draft.finding for draft in found) for found in drafts
@@ -218,7 +217,7 @@ class Judgement:
         puts_off = case.final and self._policy.remedies == "later"
         # Until here nothing but reading: whoever asks for a holder asks one walk.
         with sharing_walk() as walk:
-            asking = dataclasses.replace(context, walk=walk)
+            asking = replace(context, walk=walk)
             explained = marked_as_frozen(explain_storages(left if self._policy.explain else (), asking), frozen)
             drafts = [
                 self._drafting.findings(

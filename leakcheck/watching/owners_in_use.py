@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from lowtide.leakcheck.baseline.deep_reading import unclaimed
 from lowtide.leakcheck.baseline.owners import Claims, Owner
@@ -117,4 +117,4 @@ class OwnersInUse:
             for found in [verdict.of_owners.get(label, ())]
         }
         findings = (*verdict.findings, *self._passed)
-        return dataclasses.replace(verdict, findings=findings, of_owners=of_owners)
+        return replace(verdict, findings=findings, of_owners=of_owners)

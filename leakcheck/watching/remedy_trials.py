@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Union
 
 from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of
@@ -121,10 +121,10 @@ class RemedyTrials:
 
     def _tried_harmless(self, draft: ItemLeak, context: Context, read: Callable[[], Deep]) -> Draft:
         """The finding, or the leak with what waiting has shown, where there is more to be tried at the end."""
-        waiting = dataclasses.replace(draft, endings=())
+        waiting = replace(draft, endings=())
         actions = actions_for(waiting, context.patience, may_unfreeze=False)
         finding = try_actions(waiting, actions, self._left(draft, read), self._driver_bytes)
-        return dataclasses.replace(draft, finding=finding) if draft.endings and finding.remedy is None else finding
+        return replace(draft, finding=finding) if draft.endings and finding.remedy is None else finding
 
     def _may_unfreeze(self, drafts: Sequence[Sequence[Draft]]) -> bool:
         """Whether a freeze is a finding, and nobody else has done one: there is one permanent generation."""

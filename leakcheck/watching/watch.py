@@ -7,8 +7,8 @@ appears while a module is imported belongs to the process.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
 from lowtide.leakcheck.baseline.device_memory import DeviceMemory
@@ -268,7 +268,7 @@ class Watch:
             closed = self._books.close(ended)
             in_others = self.others.judge([*self._books.live, *closed])
             verdict = self._in_use.with_growth(self._judge(closed, let_go, hints, final=True))
-            return dataclasses.replace(verdict, findings=(*verdict.findings, *in_others))
+            return replace(verdict, findings=(*verdict.findings, *in_others))
         finally:
             self._arrival.end_test()
             self._caches.forget()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from lowtide.probes.device.blas_workspaces import blas_lt_workspace_bytes as blas_lt_workspace_bytes
@@ -13,7 +12,7 @@ from lowtide.probes.device.blas_workspaces import blas_workspace_bytes as blas_w
 from lowtide.probes.device.blas_workspaces import workspace_sizes
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import live_storages
-from lowtide.probes.originals import loaded
+from lowtide.probes.originals import torch_with_cuda
 
 # A memory segment and a block in it, as `torch.cuda.memory_snapshot()` gives them.
 Segment = Mapping[str, Any]
@@ -126,23 +125,25 @@ def read_pinned() -> PinnedReading:
     return parse_pinned(torch.cuda.host_memory_stats())
 
 
-def initialized_torch() -> ModuleType | None:
-    """The torch module if it is loaded and has initialised CUDA (or HIP), else None; initialises nothing."""
-    torch = loaded("torch")
-    cuda = getattr(torch, "cuda", None)
-    if cuda is None:
-        return None
+def initialized_torch() -> Any:
+    """Torch if it is loaded and has initialised CUDA (or HIP), else None; initialises nothing.
+
+    Its functions, those of `torch.cuda` included, are the first ones, whatever a test puts in their place.
+    """
+    torch = torch_with_cuda()
     # While torch runs what was queued for this moment, all is there but the flag.
-    is_there = cuda.is_initialized() or hasattr(getattr(cuda, "_tls", None), "is_initializing")
+    is_there = torch is not None and (
+        torch.cuda.is_initialized() or hasattr(getattr(torch.cuda, "_tls", None), "is_initializing")
+    )
     return torch if is_there else None
 
 
-def has_context(torch: ModuleType, index: int) -> bool:
+def has_context(torch: Any, index: int) -> bool:
     """Whether this process has a context on the device; asking makes none."""
     return bool(torch._C._cuda_hasPrimaryContext(index))
 
 
-def _segments(torch: ModuleType) -> tuple[list[Segment] | None, str]:
+def _segments(torch: Any) -> tuple[list[Segment] | None, str]:
     snapshot = torch.cuda.memory_snapshot
     try:
         # Newer torch can leave out the allocation history, which may be long and is not read here.
@@ -153,7 +154,7 @@ def _segments(torch: ModuleType) -> tuple[list[Segment] | None, str]:
 
 
 def _read_device(
-    torch: ModuleType, index: int, backend: str, segments: list[Segment] | None, note: str, claimed: Collection[int]
+    torch: Any, index: int, backend: str, segments: list[Segment] | None, note: str, claimed: Collection[int]
 ) -> AllocatorReading:
     notes = [note] if note else []
     if backend != "native":

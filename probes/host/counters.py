@@ -6,7 +6,7 @@ import contextlib
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any, Literal
 
 from lowtide.probes.device.allocations import AllocationsError, read_allocations
@@ -121,8 +121,7 @@ class CounterReader:
             amounts |= {key: amount for key, amount in last.amounts.items() if "cuda:" in key}
             unmeasured |= last.unmeasured
         torch = initialized_torch() if self._card and last is None else None
-        # Not what a test put in its place.
-        if torch is not None and issubclass(type(torch), ModuleType):
+        if torch is not None:
             for index in range(torch.cuda.device_count()):
                 if has_context(torch, index):
                     amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0), unmeasured)

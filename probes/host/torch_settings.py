@@ -14,7 +14,7 @@ from typing import Any
 from lowtide.probes.host.setting_values import Value, Values, is_loaded
 from lowtide.probes.objects.described import described, identified, is_tools
 from lowtide.probes.objects.foreign import type_name
-from lowtide.probes.originals import loaded
+from lowtide.probes.originals import loaded, torch_with_cuda
 
 _PLAIN = {
     "torch.get_num_threads()": "get_num_threads",
@@ -211,7 +211,7 @@ def _card(torch: Any) -> list[Value]:
     fraction = getattr(core, "_cuda_getMemoryFraction", None)
     if fraction is None:
         return []
-    initialized = torch.cuda.is_initialized
+    initialized = torch_with_cuda().cuda.is_initialized
 
     def fractions() -> object:
         # Before torch has begun there is no limit either, and that it begins is no change.

@@ -189,9 +189,16 @@ def hold_memory(items: Iterable[Any]) -> list[bool]:
 @contextlib.contextmanager
 def plain_tensors(torch: ModuleType) -> Iterator[None]:
     """Makes torch's calls see tensors as plain data: no subclass's or mode's code runs, no graph is recorded."""
+    core = torch._C
     # In this order: switching the gradients off is a torch function too.
-    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
-        yield
+    with core.DisableTorchFunction(), core._DisableTorchDispatch():
+        # Not `torch.no_grad`, which looks up functions that a test may have replaced.
+        with_gradients = core.is_grad_enabled()
+        core._set_grad_enabled(False)
+        try:
+            yield
+        finally:
+            core._set_grad_enabled(with_gradients)
 
 
 def torch_member(tensor: Any, name: str) -> Any:

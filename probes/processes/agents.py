@@ -121,6 +121,7 @@ class Agents:
         own = _agent().installed()
         if own is not None:
             own.folders.append(str(folder))
+            own.stay_in_forks()
             _note_forks()
             _FORKS.append(_note_of_fork(folder))
 
@@ -157,7 +158,7 @@ class Agents:
 
     def has_agent(self, pid: int) -> bool:
         """Whether a process has an agent, its own or the one of the process that has forked it; it may not answer."""
-        if self.folder is None or stat(pid) is None:
+        if self.folder is None or _has_ended(pid):
             return False
         image = _image(pid)
         try:
@@ -204,7 +205,7 @@ class Agents:
             NoAgentError: the process has none.
             AgentError: it did not answer in time, or failed; the message says which.
         """
-        if self.folder is None or stat(pid) is None:
+        if self.folder is None or _has_ended(pid):
             raise NoAgentError(f"pid {pid} has ended")
         patience = ANSWER_S if patience is None else patience
         try:
@@ -287,7 +288,7 @@ class Agents:
 
     def _raise_if_broken(self, pid: int) -> None:
         assert self.folder is not None
-        if stat(pid) is None:
+        if _has_ended(pid):
             raise NoAgentError(f"pid {pid} has ended")
         with contextlib.suppress(FileNotFoundError):
             error = contents(f"{self.folder}/{pid}{_agent().ERROR}").decode(errors="replace")
@@ -407,6 +408,12 @@ def _folders() -> list[str]:
 def _owner(folder: str) -> int:
     number = folder.rpartition("/")[2].removeprefix(FOLDER_PREFIX).partition("-")[0]
     return int(number) if number.isdecimal() else 0
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process has ended, if its parent has not taken note of that: its socket stays where it was killed."""
+    process = stat(pid)
+    return process is None or process.state in ("Z", "X")
 
 
 def _has_made(pid: int, folder: str) -> bool:

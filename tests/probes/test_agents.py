@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
@@ -274,6 +276,44 @@ def test_a_process_with_torch_answers_while_its_main_thread_handles_no_signal(
     wait_until(path.exists)
     assert psutil.Process(process.pid).num_threads() == 2
     assert levels(agents, process.pid).tensors == {}
+
+
+def test_a_process_that_was_killed_has_ended_though_nobody_has_waited_for_it(agents: Agents, tmp_path: Path) -> None:
+    assert agents.folder is not None
+    with program_with_torch(tmp_path) as process:
+        path = agents.folder / f"{process.pid}.sock"
+        wait_until(path.exists)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert path.exists()
+        assert not agents.has_agent(process.pid)
+        with pytest.raises(NoAgentError, match=f"pid {process.pid} has ended"):
+            agents.ask(process.pid, READ)
+
+
+def _waits_in_a_library(said: Connection) -> None:
+    lock = ctypes.create_string_buffer(128)
+    lock_it = ctypes.CDLL(None).pthread_mutex_lock
+    lock_it(lock)
+    said.send(os.getpid())
+    lock_it(lock)
+
+
+def test_a_fork_with_torch_answers_while_its_main_thread_handles_no_signal(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", sys.modules.get("torch") or ModuleType("torch"))
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    child = context.Process(target=_waits_in_a_library, args=(there,))
+    child.start()
+    try:
+        assert child.pid == here.recv()
+        assert levels(agents, child.pid).tensors is not None
+        assert psutil.Process(child.pid).num_threads() == 1 + len(module._agent().found().folders)
+    finally:
+        child.kill()
+        child.join()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask as another user")

@@ -6,8 +6,8 @@ Whoever asks puts `PID.ask` into a folder and sends the signal, if the process h
 in.  The handler starts a thread that blocks all signals, listens on `PID.sock`, and ends once nobody has asked for a
 moment.
 
-A process that imports torch has the thread from then on: its main thread may wait for other ranks in a library, where
-Python handles no signal.
+A process that imports torch has the thread from then on, and so have the forks that `multiprocessing` makes of it: the
+main thread may wait for other ranks in a library, where Python handles no signal.
 """
 
 import _signal  # type: ignore[import-not-found]
@@ -142,6 +142,18 @@ class Agent:
             _report(folder, error)
         finally:
             _mask(_signal.SIG_SETMASK, before)
+
+    def stay(self) -> None:
+        """Start threads that stay; nothing in a process that has had one."""
+        if self._pid != posix.getpid():
+            for folder in self.folders:
+                self.serve(folder, stays=True)
+
+    def stay_in_forks(self) -> None:
+        """Have threads that stay in each child of `multiprocessing` that is a fork of this process and has torch."""
+        from multiprocessing.util import register_after_fork
+
+        register_after_fork(self, _stay_with_torch)
 
     @property
     def descriptors(self) -> frozenset[int]:
@@ -369,9 +381,14 @@ class _TorchFinder:
         from _frozen_importlib_external import PathFinder
 
         if sys.path_importer_cache.pop(self._folder, None) is self:
-            for folder in self._agent.folders:
-                self._agent.serve(folder, stays=True)
+            self._agent.stay()
+            self._agent.stay_in_forks()
         return PathFinder.find_spec(name, [self._folder], target)
+
+
+def _stay_with_torch(agent: "Agent") -> None:
+    if "torch" in sys.modules:
+        agent.stay()
 
 
 def _watch_torch(agent: "Agent") -> None:
