@@ -253,7 +253,7 @@ class Checker:
             self._session.watch.phase("teardown", settings_later=True)
             allowed = ANYTHING if read_markers(item).excused else None
             self._session.watch.used(self._fixtures.used_by(item), allowed=allowed)
-        instance = None if self._owns_protocol else getattr(item, "_instance", None)
+        instance = getattr(item, "_instance", None)
         # Weakly, so that this function does not have it while it is judged.
         has_weak = instance is not None and type(instance).__weakrefoffset__
         self._instance = weakref.ref(instance) if has_weak else _nothing

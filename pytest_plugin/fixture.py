@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from lowtide.reports.escaping import one_line
-
 if TYPE_CHECKING:
     from lowtide.pytest_plugin.checker import Checker
     from lowtide.reports.schema import Finding
@@ -85,6 +83,9 @@ class LeakcheckUsageError(TypeError):
     """The fixture was used in a way that cannot work; the message says what would."""
 
     def __init__(self, message: str) -> None:
+        # Not before there is something to say: a session that judges nothing loads nothing.
+        from lowtide.reports.escaping import one_line
+
         super().__init__(one_line(message))
 
 

@@ -243,7 +243,7 @@ def test_after_the_block_nobody_watches(fails: bool) -> None:
     before = list(gc.callbacks)
     try:
         with LeakCheck():
-            assert len(gc.callbacks) == len(before) + 1
+            assert len(gc.callbacks) > len(before)
             if fails:
                 raise KeyError
     except KeyError:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from lowtide.engine import EngineConfig, LLMEngine
 from lowtide.engine.errors import CheckpointError
 from lowtide.engine.model_executor import checkpoint as module
+from lowtide.engine.model_executor.tensor_parallel import Shard
 from lowtide.leakcheck.cli.fuzz_command import checkpoint_target
 from lowtide.leakcheck.fuzzing.fault_sweep import Swept, sweep
 from lowtide.leakcheck.targets.damaged_checkpoints import cut_short, misshape
@@ -105,7 +106,7 @@ def test_a_shard_that_changes_after_it_was_checked_is_refused() -> None:
             injecting(Injection("shard-shape", 0), [ShardSeam(module, "open_safetensors")]),
             pytest.raises(CheckpointError, match=r"has shape \[1, .*\]; the model has \["),
         ):
-            module.copy_tensors({shard: [name]}, {name: parameter})
+            module.copy_tensors({shard: [name]}, {name: parameter}, {name: Shard(tuple(parameter.shape))})
         assert not parameter.any()
 
 

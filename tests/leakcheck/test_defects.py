@@ -451,28 +451,28 @@ def test_a_run_is_compared_with_what_must_be(monkeypatch: pytest.MonkeyPatch, bu
 
 
 def test_the_table_names_holder_and_remedy_and_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = table([verified_with(monkeypatch, run(finding()), run())]).splitlines()
+    lines = table([verified_with(monkeypatch, run(finding()), run())])
     assert lines[2] == "| `bound-method-cache` | vllm#38503 | `tensors`/`lru-cache` | `cache\\|d` |  | cpu, 1 s |"
-    wrong = table([verified_with(monkeypatch, run(), run())]).splitlines()[2]
+    wrong = table([verified_with(monkeypatch, run(), run())])[2]
     assert wrong.endswith("| clean |  |  | WRONG: expected tensors/lru-cache, found nothing |")
 
 
 def test_of_many_actions_the_first_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     for action, reported in [("a(); b()", "`a(); b()`: 1.0 MiB"), ("a(); b(); c()", "`a()` and 2 more: 1.0 MiB")]:
         remedied = msgspec.structs.replace(finding(), remedy=Remedy(action=action, returns_bytes=1 << 20))
-        assert f"| {reported} |" in table([verified_with(monkeypatch, run(remedied), run())])
+        assert f"| {reported} |" in table([verified_with(monkeypatch, run(remedied), run())])[2]
 
 
 def test_what_ended_early_is_no_clean_run_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     early = Run(Subject(id="run", outcome="error", reason="infer raised"), 1.0, "")
-    assert "| nothing concluded: infer raised |" in table([verified_with(monkeypatch, early, run())])
+    assert "| nothing concluded: infer raised |" in table([verified_with(monkeypatch, early, run())])[2]
 
 
 def test_a_late_release_is_clean_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     late = Return(resource="driver", device="cuda:0", stage="shutdown", cycle=1, bytes=1, rung="settle", seconds=2.04)
     item = verified_with(monkeypatch, run(returns=(late,)), run(), "late-release")
     assert item.note == ""
-    assert "| clean: back after 2.0 s |" in table([item])
+    assert "| clean: back after 2.0 s |" in table([item])[2]
 
 
 def test_what_needs_a_card_is_not_run_without_one(monkeypatch: pytest.MonkeyPatch) -> None:

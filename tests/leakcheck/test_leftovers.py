@@ -320,7 +320,7 @@ def test_a_life_that_fails_is_the_last_one_and_its_leaks_are_tried() -> None:
                 raise MemoryError("no room")
 
     subject = live(Fails, 5)
-    assert subject.reason == "cycle 2: wake raised MemoryError: no room"
+    assert subject.reason == "cycle 2: wake raised MemoryError: no room; 1 whole cycle was judged"
     assert held_by(subject, "GROWS").remedy == remedy("~.GROWS.clear()", 2 * 2001)
     assert held_by(subject, "ONCE").trend == "residue"
 

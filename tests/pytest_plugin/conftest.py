@@ -142,8 +142,8 @@ def run_inner(tmp_path_factory: pytest.TempPathFactory) -> RunInner:
     `--leakcheck`, writes a report, and settles for `settle` seconds (not long, because what leaks here moves no more;
     None leaves it to the settings); `cache=True` keeps pytest's cache plugin; `folder` is a folder of an earlier run to
     run in again, and `where` one below it; `using` names the plugins that are loaded beside
-    pytest's own and lowtide's. A run that could not collect its tests, or that broke down, is an `AssertionError`
-    with its output.
+    pytest's own and lowtide's; `ends_by` is the signal that is to end it. A run that could not collect its tests, or
+    that broke down, is an `AssertionError` with its output.
     """
 
     def run(
@@ -155,6 +155,7 @@ def run_inner(tmp_path_factory: pytest.TempPathFactory) -> RunInner:
         where: str = ".",
         using: Sequence[str] = (),
         settle: float | None = 0.05,
+        ends_by: int = 0,
     ) -> InnerRun:
         place = folder or tmp_path_factory.mktemp("inner")
         record, report = place / "phases.jsonl", place / "report"
@@ -194,7 +195,9 @@ def run_inner(tmp_path_factory: pytest.TempPathFactory) -> RunInner:
             properties = tuple((name, value) for name, value in reported.pop("properties"))
             phases.setdefault(reported.pop("id"), []).append(Phase(**reported, properties=properties))
         broken = done.returncode == pytest.ExitCode.INTERRUPTED and not phases
-        broken |= done.returncode < 0 or done.returncode == pytest.ExitCode.INTERNAL_ERROR
+        broken |= (
+            done.returncode not in (-ends_by, *pytest.ExitCode) or done.returncode == pytest.ExitCode.INTERNAL_ERROR
+        )
         # Once, and not in each test that looks for what it was to show.
         assert not broken, f"the inner run ended with {done.returncode}\n{done.stdout}{done.stderr}"
         return InnerRun(
