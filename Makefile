@@ -36,9 +36,9 @@ OTHERS := $(filter-out $(WALKS) $(WALKS_WITH_TORCH) $(ENGINE),$(ALL))
 # Whole lives, commands and other runners' suites, which take 40 % of the time of all tests: `make test-all` runs them,
 # every night.
 NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/package/test_install.py tests/probes/test_buffers.py \
-	tests/reports/test_page_in_a_browser.py tests/reports/test_damaged_reports.py \
+	tests/reports/test_page_in_a_browser.py \
 	$(addprefix tests/engine/test_, block_table.py core_failures.py golden.py golden_life.py kv_offload.py rank_failures.py core_interrupts.py cores_that_stay.py) \
-	$(addprefix tests/pytest_plugin/test_, causes.py heartbeats.py growth.py growth_in_processes.py hidden_holders.py later_tests.py library_insides.py \
+	$(addprefix tests/pytest_plugin/test_, causes.py growth.py growth_in_processes.py hidden_holders.py later_tests.py library_insides.py \
 	library_tables.py passes.py remedies.py retention.py run_by_another.py settings.py settings_left.py shapes.py \
 	spent.py xdist.py) \
 	$(addprefix tests/leakcheck/test_, bisect_run.py check.py checked_life.py damage.py defects.py empty_pools_in_lives.py \

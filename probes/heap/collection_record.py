@@ -26,7 +26,7 @@ import numpy as np
 
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.identities import types_in_c
-from lowtide.probes.originals import gc, os
+from lowtide.probes.originals import gc, os, sys
 
 _ENTRIES = 2
 """Entries of the log for each record: identities and types as bytes, then the generation."""
@@ -211,12 +211,13 @@ def _through(values: Iterator[Any], *functions: Callable[[Any], Any]) -> Iterato
 
 
 def _of_any_arguments(*steps: _Step) -> Callable[..., Any]:
-    """What takes each step once, in order, whatever it is called with, and fails silently.
-
-    At the very end of the stack a step fails, and Python would print that where the program prints nothing.
-    """
-    # A file that is closed as it is made, since nobody keeps it: what its `close` raises is dropped (until Python 3.13,
-    # which counts the calls of C apart from the stack).
+    """What takes each step once, in order, whatever iterables of hashables it is called with itself."""
+    if sys.version_info >= (3, 12):
+        # `zip` stops, for this once, where one of its iterators has no value.
+        return partial(frozenset[Any]().union, zip(*steps, iter(()), strict=False))
+    # Until then the calls of C count for the depth of the stack: at the very end of it they fail, and Python would
+    # print that where the program prints nothing. So this is a file that is closed as it is made, since nobody keeps
+    # it: what its `close` raises is dropped.
     close = zip(*steps, strict=False).__next__
     return type("Steps", (_IOBase,), {"__module__": __name__, "__slots__": (), "closed": False, "close": close})
 
