@@ -13,3 +13,5 @@ from lowtide.probes import originals
 def load_instead(monkeypatch: pytest.MonkeyPatch, name: str, module: Any) -> None:
     monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setitem(originals._LOADED, name, lambda: module)
+    if name == "torch":
+        monkeypatch.setattr(originals, "_OF_TORCH", [module])

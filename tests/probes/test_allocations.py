@@ -202,7 +202,7 @@ def test_an_answer_without_the_address_asked_is_skipped_with_its_step(
 
 
 def test_allocations_of_a_byte_each_are_asked_about_where_one_may_begin(driver: FakeDriver) -> None:
-    driver.odd = lambda address: (address, 1) if address < driver.base + STEP else None
+    driver.odd = lambda address: (address, 1) if driver.base <= address < driver.base + STEP else None
     found = read_allocations(0)
     assert found is not None
     assert len(found) == STEP // 256

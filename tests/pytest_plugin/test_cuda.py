@@ -112,6 +112,7 @@ def test_process_group(tmp_path):
 
 _CLEAN = """
 import gc
+import unittest.mock
 import pytest, torch
 
 def test_context_and_first_kernel():
@@ -185,6 +186,19 @@ def test_block_that_waits_for_a_stream():
     with torch.cuda.stream(stream):
         torch.cuda._sleep(2_000_000_000)
     tensor.record_stream(stream)
+@pytest.fixture(
+    scope="class",
+    params=[
+        "device_count", "current_device", "is_initialized", "memory_stats_as_nested_dict", "memory_snapshot",
+        "host_memory_stats", "get_allocator_backend", "get_device_properties", "synchronize", "empty_cache",
+    ],
+)
+def replaced(request):
+    with unittest.mock.patch(f"torch.cuda.{request.param}", return_value=8):
+        yield
+class TestReplaced:
+    def test_first(self, replaced): torch.ones(10, device="cuda")
+    def test_second(self, replaced): torch.ones(10, device="cuda")
 def test_triton():
     triton = pytest.importorskip("triton")
     torch.compile(lambda x: (x * 2 + 1).relu())(torch.rand(1 << 16, device="cuda")).sum().item()

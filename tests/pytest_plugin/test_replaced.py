@@ -25,6 +25,7 @@ NAMES = '''
     threading.enumerate threading.current_thread gc.collect gc.get_objects gc.get_freeze_count gc.isenabled
     sys.getsizeof sys.getrefcount sys._getframe resource.getrusage logging.getLoggerClass tempfile.gettempdir
     psutil.Process psutil.virtual_memory subprocess.Popen multiprocessing.active_children weakref.ref
+    dataclasses.replace torch.cuda.is_initialized torch.cuda.is_available torch.cuda.device_count torch.is_grad_enabled
 '''.split()
 KEPT = []
 STAY = threading.Event()
