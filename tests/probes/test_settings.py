@@ -36,6 +36,7 @@ from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_
 from lowtide.leakcheck.settings.setting_remedies import advice, run, undo, undoing
 from lowtide.probes.host import torch_settings
 from lowtide.probes.host.settings import SettingReader
+from tests.loaded_modules import load_instead
 
 
 def hook(*_: object) -> None:
@@ -579,7 +580,7 @@ class Card:
         )
         self.torch = ModuleType("torch")
         vars(self.torch).update(cuda=cuda, _C=core)
-        monkeypatch.setitem(sys.modules, "torch", self.torch)
+        load_instead(monkeypatch, "torch", self.torch)
 
     def current(self, index: int) -> tuple[int, int, int]:
         self.asked += 1
