@@ -309,6 +309,9 @@ def test_a_fork_with_torch_answers_while_its_main_thread_handles_no_signal(
     child.start()
     try:
         assert child.pid == here.recv()
+        assert agents.folder is not None
+        # Or else it is woken, too.
+        wait_until((agents.folder / f"{child.pid}.sock").exists)
         assert levels(agents, child.pid).tensors is not None
         assert psutil.Process(child.pid).num_threads() == 1 + len(module._agent().found().folders)
     finally:
