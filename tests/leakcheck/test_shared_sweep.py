@@ -141,6 +141,28 @@ def test_a_process_that_ended_is_not_waited_for_because_a_child_of_it_has_not(
     ]
 
 
+class LeavesAThread(SmallTarget):
+    """Which Python waits for as a process ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if threading.active_count() < 3:
+            threading.Thread(target=threading.Event().wait).start()
+
+
+def test_a_process_ends_whatever_thread_the_target_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[int] = []
+    kill = subprocess.Popen.kill
+
+    def note(process: subprocess.Popen[bytes]) -> None:
+        killed.append(process.pid)
+        kill(process)
+
+    monkeypatch.setattr(subprocess.Popen, "kill", note)
+    assert [item for item in shared(LeavesAThread, "map", jobs=1) if item.points]
+    assert killed == []
+
+
 class WaitsForNobody(Bare):
     """And has a process of its own that does, too."""
 
