@@ -16,7 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from lowtide.leakcheck import gate as gate_package
+from lowtide.leakcheck.cli.commands import app
 from lowtide.leakcheck.gate import Cell, Gate, KnownFindings
 from lowtide.leakcheck.gate import cards as card_locks
 from lowtide.leakcheck.gate.gate import earlier_findings
@@ -188,6 +191,19 @@ def test_what_cannot_run_here_is_said_and_never_clean(tmp_path: Path) -> None:
 def test_the_report_of_an_earlier_run_is_not_left_where_a_cell_writes_none(tmp_path: Path) -> None:
     assert exit_code(ran(tmp_path, cell("one", "report()"))) == 0
     assert exit_code(ran(tmp_path, cell("one", "sys.exit(0)"))) == 2
+
+
+def test_where_its_report_cannot_be_written_what_a_gate_found_is_shown_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("lowtide.toml").write_text('[gate]\ncalibrate = false\n[[gate.subject]]\nengine = "tiny"\n')
+    # As on a disk that is full by now.
+    body = f"path = Path({str(tmp_path / 'out' / 'leakcheck.json')!r}); path.unlink(); path.mkdir()"
+    monkeypatch.setattr(gate_package, "cells_of", lambda *_: [cell("leaking", f"{body}\nreport(marks='a')")])
+    done = CliRunner().invoke(app, ["gate", "--report", "out"])
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (2, "LEAK: 1 of 1 subject(s) leaked")
+    assert done.stderr.startswith("lowtide: out/leakcheck.json cannot be written: Is a directory")
 
 
 def test_known_findings_pass_and_those_of_an_earlier_report_are_not_new(tmp_path: Path) -> None:
