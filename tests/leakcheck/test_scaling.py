@@ -16,7 +16,7 @@ from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.probes.heap.holders import SharedWalk, trace
 
-FEW = 400
+FEW = 200
 SLACK = 2.2
 """How many times as much work twice as much may take."""
 

@@ -51,6 +51,11 @@ def modules() -> list[Path]:
     return [file for room in JUDGING for file in sorted((ROOT / room).rglob("*.py")) if "bootstrap" not in file.parts]
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_bytes())
+
+
 def replaceable(tree: ast.Module) -> Iterator[str]:
     """What a module looks up where a test may have put something else."""
     plain = {
@@ -93,7 +98,7 @@ def taken_for_modules(tree: ast.Module) -> Iterator[str]:
 
 
 def test_the_originals_are_taken_for_no_modules() -> None:
-    found = {str(file.relative_to(ROOT)): list(taken_for_modules(ast.parse(file.read_bytes()))) for file in modules()}
+    found = {str(file.relative_to(ROOT)): list(taken_for_modules(parsed(file))) for file in modules()}
     # Reads an attribute by its name.
     found["probes/host/interpreter_settings.py"].clear()
     found["probes/references/interpreter_holders.py"].clear()
@@ -101,7 +106,7 @@ def test_the_originals_are_taken_for_no_modules() -> None:
 
 
 def test_no_module_that_judges_looks_up_what_a_test_may_have_replaced() -> None:
-    found = {str(file.relative_to(ROOT)): list(replaceable(ast.parse(file.read_bytes()))) for file in modules()}
+    found = {str(file.relative_to(ROOT)): list(replaceable(parsed(file))) for file in modules()}
     assert {name: lines for name, lines in found.items() if lines and name not in MAY_LOOK_UP} == {}
     assert [name for name in MAY_LOOK_UP if not found[name]] == []
 
