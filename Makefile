@@ -33,15 +33,15 @@ WALKS := $(shell grep -lE '^import gc|lowtide\.probes\.heap|lowtide\.leakcheck\.
 WALKS_WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(HEAPS))
 ENGINE := $(filter-out $(LOADING_MORE),$(filter tests/engine/%,$(ALL))) $(filter-out $(WITHOUT_TORCH),$(LOADING_MORE))
 OTHERS := $(filter-out $(WALKS) $(WALKS_WITH_TORCH) $(ENGINE),$(ALL))
-# Whole lives, commands and other runners' suites, which take 40 % of the time of all tests: `make test-all` runs them,
+# Whole lives, commands, kernels in Triton's interpreter and other runners' suites, 40 % of the time of all tests: `make test-all` runs them,
 # every night.
-NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/package/test_install.py tests/probes/test_buffers.py \
+NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/package/test_install.py tests/probes/test_buffers.py tests/probes/test_kernels.py \
 	tests/reports/test_page_in_a_browser.py \
 	$(addprefix tests/engine/test_, block_table.py core_failures.py golden.py golden_life.py kv_offload.py rank_failures.py core_interrupts.py cores_that_stay.py) \
 	$(addprefix tests/pytest_plugin/test_, causes.py growth.py growth_in_processes.py hidden_holders.py later_tests.py library_insides.py \
 	library_tables.py passes.py remedies.py retention.py run_by_another.py settings.py settings_left.py shapes.py \
 	spent.py xdist.py) \
-	$(addprefix tests/leakcheck/test_, bisect_run.py check.py checked_life.py damage.py defects.py empty_pools_in_lives.py \
+	$(addprefix tests/leakcheck/test_, bisect_run.py calibration.py check.py checked_life.py damage.py defects.py empty_pools_in_lives.py \
 	engine_processes.py filled_caches.py exec.py first_use_in_lives.py fuzz.py history_postgresql.py host_figure.py \
 	imports_in_lives.py life_processes.py leftovers.py library_items.py lifecycle.py notebook_cells.py owner_growth.py planted_leaks.py ranks_in_lives.py ray_cells.py ray_workers.py \
 	remains.py shared_sweep.py watched_life.py sleeping_lives.py target_life.py transformers_target.py unseen.py witness.py)
