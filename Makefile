@@ -33,8 +33,8 @@ WALKS := $(shell grep -lE '^import gc|lowtide\.probes\.heap|lowtide\.leakcheck\.
 WALKS_WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(HEAPS))
 ENGINE := $(filter-out $(LOADING_MORE),$(filter tests/engine/%,$(ALL))) $(filter-out $(WITHOUT_TORCH),$(LOADING_MORE))
 OTHERS := $(filter-out $(WALKS) $(WALKS_WITH_TORCH) $(ENGINE),$(ALL))
-# Whole lives, commands, kernels in Triton's interpreter and other runners' suites, 40 % of the time of all tests: `make test-all` runs them,
-# every night.
+# Whole lives, commands, kernels in Triton's interpreter and other runners' suites, which take 40 % of the time of all
+# tests: `make test-all` runs them, every night.
 NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/package/test_install.py tests/probes/test_buffers.py tests/probes/test_kernels.py \
 	tests/reports/test_page_in_a_browser.py \
 	$(addprefix tests/engine/test_, block_table.py core_failures.py golden.py golden_life.py kv_offload.py rank_failures.py core_interrupts.py cores_that_stay.py) \
