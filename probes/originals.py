@@ -100,7 +100,7 @@ def torch_with_cuda() -> Any:
     """Return torch with the functions of `torch.cuda` that there were when it was first asked for.
 
     Returns:
-        What may be asked for all that the module has; None where `torch.cuda` is not imported.
+        What may be asked for all that the module has; None where `torch.cuda` is not imported, or torch only in part.
     """
     torch, cuda = loaded("torch"), loaded("torch.cuda")
     if not _OF_TORCH and cuda is not None and not torch.__spec__._initializing:

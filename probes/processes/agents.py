@@ -121,7 +121,7 @@ class Agents:
         own = _agent().installed()
         if own is not None:
             own.folders.append(str(folder))
-            own.stay_in_forks()
+            _agent().stay_in_forks()
             _note_forks()
             _FORKS.append(_note_of_fork(folder))
 

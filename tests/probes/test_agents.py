@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import multiprocessing
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -317,6 +318,15 @@ def test_a_fork_with_torch_answers_while_its_main_thread_handles_no_signal(
     finally:
         child.kill()
         child.join()
+
+
+def test_forks_are_told_once_however_often_agents_begin() -> None:
+    hook = module._agent()._stay_with_torch
+    for _ in range(3):
+        again = Agents()
+        again.start()
+        again.stop()
+    assert [function for *_, function in multiprocessing.util._afterfork_registry].count(hook) == 1
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can ask as another user")

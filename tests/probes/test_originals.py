@@ -73,6 +73,8 @@ def replaceable(tree: ast.Module) -> Iterator[str]:
                 yield f"{node.lineno}: Path"
             case ast.ImportFrom(module=str(module), names=names) if module in KEPT:
                 yield from (f"{node.lineno}: {name.name}" for name in names if name.name.islower())
+            case ast.Attribute(value=ast.Name(id="dataclasses")):
+                yield f"{node.lineno}: dataclasses.{node.attr}"
             case ast.Call(func=ast.Name(id="open")):
                 yield f"{node.lineno}: open"
             case ast.Attribute(value=ast.Name(id=name), attr=attribute, ctx=ast.Load()) if name in plain:

@@ -149,12 +149,6 @@ class Agent:
             for folder in self.folders:
                 self.serve(folder, stays=True)
 
-    def stay_in_forks(self) -> None:
-        """Have threads that stay in each child of `multiprocessing` that is a fork of this process and has torch."""
-        from multiprocessing.util import register_after_fork
-
-        register_after_fork(self, _stay_with_torch)
-
     @property
     def descriptors(self) -> frozenset[int]:
         """Those that are not the program's."""
@@ -382,12 +376,27 @@ class _TorchFinder:
 
         if sys.path_importer_cache.pop(self._folder, None) is self:
             self._agent.stay()
-            self._agent.stay_in_forks()
+            stay_in_forks()
         return PathFinder.find_spec(name, [self._folder], target)
 
 
-def _stay_with_torch(agent: "Agent") -> None:
-    if "torch" in sys.modules:
+_has_hook = False
+
+
+def stay_in_forks() -> None:
+    """Have threads that stay in each child of `multiprocessing` that is a fork of this process and has torch."""
+    from multiprocessing.util import register_after_fork
+
+    global _has_hook
+    if not _has_hook:
+        _has_hook = True
+        # For the class, which does not end: the registry has a weak reference, whose callback is Python code.
+        register_after_fork(Agent, _stay_with_torch)
+
+
+def _stay_with_torch(_: object) -> None:
+    agent = found()
+    if agent is not None and "torch" in sys.modules:
         agent.stay()
 
 
