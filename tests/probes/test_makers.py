@@ -1,0 +1,60 @@
+"""Who made a thread is known from its first moment on, and of which line of threads it is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from lowtide.probes.host.makers import Makers
+from lowtide.probes.objects.thread_names import thread_key
+from tests.waiting import HANG_S
+
+
+@pytest.fixture
+def slow_to_return(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, the start of a thread called "slow" does not return to who has started it."""
+    released = threading.Event()
+    start = threading.Thread.start
+
+    def slow(thread: threading.Thread) -> None:
+        start(thread)
+        if thread.name.startswith("slow"):
+            released.wait(HANG_S)
+
+    monkeypatch.setattr(threading.Thread, "start", slow)
+    yield released
+    released.set()
+
+
+def test_a_thread_that_starts_another_before_its_own_start_has_returned_hands_its_line_on(
+    slow_to_return: threading.Event,
+) -> None:
+    makers = Makers()
+    makers.start()
+    lines: list[str | None] = []
+
+    def third() -> None:
+        maker = makers.of_item("threads", thread_key(threading.current_thread()))
+        lines.append(None if maker is None else maker.line)
+        slow_to_return.set()
+
+    def second() -> None:
+        last = threading.Thread(target=third)
+        last.start()
+        last.join()
+
+    def first() -> None:
+        lines.append(thread_key(threading.current_thread()))
+        following = threading.Thread(target=second, name="slow")
+        following.start()
+        following.join()
+
+    try:
+        thread = threading.Thread(target=first)
+        thread.start()
+        thread.join()
+    finally:
+        makers.stop()
+    assert lines == [lines[0], lines[0]]
