@@ -62,6 +62,7 @@ class Makers:
         self._named: dict[str, Maker] = {}
         # By their identity, from before they run until it is known what they are called.
         self._starting: dict[int, Maker] = {}
+        self._gave_way = 0.0
         self._processes: dict[int, Maker] = {}
         self._descriptors: dict[int, Maker] = {}
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
@@ -136,8 +137,10 @@ class Makers:
             return None
         if maker := self.of_descriptor(int(number)):
             return maker
-        # Another thread may have made it and wait for its turn to note that.
-        time.sleep(_TURN)
+        # Another thread may have made it and wait for its turn to note that: one turn for all that were read together.
+        if time.monotonic() > self._gave_way + 10 * _TURN:
+            time.sleep(_TURN)
+            self._gave_way = time.monotonic()
         # One that is closed again was made by whoever used the number last.
         gone = self._descriptors.get(int(number)) if not _leads_to(int(number), target) else None
         return self.of_descriptor(int(number)) or gone

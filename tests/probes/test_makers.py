@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from lowtide.probes.host import makers as module
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.objects.thread_names import thread_key
 from tests.waiting import HANG_S
@@ -58,3 +60,20 @@ def test_a_thread_that_starts_another_before_its_own_start_has_returned_hands_it
     finally:
         makers.stop()
     assert lines == [lines[0], lines[0]]
+
+
+def test_another_thread_gets_one_turn_for_all_descriptors_that_were_read_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turns: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", turns.append)
+    monkeypatch.setattr(module.time, "monotonic", lambda: 1.0)
+    makers = Makers()
+    here, there = os.pipe()
+    try:
+        names = [f"{number} -> {os.readlink(f'/proc/self/fd/{number}')}" for number in (here, there)]
+        assert [makers.of_item("file-descriptors", name) for name in names] == [None, None]
+    finally:
+        os.close(here)
+        os.close(there)
+    assert len(turns) == 1
