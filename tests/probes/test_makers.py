@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_another_thread_gets_one_turn_for_all_descriptors_that_were_read_togethe
     makers = Makers()
     here, there = os.pipe()
     try:
-        names = [f"{number} -> {os.readlink(f'/proc/self/fd/{number}')}" for number in (here, there)]
+        names = [f"{number} -> {Path(f'/proc/self/fd/{number}').readlink()}" for number in (here, there)]
         assert [makers.of_item("file-descriptors", name) for name in names] == [None, None]
     finally:
         os.close(here)
