@@ -103,7 +103,7 @@ def torch_with_cuda() -> Any:
         What may be asked for all that the module has; None where `torch.cuda` is not imported, or torch only in part.
     """
     torch, cuda = loaded("torch"), loaded("torch.cuda")
-    if not _OF_TORCH and cuda is not None and not torch.__spec__._initializing:
+    if not _OF_TORCH and None not in (torch, cuda) and not torch.__spec__._initializing:
         _OF_TORCH.append(Kept(torch, cuda=Kept(cuda)))
     return _OF_TORCH[0] if _OF_TORCH else None
 
