@@ -108,6 +108,15 @@ def torch_with_cuda() -> Any:
     return _OF_TORCH[0] if _OF_TORCH else None
 
 
+def in_main_thread() -> bool:
+    """Return whether the main thread asks.
+
+    Not by `threading.current_thread`: it makes an object for a thread that C has started, and keeps it (until 3.13 for
+    good), which is the program's to do.
+    """
+    return bool(threading.get_ident() == threading.main_thread().ident)
+
+
 def _was_imported(module: object, name: str) -> TypeGuard[ModuleType]:
     """Return whether an import made it: what a test makes up has no loader."""
     if not issubclass(type(module), ModuleType):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-import weakref
 from functools import partial
 
 import torch
 
 from lowtide.engine.device_allocator.arena import round_up
+from lowtide.engine.dropped import WhenDropped
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import PageBackend
 from lowtide.engine.teardown import Teardown
@@ -54,8 +54,9 @@ class HostBuffer:
             self._mapping.madvise(mmap.MADV_HUGEPAGE)
         stages.announce(self)
         # For an owner that is dropped without `close`: pages must not go while the driver has them registered.
-        forgotten = weakref.finalize(self, _unpin_all, backend, self.address, block, self._pinned)
-        forgotten.atexit = False
+        self._dropped = WhenDropped(
+            self, _unpin_all, backend, self.address, block, self._pinned, self._mapping, at_exit=False
+        )
 
     def tensor(self, offset: int, size: int) -> torch.Tensor:
         """A uint8 tensor of shape [size] over the buffer."""
@@ -98,6 +99,7 @@ class HostBuffer:
             self._mapping.madvise(mmap.MADV_DONTNEED, self._skip + start, min(self.block, self.size - start))
             self._touched.discard(index)
         if not self._pinned:
+            self._dropped.cancel()
             stages.withdraw(self)
         teardown.finish()
 
@@ -119,6 +121,6 @@ class HostBuffer:
         return tuple(readings)
 
 
-def _unpin_all(backend: PageBackend, address: int, block: int, pinned: set[int]) -> None:
+def _unpin_all(backend: PageBackend, address: int, block: int, pinned: set[int], mapping: mmap.mmap) -> None:
     while pinned:
         backend.unpin(address + pinned.pop() * block)

@@ -7,10 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from lowtide.engine.dropped import WhenDropped
 from lowtide.engine.errors import EngineDeadError
 from lowtide.engine.processes.channel import Connection
 from lowtide.engine.processes.interrupts import HeldInterrupt, interrupts_blocked
@@ -61,7 +61,7 @@ class ChildProcess:
             _end(self._process, None, os.getpid(), 0.0)
             raise
         # What nobody ends must end with its owner, and at the interpreter's exit.
-        self._finalizer = weakref.finalize(self, _end, self._process, self.connection, os.getpid(), END_S)
+        self._dropped = WhenDropped(self, _end, self._process, self.connection, os.getpid(), END_S, at_exit=True)
 
     @property
     def pid(self) -> int:
@@ -81,7 +81,7 @@ class ChildProcess:
         Args:
             timeout_s: seconds that it may take to end by itself.
         """
-        if self._finalizer.detach() is not None:
+        if self._dropped.cancel():
             _end(self._process, self.connection, os.getpid(), timeout_s)
 
     def death(self) -> EngineDeadError:

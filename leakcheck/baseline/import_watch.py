@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.probes.originals import sys, threading
+from lowtide.probes.originals import in_main_thread, sys, threading
 
 _OWN = ("lowtide", "pynvml", "amdsmi")
 """What this checker itself may import in the middle of a reading."""
@@ -45,7 +45,7 @@ class ImportWatch(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """What the other finders find, with a loader that reports."""
-        if not self.active or self._importing is not None or threading.current_thread() is not threading.main_thread():
+        if not self.active or self._importing is not None or not in_main_thread():
             return None
         if name.partition(".")[0] in _OWN:
             return None

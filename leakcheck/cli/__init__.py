@@ -10,7 +10,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
     raise SystemExit(130)
 
 
-_is_plain = threading.current_thread() is threading.main_thread() and (
+_is_plain = threading.get_ident() == threading.main_thread().ident and (
     signal.getsignal(signal.SIGINT) is signal.default_int_handler
 )
 if _is_plain:

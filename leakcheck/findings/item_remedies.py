@@ -22,7 +22,7 @@ from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, release
 from lowtide.leakcheck.settings.changed_settings import Change
 from lowtide.leakcheck.settings.setting_remedies import advice, run, undoing
 from lowtide.probes.heap.holders import SharedWalk
-from lowtide.probes.objects.thread_names import thread_key, thread_name
+from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread_name
 from lowtide.probes.originals import gc, loaded, threading, time, weakref
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
@@ -106,7 +106,7 @@ def _joining(leak: ItemLeak, patience: float) -> list[Action]:
 
     def threads() -> list[threading.Thread]:
         own = [thread for thread in threading.enumerate() if thread_key(thread) in leak.names]
-        return [thread for thread in own if thread is not threading.current_thread()]
+        return [thread for thread in own if thread_ident(thread) != threading.get_ident()]
 
     def join() -> None:
         until = time.monotonic() + patience

@@ -25,7 +25,7 @@ from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.memory.tensors import plain_tensors, torch_member
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
-from lowtide.probes.objects.thread_names import thread_name
+from lowtide.probes.objects.thread_names import thread_ident, thread_name
 from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
@@ -395,7 +395,7 @@ def _rungs(
     actions = [
         _RungAction(f"{of_thread(thread_name(thread))}.join()", thread=thread, patience=patience)
         for thread in others
-        if thread_name(thread) in names and thread is not threading.current_thread() and id(thread) not in waited
+        if thread_name(thread) in names and thread_ident(thread) != threading.get_ident() and id(thread) not in waited
     ]
     waited.update(id(action.thread) for action in actions)
     if may_unfreeze and gc.get_freeze_count() > FROZEN_AT_STARTUP:

@@ -12,7 +12,7 @@ from typing import Any
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles, multiply
 from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.device.torch_allocator import initialized_torch
-from lowtide.probes.originals import loaded, threading, weakref
+from lowtide.probes.originals import in_main_thread, loaded, weakref
 from lowtide.reports.schema import NotMeasured
 
 
@@ -57,7 +57,7 @@ class WarmUp:
 
     def now(self) -> None:
         """Do it; in another thread than the main one it is left for later."""
-        if self.is_done or threading.current_thread() is not threading.main_thread():
+        if self.is_done or not in_main_thread():
             return
         self.is_done = True
         self._around(self._use_once)

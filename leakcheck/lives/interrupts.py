@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import FrameType
 from typing import Any
 
-from lowtide.probes.originals import signal, threading
+from lowtide.probes.originals import in_main_thread, signal
 
 
 class Interrupts:
@@ -21,7 +21,7 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         self.heard = False
-        if threading.current_thread() is threading.main_thread():
+        if in_main_thread():
             before = signal.getsignal(signal.SIGINT)
             outer = getattr(before, "__self__", None)
             if before is signal.default_int_handler or isinstance(outer, Interrupts):

@@ -45,8 +45,10 @@ def awaited() -> list[str]:
     """The threads and processes that Python waits for when it ends, in words; not an executor's, which it ends."""
     executors: Any = loaded("concurrent.futures.thread")
     ended = getattr(executors, "_threads_queues", ())
-    own = (threading.main_thread(), threading.current_thread())
-    threads = [each for each in threading.enumerate() if not each.daemon and each not in own and each not in ended]
+    own = (threading.main_thread().ident, threading.get_ident())
+    threads = [
+        each for each in threading.enumerate() if not each.daemon and each.ident not in own and each not in ended
+    ]
     processes = [f"process {each.pid} ({each.name})" for each in _children()]
     return [*(f"thread {each.name!r}" for each in threads), *processes]
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.leakcheck.targets.damaged_checkpoints import DAMAGES, Damage
 from lowtide.probes.memory.dispatch_modes import keep_from_compiler
+from lowtide.probes.originals import in_main_thread
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
@@ -129,7 +130,7 @@ class Injection:
             return
         if self.kind == "interrupt":
             # Python delivers it to the main thread only.
-            if threading.current_thread() is not threading.main_thread():
+            if not in_main_thread():
                 return
             error = _interrupt
         elif kind != self.kind:

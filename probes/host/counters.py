@@ -16,7 +16,7 @@ from lowtide.probes.device.torch_allocator import has_context, initialized_torch
 from lowtide.probes.host.process_files import AGENTS_SIGNAL, children_of
 from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.objects.listed import frozen_by_program
-from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.objects.thread_names import living_threads, thread_key
 from lowtide.probes.originals import contents, gc, loaded, os, signal, threading
 from lowtide.probes.stages import announced_pools
 
@@ -294,7 +294,7 @@ def _target(number: int) -> str:
 
 
 def _threads() -> Items:
-    return dict.fromkeys(map(thread_key, threading.enumerate()), 1)
+    return dict.fromkeys(map(thread_key, living_threads()), 1)
 
 
 def _shared_memory() -> Items:

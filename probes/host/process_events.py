@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowtide.probes.host.passing_for import passing_for
-from lowtide.probes.originals import loaded, os, threading, time
+from lowtide.probes.originals import in_main_thread, loaded, os, time
 
 _POOLS = (
     ("concurrent.futures.process", "ProcessPoolExecutor", ("shutdown",)),
@@ -108,7 +108,7 @@ class ProcessEvents:
 
     def _hear(self, listeners: Sequence[Callable[[], object]] | None = None) -> None:
         # One of these calls another; what is read is the main thread's to read; and a fork has these functions, too.
-        if self._is_heard or os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
+        if self._is_heard or os.getpid() != self._process or not in_main_thread():
             return
         self._is_heard = True
         try:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from lowtide.probes.host.counters import agents_descriptors, own_bytes
 from lowtide.probes.host.process_files import descendants_of, program_name, rollup
 from lowtide.probes.memory.ranges import Range, common, merge
-from lowtide.probes.objects.thread_names import thread_key
-from lowtide.probes.originals import contents, lines_of, os, threading
+from lowtide.probes.objects.thread_names import living_threads, thread_key
+from lowtide.probes.originals import contents, lines_of, os
 
 _SHARED_MEMORY = "/dev/shm"
 _UNNAMED_SHARED_MEMORY = ("/dev/zero (deleted)", "/memfd:", "/SYSV")
@@ -131,7 +131,7 @@ def read_host() -> HostReading:
         uss=_uss(notes),
         anonymous=status["RssAnon"],
         file_backed=status["RssFile"] + status["RssShmem"],
-        threads=tuple(sorted(map(thread_key, threading.enumerate()))),
+        threads=tuple(sorted(map(thread_key, living_threads()))),
         native_threads=len(os.listdir("/proc/self/task")),
         children=_children(),
         descriptors=_descriptors(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import gc
@@ -33,7 +34,8 @@ from lowtide.probes.host.counters import (
     describe_process_group,
     process_groups,
 )
-from tests.waiting import HANG_S
+from lowtide.probes.objects.thread_names import living_threads, thread_key
+from tests.waiting import HANG_S, wait_until
 
 
 def read() -> Counters:
@@ -184,6 +186,24 @@ def test_the_process_s_own_memory_grows_and_shrinks_with_what_it_touches() -> No
         assert abs(anonymous_bytes() - before - size) < 4 << 20
         del view
     assert abs(anonymous_bytes() - before) < 4 << 20
+
+
+def test_an_ended_thread_of_c_is_none_though_python_keeps_its_object() -> None:
+    goes_on, asked = _thread.allocate_lock(), []
+
+    def asks() -> None:
+        asked.append(threading.current_thread())
+        with goes_on:
+            pass
+
+    with goes_on:
+        _thread.start_new_thread(asks, ())
+        wait_until(lambda: asked)
+        assert thread_key(asked[0]) in map(thread_key, living_threads())
+    wait_until(lambda: thread_key(asked[0]) not in map(thread_key, living_threads()))
+    if sys.version_info < (3, 13):
+        assert asked[0] in threading.enumerate()
+        threading._active.pop(asked[0].ident)  # type: ignore[attr-defined]
 
 
 def test_a_child_of_another_thread_is_a_child_too() -> None:

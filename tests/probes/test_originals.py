@@ -113,6 +113,11 @@ def test_no_module_that_judges_looks_up_what_a_test_may_have_replaced() -> None:
     assert [name for name in MAY_LOOK_UP if not found[name]] == []
 
 
+def test_no_module_that_judges_makes_an_object_for_a_thread_of_c() -> None:
+    calls = (node for file in modules() for node in ast.walk(parsed(file)) if isinstance(node, ast.Attribute))
+    assert [ast.unparse(node) for node in calls if node.attr in ("current_thread", "currentThread")] == []
+
+
 def test_what_a_test_replaces_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     reader = CounterReader(None)
     before = reader.read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import multiprocessing.connection
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from lowtide.probes.host.process_events import ProcessEvents
+from tests.waiting import wait_until
 
 WAITS = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
@@ -37,6 +39,20 @@ def test_a_wait_is_heard(heard: list[str]) -> None:
     child.communicate()
     assert child.returncode == 0
     assert "heard" in heard
+
+
+def test_a_thread_that_c_has_started_gets_no_object_of_python(heard: list[str]) -> None:
+    child = subprocess.Popen(WAITS, stdin=subprocess.PIPE)
+    done: list[bool] = []
+
+    def ends() -> None:
+        child.terminate()
+        done.append(threading.get_ident() in threading._active)  # type: ignore[attr-defined]
+
+    _thread.start_new_thread(ends, ())
+    wait_until(lambda: done)
+    child.communicate()
+    assert done == [False]
 
 
 def test_a_signal_is_heard_however_it_is_sent(heard: list[str]) -> None:

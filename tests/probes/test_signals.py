@@ -6,16 +6,13 @@ where no handler runs: a signal that has arrived waits until the program's own c
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -24,44 +21,7 @@ import pytest
 
 from lowtide.probes import stages
 from lowtide.probes.heap.births import Births, young_generations_tell
-
-ROUNDS = 200
-
-# Only tells the kernel: `os.kill` itself looks whether a signal has come.
-_KILL = ctypes.CDLL(None).kill
-
-_call: Callable[..., object] = partial.__call__
-
-
-class Arrived(BaseException):
-    """A handler has run."""
-
-
-@contextmanager
-def raising(number: int) -> Iterator[None]:
-    def handler(*_: object) -> None:
-        raise Arrived
-
-    before = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
-def arrivals(number: int, happens: Callable[[], partial[object]]) -> int:
-    """How many of `ROUNDS` signals arrive that are sent right before something happens, with no Python between."""
-    count = 0
-    with raising(number):
-        for _ in range(ROUNDS):
-            steps = partial(_KILL, os.getpid(), number), happens()
-            try:
-                deque(map(_call, steps), maxlen=0)
-                # The handler has run by now.
-                str(count)
-            except Arrived:
-                count += 1
-    return count
+from tests.sent_signals import ROUNDS, arrivals
 
 
 class InPython:

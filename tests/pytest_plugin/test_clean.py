@@ -262,6 +262,7 @@ def test_first_thread_that_compiles():
 # Everyday shapes.
 
 SHAPES = """
+import _thread
 import asyncio
 import collections
 import concurrent.futures
@@ -430,6 +431,13 @@ def test_executor_left_in_a_cycle():
 
 def test_thread_that_ends_a_little_later():
     threading.Thread(target=time.sleep, args=(0.2,)).start()
+
+
+def test_thread_of_c_that_asks_for_its_object():
+    asked = []
+    _thread.start_new_thread(lambda: asked.append(threading.current_thread()), ())
+    while not asked:
+        time.sleep(0.01)
 
 
 def test_thread_that_ends_a_little_later_with_a_tensor():
