@@ -16,12 +16,14 @@ from lowtide.engine import DriverError, EngineConfig, EngineState, LLMEngine, Ou
 from lowtide.engine.config import PRESETS
 from lowtide.engine.core import EngineCore
 from lowtide.engine.device_allocator.arena import Arena
+from lowtide.engine.device_allocator.host_memory import HostBuffer
 from lowtide.engine.device_allocator.transfer import TransferRing
 from lowtide.engine.kv.kv_cache import kv_cache_bytes_per_block
 from lowtide.engine.kv.kv_transfer import BlockTransfer
 from lowtide.engine.pages import open_backend
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.stages import announced_pools
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.cuda,
@@ -78,7 +80,7 @@ def test_a_leaked_tensor_keeps_the_arenas_memory_until_it_goes(used: Any) -> Non
     assert used() - before == 2 * MIB
     assert tensor.sum().item() == 5000.0
     del tensor
-    assert used() == before
+    wait_until(lambda: used() == before)
 
 
 def test_more_than_the_card_has_is_refused_and_nothing_is_kept(used: Any) -> None:
@@ -195,6 +197,16 @@ def test_a_create_without_room_takes_nothing(used: Any) -> None:
 def offloading(num_blocks: int) -> EngineConfig:
     per_block = kv_cache_bytes_per_block(PRESETS["tiny"], 16)
     return EngineConfig(device="cuda", num_blocks=num_blocks, kv_offload_bytes=64 * per_block)
+
+
+def test_a_dropped_host_buffer_is_unpinned_by_a_thread() -> None:
+    buffer = HostBuffer("offload", 4 * MIB, 2 * MIB, open_backend("cuda"))
+    tensor = buffer.tensor(0, 2 * MIB).fill_(7)
+    buffer.pin(0)
+    assert tensor.is_pinned()
+    del buffer
+    wait_until(lambda: not tensor.is_pinned())
+    assert tensor.sum().item() == 14 * MIB
 
 
 LONG = [[(7 * index + 101 * number) % 1000 for index in range(70)] for number in range(3)]
