@@ -15,7 +15,7 @@ import importlib
 import sys as sys_module
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
-from inspect import isclass, isroutine, unwrap
+from inspect import isclass, unwrap
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -51,7 +51,7 @@ class Kept:
 
 def _is_kept(name: str, value: object) -> bool:
     # `sys.excepthook` and its like are what the program has set last.
-    return not name.endswith("hook") and (isroutine(value) or isclass(value) or name.isupper())
+    return not name.endswith("hook") and (callable(value) or name.isupper())
 
 
 _NAMES = ("gc", "logging", "os", "resource", "signal", "sys", "tempfile", "threading", "time", "weakref")
@@ -61,13 +61,19 @@ if not TYPE_CHECKING:
     globals().update({name: _KEPT[name] for name in _NAMES})
 
 
+def keep(module: ModuleType) -> Kept:
+    """Return a module's functions as they are now; what somebody puts in their place is told by `replaced`."""
+    return _KEPT.setdefault(module.__name__, Kept(module))
+
+
 def replaced() -> list[str]:
     """Return the functions, as `os.open`, in whose place somebody has put one that does not call itself a wrapper."""
     return [
         f"{name}.{function}"
         for name, kept in _KEPT.items()
         for function, original in vars(kept).items()
-        if isroutine(original) and unwrap(vars(kept._module).get(function, str)) is not unwrap(original)
+        if callable(original) and not isclass(original)
+        if unwrap(vars(kept._module).get(function, str)) is not unwrap(original)
     ]
 
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lowtide.leakcheck.explaining import declarations
 from lowtide.leakcheck.explaining.container_entries import Entries
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.identities import identities, namespaces_of, types_of
+from lowtide.probes.original_numpy import np
 
 _UNMENTIONED = "a name that is in no source"
 

@@ -43,9 +43,8 @@ class TypeCounts:
 def _counts() -> dict[str, int]:
     """Without what the checker itself makes and keeps for its report."""
     # Not at the top: only a program with tensors has a use for numpy.
-    import numpy as np
-
     from lowtide.probes.objects.identities import identities, types_of
+    from lowtide.probes.original_numpy import np
 
     objects = all_objects()
     # Counted by type first: a name is made for one object of each.

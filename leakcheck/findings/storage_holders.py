@@ -8,8 +8,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from lowtide.leakcheck.baseline.storages import Key, storage_keys, tensors_in
 from lowtide.leakcheck.explaining.cuts import Names, NamespaceSizes
 from lowtide.leakcheck.explaining.explain import Explanation, explain
@@ -19,6 +17,7 @@ from lowtide.probes.allocation_stacks import StackFrame
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.heap.retained import Freed
 from lowtide.probes.objects.address_table import Ints
+from lowtide.probes.original_numpy import np
 
 Stacks = Callable[[str, Collection[int]], Mapping[int, Sequence[StackFrame]]]
 """The stacks on which memory was allocated, by address, for a device and some addresses."""

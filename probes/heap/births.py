@@ -7,8 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.collection_record import CollectionRecord
 from lowtide.probes.objects.address_table import Ints
@@ -16,6 +14,7 @@ from lowtide.probes.objects.collector import observed_collector, why_unusable
 from lowtide.probes.objects.foreign import mro_of
 from lowtide.probes.objects.identities import Identities, identities
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused, frozen_by_program
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded
 from lowtide.probes.references.unseen_references import is_script, tensors_of_script
 

@@ -9,8 +9,6 @@ from itertools import compress
 from types import MethodType
 from typing import Any
 
-import numpy as np
-
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import held_ranges, survey_storages
@@ -18,6 +16,7 @@ from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import module_of_class, type_name
 from lowtide.probes.objects.identities import identities, misses_of
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, loaded, logging, weakref
 
 LRU_CACHE = type(functools.lru_cache(maxsize=1)(len))

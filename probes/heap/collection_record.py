@@ -22,10 +22,9 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-import numpy as np
-
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.identities import types_in_c
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc, os, sys
 
 _ENTRIES = 2

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 
 from lowtide.probes.heap.roots import (
@@ -42,6 +41,7 @@ from lowtide.probes.objects.identities import (
     types_of,
 )
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
 from lowtide.probes.references.edges import GENERATORS
 from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_holders

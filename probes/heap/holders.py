@@ -15,8 +15,6 @@ import contextlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from types import FrameType, ModuleType
 
-import numpy as np
-
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.landmarks import landmarks
 from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, Step
@@ -25,6 +23,7 @@ from lowtide.probes.heap.search import BLOCKED, ROOT, UNSEEN, Search
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import is_a, is_definition, type_name
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
+from lowtide.probes.original_numpy import np
 from lowtide.probes.references.edges import EdgeNamer
 from lowtide.probes.references.entries import Edge
 

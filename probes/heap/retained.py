@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-import numpy as np
 import numpy.typing as npt
 
 from lowtide.probes.heap.search import Search
 from lowtide.probes.objects.address_table import Indices, Ints
+from lowtide.probes.original_numpy import np
 
 Cuts = tuple[Sequence[int], Sequence[tuple[int, Ints]]]
 """A path's nodes, and its cuts: the place in it that each starts from, and the places of edges that go with it."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from types import FunctionType, ModuleType
 
-import numpy as np
 import numpy.typing as npt
 
 from lowtide.probes.heap.graph import Graph
@@ -13,6 +12,7 @@ from lowtide.probes.heap.roots import CHECKER, FIRST, LAST, LATER, Root, RootKin
 from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.c_modules import without_state
 from lowtide.probes.objects.foreign import LRU_CACHE, described, is_a, is_callable, type_name
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
 from lowtide.probes.references.cxx_holders import held_as
 from lowtide.probes.references.definitions import is_dict_of_cache

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import numpy.typing as npt
+
+from lowtide.probes.original_numpy import np
 
 Ints = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.int32]

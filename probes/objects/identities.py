@@ -18,15 +18,13 @@ from itertools import chain
 from types import ModuleType
 from typing import Any, Union
 
-import numpy as np
-
 # `np.unique` imports it when it is first called, which in the middle of a reading would pass for the program's import.
-import numpy.ma
 import numpy.typing as npt
 
 from lowtide.probes.objects.address_table import AddressTable, Ints, first_places
 from lowtide.probes.objects.foreign import dict_of_module, flags_of
 from lowtide.probes.objects.object_places import ObjectPlaces
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
 
 Places = Union[AddressTable, ObjectPlaces]  # noqa: UP007 - evaluated

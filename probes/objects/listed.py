@@ -99,9 +99,8 @@ class Census:
 
     def __init__(self, objects: Iterable[object]) -> None:
         # Not at the top: a program without tensors shall not load numpy for being watched.
-        import numpy as np
-
         from lowtide.probes.objects.identities import identities, object_at, types_of
+        from lowtide.probes.original_numpy import np
 
         self._objects = objects if type(objects) is list else list(objects)
         # By identity, and so never by the `__hash__` or `__eq__` of a metaclass.
@@ -127,7 +126,7 @@ class Census:
 
         census = cls([])
         if types is None:
-            import numpy as np
+            from lowtide.probes.original_numpy import np
 
             types = {kind: object_at(kind) for kind in np.unique(kinds).tolist()}
         census._objects, census._kinds, census._types = objects, kinds, types
@@ -154,7 +153,7 @@ class Census:
     def _of(self, kinds: set[int]) -> list[Any]:
         if not kinds:
             return []
-        import numpy as np
+        from lowtide.probes.original_numpy import np
 
         places = np.flatnonzero(np.isin(self._kinds, np.fromiter(kinds, np.int64, len(kinds))))
         return [self._objects[place] for place in places.tolist()]
@@ -170,10 +169,9 @@ def _add_what_is_reached(found: list[object]) -> Any:
         The identity of each object's type, shape [len(found)].
     """
     # Not at the top: see `Census`.
-    import numpy as np
-
     from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
     from lowtide.probes.objects.identities import Tracked, identities, objects_at, places_of, types_of
+    from lowtide.probes.original_numpy import np
 
     table, tracked = places_of(identities(found)), Tracked()
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
 from lowtide.probes.objects.address_table import Indices, Ints
+from lowtide.probes.original_numpy import np
 
 _SLOT = 4
 """Bits of an address that count within 16 bytes."""

@@ -16,10 +16,9 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.identities import object_at
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import contents, loaded, os
 
 _WORD = 8

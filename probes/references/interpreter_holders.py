@@ -12,11 +12,10 @@ import sys as sys_module
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import described, is_a, type_name
 from lowtide.probes.objects.identities import object_at
+from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import loaded, os, signal, sys, threading
 
 _WORD = 8

@@ -33,6 +33,8 @@ MAY_LOOK_UP = {
     "leakcheck/processes/tree_end.py": "of a command that looks at another program",
     "probes/device/allocator_snapshots.py": "writes a file that the user asked for",
     "probes/objects/whose_code.py": "while it is imported",
+    "probes/kernels/host.py": "called by engines",
+    "probes/original_numpy.py": "when numpy is first needed",
     "probes/processes/agents.py": "joins and keeps a path",
     "probes/processes/holders.py": "of a command that looks at other programs",
     "probes/processes/outside_view.py": "of a command that looks at other programs",
@@ -67,8 +69,8 @@ def replaceable(tree: ast.Module) -> Iterator[str]:
     }
     for node in ast.walk(tree):
         match node:
-            case ast.Import(names=names) if any(name.name == "psutil" for name in names):
-                yield f"{node.lineno}: psutil"
+            case ast.Import(names=names) if any(name.name in ("numpy", "psutil") for name in names):
+                yield f"{node.lineno}: {ast.unparse(node)}"
             case ast.ImportFrom(module="pathlib", names=names) if any(name.name == "Path" for name in names):
                 yield f"{node.lineno}: Path"
             case ast.ImportFrom(module=str(module), names=names) if module in KEPT:
@@ -135,6 +137,7 @@ REPLACED = {
     "threading": "enumerate current_thread gettrace",
     "gc": "get_freeze_count get_objects isenabled",
     "builtins": "open",
+    "numpy": "arange array concatenate empty flatnonzero frombuffer fromiter zeros",
 }
 
 
