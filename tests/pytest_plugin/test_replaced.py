@@ -26,6 +26,7 @@ NAMES = '''
     sys.getsizeof sys.getrefcount sys._getframe resource.getrusage logging.getLoggerClass tempfile.gettempdir
     psutil.Process psutil.virtual_memory subprocess.Popen multiprocessing.active_children weakref.ref
     dataclasses.replace torch.cuda.is_initialized torch.cuda.is_available torch.cuda.device_count torch.is_grad_enabled
+    numpy.arange numpy.array numpy.concatenate numpy.empty numpy.flatnonzero numpy.frombuffer numpy.fromiter numpy.zeros
 '''.split()
 KEPT = []
 STAY = threading.Event()
