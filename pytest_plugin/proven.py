@@ -38,8 +38,8 @@ class DeferredProofs:
 
     def add(self, subject: Subject, unproven: DeferredRemedies) -> None:
         """Remember what is to be tried: for what fails or warns, and for nothing that is known."""
-        reported = [part for item in subject.findings for part in (item, *item.parts)]
-        later = unproven.only(frozenset(part.fingerprint for part in reported if part.suppressed_by is None))
+        findings = [part for item in subject.findings for part in (item, *item.parts)]
+        later = unproven.only(frozenset(part.fingerprint for part in findings if part.suppressed_by is None))
         if later.tensors or later.items:
             self._unproven.append((subject.id, later))
 
@@ -70,11 +70,11 @@ def with_proven(subjects: Sequence[Subject], proven: Sequence[Proven]) -> list[S
     waiting: dict[str, list[Proven]] = {}
     for known in proven:
         waiting.setdefault(known.id, []).append(known)
-    reported = []
+    updated = []
     for subject in subjects:
         found = waiting.get(subject.id) if subject.outcome == "leak" else None
-        reported.append(_with_remedies(subject, found.pop(0)) if found else subject)
-    return reported
+        updated.append(_with_remedies(subject, found.pop(0)) if found else subject)
+    return updated
 
 
 def _with_remedies(subject: Subject, proven: Proven) -> Subject:

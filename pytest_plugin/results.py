@@ -87,17 +87,17 @@ class Results:
 
     def retell(self, proven: Sequence[Proven]) -> None:
         """Put what was proven into the subjects, and into what the terminal has still to show."""
-        reported = with_proven(self.subjects, proven)
+        subjects = with_proven(self.subjects, proven)
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
             texts: dict[str, str] = {}
-            for before, after in zip(self.subjects, reported, strict=True):
+            for before, after in zip(self.subjects, subjects, strict=True):
                 if before is not after and is_bad(before):
                     verbosity = self._config.get_verbosity()
                     texts[terminal.details(before, verbosity)] = terminal.details(after, verbosity)
                     texts[terminal.headline(before)] = terminal.headline(after)
             retell(reporter.stats, texts)
-        self.subjects = reported
+        self.subjects = subjects
 
     def as_output(self) -> dict[str, object]:
         """What an xdist worker sends of them, for `add_output`: what was judged outside of tests, and what it used."""

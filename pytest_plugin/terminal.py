@@ -175,5 +175,5 @@ def details(subject: Subject, verbosity: int) -> str:
             continue
         lines.append(f"  {finding.resource}/{finding.cause}: {first_line(finding)}")
         shown = terminal_lines(finding, "with -v", whole=verbosity > 0)
-        lines += [f"    {reported.text}" for reported in shown]
+        lines += [f"    {detail.text}" for detail in shown]
     return "\n".join(map(one_line, lines))

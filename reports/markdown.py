@@ -143,15 +143,15 @@ def _row(subject: Subject, finding: Finding) -> str:
 
 def _details(leaks: Sequence[tuple[Subject, Finding]]) -> Iterator[str]:
     """A list for each of the largest leaks of which more is known than its row says."""
-    reported = [leak for leak in leaks if _has_details(leak[1])]
-    if reported:
+    detailed = [leak for leak in leaks if _has_details(leak[1])]
+    if detailed:
         yield "### Who holds it"
-    for subject, finding in reported[:MOST_DETAILED]:
+    for subject, finding in detailed[:MOST_DETAILED]:
         lines = finding_lines(finding, whole=False, rest="in leakcheck.json")
         yield f"{as_code(subject.id)}: {finding.resource}/{finding.cause}, {amount(finding)}"
         yield "\n".join(f"- {_detail(line)}" for line in lines)
-    if len(reported) > MOST_DETAILED:
-        yield f"… and {len(reported) - MOST_DETAILED} more; all are in `leakcheck.json`"
+    if len(detailed) > MOST_DETAILED:
+        yield f"… and {len(detailed) - MOST_DETAILED} more; all are in `leakcheck.json`"
 
 
 def _has_details(finding: Finding) -> bool:

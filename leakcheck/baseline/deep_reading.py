@@ -80,16 +80,16 @@ class DeepReader:
 
     Attributes:
         read: reads the counters.
-        books: who owns what.
+        ownership: who owns what.
         births: what was born.
-        cards: what is on the cards besides tensors.
+        device_memory: what is on the cards besides tensors.
         caches: the filled caches.
     """
 
     read: Callable[[], Counters]
-    books: Ownership
+    ownership: Ownership
     births: Births
-    cards: DeviceMemory
+    device_memory: DeviceMemory
     caches: FilledCaches
 
     def __call__(
@@ -112,7 +112,7 @@ class DeepReader:
             last: an earlier reading, if nothing has been done since by which an object could have gone.
         """
         now = self.read()
-        claims = Claims(self.books.live)
+        claims = Claims(self.ownership.live)
         born: Sequence[Newborn] = ()
         if last is None:
             survey = survey_births(self.births)
@@ -122,12 +122,12 @@ class DeepReader:
         else:
             heap = last.heap
         explained = heap.new_on_cpu + self._named_shared_memory(now)
-        cards = self.cards.new_items(now, devices_of(now), {address for _, address in heap.alive})
+        cards = self.device_memory.new_items(now, devices_of(now), {address for _, address in heap.alive})
         readings: list[Reading] = []
         for subject in subjects:
             items: dict[str, Mapping[str, int]] = {}
             for key in (*now.items, "globals"):
-                items[key] = self.books.new_items(key, now, subject, ended)
+                items[key] = self.ownership.new_items(key, now, subject, ended)
                 if subject is None:
                     items[key] = unclaimed(key, items[key], claims)
             items |= self._idle_pools(now, subject, ended)
@@ -151,7 +151,7 @@ class DeepReader:
 
     def _named_shared_memory(self, now: Counters) -> int:
         """Bytes of the new files in /dev/shm that are mapped here: they are judged by name, whoever's they are."""
-        new = now.items.get("shared-memory", {}).keys() - self.books.baseline.items.get("shared-memory", {}).keys()
+        new = now.items.get("shared-memory", {}).keys() - self.ownership.baseline.items.get("shared-memory", {}).keys()
         mapped = new & mapped_shared_memory([os.getpid()]) if new else set()
         return sum(_size_of(name) for name in mapped)
 
@@ -160,7 +160,7 @@ class DeepReader:
         found = {}
         for key, names in () if owner is None else owner.items.items():
             if names and key.startswith("allocations "):
-                there = self.cards.all_items(now, key.partition(" ")[2], ()).get(key, {})
+                there = self.device_memory.all_items(now, key.partition(" ")[2], ()).get(key, {})
                 found[key] = {name: size for name, size in there.items() if name in names}
         return found
 
@@ -168,7 +168,7 @@ class DeepReader:
         """What the driver's memory pools keep of what a subject has freed."""
         found = {}
         for key in now.amounts:
-            share = self.books.shares(key, now, ended)[id(subject)] if key.startswith(MEMORY_POOL) else None
+            share = self.ownership.shares(key, now, ended)[id(subject)] if key.startswith(MEMORY_POOL) else None
             if share is not None and share > 0:
                 found[key] = {IDLE_POOL: share}
         return found
@@ -177,10 +177,10 @@ class DeepReader:
         """By how much each level is above what it should be, as far as nothing finer explains it."""
         levels: dict[str, int | None] = {}
         for key in now.amounts:
-            share = self.books.shares(key, now, ended)[id(subject)]
+            share = self.ownership.shares(key, now, ended)[id(subject)]
             if key.startswith(("allocated ", "reserved ", MEMORY_POOL)):
                 continue  # their parts are judged one by one
-            if key.startswith("driver ") and self.cards.lists_allocations(key.partition(" ")[2]):
+            if key.startswith("driver ") and self.device_memory.lists_allocations(key.partition(" ")[2]):
                 continue
             if share is not None and subject is None and key == "host-memory":
                 share -= explained

@@ -74,7 +74,7 @@ class FilledCaches:
         # Those in which the last cheap look found anything; None until there was one.
         self._holding: list[Any] | None = None
         self._born: Collection[int] | None = ()
-        self._reported: dict[str, CachedItem] = {}
+        self._cached_items: dict[str, CachedItem] = {}
         self._owned: set[int] = set()
         self._entered: list[set[int]] = []
         self._alone: dict[int, bool] = {}
@@ -129,7 +129,7 @@ class FilledCaches:
     def forget(self) -> None:
         """Let go of the caches themselves."""
         self._filled, self._holding = [], None
-        self._reported = {}
+        self._cached_items = {}
         self._alone = {}
 
     def suspects(self, survivors: Iterable[Newborn]) -> bool:
@@ -162,20 +162,20 @@ class FilledCaches:
         found: dict[str, int] = {}
         for cache, items in in_each:
             for item in _outermost([item for item in items if self._alone[id(item)]], judged, namespaces):
-                text = _reported(item, cache)
+                text = _described(item, cache)
                 found[text] = 1
-                self._reported[text] = CachedItem(weakref.ref(cache), _name(cache), id(item))
+                self._cached_items[text] = CachedItem(weakref.ref(cache), _name(cache), id(item))
         return found
 
     def stage_of(self, name: str) -> str:
         """In which stage what this text names got into its cache; empty if it is no such text."""
-        reported = self._reported.get(name)
-        cache = None if reported is None else reported.cache()
+        item = self._cached_items.get(name)
+        cache = None if item is None else item.cache()
         return "" if cache is None else self._stages.get(id(cache), "")
 
     def of(self, names: Iterable[str]) -> dict[str, CachedItem]:
         """What these texts name; it may be asked for long after `forget`."""
-        return {name: self._reported[name] for name in names if name in self._reported}
+        return {name: self._cached_items[name] for name in names if name in self._cached_items}
 
     def _new_in_each(
         self, caches: Sequence[Any], survivors: Iterable[Newborn], namespaces: Collection[int]
@@ -185,8 +185,8 @@ class FilledCaches:
         found = []
         for cache, objects, _ in walk_caches(caches, namespaces, _MOST_REACHED, _MOST_IN_ALL):
             new = [item for item in _kept_among(objects) if self._is_new(item, newborn)]
-            stays = exempt("lru-cache", [_reported(item, cache) for item in new]) if new else set()
-            found.append((cache, [item for item in new if _reported(item, cache) not in stays]))
+            stays = exempt("lru-cache", [_described(item, cache) for item in new]) if new else set()
+            found.append((cache, [item for item in new if _described(item, cache) not in stays]))
         return found
 
     def _is_new(self, item: object, newborn: Collection[int]) -> bool:
@@ -227,7 +227,7 @@ def _single_entries(cache: Any) -> list[Any]:
     ]
 
 
-def _reported(item: object, cache: Any) -> str:
+def _described(item: object, cache: Any) -> str:
     return f"{type_name(type(item))} at {id(item):#x} in {_name(cache)}"
 
 

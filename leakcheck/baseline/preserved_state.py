@@ -170,7 +170,7 @@ class PreservedState:
     ) -> Finding:
         shown = first_of(names, _LISTED)
         several = f"{format_amount(len(names), 'tensors')} ({shown})"
-        reported = one.format(shown) if len(names) == 1 else many.format(several)
+        text = one.format(shown) if len(names) == 1 else many.format(several)
         return Finding(
             resource=resource,
             cause=cause,
@@ -178,7 +178,7 @@ class PreservedState:
             count=len(names),
             device=self._device,
             stage=stage,
-            message=reported + where,
+            message=text + where,
             fingerprint=fingerprint(resource=resource, device=self._device, stage=stage, suspects=(*names, cause)),
             holder=shown,
             advice=advice,

@@ -10,7 +10,7 @@ from typing import Optional
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.judging.exemptions import exempt
-from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_between, reported
+from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_between, describe_change
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.settings.setting_history import SettingHistory
 from lowtide.probes.host.counters import Counters
@@ -143,7 +143,7 @@ class Ownership:
     def new_items(self, key: str, now: Counters, subject: Subject, ended: Sequence[Owner]) -> dict[str, int]:
         """What is there now, by name, and should not be: the test's, or an ended owner's."""
         if key == "globals":
-            return dict.fromkeys(map(reported, self.left(now, subject, ended)), 1)
+            return dict.fromkeys(map(describe_change, self.left(now, subject, ended)), 1)
         names = now.items.get(key, {})
         if subject is not None:
             own = subject.items.get(key, ())

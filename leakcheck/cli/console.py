@@ -41,8 +41,8 @@ def find_console(output: TextIO | None = None) -> Console:
     if (output or sys.stdout).isatty():
         made = console(color_system=None if colors_are_off() else "auto")
     else:
-        reported = os.environ.get("COLUMNS", "")
-        width = int(reported) if reported.isdecimal() and int(reported) else WITHOUT_TERMINAL
+        columns = os.environ.get("COLUMNS", "")
+        width = int(columns) if columns.isdecimal() and int(columns) else WITHOUT_TERMINAL
         made = console(width=width, soft_wrap=True, force_terminal=False)
     made.push_render_hook(_EscapesLines())
     return made

@@ -109,7 +109,7 @@ def _fuzz(
     driver = find_driver()
     try:
         with begin_report(report, driver):
-            subject, program, reported = _search(
+            subject, program, attempts = _search(
                 target, device, examples, steps, seed, shape, defect, faults, jobs, console
             )
         written = make_report(subject, driver)
@@ -122,7 +122,7 @@ def _fuzz(
             write_program(report, program)
         except schema.ReportError as error:
             unwritten = str(error)
-    for line in verdict(subject, reported):
+    for line in verdict(subject, attempts):
         console.print(line)
     if program:
         say("", "The life that fails, as a program:", "", *program.split("\n"))

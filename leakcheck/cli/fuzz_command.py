@@ -255,18 +255,18 @@ def _sweep_subject(subjected: Subjected, tried: Sequence[Swept | Killed], unknow
     )
 
 
-def verdict(subject: Subject, reported: str | Table) -> Iterator[RenderableType]:
+def verdict(subject: Subject, attempts: str | Table) -> Iterator[RenderableType]:
     """What is shown in the end."""
-    if isinstance(reported, Table):
-        yield reported
+    if isinstance(attempts, Table):
+        yield attempts
     for missing in subject.not_measured:
         if missing.process is not None and subject.outcome == "unsupported":
             continue  # its reason says so
         yield not_judged_text(missing)
     for finding in subject.findings:
         yield finding_text(finding)
-    if isinstance(reported, str):
-        tried = reported
+    if isinstance(attempts, str):
+        tried = attempts
     else:
         ended = bool(subject.reason) and subject.outcome != "unsupported"
         tried = "not everything was tried" if ended else "every fault point was failed once"

@@ -33,11 +33,11 @@ def suppress(
         added = append_entries(file, [finding for subject in subjects for finding in subject.findings])
     except (schema.ReportError, SuppressionError) as error:
         refuse(str(error))
-    for line in _reported(added, folder, file):
+    for line in _lines(added, folder, file):
         say(line)
 
 
-def _reported(added: Added, folder: Path, file: Path) -> Iterator[str]:
+def _lines(added: Added, folder: Path, file: Path) -> Iterator[str]:
     """What `suppress` says of what it did."""
     already = f"{added.known} leak(s) have an entry in {file} already" if added.known else ""
     if not added.entries:

@@ -165,12 +165,13 @@ def explain(
             None if draft is None else parts.explanation(draft, whole[draft.place], is_own=draft.place == place)
             for place, draft in enumerate(drafts)
         ]
-        lost = [place for place, reported in enumerate(explained) if reported is None]
+        lost = [place for place, explanation in enumerate(explained) if explanation is None]
         holders = dict(zip(lost, found.types_of_holders(lost, {id(targets), *ignore}), strict=True)) if lost else {}
         some_frozen = bool(lost) and gc.get_freeze_count() > FROZEN_AT_STARTUP
         return [
-            reported or _without_path(target, natively, holders[place], frozen=some_frozen and found.is_frozen(place))
-            for place, (target, reported) in enumerate(zip(targets, explained, strict=True))
+            explanation
+            or _without_path(target, natively, holders[place], frozen=some_frozen and found.is_frozen(place))
+            for place, (target, explanation) in enumerate(zip(targets, explained, strict=True))
         ]
 
 

@@ -152,16 +152,14 @@ def advice_for_finalizer(name: str, owners: Sequence[object]) -> str:
     # What it keeps beside the weak reference: its function, and what that is called with.
     held: Any = next((owner for owner in owners if type(owner) is _FINALIZER), None)
     function: Any = None if held is None else held.func
-    reported: Any = ""
+    origin: Any = ""
     if type(function) is MethodType:
-        reported = type_name(type(function.__self__))
+        origin = type_name(type(function.__self__))
     elif type(function) is FunctionType:
-        reported = function.__module__
+        origin = function.__module__
     # A library keeps its finalizers to itself.
-    known = next((text for pattern, text in _KNOWN if type(reported) is str and pattern.fullmatch(reported)), "")
-    return (
-        f"{name} is {top_of(reported)}'s: {known}" if known else f"call detach() of {name} when what it is for is over"
-    )
+    known = next((text for pattern, text in _KNOWN if type(origin) is str and pattern.fullmatch(origin)), "")
+    return f"{name} is {top_of(origin)}'s: {known}" if known else f"call detach() of {name} when what it is for is over"
 
 
 _KERNELS = (

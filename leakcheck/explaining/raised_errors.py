@@ -8,19 +8,19 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def unraisable_reported() -> Iterator[list[str]]:
+def unraisable_texts() -> Iterator[list[str]]:
     """What is raised where nobody can catch it (in a `__del__`) while the block lets things go, as text.
 
     A test runner's own hook would keep the error, and with it what should go, and blame it on the next test.
     """
-    reported: list[str] = []
+    texts: list[str] = []
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        reported.append(error_text(unraisable.exc_type, unraisable.exc_value))
+        texts.append(error_text(unraisable.exc_type, unraisable.exc_value))
 
     before, sys.unraisablehook = sys.unraisablehook, hook
     try:
-        yield reported
+        yield texts
     finally:
         sys.unraisablehook = before
 

@@ -18,7 +18,7 @@ from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of
 from lowtide.leakcheck.findings.graph_parts import graph_parts
 from lowtide.leakcheck.findings.grouping import BELONGING, Cause, by_cause
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
-from lowtide.leakcheck.findings.running_threads import reported_with, works
+from lowtide.leakcheck.findings.running_threads import with_work, works
 from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, older_than
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
@@ -137,7 +137,11 @@ def _changes_for(draft: Draft) -> set[Hashable]:
         pools = {("pools", _change(cut, draft.finding.device))} if cut is not None else set()
         return {*_caches_of(draft), *pools}
     if isinstance(draft, TensorLeak):
-        return {_change(cut, draft.finding.device) for reported in draft.explanations.values() for cut in reported.cuts}
+        return {
+            _change(cut, draft.finding.device)
+            for explanation in draft.explanations.values()
+            for cut in explanation.cuts
+        }
     return set()
 
 
@@ -164,19 +168,19 @@ def _by_work(draft: ItemLeak, context: Context) -> list[ItemLeak]:
     parts = [(only(draft, {name: draft.names[name] for name in work.names}), work) for work in found]
     if len(found) + bool(rest) == 1:
         parts = [(draft, work) for work in found]
-    reported = [reported_with(part, work) for part, work in parts]
-    return [*reported, *([only(draft, rest) if reported else draft] if rest else [])]
+    leaks = [with_work(part, work) for part, work in parts]
+    return [*leaks, *([only(draft, rest) if leaks else draft] if rest else [])]
 
 
 def _holder_of(draft: Draft, turn: int, context: Context) -> Cause | None:
     """Who holds the objects that stand for descriptors or shared memory, where that is one for all of them."""
     if not isinstance(draft, ItemLeak) or draft.key not in ("file-descriptors", "shared-memory"):
         return None
-    reported = _causes_by_name(stand_ins(census_of(context.walk), {draft.key: [*draft.names]}), context)
-    keys = {cause.key for cause in reported.values()}
-    if len(keys) != 1 or len(reported) != len(draft.names):
+    causes = _causes_by_name(stand_ins(census_of(context.walk), {draft.key: [*draft.names]}), context)
+    keys = {cause.key for cause in causes.values()}
+    if len(keys) != 1 or len(causes) != len(draft.names):
         return None
-    return replace(next(iter(reported.values())), key=("held", turn))
+    return replace(next(iter(causes.values())), key=("held", turn))
 
 
 def _is_one_thing(group: Sequence[_Named], owners: Mapping[_Named, Any]) -> bool:
@@ -187,7 +191,7 @@ def _is_one_thing(group: Sequence[_Named], owners: Mapping[_Named, Any]) -> bool
 def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Named, Cause]:
     """What the things that an object stands for are held by."""
     objects = list({id(item): item for item in owners.values()}.values())
-    reported = first_holders(
+    holders = first_holders(
         objects,
         ignore={id(objects), id(owners)},
         innocent=older_than(context),
@@ -195,7 +199,7 @@ def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Nam
         living=context.living,
         walk=context.walk,
     )
-    by_object = {id(item): _cause(holder) for item, holder in zip(objects, reported, strict=True)}
+    by_object = {id(item): _cause(holder) for item, holder in zip(objects, holders, strict=True)}
     return {named: cause for named, item in owners.items() if (cause := by_object[id(item)]) is not None}
 
 
@@ -286,15 +290,15 @@ def _way_to_loss(path: Sequence[Hop]) -> tuple[str, ...]:
 def _with_losses(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
     """And the losses themselves, held by the same edges as their graphs; where nothing else is in their finding."""
     graphs = {
-        _way_to_loss(reported.path): cause
+        _way_to_loss(explanation.path): cause
         for draft, cause in zip(drafts, causes, strict=True)
         if isinstance(draft, TensorLeak) and cause is not None and draft.finding.cause == "autograd"
-        for reported in draft.explanations.values()
+        for explanation in draft.explanations.values()
     }
     found = []
     for draft, cause in zip(drafts, causes, strict=True):
         if cause is None and isinstance(draft, TensorLeak) and draft.explanations:
-            ways = {tuple(hop.edge for hop in reported.path) for reported in draft.explanations.values()}
+            ways = {tuple(hop.edge for hop in explanation.path) for explanation in draft.explanations.values()}
             cause = graphs.get(min(ways)) if ways <= graphs.keys() else None
         found.append(cause)
     return found
@@ -345,7 +349,7 @@ def _with_host_memory(
 def _objects_of(draft: Draft, walk: SharedWalk | None) -> list[Any]:
     """What a finding is about, as far as objects stand for it: new objects on the way to tensors, threads, entries."""
     if isinstance(draft, TensorLeak):
-        new = frozenset().union(*(reported.new for reported in draft.explanations.values()))
+        new = frozenset().union(*(explanation.new for explanation in draft.explanations.values()))
         return objects_of(new, walk) if new else []
     if isinstance(draft, ItemLeak) and draft.key == "threads":
         return [thread for thread in threading.enumerate() if thread_key(thread) in draft.names]

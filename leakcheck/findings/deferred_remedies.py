@@ -149,11 +149,11 @@ def try_deferred(
                 if not budget.is_spent and item.finding.resource == "reserved":
                     draft = replace(draft.among(draft.left(readings)), explanation=holders.of(item))
                 actions = actions_for(draft, patience, may_unfreeze=True, walk=walk)
-            reported = try_actions(draft, actions, functools.partial(item.left, left), driver, budget)
+            finding = try_actions(draft, actions, functools.partial(item.left, left), driver, budget)
             if actions and draft.names:
                 readings.forget()
                 holders.forget(draft)
-            findings[item.finding.fingerprint] = reported
+            findings[item.finding.fingerprint] = finding
     return found
 
 
@@ -206,7 +206,7 @@ class _PoolHolders:
             return
         cut = None if given_back.explanation is None else given_back.explanation.cut
         if cut is not None and not cut.ends_anyway:
-            ways = [reported.through for reported in self._known.values() if reported is not None]
+            ways = [explanation.through for explanation in self._known.values() if explanation is not None]
             if cut.place is None or not any(cut.place.container in way for way in ways):
                 return
         self._known.clear()

@@ -54,12 +54,12 @@ def by_holder(names: Mapping[str, int], context: Context) -> tuple[Held, ...]:
     Returns:
         The largest first, those that nobody is known to hold last; empty if there are no names.
     """
-    reported = _explained({identity for name in names if (identity := _pool_of(name)) is not None}, context)
+    explained = _explained({identity for name in names if (identity := _pool_of(name)) is not None}, context)
     parts: dict[object, dict[str, int]] = {}
     holders: dict[object, tuple[Explanation, Cause]] = {}
     for name, size in names.items():
         identity = _pool_of(name)
-        holder = reported.get(identity) if identity is not None else None
+        holder = explained.get(identity) if identity is not None else None
         # As the fingerprint has it, so that no two of them share one.
         mark = None if holder is None else (holder[1], holder[0].suspects[:1])
         parts.setdefault(mark, {})[name] = size
@@ -119,17 +119,17 @@ def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
     if others is not None and others.remedy is not None:
         size, returned = size + others.bytes, returned + others.remedy.returns_bytes
     action = pools.remedy.action
-    reported = msgspec.structs.replace(pools if others is None else others, former_fingerprint=pools.fingerprint)
+    finding = msgspec.structs.replace(pools if others is None else others, former_fingerprint=pools.fingerprint)
     return msgspec.structs.replace(
-        reported,
+        finding,
         bytes=size,
         # That of the default pool's finding, also in a life in which nothing of that pool is reported.
         fingerprint=fingerprint(
-            resource=reported.resource, device=reported.device, stage=reported.stage, suspects=("", reported.cause)
+            resource=finding.resource, device=finding.device, stage=finding.stage, suspects=("", finding.cause)
         ),
         holder=ALLOCATOR_HOLDER,
         remedy=Remedy(action=action, returns_bytes=returned),
-        message=f"{format_bytes(size)} of reserved on {reported.device} did not come back at {reported.stage}, "
+        message=f"{format_bytes(size)} of reserved on {finding.device} did not come back at {finding.stage}, "
         f"{of_pools}; "
         f"{action} returns {format_bytes(returned)}",
     )
@@ -137,16 +137,16 @@ def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
 
 def _of_pools(leak: ItemLeak, names: Mapping[str, int], mapped: Sequence[Range] | None) -> ItemLeak:
     """The finding as one about these pools, with their ids and not with the address of each segment."""
-    reported, sizes = leak.finding, _sizes(names)
+    finding, sizes = leak.finding, _sizes(names)
     size = sum(sizes.values())
     pools = first_of([f"{pool}: {format_bytes(amount)}" for pool, amount in sizes.items()], _SHOWN)
     word = "a private pool" if len(sizes) == 1 else f"{len(sizes)} private pools"
-    since = f", since {reported.stage}"
-    when = since if since in reported.message else f" at {reported.stage}"
+    since = f", since {finding.stage}"
+    when = since if since in finding.message else f" at {finding.stage}"
     finding = msgspec.structs.replace(
-        reported,
+        finding,
         bytes=size,
-        message=f"{format_bytes(size)} reserved on {reported.device} in {word} of torch's allocator, in which nothing "
+        message=f"{format_bytes(size)} reserved on {finding.device} in {word} of torch's allocator, in which nothing "
         f"lives, did not come back{when} ({pools}){_without_memory(names, mapped)}",
         holder=first_of(list(sizes), _SHOWN),
     )
@@ -211,7 +211,7 @@ def _with_holder(leak: ItemLeak, held: Held) -> ItemLeak:
 def _explained(wanted: Collection[PoolId], context: Context) -> dict[PoolId, tuple[Explanation, Cause]]:
     """Who holds each of some pools, and what that is, for those that anybody holds."""
     holders = [item for item in _pool_owners(context.walk) if _pool_id(item) in wanted]
-    reported = explain(
+    explanations = explain(
         holders,
         ignore={id(holders)},
         innocent=older_than(context),
@@ -222,7 +222,7 @@ def _explained(wanted: Collection[PoolId], context: Context) -> dict[PoolId, tup
         walk=context.walk,
     )
     found: dict[PoolId, tuple[Explanation, Cause]] = {}
-    for item, explanation in zip(holders, reported, strict=True):
+    for item, explanation in zip(holders, explanations, strict=True):
         identity = _pool_id(item)
         known = None if identity is None else found.get(identity)
         if identity is not None and explanation.path and (known is None or len(explanation.path) < len(known[0].path)):

@@ -31,17 +31,17 @@ class _Held:
 
     bytes: int
     kind: str
-    reported: Explanation
+    explanation: Explanation
 
     @property
     def container(self) -> Hashable:
         """What is the same for all arrays that lie in one container."""
-        return tuple(hop.edge for hop in self.reported.path[:-1])
+        return tuple(hop.edge for hop in self.explanation.path[:-1])
 
     @property
     def turn(self) -> int:
         """Its place in a list; 0 elsewhere."""
-        index = _INDEX.search(self.reported.path[-1].edge)
+        index = _INDEX.search(self.explanation.path[-1].edge)
         return int(index[1]) if index is not None else 0
 
 
@@ -60,9 +60,9 @@ def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     found = held_by_arrays(leak.finding, leak.finding.bytes, context)
     if found is None:
         return leak
-    finding, reported = found
+    finding, explanation = found
     finding = msgspec.structs.replace(finding, former_fingerprint=leak.finding.fingerprint)
-    return with_fingerprint(replace(leak, finding=finding, explanation=reported), leak.module)
+    return with_fingerprint(replace(leak, finding=finding, explanation=explanation), leak.module)
 
 
 def held_by_arrays(finding: Finding, size: int, context: Context) -> tuple[Finding, Explanation] | None:
@@ -78,23 +78,23 @@ def held_by_arrays(finding: Finding, size: int, context: Context) -> tuple[Findi
         return None
     first, amount = found[0], sum(each.bytes for each in found)
     arrays = f"{format_bytes(amount)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
-    reported = first.reported
+    explanation = first.explanation
     named = msgspec.structs.replace(
         finding,
-        cause=reported.cause,
-        verdict=reported.verdict,
-        holder=reported.holder,
-        path=reported.path,
-        message=f"{finding.message}; {arrays} held by {reported.holder}",
-        advice=_advice(reported),
+        cause=explanation.cause,
+        verdict=explanation.verdict,
+        holder=explanation.holder,
+        path=explanation.path,
+        message=f"{finding.message}; {arrays} held by {explanation.holder}",
+        advice=_advice(explanation),
     )
-    return named, reported
+    return named, explanation
 
 
-def _advice(reported: Explanation) -> str:
-    if reported.cut is not None and reported.cut.is_code:
-        return reported.cut.action
-    return reported.advice or f"let go of {reported.holder} where its owner ends"
+def _advice(explanation: Explanation) -> str:
+    if explanation.cut is not None and explanation.cut.is_code:
+        return explanation.cut.action
+    return explanation.advice or f"let go of {explanation.holder} where its owner ends"
 
 
 def _arrays(wanted: int, context: Context) -> Sequence[_Held]:
@@ -124,7 +124,7 @@ def _is_near(amount: int, wanted: int) -> bool:
 
 def _held(buffers: Sequence[Buffer], context: Context) -> list[_Held]:
     items = [buffer.item for buffer in buffers]
-    reported = explain(
+    explanations = explain(
         items,
         ignore={id(items), *map(id, buffers)},
         innocent=older_than(context),
@@ -136,11 +136,13 @@ def _held(buffers: Sequence[Buffer], context: Context) -> list[_Held]:
     )
     return [
         _Held(buffer.bytes, type_name(type(buffer.item)), found)
-        for buffer, found in zip(buffers, reported, strict=True)
+        for buffer, found in zip(buffers, explanations, strict=True)
         if found.path and not _is_own(found)
     ]
 
 
-def _is_own(reported: Explanation) -> bool:
+def _is_own(explanation: Explanation) -> bool:
     """Whether this checker itself holds it."""
-    return any(f"{hop.type}.".startswith("lowtide.") or f"{hop.edge}.".startswith("lowtide.") for hop in reported.path)
+    return any(
+        f"{hop.type}.".startswith("lowtide.") or f"{hop.edge}.".startswith("lowtide.") for hop in explanation.path
+    )

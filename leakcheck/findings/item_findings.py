@@ -15,7 +15,7 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import FROZEN, first_of, listed
 from lowtide.leakcheck.judging.ladder import Rung, release
-from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, reported
+from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, describe_change
 from lowtide.leakcheck.settings.setting_remedies import advice
 from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.device.graphs import any_graph_alive
@@ -91,10 +91,10 @@ class ItemLeak:
         returned = sum(self.names.values()) - sum(names.values()) if self.finding.bytes else 0
         remedy = Remedy(action=action, returns_bytes=returned)
         # What goes with a tensor is no library's workspace, of whatever size it is.
-        reported = self.finding if self.finding.cause != "library-workspace" else _as_native(self, self.names)
+        finding = self.finding if self.finding.cause != "library-workspace" else _as_native(self, self.names)
         gave = format_bytes(returned) if returned else "" if names else "it"
-        message = f"{reported.message}; {action} returns {gave}" if gave else reported.message
-        finding = msgspec.structs.replace(reported, remedy=remedy, tried=(remedy,), message=message)
+        message = f"{finding.message}; {action} returns {gave}" if gave else finding.message
+        finding = msgspec.structs.replace(finding, remedy=remedy, tried=(remedy,), message=message)
         return replace(self, finding=finding, names=names)
 
     def among(self, left: Mapping[str, int]) -> ItemLeak:
@@ -110,7 +110,7 @@ class ItemLeak:
         if self.key == FROZEN:
             return frozen_items()
         if self.changes:
-            return {reported(change): 1 for change in still_changed(self.changes)}
+            return {describe_change(change): 1 for change in still_changed(self.changes)}
         if self.cached:
             return {name: size for name, size in self.names.items() if self.cached[name].is_there}
         now = read(self.key)
@@ -131,7 +131,7 @@ def with_changes(leak: ItemLeak, changes: Sequence[Change], place_of: Callable[[
         place_of: where a setting was set last, by its name; empty where that is not known.
     """
     places = {change: place_of(change.name) for change in changes}
-    sentences = [reported(change) + (f" ({place})" if place else "") for change, place in places.items()]
+    sentences = [describe_change(change) + (f" ({place})" if place else "") for change, place in places.items()]
     settings = tuple(dict.fromkeys(change.setting for change in changes))
     finding = msgspec.structs.replace(
         leak.finding,
@@ -156,8 +156,8 @@ def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:
         leak: with all that is known of it.
         module: the test module in which it leaked.
     """
-    reported = leak.explanation
-    holders = () if reported is None or not reported.path else reported.suspects[:1]
+    explanation = leak.explanation
+    holders = () if explanation is None or not explanation.path else explanation.suspects[:1]
     mark = fingerprint_of_items(
         leak.key,
         # Which segments of a pool are empty says nothing where it is known who holds the pool.
@@ -183,14 +183,14 @@ def only(leak: ItemLeak, names: dict[str, int]) -> ItemLeak:
     else:
         head = format_amount(len(names), re.sub(r"^\d+ ", "", head) if finding.count > 1 else head)
     since = tail.partition(": ")[0]
-    reported = msgspec.structs.replace(
+    finding = msgspec.structs.replace(
         finding,
         bytes=size,
         count=len(names) if not finding.bytes else finding.count,
         message=f"{head}{marker}{since}: {', '.join(sorted(names))}",
         holder=listed(leak.key, names),
     )
-    return with_fingerprint(replace(leak, finding=reported, names=names), leak.module)
+    return with_fingerprint(replace(leak, finding=finding, names=names), leak.module)
 
 
 def _stack(finding: Finding) -> list[StackFrame]:

@@ -14,7 +14,7 @@ from lowtide.leakcheck.baseline.device_memory import MEMORY_POOL
 from lowtide.leakcheck.baseline.filled_caches import CachedItem
 from lowtide.leakcheck.explaining.explain import expression_to
 from lowtide.leakcheck.explaining.expressions import of_cache, of_thread
-from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_reported
+from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_texts
 from lowtide.leakcheck.findings.item_findings import UNFROZEN, Ending, ItemLeak, still_changed
 from lowtide.leakcheck.judging.budget import Budget, untried
 from lowtide.leakcheck.judging.items import FROZEN
@@ -166,7 +166,7 @@ def try_actions(
             break
         before = driver()
         try:
-            with unraisable_reported():
+            with unraisable_texts():
                 action.do()
         except KeyboardInterrupt:
             raise

@@ -130,9 +130,9 @@ def _of_tensors(owner: Owner, key: str, stacks: Stacks, past: int | None = None)
     place = _place_of_growth(owner, device)
     if place is None:
         return None
-    held, reported = place
+    held, explanations = place
     largest = max(held, key=lambda storage: ledger.storages[storage].bytes)
-    explanation = reported.get(largest)
+    explanation = explanations.get(largest)
     steps, allowed = ledger.steps(key), ledger.allowed(key)
     total = sum(steps[turn - 1] for turn in ledger.adding_turns(key))
     stack = tuple(stacks(device, [largest[1]]).get(largest[1], ()))
@@ -185,11 +185,11 @@ def _place_of_growth(owner: Owner, device: str) -> tuple[list[Key], Mapping[Key,
         for storage in sorted(storages, key=lambda item: -lying[item].bytes)[:_MOST_EXPLAINED]
     }
     context = Context(roots=tuple(owner.named()), living=True)
-    reported = explain_storages(keys, context).by_key
-    keys -= _in_full_caches(reported)
+    explanations = explain_storages(keys, context).by_key
+    keys -= _in_full_caches(explanations)
     places: dict[str, list[Key]] = {}
     for storage in sorted(keys):
-        explanation = reported.get(storage)
+        explanation = explanations.get(storage)
         places.setdefault("" if explanation is None else place_of(hop.edge for hop in explanation.path), []).append(
             storage
         )
@@ -201,12 +201,12 @@ def _place_of_growth(owner: Owner, device: str) -> tuple[list[Key], Mapping[Key,
     if not growing:
         return None
     best = max(growing, key=lambda place: sum(lying[storage].bytes for storage in places[place]))
-    return places[best], reported
+    return places[best], explanations
 
 
-def _in_full_caches(reported: Mapping[Key, Explanation]) -> set[Key]:
+def _in_full_caches(explanations: Mapping[Key, Explanation]) -> set[Key]:
     """Those storages that a bounded `lru_cache` holds which is full: what it takes from here on, it makes room for."""
-    cached = {key for key, explanation in reported.items() if any(_is_of_a_cache(hop) for hop in explanation.path)}
+    cached = {key for key, explanation in explanations.items() if any(_is_of_a_cache(hop) for hop in explanation.path)}
     if not cached:
         return set()
     full = [cache for cache in read_caches() if cache.maxsize is not None and cache.entries >= cache.maxsize]

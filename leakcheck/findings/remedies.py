@@ -16,7 +16,7 @@ from lowtide.leakcheck.baseline.storages import Key, live_keys, tensors_over
 from lowtide.leakcheck.explaining.cuts import Cut, Place
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.explaining.expressions import of_thread
-from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_reported
+from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_texts
 from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, explain_storages
 from lowtide.leakcheck.judging.budget import untried
 from lowtide.leakcheck.judging.items import first_of
@@ -111,7 +111,7 @@ class _Attempt:
     words: set[str] = field(default_factory=set)
     raised: dict[str, str] = field(default_factory=dict)
     was_left_out: bool = False
-    reported: list[Explanation] = field(default_factory=list)
+    explanations: list[Explanation] = field(default_factory=list)
     done: set[str] = field(default_factory=set)
 
     def finding(self) -> Finding:
@@ -161,8 +161,8 @@ def prove(leaks: Sequence[TensorLeak], context: Context, *, may_unfreeze: bool =
     for turn in range(_MOST_ROUNDS):
         # Who else holds what the round before did not give back, by one walk for all leaks together.
         left = {key for attempt in waiting for key in trial.left(attempt)} if turn else set()
-        reported = explain_storages(left, context).by_key if left and not context.budget.is_spent else {}
-        waiting = [attempt for attempt in waiting if trial.goes_on(attempt, reported if turn else None)]
+        explanations = explain_storages(left, context).by_key if left and not context.budget.is_spent else {}
+        waiting = [attempt for attempt in waiting if trial.goes_on(attempt, explanations if turn else None)]
     for attempt in waiting:
         trial.climb(attempt)
     return [attempt.finding() for attempt in attempts]
@@ -195,26 +195,26 @@ class _Trial:
         """The storages of a leak that are still there."""
         return attempt.leak.sizes.keys() - self._gone
 
-    def goes_on(self, attempt: _Attempt, reported: Mapping[Key, Explanation] | None) -> bool:
+    def goes_on(self, attempt: _Attempt, explanations: Mapping[Key, Explanation] | None) -> bool:
         """Cuts what holds a leak; whether something of it is left that may have another holder.
 
         Args:
             attempt: the leak's.
-            reported: who holds what is left, by storage; None: the leak's own explanation.
+            explanations: who holds what is left, by storage; None: the leak's own explanation.
         """
         budget = self._context.budget
         left = self.left(attempt)
-        if reported is None:
+        if explanations is None:
             attempt.was_left_out = budget.is_spent
-            reported = attempt.leak.explanations
-            attempt.reported = [explanation for key, explanation in reported.items() if key not in self._gone]
+            explanations = attempt.leak.explanations
+            attempt.explanations = [explanation for key, explanation in explanations.items() if key not in self._gone]
         elif left and not budget.is_spent:
-            attempt.reported = [explanation for key, explanation in reported.items() if key in left]
+            attempt.explanations = [explanation for key, explanation in explanations.items() if key in left]
         if not left or budget.is_spent:
             return False
         cuts = [
             cut
-            for cut in _distinct(cut for item in attempt.reported for cut in item.cuts)
+            for cut in _distinct(cut for item in attempt.explanations for cut in item.cuts)
             if cut.action not in attempt.done
         ]
         if not cuts:
@@ -222,7 +222,7 @@ class _Trial:
             return False
         attempt.done |= {cut.action for cut in cuts}
         wording = named(cuts)
-        with unraisable_reported() as unraisable:
+        with unraisable_texts() as unraisable:
             raised = _apply(cuts, attempt)
             # What runs code may let go of more than what it is made for, some of it in cycles.
             returned = self._measure(attempt, runs_code=any(cut.ends_anyway for cut in cuts))
@@ -235,10 +235,10 @@ class _Trial:
 
     def climb(self, attempt: _Attempt) -> None:
         """Tries what may let go of a leak that cutting did not give back."""
-        for rung in _rungs(attempt.reported, self._waited, self._context.patience, may_unfreeze=self._may_unfreeze):
+        for rung in _rungs(attempt.explanations, self._waited, self._context.patience, may_unfreeze=self._may_unfreeze):
             if not self.left(attempt) or self._context.budget.is_spent:
                 break
-            with unraisable_reported():
+            with unraisable_texts():
                 was_done = rung()
                 returned = self._measure(attempt)
             if was_done:
@@ -390,7 +390,7 @@ def _rungs(
     explanations: Sequence[Explanation], waited: set[int], patience: float, *, may_unfreeze: bool
 ) -> list[_RungAction]:
     """What is worth trying where cutting did not do it; each thread is waited for once."""
-    names = {reported.thread for reported in explanations} - {""}
+    names = {explanation.thread for explanation in explanations} - {""}
     others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
     actions = [
         _RungAction(f"{of_thread(thread_name(thread))}.join()", thread=thread, patience=patience)
@@ -400,8 +400,8 @@ def _rungs(
     waited.update(id(action.thread) for action in actions)
     if may_unfreeze and gc.get_freeze_count() > FROZEN_AT_STARTUP:
         actions.append(_RungAction(ACTIONS[Rung.UNFREEZE], "the heap is not frozen any more", rung=Rung.UNFREEZE))
-    is_compiled = any(reported.cause == "compiled-code" for reported in explanations) and loaded("torch._dynamo")
-    if is_compiled or (compiled_anything() and any(not reported.path for reported in explanations)):
+    is_compiled = any(explanation.cause == "compiled-code" for explanation in explanations) and loaded("torch._dynamo")
+    if is_compiled or (compiled_anything() and any(not explanation.path for explanation in explanations)):
         changed = "what torch.compile has compiled is dropped"
         actions.append(_RungAction(ACTIONS[Rung.RESET_COMPILED], changed, rung=Rung.RESET_COMPILED))
     return actions

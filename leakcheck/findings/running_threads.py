@@ -77,7 +77,7 @@ def works(names: Collection[str], context: Context) -> list[Work]:
     running = [thread for thread in threading.enumerate() if thread_key(thread) in names]
     owners = [list(_owners(thread)) for thread in running]
     targets = list({id(item): item for found in owners for item in found}.values())
-    reported = first_holders(
+    holders = first_holders(
         targets,
         ignore={id(targets), id(running), id(owners), *map(id, owners)},
         innocent=older_than(context),
@@ -86,13 +86,13 @@ def works(names: Collection[str], context: Context) -> list[Work]:
         not_roots=set(map(id, running)),
         walk=context.walk,
     )
-    holders = {id(item): holder for item, holder in zip(targets, reported, strict=True) if _is_programs(holder)}
+    by_target = {id(item): holder for item, holder in zip(targets, holders, strict=True) if _is_programs(holder)}
     groups: dict[Hashable, list[_Running]] = {}
     for thread, own in zip(running, owners, strict=True):
         each = _Running(
             thread,
             own,
-            [holders.get(id(item)) for item in own],
+            [by_target.get(id(item)) for item in own],
             context.started(thread_ident(thread)),
         )
         # Exactly what a fingerprint distinguishes, or two findings of a test had the same one.
@@ -100,7 +100,7 @@ def works(names: Collection[str], context: Context) -> list[Work]:
     return [_work(group) for group in groups.values()]
 
 
-def reported_with(leak: ItemLeak, work: Work) -> ItemLeak:
+def with_work(leak: ItemLeak, work: Work) -> ItemLeak:
     """A finding about threads, with what they do."""
     finding = leak.finding
     names = sorted(work.names)

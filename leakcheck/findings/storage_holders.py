@@ -136,7 +136,7 @@ def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
     tensors = [tensor for tensor, _ in found_in]
     storages = [of_tensor for _, of_tensor in found_in]
     del found_in
-    reported = explain(
+    explanations = explain(
         tensors,
         ignore={id(tensors)},
         innocent=older,
@@ -146,13 +146,13 @@ def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
         budget=context.budget,
         walk=context.walk,
     )
-    rooted = {id(tensor): found for tensor, found in zip(tensors, reported, strict=True) if found.root}
-    lost = [tensor for tensor, found in zip(tensors, reported, strict=True) if not found.path or found.root]
+    rooted = {id(tensor): found for tensor, found in zip(tensors, explanations, strict=True) if found.root}
+    lost = [tensor for tensor, found in zip(tensors, explanations, strict=True) if not found.path or found.root]
     native = _natively_held(lost, rooted, older, names, context) if lost else {}
     by_key: dict[Key, Explanation] = {}
     parts: dict[Key, list[Explanation]] = {}
     places: dict[Key, set[int]] = {}
-    for place, (tensor, found) in enumerate(zip(tensors, reported, strict=True)):
+    for place, (tensor, found) in enumerate(zip(tensors, explanations, strict=True)):
         explanation = native.get(id(tensor), found)
         for key in storages[place]:
             if found.path:
@@ -170,8 +170,8 @@ def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
 
 def behind_frozen_holders(keys: Collection[Key], context: Context) -> frozenset[Key]:
     """Those of some storages whose path passes what `gc.freeze()` hides: to be asked before the heap is unfrozen."""
-    reported = explain_storages(keys, context).by_key
-    return frozenset(key for key, explanation in reported.items() if explanation.verdict == "frozen-holder")
+    explanations = explain_storages(keys, context).by_key
+    return frozenset(key for key, explanation in explanations.items() if explanation.verdict == "frozen-holder")
 
 
 def marked_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
@@ -206,14 +206,14 @@ def names_known(context: Context) -> Names:
 
 def common_holder(explanations: Sequence[Explanation]) -> str:
     """Who holds all of them: the holder of one, or the part of the way to several that they have in common."""
-    holders = list(dict.fromkeys(reported.holder for reported in explanations))
-    paths = [[(hop.type, hop.edge) for hop in reported.path] for reported in explanations]
+    holders = list(dict.fromkeys(explanation.holder for explanation in explanations))
+    paths = [[(hop.type, hop.edge) for hop in explanation.path] for explanation in explanations]
     if len(holders) == 1 or not all(path and path[0] == paths[0][0] for path in paths):
         return holders[0]
     common = [hops[0] for hops in zip(*paths, strict=False) if all(hop == hops[0] for hop in hops)]
     way = "".join(edge for _, edge in common)
     # Where the holder is described in words and not as code, one description stands for all.
-    return way if all(_begins_with(reported.holder, way) for reported in explanations) else holders[0]
+    return way if all(_begins_with(explanation.holder, way) for explanation in explanations) else holders[0]
 
 
 def _begins_with(holder: str, way: str) -> bool:
@@ -248,10 +248,10 @@ def _natively_held(
     pathless = {id(tensor) for tensor in lost} - rooted.keys()
 
     def past_nodes(items: Sequence[Any]) -> list[Explanation]:
-        reported = explained(items)
-        of_nodes = {id(item): found for item, found in zip(items, reported, strict=True) if found.is_of_node}
+        explanations = explained(items)
+        of_nodes = {id(item): found for item, found in zip(items, explanations, strict=True) if found.is_of_node}
         better = held_by_nodes({**rooted, **of_nodes}, pathless, explained, context.walk) if of_nodes else {}
-        return [better.get(id(item), found) for item, found in zip(items, reported, strict=True)]
+        return [better.get(id(item), found) for item, found in zip(items, explanations, strict=True)]
 
     return {
         **held_by_nodes(rooted, pathless, explained, context.walk),

@@ -83,7 +83,7 @@ def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
     Args:
         leaks: of one subject; what is free in a segment is reported with the first leak in it.
     """
-    reported = {id(leak): leak for leak in leaks}
+    by_identity = {id(leak): leak for leak in leaks}
     cards = {leak.finding.device for leak in leaks if leak.finding.device.startswith("cuda:")}
     for device in sorted(cards):
         here = [leak for leak in leaks if leak.finding.device == device]
@@ -92,8 +92,8 @@ def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
             if free >= _LEAST_FREE:
                 message = f"{leak.finding.message}; {format_bytes(free)} more stay reserved in its segments"
                 finding = msgspec.structs.replace(leak.finding, message=message)
-                reported[id(leak)] = replace(leak, finding=finding)
-    return [reported[id(leak)] for leak in leaks]
+                by_identity[id(leak)] = replace(leak, finding=finding)
+    return [by_identity[id(leak)] for leak in leaks]
 
 
 @dataclass(frozen=True)
@@ -182,14 +182,14 @@ def _by_edge(rows: Sequence[_Row]) -> list[list[_Row]]:
     """What hangs on one suspect edge, or came back at one rung, or has one story without a path: it is one thing."""
     groups: dict[tuple[Any, ...], list[_Row]] = {}
     for row in rows:
-        reported = row.explanation
-        if reported is None or not reported.path:
-            suspects = () if reported is None else reported.suspects[:1]
+        explanation = row.explanation
+        if explanation is None or not explanation.path:
+            suspects = () if explanation is None else explanation.suspects[:1]
             # Without a known holder, only the allocation site distinguishes two leaks.
             key: tuple[Any, ...] = (row.rung, suspects, allocating_function(row.stack))
         else:
-            first = next((turn for turn, hop in enumerate(reported.path) if hop.suspect), len(reported.path))
-            key = (reported.cause, *(hop.edge for hop in reported.path[: first + 1]))
+            first = next((turn for turn, hop in enumerate(explanation.path) if hop.suspect), len(explanation.path))
+            key = (explanation.cause, *(hop.edge for hop in explanation.path[: first + 1]))
         groups.setdefault((row.held.stage, *key), []).append(row)
     return list(groups.values())
 
@@ -204,12 +204,12 @@ class _Marks(NamedTuple):
 def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
     """Of what hangs on one edge, the largest thing says where it was allocated."""
     row = max(group, key=lambda row: row.held.bytes)
-    reported = row.explanation
-    if row.rung is not None and (reported is None or not reported.path):
+    explanation = row.explanation
+    if row.rung is not None and (explanation is None or not explanation.path):
         suspects: tuple[str, ...] = (row.rung.value,)
-    elif reported is not None:
+    elif explanation is not None:
         # What hangs on one suspect edge is one finding, however much it is.
-        suspects = (reported.cause, *reported.suspects[:1])
+        suspects = (explanation.cause, *explanation.suspects[:1])
     else:
         suspects = ("unknown",)
     mark = functools.partial(
@@ -220,7 +220,7 @@ def _fingerprint(group: Sequence[_Row], module: str) -> _Marks:
         suspects=suspects,
         allocated_in=allocating_function(row.stack),
     )
-    if reported is not None and reported.path:
+    if explanation is not None and explanation.path:
         return _Marks(mark(), "")
     # Nothing names it: by its data type and its number of dimensions.
     dtype, _, shape = row.held.text.partition(" ")
@@ -242,7 +242,7 @@ def _leak(
     things = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
     stage = largest.held.stage
     message = f"{format_bytes(size)} in {things} on {device}, since {stage} ({largest.held.text})"
-    reported = _whole(largest, group)
+    explanation = _whole(largest, group)
     finding = Finding(
         resource="tensors",
         cause="unknown",
@@ -257,23 +257,23 @@ def _leak(
         allocated_at=frames(largest.stack),
         trend=trend_of([row.held.turn for row in group], context.turns.get(stage, context.lives)),
     )
-    if reported is not None:
+    if explanation is not None:
         advice = "".join(
             f"; {text}" for text in sorted({advised[row.held.key] for row in group if row.held.key in advised})
         )
         holder = common_holder([row.explanation for row in group if row.explanation is not None])
         finding = msgspec.structs.replace(
             finding,
-            cause=reported.cause,
+            cause=explanation.cause,
             message=message + (f", held by {holder}" if holder else "") + advice,
-            verdict=reported.verdict,
+            verdict=explanation.verdict,
             holder=holder,
-            advice=reported.advice or None,
-            path=_with_sizes(reported, explained, sizes),
+            advice=explanation.advice or None,
+            path=_with_sizes(explanation, explained, sizes),
             shared_bytes=_shared(group, explained),
         )
     if largest.rung is not None:
-        finding = _returned_at(finding, largest.rung, reported)
+        finding = _returned_at(finding, largest.rung, explanation)
         return TensorLeak(finding, {}, {}, keys)
     return TensorLeak(
         finding,
@@ -285,17 +285,17 @@ def _leak(
 
 def _whole(largest: _Row, group: Sequence[_Row]) -> Explanation | None:
     """The explanation of the largest thing; where only a part of its path is known, that of another one."""
-    reported = largest.explanation
-    if reported is None or not reported.is_part:
-        return reported
+    explanation = largest.explanation
+    if explanation is None or not explanation.is_part:
+        return explanation
     whole = (row.explanation for row in group if row.explanation is not None and not row.explanation.is_part)
-    return next(whole, reported)
+    return next(whole, explanation)
 
 
-def _returned_at(finding: Finding, rung: Rung, reported: Explanation | None) -> Finding:
+def _returned_at(finding: Finding, rung: Rung, explanation: Explanation | None) -> Finding:
     """A finding about storages that came back at a rung of the ladder."""
     action = ACTIONS[rung]
-    known = reported is not None and bool(reported.path)
+    known = explanation is not None and bool(explanation.path)
     return msgspec.structs.replace(
         finding,
         cause=finding.cause if known else CAUSE_OF_RUNG[rung],
@@ -306,10 +306,10 @@ def _returned_at(finding: Finding, rung: Rung, reported: Explanation | None) -> 
     )
 
 
-def _with_sizes(reported: Explanation, explained: Explained, sizes: Mapping[Key, int]) -> tuple[Hop, ...]:
+def _with_sizes(explanation: Explanation, explained: Explained, sizes: Mapping[Key, int]) -> tuple[Hop, ...]:
     """The path, with the bytes that would be free if one edge of it were cut."""
-    hops = list(reported.path)
-    freed = [each if hop.suspect else None for each, hop in zip(reported.freed, hops, strict=False)]
+    hops = list(explanation.path)
+    freed = [each if hop.suspect else None for each, hop in zip(explanation.freed, hops, strict=False)]
     for place, bytes_ in enumerate(explained.bytes_retained(freed, sizes)):
         if bytes_ is not None:
             hops[place] = msgspec.structs.replace(hops[place], retains_bytes=bytes_)
@@ -320,11 +320,11 @@ def _shared(group: Sequence[_Row], explained: Explained) -> int:
     """Bytes that stay even if the edge behind which they were found is cut, because another one holds them too."""
     shared = 0
     for row in group:
-        reported = row.explanation
-        if reported is None:
+        explanation = row.explanation
+        if explanation is None:
             continue
-        first = next((turn for turn, hop in enumerate(reported.path) if hop.suspect), None)
-        freed = reported.freed[first] if first is not None and first < len(reported.freed) else None
+        first = next((turn for turn, hop in enumerate(explanation.path) if hop.suspect), None)
+        freed = explanation.freed[first] if first is not None and first < len(explanation.freed) else None
         if freed is not None and not explained.is_retained(row.held.key, freed):
             shared += row.held.bytes
     return shared

@@ -147,12 +147,12 @@ def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
             )
         )
         try:
-            reported = _wait_until_it_stands(process, errors, stage.name)
+            message = _wait_until_it_stands(process, errors, stage.name)
             started = {*psutil.Process(process.pid).children(recursive=True), *_marked(folder, process.pid)}
             pids = [process.pid, *(child.pid for child in started)]
             card.is_used_by(pids)
             segments = (_segments() - before) & (
-                mapped_shared_memory(pids) | set(reported["segments"]) | _numbered(_segments(), pids)
+                mapped_shared_memory(pids) | set(message["segments"]) | _numbered(_segments(), pids)
             )
         finally:
             process.kill()
@@ -163,7 +163,7 @@ def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
         _end(started)
         for name in segments:
             (_SHARED_MEMORY / name).unlink(missing_ok=True)
-    return Killed(stage.name, reported["at"], reported["points"], tuple(findings), card.not_measured)
+    return Killed(stage.name, message["at"], message["points"], tuple(findings), card.not_measured)
 
 
 def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], stage: str) -> dict[str, Any]:
@@ -175,8 +175,8 @@ def _wait_until_it_stands(process: subprocess.Popen[bytes], errors: IO[str], sta
         while selector.select(max(0.0, deadline - time.monotonic())):
             line = process.stdout.readline().decode(errors="replace")
             if line.startswith(STANDING):
-                reported: dict[str, Any] = json.loads(line.removeprefix(STANDING))
-                return reported
+                message: dict[str, Any] = json.loads(line.removeprefix(STANDING))
+                return message
             said += line
             if not line:
                 process.wait()

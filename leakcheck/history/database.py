@@ -53,7 +53,7 @@ def writing(engine: Engine) -> Iterator[Connection]:
     Raises:
         HistoryError: the database refused what was done, or another writer took too long.
     """
-    with _reported(engine), engine.begin() as connection:
+    with _errors_translated(engine), engine.begin() as connection:
         if engine.dialect.name == "postgresql":
             connection.execute(sa.text(f"SET LOCAL lock_timeout = '{_PATIENCE_S}s'"))
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
@@ -68,7 +68,7 @@ def reading(engine: Engine) -> Iterator[Connection]:
         HistoryError: the database refused what was done.
     """
     level = "REPEATABLE READ" if engine.dialect.name == "postgresql" else "SERIALIZABLE"
-    with _reported(engine), engine.connect().execution_options(isolation_level=level) as connection:
+    with _errors_translated(engine), engine.connect().execution_options(isolation_level=level) as connection:
         yield connection
 
 
@@ -131,7 +131,7 @@ def _migrate(connection: Connection) -> None:
 
 
 @contextmanager
-def _reported(engine: Engine) -> Iterator[None]:
+def _errors_translated(engine: Engine) -> Iterator[None]:
     try:
         yield
     except sa.exc.SQLAlchemyError as error:

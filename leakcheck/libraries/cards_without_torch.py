@@ -38,7 +38,7 @@ class CardsWithoutTorch:
             self._any_open = any(map(_CARD.match, descriptors))
         return cards_with_contexts() if self._any_open else []
 
-    def reported(self, now: Counters) -> tuple[NotMeasured, ...]:
+    def not_measured(self, now: Counters) -> tuple[NotMeasured, ...]:
         """What is not judged for it; a test of which that is said is not clean."""
         cards = [f"cuda:{index}" for index in self.cards(now)]
         if not cards:

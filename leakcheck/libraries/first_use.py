@@ -131,11 +131,11 @@ def _known(finding: Finding, holders: Sequence[str]) -> Finding | None:
     """The finding as that of libraries, if the shipped list knows each of them; else None."""
     if not holders or finding.resource != "driver":
         return None
-    reported = [
+    findings = [
         msgspec.structs.replace(finding, cause="driver" if holder == "context" else "library-workspace", holder=holder)
         for holder in holders
     ]
-    applied = shipped().apply(reported, date.today()).findings
+    applied = shipped().apply(findings, date.today()).findings
     if any(item.suppressed_by is None for item in applied):
         return None
     return msgspec.structs.replace(applied[0], holder=", ".join(holders))

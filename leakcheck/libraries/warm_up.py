@@ -62,7 +62,7 @@ class WarmUp:
         self.is_done = True
         self._around(self._use_once)
 
-    def reported(self) -> tuple[NotMeasured, ...]:
+    def not_measured(self) -> tuple[NotMeasured, ...]:
         """What a warm-up that failed leaves unknown; said once."""
         why, self._problem = self._problem, ""
         return (NotMeasured(what="what a card's first use takes", why=why),) if why else ()

@@ -74,7 +74,7 @@ class CheckedLife(LifeChecks):
         def created(result: None) -> None:
             self.model.created()
             self._pages_at_work = self._pages()
-            self._survival.mark()
+            self._preserved_state.mark()
 
         arguments = {"config": special} if special else {}
         return self._call("create", arguments, lambda: self._target.create(whole), created, fault)
@@ -117,7 +117,7 @@ class CheckedLife(LifeChecks):
         """Put it to sleep; unfinished requests run to their end, or are ended."""
         preserved = level in self._capabilities.preserving_levels and self.model.phase == "running"
         if preserved:
-            self._survival.before_sleep(self._preserved())
+            self._preserved_state.before_sleep(self._preserved())
             self._lives.processes.before_sleep()
 
         def slept(finished: Mapping[str, Sequence[int]] | None) -> None:
@@ -136,9 +136,9 @@ class CheckedLife(LifeChecks):
         def woke(result: None) -> None:
             self.model.woke(tags)
             if self.model.phase == "running":
-                lost = self._survival.after_wake("wake", self._preserved(), self._graph_buffers())
+                lost = self._preserved_state.after_wake("wake", self._preserved(), self._graph_buffers())
                 self._raise([*lost, *self._lives.processes.after_wake()])
-                self._survival.mark()
+                self._preserved_state.mark()
 
         arguments = {} if tags is None else {"tags": list(tags)}
         return self._call("wake", arguments, lambda: self._target.wake(tags), woke, fault)
@@ -239,7 +239,7 @@ class CheckedLife(LifeChecks):
 
     def warm_up(self) -> None:
         """Go through all calls once, unjudged, so that what libraries keep from their first use is there."""
-        self._survival.warm_up({})
+        self._preserved_state.warm_up({})
         # The first dispatch mode of a process makes what torch keeps for all of them.
         with injecting_into(self._target, Injection("allocation")):
             self._levels_of(simplest(self._capabilities))
@@ -252,7 +252,7 @@ class CheckedLife(LifeChecks):
 
     def _levels_of(self, config: Mapping[str, Any]) -> Levels:
         probes = Probes(self._host_outside, self._outside, self._preserved, self._graph_buffers)
-        levels = levels_at_work(self._target, self._capabilities, config, self._survival, probes)
+        levels = levels_at_work(self._target, self._capabilities, config, self._preserved_state, probes)
         self._lives.driver_at_work = max(self._lives.driver_at_work, levels.driver)
         self._lives.of_libraries = max(self._lives.of_libraries, levels.asleep)
         return levels
@@ -354,7 +354,7 @@ class CheckedLife(LifeChecks):
             self._check_pages(name)
             self._check_ledger(name)
         if self.model.phase == "running":
-            self._raise(self._survival.dangling(name, self._preserved(), self._graph_buffers()))
+            self._raise(self._preserved_state.dangling(name, self._preserved(), self._graph_buffers()))
 
     def _check_ledger(self, name: str) -> None:
         """What no arena, pool or segment of torch accounts for must not grow beyond what libraries need."""

@@ -48,7 +48,7 @@ class Levels:
 
 
 def levels_at_work(
-    engine: Any, able: Capabilities, config: Mapping[str, Any], survival: PreservedState, probes: Probes
+    engine: Any, able: Capabilities, config: Mapping[str, Any], preserved_state: PreservedState, probes: Probes
 ) -> Levels:
     """Go through all calls with one configuration, unjudged."""
     host: dict[str, int] = {}
@@ -62,7 +62,7 @@ def levels_at_work(
     driver_before, host_before = probes.driver(), probes.host()
     target.create(config)
     note("running")
-    survival.before_sleep(probes.preserved())
+    preserved_state.before_sleep(probes.preserved())
     target.infer(list(able.prompt_lengths), able.max_tokens)
     note("running")
     if able.unfinished:
@@ -81,7 +81,7 @@ def levels_at_work(
         asleep = max(asleep, probes.driver() - driver_before)
         target.wake(None)
         note("running")
-        survival.after_wake("wake", probes.preserved(), probes.graph_buffers())
+        preserved_state.after_wake("wake", probes.preserved(), probes.graph_buffers())
     target.shutdown()
     if max(host.values()) - host_before > _SMALLEST_LEVEL:
         # What it did not give back is not to be excused in the lives that follow.

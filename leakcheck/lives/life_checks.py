@@ -36,7 +36,7 @@ class LifeChecks:
         self._capabilities = lives.capabilities
         self._target: Any = make_target(lives.factory)
         self._device = self._capabilities.device
-        self._survival = PreservedState(self._device)
+        self._preserved_state = PreservedState(self._device)
         self._pages_at_work: dict[str, int] = {}
         # Where earlier lives' memory is that did not come back.
         self._others: frozenset[int] = frozenset()
@@ -113,8 +113,8 @@ class LifeChecks:
     def _outside(self, unknown: int = 0) -> int:
         """Bytes that the driver counts for this process beyond arenas and torch's segments; where it reports nothing,
         what is given as unknown."""
-        reported = self._lives.counters.read().amounts.get(f"driver {self._device}")
-        return unknown if reported is None else reported
+        amount = self._lives.counters.read().amounts.get(f"driver {self._device}")
+        return unknown if amount is None else amount
 
     def _driver_of_imports(self) -> int:
         return self._lives.imported.growth(f"driver {self._device}")

@@ -46,13 +46,15 @@ class LifeProbes:
         self.tree = ProcessTree()
         self.agents = Agents()
         self._segments = OwnSegments()
-        self._remains = OrphanedFiles(self.tree, self._segments, self.agents.began)
+        self._orphaned_files = OrphanedFiles(self.tree, self._segments, self.agents.began)
         self.unseen = UnmeasuredProcesses(self.tree, driver)
-        self._events = ProcessEvents(self.unseen.look, self._remains.note_sockets, starting=self._remains.before_start)
+        self._events = ProcessEvents(
+            self.unseen.look, self._orphaned_files.note_sockets, starting=self._orphaned_files.before_start
+        )
         self.environment = EnvironmentSetters()
         self.makers = Makers()
         self.counters = CounterReader(
-            driver, card=card, orphans=self.tree.orphans, temporary_files=self._remains.temporary_files
+            driver, card=card, orphans=self.tree.orphans, temporary_files=self._orphaned_files.temporary_files
         )
 
     def engine_processes(self, device: str) -> EngineProcesses:
@@ -70,13 +72,13 @@ class LifeProbes:
         self.makers.start()
         self._events.start()
         self.environment.start()
-        self._remains.start()
-        self._remains.mark()
+        self._orphaned_files.start()
+        self._orphaned_files.mark()
         self.unseen.begin()
 
     def stop(self) -> None:
         """End it; legal without a start."""
-        self._remains.stop()
+        self._orphaned_files.stop()
         self._segments.stop()
         self._events.stop()
         self.environment.stop()
@@ -87,7 +89,7 @@ class LifeProbes:
     def look(self) -> None:
         """Note what the engine's processes hold, and have in /dev/shm: one that has ended says nothing."""
         self.unseen.look(always=True)
-        self._remains.look()
+        self._orphaned_files.look()
 
     def explained(self, finding: Finding, names: Collection[str]) -> Finding:
         """A finding about what a shutdown has left outside of this process, with what it holds and what ends it.
@@ -116,13 +118,13 @@ class LifeProbes:
         stays = exempt("processes", children)
         left = sorted(int(pid) for pid in children if pid not in stays)
         segments = {entry.name for entry in snapshot.host.shared_memory}
-        remain = self._remains.shared_memory(segments) | self._segments.names
+        remain = self._orphaned_files.shared_memory(segments) | self._segments.names
         host = dataclasses.replace(
             snapshot.host,
             children=tuple(children[str(pid)] for pid in left),
             shared_memory=tuple(
                 dataclasses.replace(entry, left_here=entry.name in remain) for entry in snapshot.host.shared_memory
             ),
-            temporary_files=tuple(self._remains.temporary_files()),
+            temporary_files=tuple(self._orphaned_files.temporary_files()),
         )
         return dataclasses.replace(snapshot, host=host)

@@ -136,8 +136,8 @@ class LifeRecord:
             more_not_measured: besides what was noted.
             used_before: by resource, the lives that left what libraries had from their first use and is more since.
         """
-        reported = one_for_each_level(grouped(self.findings), self.level_of)
-        findings = tuple(self._with_trend(finding, used_before) for finding in reported)
+        distinct = one_for_each_level(grouped(self.findings), self.level_of)
+        findings = tuple(self._with_trend(finding, used_before) for finding in distinct)
         subject = self._judged(findings, more_not_measured, self.latest_stages(len(self.stages)))
         if not failure:
             return subject

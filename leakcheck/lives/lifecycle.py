@@ -122,7 +122,7 @@ class LifecycleRun:
             tolerances,
         )
         self._processes = self._probes.engine_processes(device)
-        self._survival = PreservedState(device)
+        self._preserved_state = PreservedState(device)
         self._growth = GrowthWatch(device)
         self._cycle = 0
         self._failure = ""
@@ -179,7 +179,7 @@ class LifecycleRun:
             return
         if self._device != "cpu":
             torch.cuda.synchronize(self._device)
-        self._survival.warm_up({"a few words": torch.zeros(8, dtype=torch.int64, device=self._device)})
+        self._preserved_state.warm_up({"a few words": torch.zeros(8, dtype=torch.int64, device=self._device)})
 
     def _live(self, cycle: int) -> None:
         self._cycle = cycle
@@ -217,7 +217,7 @@ class LifecycleRun:
             self._processes.begin_stage(name, cycle)
             if name in self._preserving and name.startswith("sleep"):
                 preserved = self._record.note_preserved(life, elsewhere=self._processes.before_sleep())
-                self._survival.before_sleep(preserved)
+                self._preserved_state.before_sleep(preserved)
             try:
                 tokens, seconds = self._performed(life, name, cycle, before)
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
@@ -254,7 +254,7 @@ class LifecycleRun:
             elif name == "wake":
                 self._record.findings += contract.after_wake(name, self._device, before_sleep, after)
                 lost = self._processes.after_wake(name)
-                lost += self._survival.after_wake(name, asked(life, "preserved"), asked(life, "graph_buffers"))
+                lost += self._preserved_state.after_wake(name, asked(life, "preserved"), asked(life, "graph_buffers"))
                 self._record.findings += lost
                 if lost:
                     # What it would compute with is not there: it could read anywhere.

@@ -117,7 +117,7 @@ class ProcessState:
     def _changed(self, change: Change, stage: str, *, remedies: bool) -> Finding:
         leak = _leak("globals", {change.setting: 1}, stage)
         finding = msgspec.structs.replace(
-            leak.finding, message=f"{changed_settings.reported(change)}, and not restored at {stage}"
+            leak.finding, message=f"{changed_settings.describe_change(change)}, and not restored at {stage}"
         )
         _, function = self._left.get(change.name, (change, self._functions.get(change.name)))
         actions = [_putting_back(change.name, function)] if function is not None else []

@@ -312,21 +312,21 @@ class ShutdownJudgement:
 
 def with_pools(judgement: Judgement, start: Snapshot, now: Snapshot, context: Callable[[], Context]) -> Judgement:
     """With who holds the private pools of torch's allocator; those that its cache held are reported with the rest."""
-    reported = list(zip(judgement.findings, judgement.metrics, judgement.keys, strict=True))
-    for pools in [each for each in reported if each[2].startswith(_OF_PRIVATE_POOLS)]:
+    rows = list(zip(judgement.findings, judgement.metrics, judgement.keys, strict=True))
+    for pools in [each for each in rows if each[2].startswith(_OF_PRIVATE_POOLS)]:
         finding, metric, key = pools
-        others = [each for each in reported if each is not pools and _is_cached_like(each[0], finding)]
+        others = [each for each in rows if each is not pools and _is_cached_like(each[0], finding)]
         if left := metric.new_items(start, now):
-            place = reported.index(pools)
-            reported[place : place + 1] = [
+            place = rows.index(pools)
+            rows[place : place + 1] = [
                 (each, metric, key) for each in of_empty_pools(finding, metric.key, left, context())
             ]
         elif finding.cause == "allocator-cache" and others:
-            reported.remove(pools)
-            reported[reported.index(others[0])] = (of_cached_pools(finding, others[0][0]), *others[0][1:])
+            rows.remove(pools)
+            rows[rows.index(others[0])] = (of_cached_pools(finding, others[0][0]), *others[0][1:])
         elif finding.cause == "allocator-cache":
-            reported[reported.index(pools)] = (of_cached_pools(finding, None), metric, key)
-    findings, metrics, keys = zip(*reported, strict=True) if reported else ((), (), ())
+            rows[rows.index(pools)] = (of_cached_pools(finding, None), metric, key)
+    findings, metrics, keys = zip(*rows, strict=True) if rows else ((), (), ())
     return dataclasses.replace(judgement, findings=findings, metrics=metrics, keys=keys)
 
 
@@ -335,10 +335,10 @@ def with_arrays(judgement: Judgement, context: Context) -> Judgement:
     findings = []
     for finding in judgement.findings:
         if finding.resource == "host-memory" and finding.cause == "unknown":
-            reported = with_array_holder(ItemLeak(finding, finding.resource, {}, 0), context).finding
+            named = with_array_holder(ItemLeak(finding, finding.resource, {}, 0), context).finding
             # It stays the same leak as in the lives before, of which only the level is known.
             mark, former = finding.fingerprint, finding.former_fingerprint
-            findings.append(msgspec.structs.replace(reported, fingerprint=mark, former_fingerprint=former))
+            findings.append(msgspec.structs.replace(named, fingerprint=mark, former_fingerprint=former))
         else:
             findings.append(finding)
     return dataclasses.replace(judgement, findings=tuple(findings))

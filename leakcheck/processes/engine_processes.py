@@ -291,23 +291,23 @@ class EngineProcesses:
             found += [placed(finding, process) for finding in answer.findings]
         # What inferring left is reported by itself.
         left = {pid: sum(finding.bytes for finding in answer.findings) for pid, answer in of_inferring.items()}
-        reported: set[int] = set()
+        reported_pids: set[int] = set()
         # On a card each sleep gives up what it keeps on the host.
         if empties or self.kind == "cuda":
             for pid, before in self._at_work.items():
                 now = self._now.get(pid)
                 kept = [] if now is None else self.kept(stage, before, now, left.get(pid, 0))
-                reported.update([pid] if kept else ())
+                reported_pids.update([pid] if kept else ())
                 found += kept
         kept_groups = communicators_kept(stage, self._at_work, self._now) if empties else []
-        return [*found, *kept_groups, *self._uneven(stage, left, reported)]
+        return [*found, *kept_groups, *self._uneven(stage, left, reported_pids)]
 
     def after_failed_wake(self, stage: str) -> list[Finding]:
         """What a wake that raised has left mapped in each, of what the last sleep had given up."""
         after = self._each(list(self._now), Read(), Levels, EXPLAIN_S)
         return mapped_by_failed_wake(stage, self.kind, self._now, after)
 
-    def _uneven(self, stage: str, left: Mapping[int, int], reported: Collection[int]) -> list[Finding]:
+    def _uneven(self, stage: str, left: Mapping[int, int], reported_pids: Collection[int]) -> list[Finding]:
         """The ranks that have kept more than their peers, without those that are reported for what they kept."""
         levels = []
         for pid, now in self._now.items():
@@ -323,7 +323,7 @@ class EngineProcesses:
         return [
             explain_uneven_rank(uneven, stage, self.kind, self.device or self.kind, held_by)
             for uneven in uneven_ranks(levels, self.kind)
-            if uneven.rank.process.pid not in reported
+            if uneven.rank.process.pid not in reported_pids
         ]
 
     def _asked_and_kept(self, before: ProcessLevels, now: ProcessLevels, left: int) -> tuple[int, int] | None:

@@ -100,7 +100,7 @@ class OtherProcesses:
         self._turn = 0
         self._before: dict[int, _Outside] = {}
         self._followed: dict[int, int] = {}
-        self._reported: set[int] = set()
+        self._reported_pids: set[int] = set()
         self._judged: set[int] = set()
         self._owned: dict[str, _Owned] = {}
         self._found: list[Finding] = []
@@ -141,9 +141,9 @@ class OtherProcesses:
 
     def _forget_dead(self, now: Counters) -> None:
         """Another process may get the number of one that has ended."""
-        if self._reported or self._judged or self._followed:
+        if self._reported_pids or self._judged or self._followed:
             alive = set(self._tree.descendants()) if now.items["processes"] else set()
-            self._reported &= alive
+            self._reported_pids &= alive
             self._judged &= alive
             self._followed = {pid: turn for pid, turn in self._followed.items() if pid in alive}
 
@@ -165,7 +165,7 @@ class OtherProcesses:
         """These processes are findings: what they and their children hold is not reported again."""
         known = set(pids)
         self._unmeasured.is_reported(known)
-        self._reported |= self._tree.with_descendants(known)
+        self._reported_pids |= self._tree.with_descendants(known)
 
     def entered(self, stage: Stage) -> None:
         """The program says where it is in its life."""
@@ -207,7 +207,7 @@ class OtherProcesses:
         stayed = [
             pid
             for pid, before in self._before.items()
-            if pid in now and now[pid].started == before.started and pid not in self._reported
+            if pid in now and now[pid].started == before.started and pid not in self._reported_pids
         ]
         owned = self._note_levels(owners, now)
         for pid in stayed:
@@ -225,7 +225,7 @@ class OtherProcesses:
         owned = self._owned.pop(owner.label)
         found: list[Finding] = []
         for pid, turns in owned.levels.items():
-            if stat(pid) is None or pid in self._reported:
+            if stat(pid) is None or pid in self._reported_pids:
                 continue
             process = describe_process(pid)
             stage = f"tests with {owner.name}"

@@ -59,7 +59,7 @@ class UnmeasuredProcesses:
         self._driver = driver
         self._memory = TreeMemory(tree)
         self._found: dict[int, ProcessMemory] = {}
-        self._reported: set[int] = set()
+        self._reported_pids: set[int] = set()
         self._is_looking = False
         self._begun, self._spent = time.perf_counter(), 0.0
         self._looked_at: frozenset[int] = frozenset()
@@ -76,8 +76,8 @@ class UnmeasuredProcesses:
 
     def is_reported(self, pids: Iterable[int]) -> None:
         """These processes are findings: what they and their children hold is not reported again."""
-        self._reported.update(pids)
-        if self._reported:
+        self._reported_pids.update(pids)
+        if self._reported_pids:
             self._found = {pid: process for pid, process in self._found.items() if not self._is_of_reported(pid)}
 
     def look(self, *, always: bool = False, now: Counters | None = None) -> None:
@@ -118,7 +118,7 @@ class UnmeasuredProcesses:
                 if not had_to_be_seen:
                     # It has its name only once it has imported everything.
                     self._found.pop(process.pid, None)
-            if had_to_be_seen and not (self._reported and self._is_of_reported(process.pid)):
+            if had_to_be_seen and not (self._reported_pids and self._is_of_reported(process.pid)):
                 before = self._found.get(process.pid)
                 self._found[process.pid] = process if before is None else max(before, process, key=_size)
         self._spent += time.thread_time() - started
@@ -148,7 +148,7 @@ class UnmeasuredProcesses:
         )
 
     def _is_of_reported(self, pid: int) -> bool:
-        return not self._reported.isdisjoint([pid, *parents_of(pid)])
+        return not self._reported_pids.isdisjoint([pid, *parents_of(pid)])
 
 
 def _held(now: Counters | None) -> int | None:

@@ -87,11 +87,11 @@ def changes_between(
         if is_entry(name) or (name in before and name in now):
             found.append(Change(name, then, is_now))
     changed = {change.name for change in found}
-    reported_with = {name for name in changed if changed & set(_TOLD_WITH.get(name, ()))}
-    return sorted((change for change in found if change.name not in reported_with), key=lambda change: change.name)
+    implied = {name for name in changed if changed & set(_TOLD_WITH.get(name, ()))}
+    return sorted((change for change in found if change.name not in implied), key=lambda change: change.name)
 
 
-def reported(change: Change) -> str:
+def describe_change(change: Change) -> str:
     """`torch.get_num_threads() was 4, is 1`; no secret, and no more of a value than one reads."""
     was, now = _both_shown(change)
     if change.name.startswith(("disabled of ", "propagate of ")):

@@ -115,11 +115,11 @@ def undoing(changes: Iterable[Change]) -> list[str]:
 
 def advice(changes: Sequence[Change]) -> str:
     """What to do about settings: the code that puts them back, and words where there is none."""
-    reported = []
+    lines = []
     for change in _each_once(changes):
         words = next((text for start, text in _ADVICE.items() if change.name.startswith(start)), _OTHERWISE)
-        reported.append(undo(change) or f"{change.setting}: {words}")
-    lines = list(dict.fromkeys(reported))
+        lines.append(undo(change) or f"{change.setting}: {words}")
+    lines = list(dict.fromkeys(lines))
     if sum(change.name.startswith("disabled of ") for change in changes) >= _MOST_DISABLED:
         # As `logging.config` does by default.
         lines.insert(0, "give logging.config disable_existing_loggers=False")

@@ -30,8 +30,8 @@ def misshape(shard: Path, copy: Path) -> None:
     header: dict[str, dict[str, Any]] = json.loads(whole[_LENGTH:stop])
     name = next(name for name in reversed(header) if name != "__metadata__")
     header[name]["shape"] = [1, *header[name]["shape"]]
-    reported = json.dumps(header).encode()
-    copy.write_bytes(len(reported).to_bytes(_LENGTH, "little") + reported + whole[stop:])
+    encoded = json.dumps(header).encode()
+    copy.write_bytes(len(encoded).to_bytes(_LENGTH, "little") + encoded + whole[stop:])
 
 
 DAMAGES: Mapping[str, Callable[[Path, Path], None]] = MappingProxyType(

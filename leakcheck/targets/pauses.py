@@ -40,7 +40,7 @@ class Pause(Injection):
 
     def stand(self) -> None:
         """Say where this is, and wait for the end."""
-        reported = {"at": len(self.passed), "points": self.points, "segments": sorted(self._made.names)}
-        print(STANDING + json.dumps(reported), flush=True)  # noqa: T201 - the witness reads it
+        message = {"at": len(self.passed), "points": self.points, "segments": sorted(self._made.names)}
+        print(STANDING + json.dumps(message), flush=True)  # noqa: T201 - the witness reads it
         while True:
             signal.pause()

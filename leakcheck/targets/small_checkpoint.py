@@ -49,7 +49,7 @@ def _write(folder: Path) -> None:
         save({name: weights[name] for name in held}, str(folder / file))
     shard_of = {name: file for file, held in shards.items() for name in held}
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": shard_of}))
-    reported = {
+    config = {
         "architectures": [model.architecture],
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
@@ -62,4 +62,4 @@ def _write(folder: Path) -> None:
         "rms_norm_eps": model.rms_norm_eps,
         "torch_dtype": "float32",
     }
-    (folder / "config.json").write_text(json.dumps(reported))
+    (folder / "config.json").write_text(json.dumps(config))

@@ -26,9 +26,9 @@ class Attribution:
     Args:
         counters: reads the counters.
         births: what was born.
-        books: who owns what.
+        ownership: who owns what.
         caches: the filled caches.
-        cards: what is on the cards besides tensors.
+        device_memory: what is on the cards besides tensors.
         first_use: which libraries were used for the first time.
         others: the other processes.
 
@@ -40,17 +40,17 @@ class Attribution:
         self,
         counters: CounterReader,
         births: Births,
-        books: Ownership,
+        ownership: Ownership,
         caches: FilledCaches,
-        cards: DeviceMemory,
+        device_memory: DeviceMemory,
         first_use: FirstUse,
         others: OtherProcesses,
     ) -> None:
         self._counters = counters
         self._births = births
-        self._books = books
+        self._ownership = ownership
         self._caches = caches
-        self._cards = cards
+        self._device_memory = device_memory
         self._first_use = first_use
         self._others = others
         self._labels: list[str] = []
@@ -105,12 +105,12 @@ class Attribution:
                 them before; what has changed then is of the stage that ends here.
         """
         ending = self._births.label
-        last = self._books.last
+        last = self._ownership.last
         now = self._counters.read_in_part(last, settings="none") if settings_later else self._counters.read(last)
         self._others.look(always=True, now=now)
         self._attribute_births(label, again=again)
         self._caches.note(ending)
-        self._books.attribute(ending, now, settings_later=settings_later)
+        self._ownership.attribute(ending, now, settings_later=settings_later)
 
     def full_phase(self, label: str) -> Counters:
         """As `phase`, and for the cards' levels too; returns what was read."""
@@ -118,7 +118,7 @@ class Attribution:
         self.stage(label)
         self._caches.note(ending)
         now = self._counters.read()
-        self._books.attribute(ending, now)
+        self._ownership.attribute(ending, now)
         return now
 
     def enter(self, owner: Owner) -> None:
@@ -128,28 +128,28 @@ class Attribution:
             now = self._counters.read()
             self._others.look(now=now)
             self._caches.note(self._births.label)
-            self._books.attribute(self._births.label, now)
+            self._ownership.attribute(self._births.label, now)
             # Modules are imported by the thousand, so that this must not look at all young objects each time.
             self._births.begin_aside(owner.label)
         else:
             now = self.full_phase(owner.label)
         self._caches.enter()
-        self._books.enter(owner, now)
+        self._ownership.enter(owner, now)
 
     def leave(self) -> None:
         """The setup of the owner entered last is over, whether it succeeded or not."""
         before = self._labels.pop()
-        born = self._births.end_aside() if self._books.innermost.only_adds else None
+        born = self._births.end_aside() if self._ownership.innermost.only_adds else None
         if born is None:
             self.stage(before)
         now = self._counters.read()
-        owner = self._books.leave(now)
+        owner = self._ownership.leave(now)
         if not owner.only_adds:
             self._others.follow()
-        self._books.attribute(owner.stage, now)
+        self._ownership.attribute(owner.stage, now)
         for device in devices_of(now):
             # Listing takes some tenths of a second.
-            if owner.growth.get(f"driver {device}", 0) > 0 and self._cards.knows(device):
+            if owner.growth.get(f"driver {device}", 0) > 0 and self._device_memory.knows(device):
                 self._take_allocations(owner, device, now)
         survivors = self._births.survivors(owner.label) if born is None else born
         self._caches.add(born.item for born in survivors if type(born.item) is LRU_CACHE)
@@ -159,6 +159,6 @@ class Attribution:
 
     def _take_allocations(self, owner: Owner, device: str, now: Counters) -> None:
         """The driver's allocations that an owner's setup made are its own, unless a library was first used there."""
-        names = self._cards.adopt_allocations(now, device)
+        names = self._device_memory.adopt_allocations(now, device)
         if names and not self._first_use.libraries():
             owner.items[f"allocations {device}"] = set(names)

@@ -25,8 +25,8 @@ class CardArrival:
     Args:
         policy: how strictly is watched.
         read: reads the counters.
-        books: who owns what.
-        cards: what is on the cards besides tensors.
+        ownership: who owns what.
+        device_memory: what is on the cards besides tensors.
         first_use: which libraries were used for the first time.
         handles: the BLAS library's handles.
         attribution: makes what the warm-up takes its own.
@@ -40,16 +40,16 @@ class CardArrival:
         self,
         policy: Policy,
         read: Callable[[], Counters],
-        books: Ownership,
-        cards: DeviceMemory,
+        ownership: Ownership,
+        device_memory: DeviceMemory,
         first_use: FirstUse,
         handles: BlasHandles,
         attribution: Attribution,
     ) -> None:
         self._policy = policy
         self._read = read
-        self._books = books
-        self._cards = cards
+        self._ownership = ownership
+        self._device_memory = device_memory
         self._first_use = first_use
         self._attribution = attribution
         self._past_torch = CardsWithoutTorch()
@@ -66,9 +66,9 @@ class CardArrival:
         """It has ended."""
         self._is_in_a_test = False
 
-    def reported(self, now: Counters) -> tuple[NotMeasured, ...]:
+    def not_measured(self, now: Counters) -> tuple[NotMeasured, ...]:
         """What of cards could not be judged."""
-        return self.warm_up.reported() + (self._past_torch.reported(now) if self._policy.card else ())
+        return self.warm_up.not_measured() + (self._past_torch.not_measured(now) if self._policy.card else ())
 
     def queue(self) -> None:
         """Have a card warmed up once it is used.
@@ -94,7 +94,7 @@ class CardArrival:
         if not self._is_in_a_test:
             use()
             # A card that another thread has used before is known as it was then.
-            self._cards.forget()
+            self._device_memory.forget()
             return
         owner = Owner("the card's warm-up", only_adds=True)
         self._attribution.enter(owner)
@@ -106,7 +106,9 @@ class CardArrival:
             self._first_use.adopt()
             self.came_in_this_test = True
             # The driver has opened its own before it could be known that it would.
-            new = now.items["file-descriptors"].keys() - self._books.baseline.items["file-descriptors"].keys()
+            new = now.items["file-descriptors"].keys() - self._ownership.baseline.items["file-descriptors"].keys()
             owner.items.setdefault("file-descriptors", set()).update(filter(may_be_a_drivers, new))
             # Nothing of the program is on a card that was used by nobody before.
-            self._cards.adopt(now, [device for device in devices_of(now) if not self._cards.knows(device)], ())
+            self._device_memory.adopt(
+                now, [device for device in devices_of(now) if not self._device_memory.knows(device)], ()
+            )

@@ -94,7 +94,7 @@ class LeakCheck:
         with self._stack:
             if error is not None:
                 # Its traceback holds the frames of the block: nothing can be said yet.
-                self._report = self._reported(
+                self._report = self._report_of(
                     Subject(id=self._name, outcome="error", reason=f"the block raised {type(error).__name__}")
                 )
                 return
@@ -102,7 +102,7 @@ class LeakCheck:
             findings = shipped().apply((*verdict.findings, *self._sleeps.take()), date.today()).findings
             leaks = any(finding.suppressed_by is None for finding in findings)
             outcome, reason = judged_as("leak" if leaks else "clean", verdict.not_measured)
-            self._report = self._reported(
+            self._report = self._report_of(
                 Subject(
                     id=self._name,
                     outcome=outcome,
@@ -146,7 +146,7 @@ class LeakCheck:
             self._sleeps.left(stage, error)
             self._watch.others.left(stage, error)
 
-    def _reported(self, subject: Subject) -> Report:
+    def _report_of(self, subject: Subject) -> Report:
         driver = find_driver()
         try:
             return Report(

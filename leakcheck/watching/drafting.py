@@ -51,7 +51,7 @@ class Drafting:
 
     Args:
         read: reads the counters.
-        books: who owns what.
+        ownership: who owns what.
         caches: the filled caches.
         stacks: from where memory was allocated.
         environment: who set environment variables.
@@ -60,13 +60,13 @@ class Drafting:
     def __init__(
         self,
         read: Callable[[], Counters],
-        books: Ownership,
+        ownership: Ownership,
         caches: FilledCaches,
         stacks: AllocationStacks,
         environment: EnvironmentSetters,
     ) -> None:
         self._read = read
-        self._books = books
+        self._ownership = ownership
         self._caches = caches
         self._stacks = stacks
         self._environment = environment
@@ -107,7 +107,7 @@ class Drafting:
                     # Emptying the cache gave back the segments of pools that nobody holds any more.
                     names = own[-1].reading.items.get(key, names)
                 filled = [self._caches.stage_of(name) for name in names]
-                since = next(filter(None, filled), "") or self._books.since(_level_of(key, finding.device), names)
+                since = next(filter(None, filled), "") or self._ownership.since(_level_of(key, finding.device), names)
                 dated = with_stage(finding, subject.stage if subject is not None else since or stage)
                 stack = self._stack_of(finding.device, key, names)
                 changed = (UNFROZEN,) if key == FROZEN and finding.remedy is not None else ()
@@ -117,7 +117,7 @@ class Drafting:
                 leak = ItemLeak(dated, key, names, turn, cached=self._caches.of(names))
                 if key == "globals":
                     leak = with_changes(
-                        leak, self._books.left(self._read(), subject, ended), self._environment.place_of
+                        leak, self._ownership.left(self._read(), subject, ended), self._environment.place_of
                     )
                 found += [
                     with_array_holder(with_fingerprint(part, context.module), context)
@@ -154,8 +154,8 @@ def watches_of(drafts: Sequence[Sequence[Draft]], walk: SharedWalk) -> dict[int,
 def with_free_memory_beside(drafts: Sequence[Draft]) -> list[Draft]:
     """Drafts with what is free in the segments beside leaked tensors."""
     leaks = [draft for draft in drafts if isinstance(draft, TensorLeak)]
-    reported = iter(with_free_beside(leaks))
-    return [next(reported) if isinstance(draft, TensorLeak) else draft for draft in drafts]
+    with_free = iter(with_free_beside(leaks))
+    return [next(with_free) if isinstance(draft, TensorLeak) else draft for draft in drafts]
 
 
 def with_growth(draft: Draft, grown: Sequence[Finding]) -> Draft:

@@ -34,9 +34,9 @@ class FullReadings:
 
     Args:
         read: reads the counters.
-        books: who owns what.
+        ownership: who owns what.
         births: what was born.
-        cards: what is on the cards besides tensors.
+        device_memory: what is on the cards besides tensors.
         caches: the filled caches.
         makers: knows which code made threads, processes and descriptors.
         handles: the BLAS library's handles.
@@ -49,20 +49,20 @@ class FullReadings:
     def __init__(
         self,
         read: Callable[[], Counters],
-        books: Ownership,
+        ownership: Ownership,
         births: Births,
-        cards: DeviceMemory,
+        device_memory: DeviceMemory,
         caches: FilledCaches,
         makers: Makers,
         handles: BlasHandles,
     ) -> None:
         self._read = read
-        self._books = books
+        self._ownership = ownership
         self._births = births
-        self._cards = cards
+        self._device_memory = device_memory
         self._caches = caches
         self._handles = handles
-        self._reader = DeepReader(read, books, births, cards, caches)
+        self._reader = DeepReader(read, ownership, births, device_memory, caches)
         self._library_items = LibraryItems(makers)
         self._cached_values = CachedValues()
         self._subject = ""
@@ -86,7 +86,7 @@ class FullReadings:
     def listed(self) -> tuple[NotMeasured, ...]:
         """What this judgement excused libraries for, and which cards' allocations it could not list."""
         excused = () if self.distinguished is None else self.distinguished.listed
-        return (*excused, *self.values.listed, *self._cards.not_measured)
+        return (*excused, *self.values.listed, *self._device_memory.not_measured)
 
     def read(
         self,
@@ -142,7 +142,7 @@ class FullReadings:
         first = self.read(subjects, ended, seen, note)
         if self._tries_blas_handles(first):
             first = self.read(subjects, ended, seen)
-        frozen_before = self._books.baseline.amounts.get("gc-frozen") or 0
+        frozen_before = self._ownership.baseline.amounts.get("gc-frozen") or 0
         steps: list[Step[Deep]] = []
         frozen: frozenset[Key] = frozenset()
         if may_thaw and above(first) and frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
@@ -184,7 +184,7 @@ class FullReadings:
             trial = self._handles.tried(int(device.rpartition(":")[2]), items)
             known = {*trial.kept, *(allocation_name(address) for address, _ in trial.taken)}
             if known:
-                self._cards.forget_allocations(device, known)
+                self._device_memory.forget_allocations(device, known)
                 found = True
         return found
 

@@ -20,13 +20,13 @@ class HostMemory:
 
     Args:
         read: reads the counters.
-        books: who owns what.
+        ownership: who owns what.
         tolerance: bytes that a test may leave.
     """
 
-    def __init__(self, read: Callable[[], Counters], books: Ownership, tolerance: int) -> None:
+    def __init__(self, read: Callable[[], Counters], ownership: Ownership, tolerance: int) -> None:
         self._read = read
-        self._books = books
+        self._ownership = ownership
         self._tolerance = tolerance
         self._kept = SmallRetention()
         self._level_at_end: int | None = None
@@ -48,7 +48,7 @@ class HostMemory:
 
     def share(self, now: Counters, ended: Sequence[Owner]) -> int | None:
         """Bytes by which the test itself has raised the level; None where that is not known."""
-        return self._books.shares("host-memory", now, ended)[id(None)]
+        return self._ownership.shares("host-memory", now, ended)[id(None)]
 
     def read_trimmed(self, ended: Sequence[Owner]) -> Counters:
         """The counters; where host memory has moved, without what is free in the heap.
@@ -91,4 +91,4 @@ class HostMemory:
         self._kept.fell(max((now.amounts["host-memory"] or 0) - self._level_at_end, 0))
         if not self._kept.is_too_much(tolerance):
             return ()
-        return (self._kept.finding(self._books.since("host-memory", ())),)
+        return (self._kept.finding(self._ownership.since("host-memory", ())),)

@@ -103,7 +103,7 @@ class Judged:
             found[finding.fingerprint] = found.get(finding.fingerprint, frozenset()) | things
         return found
 
-    def reported_by_cause(self, of_test: Sequence[Finding]) -> list[tuple[Finding, ...]]:
+    def findings_by_cause(self, of_test: Sequence[Finding]) -> list[tuple[Finding, ...]]:
         """The findings of each subject, those of one cause together.
 
         Args:
@@ -118,7 +118,7 @@ class Judgement:
     Args:
         policy: how strictly it watches.
         read: reads the counters.
-        books: who owns what.
+        ownership: who owns what.
         readings: takes the full readings.
         drafting: drafts findings.
         trials: tries remedies.
@@ -131,7 +131,7 @@ class Judgement:
         self,
         policy: Policy,
         read: Callable[[], Counters],
-        books: Ownership,
+        ownership: Ownership,
         readings: FullReadings,
         drafting: Drafting,
         trials: RemedyTrials,
@@ -141,7 +141,7 @@ class Judgement:
     ) -> None:
         self._policy = policy
         self._read = read
-        self._books = books
+        self._ownership = ownership
         self._readings = readings
         self._drafting = drafting
         self._trials = trials
@@ -169,7 +169,7 @@ class Judgement:
             lambda deep: _above(metrics, deep),
             context,
             note if case.final else no_note,
-            may_thaw=case.final and not owners_froze(self._books),
+            may_thaw=case.final and not owners_froze(self._ownership),
             give_back=self._give_back,
             diagnoses=self._policy.explain,
         )
@@ -184,8 +184,8 @@ class Judgement:
         drafts.clear()
         shared = {
             id(finding): cause
-            for reported, known in zip(findings, causes, strict=True)
-            for finding, cause in zip(reported, known, strict=False)
+            for found, known in zip(findings, causes, strict=True)
+            for finding, cause in zip(found, known, strict=False)
         }
         last = steps[-1].reading
         return Judged(findings, shared, things, unproven, last.heap, last.explained, self._readings.listed)

@@ -21,16 +21,16 @@ class OwnersInUse:
 
     Args:
         read: reads the counters.
-        books: who owns what.
+        ownership: who owns what.
         stacks: from where memory was allocated.
         limit: bytes by which an owner may grow before that is reported at once; None: when it ends.
     """
 
     def __init__(
-        self, read: Callable[[], Counters], books: Ownership, stacks: AllocationStacks, limit: int | None
+        self, read: Callable[[], Counters], ownership: Ownership, stacks: AllocationStacks, limit: int | None
     ) -> None:
         self._read = read
-        self._books = books
+        self._ownership = ownership
         self._stacks = stacks
         self._limit = limit
         self._tolerance = 0
@@ -67,14 +67,14 @@ class OwnersInUse:
 
     def ending(self, owner: Owner) -> None:
         """An owner is about to end, and still holds all that it held for the tests: judge what has grown under it."""
-        if not owner.ledger.may_grow or not any(owner is other for other in self._books.live):
+        if not owner.ledger.may_grow or not any(owner is other for other in self._ownership.live):
             return
         now = self._read()
         # Again even where its last test was read: others may have emptied since what they had filled.
-        claims = Claims(self._books.live)
+        claims = Claims(self._ownership.live)
         for key in COUNTED:
-            unclaimed(key, self._books.new_items(key, now, None, ()), claims)
-        note_growth([owner], claims, frozenset(), now, self._books.baseline)
+            unclaimed(key, self._ownership.new_items(key, now, None, ()), claims)
+        note_growth([owner], claims, frozenset(), now, self._ownership.baseline)
         # What it reached is not to be found there as a holder.
         del claims
         self._grown[owner.label] = growth_of(owner, self._stacks.stacks_at, now)
@@ -87,11 +87,11 @@ class OwnersInUse:
 
     def note(self, claims: Claims, heap: HeapReading, now: Counters) -> None:
         """Writes down what lies under the owners that the test used, or under which it left something."""
-        before = self._books.baseline
+        before = self._ownership.baseline
         claimed = set(map(id, heap.claimed.values()))
         changed = [
             owner
-            for owner in self._books.live
+            for owner in self._ownership.live
             if id(owner) in claimed
             or any(owner.items.get(key, set()) - before.items.get(key, {}).keys() for key in COUNTED)
         ]

@@ -38,18 +38,23 @@ class RemedyTrials:
     Args:
         policy: how strictly it watches.
         read: reads the counters.
-        books: who owns what.
-        cards: what is on the cards besides tensors.
+        ownership: who owns what.
+        device_memory: what is on the cards besides tensors.
         first_use: which libraries were used for the first time.
     """
 
     def __init__(
-        self, policy: Policy, read: Callable[[], Counters], books: Ownership, cards: DeviceMemory, first_use: FirstUse
+        self,
+        policy: Policy,
+        read: Callable[[], Counters],
+        ownership: Ownership,
+        device_memory: DeviceMemory,
+        first_use: FirstUse,
     ) -> None:
         self._policy = policy
         self._read = read
-        self._books = books
-        self._cards = cards
+        self._ownership = ownership
+        self._device_memory = device_memory
         self._first_use = first_use
         self._workspaces_cleared = 0
 
@@ -117,7 +122,7 @@ class RemedyTrials:
             return {IDLE_POOL: now.amounts.get(key) or 0}
         # Only blocks are distinguished by what Python's tensors hold.
         claimed = {address for _, address in live_keys()} if key.startswith(_OF_BLOCKS) else ()
-        return self._cards.all_items(now, device, claimed).get(key)
+        return self._device_memory.all_items(now, device, claimed).get(key)
 
     def _tried_harmless(self, draft: ItemLeak, context: Context, read: Callable[[], Deep]) -> Draft:
         """The finding, or the leak with what waiting has shown, where there is more to be tried at the end."""
@@ -129,8 +134,8 @@ class RemedyTrials:
     def _may_unfreeze(self, drafts: Sequence[Sequence[Draft]]) -> bool:
         """Whether a freeze is a finding, and nobody else has done one: there is one permanent generation."""
         findings = [draft.finding for found in drafts for draft in found if isinstance(draft, ItemLeak)]
-        frozen_before = self._books.baseline.amounts.get("gc-frozen") or 0
-        is_own = frozen_before <= FROZEN_AT_STARTUP and not owners_froze(self._books)
+        frozen_before = self._ownership.baseline.amounts.get("gc-frozen") or 0
+        is_own = frozen_before <= FROZEN_AT_STARTUP and not owners_froze(self._ownership)
         return any(finding.resource == "gc-frozen" for finding in findings) and is_own
 
     def _confirmed(self, draft: ItemLeak, read: Callable[[], Deep]) -> ItemLeak:
@@ -148,6 +153,6 @@ class RemedyTrials:
         return sum(amount or 0 for key, amount in amounts.items() if key.startswith("driver "))
 
 
-def owners_froze(books: Ownership) -> bool:
+def owners_froze(ownership: Ownership) -> bool:
     """Whether an owner that is alive has frozen the heap in its setup."""
-    return any(owner.growth.get("gc-frozen", 0) > 0 for owner in books.live)
+    return any(owner.growth.get("gc-frozen", 0) > 0 for owner in ownership.live)

@@ -66,8 +66,8 @@ class SleepWatch:
             tensors = _tables(torch, device, [(part.start, part.stop - part.start) for part in gone])
             found = find_pointers({str(place): tensor for place, tensor in enumerate(tensors)}, judged).pointers
             held = [tensors[int(item.name)] for item in found]
-            reported = explain(held, ignore={id(held), id(tensors)}) if held else []
-        for item, explanation in zip(found, reported, strict=True):
+            explanations = explain(held, ignore={id(held), id(tensors)}) if held else []
+        for item, explanation in zip(found, explanations, strict=True):
             # What nothing holds is of an engine before this one, whose memory had these addresses too.
             if not explanation.path:
                 continue

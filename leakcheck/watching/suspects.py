@@ -24,17 +24,17 @@ class Suspects:
     """Finds what may have been left.
 
     Args:
-        books: who owns what.
+        ownership: who owns what.
         births: what was born.
         caches: the filled caches.
-        cards: what is on the cards besides tensors.
+        device_memory: what is on the cards besides tensors.
     """
 
-    def __init__(self, books: Ownership, births: Births, caches: FilledCaches, cards: DeviceMemory) -> None:
-        self._books = books
+    def __init__(self, ownership: Ownership, births: Births, caches: FilledCaches, device_memory: DeviceMemory) -> None:
+        self._ownership = ownership
         self._births = births
         self._caches = caches
-        self._cards = cards
+        self._device_memory = device_memory
         # The tensors that seemed to be left when that was last looked at, as long as it is to be looked at again.
         self._tensors_left: list[weakref.ref[Any]] = []
 
@@ -53,10 +53,10 @@ class Suspects:
             key
             for subject in (None, *ended)
             for key in (*now.items, "globals")
-            if self._books.new_items(key, now, subject, ended)
+            if self._ownership.new_items(key, now, subject, ended)
         ]
         for key in now.amounts:
-            shares = self._books.shares(key, now, ended).values()
+            shares = self._ownership.shares(key, now, ended).values()
             if any(share is not None and share > self.slack(key, tolerance) for share in shares) and self._is_worth(
                 key
             ):
@@ -66,7 +66,7 @@ class Suspects:
             suspects.append("tensors")
         tensors = [born for born in survivors if is_tensor(born.item)]
         # There is a live owner for every import: they are gone through only where there is a tensor.
-        live = {owner.label for owner in self._books.live} if tensors else ()
+        live = {owner.label for owner in self._ownership.live} if tensors else ()
         left = [born.item for born in tensors if born.label not in live]
         # Compilers leave many that hold nothing, in garbage that only a full collection would end.
         if left:
@@ -83,8 +83,8 @@ class Suspects:
     def slack(self, key: str, tolerance: int) -> int:
         """Bytes by which a level may rise before it deserves a full reading."""
         if key == "host-memory":
-            return max(tolerance, host_memory_tolerance(devices_of(self._books.baseline)))
-        if key.startswith("driver ") and not self._cards.lists_allocations(key.partition(" ")[2]):
+            return max(tolerance, host_memory_tolerance(devices_of(self._ownership.baseline)))
+        if key.startswith("driver ") and not self._device_memory.lists_allocations(key.partition(" ")[2]):
             return max(tolerance, DRIVER_TOLERANCE)
         if key.startswith(MEMORY_POOL):
             return max(tolerance, UNLISTED_TOLERANCE)
@@ -92,7 +92,7 @@ class Suspects:
 
     def _is_worth(self, key: str) -> bool:
         """Whether a level's growth deserves a full reading: torch keeps free segments, which is no leak."""
-        return not key.startswith("reserved ") or self._cards.has_new_empty_pools(key.partition(" ")[2])
+        return not key.startswith("reserved ") or self._device_memory.has_new_empty_pools(key.partition(" ")[2])
 
 
 def _weakly(items: Iterable[object]) -> list[weakref.ref[Any]]:

@@ -20,7 +20,7 @@ _WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory", "tem
 
 def wait_for_return(
     read: Callable[[], Counters],
-    books: Ownership,
+    ownership: Ownership,
     ended: Sequence[Owner],
     *,
     slack: Callable[[str], int],
@@ -33,7 +33,7 @@ def wait_for_return(
 
     Args:
         read: reads the counters.
-        books: who owns what.
+        ownership: who owns what.
         ended: the owners that are judged with the test.
         slack: by a level's key, the bytes by which it may have risen.
         let_go: lets go of what the test runner holds.
@@ -47,9 +47,9 @@ def wait_for_return(
             (key, name)
             for subject in (None, *ended)
             for key in _WAITED_FOR
-            for name in books.new_items(key, now, subject, ended)
+            for name in ownership.new_items(key, now, subject, ended)
         }
-        shares = {key: books.shares(key, now, ended)[id(None)] for key in now.amounts if key.startswith("driver ")}
+        shares = {key: ownership.shares(key, now, ended)[id(None)] for key in now.amounts if key.startswith("driver ")}
         return items | {(key, share) for key, share in shares.items() if share is not None and share > slack(key)}
 
     start = read()

@@ -67,18 +67,20 @@ class Watch:
         self._segments = OwnSegments()
         self._environment = EnvironmentSetters()
         self._tree = ProcessTree()
-        self._remains = OrphanedFiles(self._tree, self._segments, lambda: self.others.began(), alone=self.policy.driver)
+        self._orphaned_files = OrphanedFiles(
+            self._tree, self._segments, lambda: self.others.began(), alone=self.policy.driver
+        )
         self._makers = Makers()
-        self._books = Ownership(self._segments, self._remains.shared_memory, self._environment, self._makers)
+        self._ownership = Ownership(self._segments, self._orphaned_files.shared_memory, self._environment, self._makers)
         self._births = Births()
         self._caches = FilledCaches()
-        self._cards = DeviceMemory(driver=self.policy.driver)
+        self._device_memory = DeviceMemory(driver=self.policy.driver)
         self._driver: Driver | None = None
         self._counters = CounterReader(
             self._ask_driver if self.policy.driver else None,
             card=self.policy.card,
             orphans=self._tree.orphans,
-            temporary_files=self._remains.temporary_files,
+            temporary_files=self._orphaned_files.temporary_files,
             warnings_filters=self.policy.warnings_filters,
         )
         self._first_use = FirstUse()
@@ -89,31 +91,45 @@ class Watch:
         ask = self._ask_driver if self.policy.card else None
         asks, clears = policy.processes, policy.remedies != "never"
         self.others = OtherProcesses(self._tree, ask, asks=asks, clears=clears, tolerance=policy.tolerance)
-        self._events = ProcessEvents(self.others.look, self._remains.note_sockets, starting=self._remains.before_start)
+        self._events = ProcessEvents(
+            self.others.look, self._orphaned_files.note_sockets, starting=self._orphaned_files.before_start
+        )
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None
         self._module = ""
-        self._in_use = OwnersInUse(self._read, self._books, self._stacks, self.policy.growth)
+        self._in_use = OwnersInUse(self._read, self._ownership, self._stacks, self.policy.growth)
         self._attribution = Attribution(
-            self._counters, self._births, self._books, self._caches, self._cards, self._first_use, self.others
+            self._counters,
+            self._births,
+            self._ownership,
+            self._caches,
+            self._device_memory,
+            self._first_use,
+            self.others,
         )
         self._arrival = CardArrival(
-            self.policy, self._read, self._books, self._cards, self._first_use, self._handles, self._attribution
+            self.policy,
+            self._read,
+            self._ownership,
+            self._device_memory,
+            self._first_use,
+            self._handles,
+            self._attribution,
         )
         self._warm_up = self._arrival.warm_up
-        self._suspects = Suspects(self._books, self._births, self._caches, self._cards)
-        self._host = HostMemory(self._read, self._books, self.policy.tolerance)
+        self._suspects = Suspects(self._ownership, self._births, self._caches, self._device_memory)
+        self._host = HostMemory(self._read, self._ownership, self.policy.tolerance)
         self._readings = FullReadings(
-            self._read, self._books, self._births, self._cards, self._caches, self._makers, self._handles
+            self._read, self._ownership, self._births, self._device_memory, self._caches, self._makers, self._handles
         )
-        self._trials = RemedyTrials(self.policy, self._read, self._books, self._cards, self._first_use)
+        self._trials = RemedyTrials(self.policy, self._read, self._ownership, self._device_memory, self._first_use)
         self._judgement = Judgement(
             self.policy,
             self._read,
-            self._books,
+            self._ownership,
             self._readings,
-            Drafting(self._read, self._books, self._caches, self._stacks, self._environment),
+            Drafting(self._read, self._ownership, self._caches, self._stacks, self._environment),
             self._trials,
             self._stacks,
             self._makers,
@@ -130,7 +146,7 @@ class Watch:
         self.others.start()
         self._makers.start()
         self._events.start()
-        self._remains.start()
+        self._orphaned_files.start()
         self._environment.start()
         with collector_paused():
             census = Census(all_objects())
@@ -145,7 +161,7 @@ class Watch:
         self._stacks.stop()
         self._births.stop()
         self._segments.stop()
-        self._remains.stop()
+        self._orphaned_files.stop()
         self.others.stop()
         self._tree.stop()
         self._events.stop()
@@ -191,21 +207,24 @@ class Watch:
         self._caches.mark()
         self._readings.mark(subject)
         self._events.start()
-        self._remains.mark()
+        self._orphaned_files.mark()
         self._namespaces = namespace_sizes()
         now = self._counters.read_in_part(settings="no library's") if follows else self._read()
         if self._arrival.joins(now):
             now = self._read()
         self.others.begin(now)
         self._host.begin(subject, now, judged=judged)
-        self._books.begin(stage, now)
-        if any(not self._cards.knows(device) or self._cards.has_shrunk(device, now) for device in devices_of(now)):
+        self._ownership.begin(stage, now)
+        if any(
+            not self._device_memory.knows(device) or self._device_memory.has_shrunk(device, now)
+            for device in devices_of(now)
+        ):
             self._adopt(now, read_heap(self._births, Claims(()), (), ()))
         self._arrival.begin_test()
 
     def forget_settings(self) -> None:
         """Whoever judges has put the process-wide settings back."""
-        self._books.forget_settings()
+        self._ownership.forget_settings()
 
     @property
     def stage_now(self) -> str:
@@ -265,8 +284,8 @@ class Watch:
             hints: advice to give where a finding is held by the object beside it.
         """
         try:
-            closed = self._books.close(ended)
-            in_others = self.others.judge([*self._books.live, *closed])
+            closed = self._ownership.close(ended)
+            in_others = self.others.judge([*self._ownership.live, *closed])
             verdict = self._in_use.with_growth(self._judge(closed, let_go, hints, final=True))
             return replace(verdict, findings=(*verdict.findings, *in_others))
         finally:
@@ -285,15 +304,15 @@ class Watch:
     ) -> Verdict:
         stage = self._births.label
         now = self._host.read_trimmed(ended)
-        self._books.attribute(stage, now)
+        self._ownership.attribute(stage, now)
         if final:
-            self._books.over(now)
+            self._ownership.over(now)
         self.others.look(always=True, now=now)
         self._caches.note(stage)
         # Before anything is collected: what is young now will be old then.
         self._caches.born(self._births.born() if self._caches.any_filled else ())
         unmeasured = tuple(NotMeasured(what=key, why=why) for key, why in now.unmeasured.items())
-        unmeasured += self._arrival.reported(now) + self.others.not_measured + self._cards.not_measured
+        unmeasured += self._arrival.not_measured(now) + self.others.not_measured + self._device_memory.not_measured
         if not self._suspects.find(now, ended, self._tolerance):
             return Verdict(not_measured=unmeasured, findings=self._host.kept_in_all(now, ended, final=final))
         born = self._births.born()
@@ -318,7 +337,7 @@ class Watch:
         share = self._host.share(now, ended)
         wait_for_return(
             self._read,
-            self._books,
+            self._ownership,
             ended,
             slack=lambda key: self._suspects.slack(key, self._tolerance),
             let_go=let_go,
@@ -346,15 +365,15 @@ class Watch:
         judged = self._judgement(case, self._in_use.note, report_limits)
         now = self._read()
         # What a card's first use takes is known where the card was warmed up.
-        before = now if self._arrival.came_in_this_test else self._books.baseline
+        before = now if self._arrival.came_in_this_test else self._ownership.baseline
         about = judged.about()
         own, excused = excused_by_libraries(judged.findings[0], before, now, self._first_use, any_graph_alive)
-        findings = judged.reported_by_cause(own)
+        findings = judged.findings_by_cause(own)
         for finding in findings[0]:
             for part in finding.parts:
                 about[finding.fingerprint] |= about[part.fingerprint]
         self._adopt(self._read(), judged.heap)
-        left = [self._books.new_items("processes", self._read(), subject, case.ended) for subject in case.subjects]
+        left = [self._ownership.new_items("processes", self._read(), subject, case.ended) for subject in case.subjects]
         self.others.is_reported(int(name) for names in left if case.final for name in names)
         if any(finding.changed for found in findings for finding in found):
             self._seen &= live_keys()
@@ -393,7 +412,7 @@ class Watch:
         self._seen = heap.alive
         if devices_of(now) or driver_is_open(now):
             self._first_use.adopt()
-        self._cards.adopt(now, devices_of(now), {address for _, address in heap.alive})
+        self._device_memory.adopt(now, devices_of(now), {address for _, address in heap.alive})
 
     def _read(self) -> Counters:
         return self._counters.read()

@@ -35,9 +35,9 @@ def stand_ins(census: Census, items: dict[str, list[str]]) -> dict[tuple[str, st
             known.setdefault((resource, name), item)
     for name, segment in _segments(census).items():
         known.update(
-            (("file-descriptors", reported), segment)
-            for reported in numbers.values()
-            if reported.endswith(f" -> /dev/shm/{name}")
+            (("file-descriptors", descriptor), segment)
+            for descriptor in numbers.values()
+            if descriptor.endswith(f" -> /dev/shm/{name}")
         )
     return known
 

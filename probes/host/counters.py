@@ -127,8 +127,8 @@ class CounterReader:
                     amounts |= self._read_card(torch, index, mapped.get(f"cuda:{index}", 0), unmeasured)
         threads = len(os.listdir("/proc/self/task")) if last is None else last.native_threads
         of_libraries = settings == "all"
-        reported = last.settings if last and settings == "none" else self._settings.read(of_libraries=of_libraries)
-        return Counters(items, amounts, reported, threads, unmeasured)
+        values = last.settings if last and settings == "none" else self._settings.read(of_libraries=of_libraries)
+        return Counters(items, amounts, values, threads, unmeasured)
 
     def _read_descriptors(self, last: Counters | None) -> Items:
         """`number -> target` of each open descriptor; targets are read only where a number has another file now."""
@@ -223,7 +223,7 @@ def child_processes() -> list[int]:
     (The kernel lists a child with the thread that started it, or once that has ended with another one.)
     """
     found: list[int] = []
-    reported = False
+    any_listed = False
     server = _fork_server()
     if not server and _is_childless():
         return []
@@ -234,10 +234,10 @@ def child_processes() -> list[int]:
     for thread in {os.getpid(), *(thread.native_id for thread in threading.enumerate())}:
         try:
             found += map(int, contents(f"/proc/self/task/{thread}/children").split())
-            reported = True
+            any_listed = True
         except OSError:  # the thread ended, or the kernel was built without this file
             continue
-    return sorted(found if reported else children_of(os.getpid()))
+    return sorted(found if any_listed else children_of(os.getpid()))
 
 
 _EVERY_KIND = 0x40000000

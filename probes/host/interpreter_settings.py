@@ -325,10 +325,10 @@ def _module_of(entry: tuple[Any, ...]) -> str:
 
 def _filter(entry: tuple[Any, ...]) -> str:
     action, message, category, module, _ = (*entry, *(None,) * 5)[:5]
-    reported = [str(action) if type(action) is str else "?"]
-    reported += [repr(pattern) for part in (message, module) if (pattern := getattr(part, "pattern", part)) is not None]
-    reported.insert(1, f"{category.__module__}.{category.__qualname__}" if type(category) is type else "a category")
-    return "(" + ", ".join(reported).replace("builtins.", "") + ")"
+    parts = [str(action) if type(action) is str else "?"]
+    parts += [repr(pattern) for part in (message, module) if (pattern := getattr(part, "pattern", part)) is not None]
+    parts.insert(1, f"{category.__module__}.{category.__qualname__}" if type(category) is type else "a category")
+    return "(" + ", ".join(parts).replace("builtins.", "") + ")"
 
 
 class CollectorCallbacks:

@@ -77,7 +77,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_what_was_taken_without_torch_makes_no_test_clean(asked: list[int]) -> None:
-    reported = CardsWithoutTorch().reported(reading("/dev/null", "/dev/nvidia-uvm"))
+    reported = CardsWithoutTorch().not_measured(reading("/dev/null", "/dev/nvidia-uvm"))
     outcome, reason = judged_as("clean", reported)
     assert outcome == "unsupported"
     assert reason.startswith("not judged: memory on cuda:0 that was taken without torch; call torch.cuda.init()")
@@ -87,15 +87,15 @@ def test_nobody_is_asked_where_no_driver_is_open_or_torch_has_begun(
     asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = CardsWithoutTorch()
-    assert seen.reported(reading("/dev/null", "pipe:[1]", "/home/dev/nvidia")) == ()
+    assert seen.not_measured(reading("/dev/null", "pipe:[1]", "/home/dev/nvidia")) == ()
     monkeypatch.setattr(past_torch, "initialized_torch", lambda: object())
-    assert seen.reported(reading("/dev/nvidia0")) == ()
+    assert seen.not_measured(reading("/dev/nvidia0")) == ()
     assert not asked
 
 
 def test_a_driver_that_was_asked_for_its_cards_only_is_no_context(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(past_torch, "cards_with_contexts", list)
-    assert CardsWithoutTorch().reported(reading("/dev/nvidiactl")) == ()
+    assert CardsWithoutTorch().not_measured(reading("/dev/nvidiactl")) == ()
 
 
 @pytest.mark.parametrize(("card", "warm_up"), [(True, "first-use"), (True, "off"), (False, "off")])

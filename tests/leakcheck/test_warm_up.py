@@ -74,7 +74,7 @@ def test_torch_keeps_a_queued_call_but_not_who_queued_it() -> None:
 def test_a_card_that_cannot_be_used_raises_nothing_in_the_program_and_is_said() -> None:
     warm_up = WarmUp(BlasHandles(), lambda use: use())
     warm_up.now()
-    (said,) = warm_up.reported()
+    (said,) = warm_up.not_measured()
     assert said.what == "what a card's first use takes"
     assert "NVIDIA" in said.why or "CUDA" in said.why
-    assert warm_up.reported() == ()
+    assert warm_up.not_measured() == ()

@@ -32,7 +32,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_between, reported
+from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_between, describe_change
 from lowtide.leakcheck.settings.setting_remedies import advice, run, undo, undoing
 from lowtide.probes.host import torch_settings
 from lowtide.probes.host.settings import SettingReader
@@ -407,7 +407,7 @@ def test_no_object_of_the_program_is_asked_anything(reader: SettingReader, monke
     try:
         changes = changes_between(before, reader.read())
         assert changes
-        assert all(reported(change) and advice([change]) for change in changes)
+        assert all(describe_change(change) and advice([change]) for change in changes)
         assert {change.name for change in changes} >= {"sys.displayhook", "torch.Event", "threading.excepthook"}
     finally:
         set_handler(signal.SIGUSR2, 0)
@@ -418,7 +418,7 @@ def test_the_method_of_an_object_is_named_by_its_class(reader: SettingReader) ->
     previous = signal.signal(signal.SIGUSR2, Engine().stop)
     try:
         (change,) = changes_between(before, reader.read())
-        assert reported(change).endswith("is tests.probes.test_settings.Engine.stop")
+        assert describe_change(change).endswith("is tests.probes.test_settings.Engine.stop")
     finally:
         signal.signal(signal.SIGUSR2, previous)
 
@@ -454,7 +454,10 @@ def test_a_handler_that_is_gone_is_seen(reader: SettingReader) -> None:
     ENGINE.handlers.clear()
     gc.collect()
     (change,) = changes_between(before, reader.read())
-    assert reported(change) == "handler logging.StreamHandler of logging.getLogger('lowtide_tests.engine') was removed"
+    assert (
+        describe_change(change)
+        == "handler logging.StreamHandler of logging.getLogger('lowtide_tests.engine') was removed"
+    )
 
 
 def test_what_pytest_sets_for_each_test_is_not_read(reader: SettingReader, caplog: pytest.LogCaptureFixture) -> None:
@@ -493,14 +496,14 @@ SECRETS = {"HF_TOKEN": "hf_abc", "AWS_SECRET_ACCESS_KEY": "abc", "DB": "postgres
 def test_a_secret_is_shown_nowhere(name: str, value: str) -> None:
     for before, now in ((ABSENT, repr(value)), (repr(value), ABSENT), (repr(value), repr(value + "2"))):
         change = Change(f"os.environ[{name!r}]", before, now)
-        texts = (reported(change), advice([change]), undo(change) or "")
+        texts = (describe_change(change), advice([change]), undo(change) or "")
         assert not any("abc" in text for text in texts)
     assert undo(Change(f"os.environ[{name!r}]", ABSENT, repr(value))) == f"os.environ.pop({name!r})"
 
 
 def test_a_long_value_is_shortened_and_no_code() -> None:
     change = Change("os.environ['LONG']", repr("x" * 5000), repr("y" * 5000))
-    assert len(reported(change)) < 300
+    assert len(describe_change(change)) < 300
     assert undo(change) is None
 
 
@@ -519,7 +522,7 @@ def test_a_long_value_is_shortened_and_no_code() -> None:
 def test_only_what_can_be_added_was_something_before(
     before: Mapping[str, str], now: Mapping[str, str], found: list[str]
 ) -> None:
-    assert [reported(change) for change in changes_between(before, now)] == found
+    assert [describe_change(change) for change in changes_between(before, now)] == found
 
 
 @pytest.mark.parametrize(
@@ -546,12 +549,12 @@ def test_a_handler_of_a_library_on_its_own_logger_is_the_library_s(reader: Setti
 def test_of_two_long_values_that_is_reported_by_which_they_differ() -> None:
     path = "/some/folder:" * 20
     change = Change("os.environ['PATH']", repr(f"{path}/bin"), repr(f"{path}/bin:/opt"))
-    assert reported(change) == "os.environ['PATH'] was …er:/some/folder:/bin', is …er:/some/folder:/bin:/opt'"
+    assert describe_change(change) == "os.environ['PATH'] was …er:/some/folder:/bin', is …er:/some/folder:/bin:/opt'"
 
 
 def test_who_disables_all_loggers_is_told_how_not_to() -> None:
     many = [Change(f"disabled of logging.getLogger('a{turn}')", ABSENT, "True") for turn in range(30)]
-    assert reported(many[0]) == "disabled of logging.getLogger('a0') was False, is True"
+    assert describe_change(many[0]) == "disabled of logging.getLogger('a0') was False, is True"
     assert advice(many).startswith(
         "give logging.config disable_existing_loggers=False; logging.getLogger('a0').disabled"
     )
