@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 
-from lowtide.engine.dropped import WhenDropped
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import Lease, PageBackend, Part
 from lowtide.engine.teardown import Teardown
@@ -83,8 +83,10 @@ class Arena:
         self._failed = False
         self._lease: Lease | None = backend.reserve(self.capacity)
         self._record = _Record(tag, backend, self._lease.address, self.capacity)
+        # Not by a thread (`WhenDropped`): a create that has failed and is tried again needs the memory at once.
+        self._finalizer = weakref.finalize(self._lease, self._record.dispose)
         # At exit the process gives everything back anyway, and the driver may be gone before us.
-        self._dropped = WhenDropped(self._lease, self._record.dispose, at_exit=False)
+        self._finalizer.atexit = False
         stages.announce(self._record)
 
     @property
@@ -170,9 +172,8 @@ class Arena:
                 self._record.dispose()
         elif sys.getrefcount(lease) == _HELD_HERE:
             self._failed = True
-            # Called here, where an error of the driver has a caller.
-            self._dropped.cancel()
-            self._record.dispose()
+            # Called here: while the last reference is dropped, what a signal handler raises is lost, and the call too.
+            self._finalizer()
         del lease
         self._failed = self._record.error is not None
         if self._record.error is not None:

@@ -15,7 +15,6 @@ from lowtide.engine.pages import Lease, Part
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.probes.host.readings import resident_bytes
 from lowtide.probes.stages import announced_pools
-from tests.waiting import wait_until
 
 PAGE = 4096
 
@@ -142,8 +141,8 @@ def test_memory_of_a_leaked_tensor_goes_with_it_and_is_announced_until_then() ->
     assert [pool.mapped for pool in announced_pools()] == [PAGE]
     assert view.sum() == 24.0
     del view
-    wait_until(lambda: announced_pools() == ())
     assert len(backend.disposed) == 1
+    assert announced_pools() == ()
 
 
 @pytest.mark.usefixtures("without_collector")
@@ -154,7 +153,6 @@ def test_an_arena_that_is_forgotten_keeps_nothing() -> None:
     gone = weakref.ref(arena)
     del arena
     assert gone() is None
-    wait_until(lambda: announced_pools() == ())
     assert len(backend.disposed) == 1
 
 
@@ -189,6 +187,14 @@ def test_what_was_given_back_is_not_given_back_again(without_collector: None) ->
     for _ in range(3):
         arena.close()
     assert len(backend.disposed) == 1
+
+
+def test_at_exit_the_process_gives_everything_back() -> None:
+    before = set(weakref.finalize._registry)  # type: ignore[attr-defined]
+    arena = Arena("weights", PAGE, Recorder())
+    (made,) = set(weakref.finalize._registry) - before  # type: ignore[attr-defined]
+    assert not made.atexit
+    arena.close()
 
 
 def test_pages_are_mapped_in_parts_of_a_quarter_of_a_gib() -> None:

@@ -7,6 +7,7 @@ import mmap
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from lowtide.engine.device_allocator.transfer import TransferRing
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.probes.stages import announced_pools
+from tests.waiting import wait_until
 
 if sys.version_info < (3, 11):
     from exceptiongroup import ExceptionGroup
@@ -188,14 +190,28 @@ def test_closing_a_host_buffer_gives_back_the_other_blocks_when_one_is_refused_a
     assert views[0].tolist() == [0] * 5
 
 
+def is_mapped(address: int) -> bool:
+    """Return whether this process has a mapping at an address."""
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(start, 16) <= address < int(end, 16) for start, end in ranges)
+
+
 def test_a_host_buffer_that_is_forgotten_is_unpinned_before_its_pages_go() -> None:
-    backend = PinningPages()
+    are_mapped: list[bool] = []
+
+    class Watched(PinningPages):
+        def unpin(self, address: int) -> None:
+            are_mapped.append(is_mapped(address))
+            super().unpin(address)
+
+    backend = Watched()
     buffer = HostBuffer("image", 3 * SLOT, SLOT, backend)
     for block in range(3):
         buffer.tensor(block * SLOT, SLOT).zero_()
         buffer.pin(block * SLOT)
     del buffer
-    assert backend.pinned == {}
+    wait_until(lambda: backend.pinned == {})
+    assert are_mapped == [True] * 3
 
 
 def test_an_image_pinned_in_part_is_saved_right_however_slow_the_threads_are(monkeypatch: pytest.MonkeyPatch) -> None:
