@@ -13,10 +13,8 @@ from typing import Any
 from lowtide.probes.device.allocation_history import CardHistory, parse_stacks
 from lowtide.probes.device.torch_allocator import Segment, initialized_torch
 from lowtide.probes.memory.dispatch_modes import keep_from_compiler
-from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
+from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.probes.originals import loaded, sys
-
-__all__ = ["AllocationStacks", "StackFrame", "allocating_function", "parse_stacks"]
 
 _OWN_MODULES = ("lowtide.probes.", "lowtide.leakcheck.", "lowtide.pytest_plugin.")
 _OWN_FOLDERS = tuple(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from lowtide.leakcheck.findings.remedies import StorageWatch
-from lowtide.leakcheck.watching.watch import Thing, Verdict
+from lowtide.leakcheck.watching.verdict import Thing, Verdict
 from lowtide.reports.schema import Finding
 
 _BACK = "leakcheck.check() found it; it was back at the end of the test"

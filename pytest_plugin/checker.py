@@ -16,7 +16,7 @@ from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.processes.process_exit import awaited
-from lowtide.leakcheck.watching.watch import Verdict
+from lowtide.leakcheck.watching.verdict import Verdict
 from lowtide.probes.originals import weakref
 from lowtide.probes.stages import listening, stage
 from lowtide.pytest_plugin import terminal

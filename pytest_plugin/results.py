@@ -12,7 +12,8 @@ import pytest
 
 import lowtide
 from lowtide.leakcheck.baseline.readings import this_machine
-from lowtide.leakcheck.suppressions.entries import SuppressionError, Suppressions, find, load, problems, shipped
+from lowtide.leakcheck.suppressions.entries import Suppressions, find, load, problems, shipped
+from lowtide.leakcheck.suppressions.toml import SuppressionError
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.originals import time

@@ -12,7 +12,8 @@ import pytest
 from lowtide.leakcheck.baseline.import_watch import ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.watching.sleep_watch import SleepWatch
-from lowtide.leakcheck.watching.watch import Policy, Watch
+from lowtide.leakcheck.watching.verdict import Policy
+from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.originals import replaced, threading
 from lowtide.probes.stages import Stage
 from lowtide.pytest_plugin.settings import Settings, usage_error

@@ -14,7 +14,8 @@ from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tol
 from lowtide.leakcheck.cli.reporting import check_writable
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
+    from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+    from lowtide.leakcheck.lives.script import Event
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.probes.device.driver import Driver
 

@@ -15,7 +15,8 @@ from lowtide.leakcheck.cli.display.watched_life import broadcast_live
 from lowtide.leakcheck.cli.reporting import begin_report, ended_with, make_report, write_report
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
+    from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+    from lowtide.leakcheck.lives.script import Event
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
     from lowtide.probes.device.driver import Driver
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 def load_suppressions(path: Path | None) -> Suppressions:
     """The user's entries, then the shipped ones."""
-    from lowtide.leakcheck.suppressions.entries import SuppressionError, Suppressions, load, shipped
+    from lowtide.leakcheck.suppressions.entries import Suppressions, load, shipped
+    from lowtide.leakcheck.suppressions.toml import SuppressionError
 
     try:
         own = load(path).entries if path is not None else ()

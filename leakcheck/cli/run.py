@@ -19,7 +19,8 @@ from lowtide.leakcheck.targets.devices import Device, device_name
 if TYPE_CHECKING:
     from lowtide.engine import EngineConfig
     from lowtide.engine.defects import Defect
-    from lowtide.leakcheck.lives.lifecycle import Event, LifecycleRun
+    from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+    from lowtide.leakcheck.lives.script import Event
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.probes.device.driver import Driver
 

@@ -18,7 +18,7 @@ from lowtide.leakcheck.explaining.container_entries import (
     discard,
     set_in_dict,
 )
-from lowtide.leakcheck.explaining.cut import Cut, Names, NamespaceSizes, Owner, Place, Refused, namespace_sizes
+from lowtide.leakcheck.explaining.cut import Cut, Names, Owner, Place, Refused
 from lowtide.leakcheck.explaining.expressions import call, entry_of, is_name, is_plain, is_this_threads, key_of
 from lowtide.probes.heap.paths import Link
 from lowtide.probes.objects.foreign import (
@@ -33,8 +33,6 @@ from lowtide.probes.objects.foreign import (
 )
 from lowtide.probes.originals import loaded, threading
 from lowtide.probes.references.unseen_references import object_parts
-
-__all__ = ["Cut", "Names", "NamespaceSizes", "Place", "Refused", "cut_of", "namespace_sizes"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.explaining.cuts import Cut, Names
+from lowtide.leakcheck.explaining.cut import Cut, Names
 from lowtide.leakcheck.explaining.inspectors import marks
 from lowtide.leakcheck.explaining.library_objects import (
     advice_for_root,

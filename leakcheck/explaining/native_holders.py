@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.explaining.cuts import Names, cut_of
+from lowtide.leakcheck.explaining.cut import Names
+from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import MOST_STEPS, Explanation
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.probes.heap.holders import SharedWalk, census_of

@@ -11,15 +11,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Union
 
-from lowtide.leakcheck.explaining.cuts import Cut
+from lowtide.leakcheck.explaining.cut import Cut
 from lowtide.leakcheck.explaining.explain import Holder, first_holders
 from lowtide.leakcheck.explaining.path_names import way_text
 from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
 from lowtide.leakcheck.findings.graph_parts import graph_parts
-from lowtide.leakcheck.findings.grouping import BELONGING, Cause, by_cause
+from lowtide.leakcheck.findings.grouping import BELONGING, Cause
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import with_work, works
-from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, older_than
+from lowtide.leakcheck.findings.storage_holders import Context, older_than
+from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.stand_ins import stand_ins
@@ -27,8 +28,6 @@ from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.originals import contents, gc, loaded, os, threading
 from lowtide.reports.schema import Finding, Hop
-
-__all__ = ["Cause", "Draft", "by_cause", "with_causes"]
 
 _EXPLAINED = 0.9
 """The share of the host memory that must lie behind another finding to be a part of it."""

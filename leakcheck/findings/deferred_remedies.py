@@ -17,7 +17,8 @@ from lowtide.leakcheck.findings.empty_pools import pool_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.remedies import StorageWatch, prove
-from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, explain_storages
+from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
+from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.items import FROZEN
 from lowtide.probes.heap.holders import sharing_walk

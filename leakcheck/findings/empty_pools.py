@@ -11,7 +11,7 @@ import msgspec
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
-from lowtide.leakcheck.findings.tensor_findings import Context, names_known, older_than
+from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Union
 
 from lowtide.leakcheck.findings.item_findings import ItemLeak
-from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak
-from lowtide.probes.allocation_stacks import StackFrame
+from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.probes.device.graphs import any_graph_alive
+from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.reports.schema import Finding, Hop
 
 _CAPTURE = re.compile(r"(?:^|[\\/])torch[\\/]cuda[\\/]graphs\.py$")

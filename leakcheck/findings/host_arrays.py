@@ -10,7 +10,7 @@ import msgspec
 
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
-from lowtide.leakcheck.findings.tensor_findings import Context, names_known, older_than
+from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
 from lowtide.probes.memory.buffers import Buffer, large_buffers
 from lowtide.probes.objects.foreign import type_name
 from lowtide.reports.schema import Finding

@@ -17,9 +17,9 @@ from lowtide.leakcheck.judging.items import FROZEN, first_of, listed
 from lowtide.leakcheck.judging.ladder import Rung, release
 from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, describe_change
 from lowtide.leakcheck.settings.setting_remedies import advice
-from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.host.settings import SettingReader
+from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.probes.originals import gc, weakref
 from lowtide.reports.schema import Finding, Remedy

@@ -11,14 +11,13 @@ import msgspec
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.storages import Held, Key, is_tensor, read_heap, thaw
 from lowtide.leakcheck.findings.remedies import prove
-from lowtide.leakcheck.findings.tensor_findings import (
+from lowtide.leakcheck.findings.storage_holders import (
     Context,
-    TensorLeak,
     behind_frozen_holders,
     explain_storages,
     marked_as_frozen,
-    tensor_leaks,
 )
+from lowtide.leakcheck.findings.tensor_findings import TensorLeak, tensor_leaks
 from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.heap.births import Births

@@ -15,15 +15,15 @@ import msgspec
 from lowtide.leakcheck.baseline.owner_levels import Count, Key
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.explaining.explain import Explanation
-from lowtide.leakcheck.findings.storage_holders import Stacks
-from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages, frames
+from lowtide.leakcheck.findings.storage_holders import Context, Stacks, explain_storages
+from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import listed
 from lowtide.leakcheck.judging.level_growth import rate
 from lowtide.leakcheck.judging.trend import FEWEST_TURNS
-from lowtide.probes.allocation_stacks import allocating_function
 from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.host.counters import Counters
+from lowtide.probes.memory.stack_frames import allocating_function
 from lowtide.reports.schema import Finding, Hop, Resource
 from lowtide.reports.sizes import format_amount, format_bytes
 

@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 
 from lowtide.leakcheck.baseline.storages import Key, live_keys, tensors_over
-from lowtide.leakcheck.explaining.cuts import Cut, Place
+from lowtide.leakcheck.explaining.cut import Cut, Place
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.explaining.expressions import of_thread
 from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_texts
-from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, explain_storages
+from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
+from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.budget import untried
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, collect, compiled_anything, release, reset_compiled

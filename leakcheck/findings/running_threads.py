@@ -15,7 +15,7 @@ from lowtide.leakcheck.explaining.library_objects import Offer, offered_method
 from lowtide.leakcheck.explaining.path_names import way_text
 from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
 from lowtide.leakcheck.findings.item_findings import Ending, ItemLeak
-from lowtide.leakcheck.findings.tensor_findings import Context, older_than
+from lowtide.leakcheck.findings.storage_holders import Context, older_than
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.judging.stable_names import identity_of
 from lowtide.probes.heap.roots import is_library

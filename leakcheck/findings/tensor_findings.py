@@ -15,41 +15,19 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import (
     Context,
     Explained,
-    Older,
-    behind_frozen_holders,
     common_holder,
-    explain_storages,
-    marked_as_frozen,
-    names_known,
-    older_than,
 )
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.judge import CAUSE_OF_RUNG, HOLDER_OF_RUNG, VERDICT_OF_RUNG
 from lowtide.leakcheck.judging.ladder import ACTIONS, Rung
 from lowtide.leakcheck.judging.stable_names import without_numbers
 from lowtide.leakcheck.judging.trend import trend_of
-from lowtide.probes.allocation_stacks import StackFrame, allocating_function
 from lowtide.probes.device.torch_allocator import free_beside
 from lowtide.probes.heap.reach import reach
+from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
 from lowtide.probes.originals import lines_of
 from lowtide.reports.schema import Finding, Frame, Hop, Remedy
 from lowtide.reports.sizes import format_bytes
-
-__all__ = [
-    "Context",
-    "Explained",
-    "Older",
-    "TensorLeak",
-    "behind_frozen_holders",
-    "explain_storages",
-    "frames",
-    "marked_as_frozen",
-    "names_known",
-    "older_than",
-    "tensor_leaks",
-    "with_free_beside",
-    "with_stage",
-]
 
 _LEAST_FREE = 2 << 20
 """Bytes that are reported as free beside a leak; small tensors share segments of this size with all others."""

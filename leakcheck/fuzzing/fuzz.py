@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from lowtide.leakcheck.fuzzing.shorten import shorten
 from lowtide.leakcheck.fuzzing.target_source import Source
-from lowtide.leakcheck.lives.checked_life import Call, CheckedLife, Coverage, Fault, LifeError, Lives, failure_of
+from lowtide.leakcheck.lives.calls import Call, Coverage, Fault, LifeError, failure_of
+from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.targets.faults import Kind
 from lowtide.leakcheck.targets.life_model import LifeModel
 from lowtide.leakcheck.targets.target import TargetFactory

@@ -23,7 +23,8 @@ import psutil
 from lowtide.leakcheck.fuzzing.fault_sweep import Lived, Stage, Swept, live, stages
 from lowtide.leakcheck.fuzzing.target_source import Source, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.lives.checked_life import Fault, Lives
+from lowtide.leakcheck.lives.calls import Fault
+from lowtide.leakcheck.lives.checked_life import Lives
 from lowtide.leakcheck.processes.process_exit import end_soon
 from lowtide.leakcheck.targets.faults import KINDS, Kind
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
-from lowtide.leakcheck.lives.checked_life import Call
+from lowtide.leakcheck.lives.calls import Call
 from lowtide.leakcheck.targets.target import Capabilities
 
 Life = tuple[Call, ...]

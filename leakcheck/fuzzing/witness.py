@@ -25,7 +25,7 @@ from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.fuzzing.fault_sweep import Stage, stages
 from lowtide.leakcheck.fuzzing.target_source import Source, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.lives.checked_life import Call, simplest
+from lowtide.leakcheck.lives.calls import Call, simplest
 from lowtide.leakcheck.targets.faults import Injection, injecting_into
 from lowtide.leakcheck.targets.pauses import STANDING, Pause
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target

@@ -17,7 +17,8 @@ from lowtide.engine import EngineConfig
 from lowtide.engine.config import load_model_config
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages import check_device, open_backend, open_driver
-from lowtide.leakcheck.lives.lifecycle import SCRIPT, LifecycleRun
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+from lowtide.leakcheck.lives.script import SCRIPT
 from lowtide.leakcheck.targets.reference import ReferenceLife
 from lowtide.probes.device.driver import find_driver
 from lowtide.reports.schema import Finding, Resource, Subject

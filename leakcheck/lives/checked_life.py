@@ -10,7 +10,7 @@ from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.ladder import Rung, release, trim_heap
 from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_until_within
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
-from lowtide.leakcheck.lives.calls import Call, Coverage, Fault, LifeError, failure_of, simplest, varied
+from lowtide.leakcheck.lives.calls import Call, Fault, LifeError, simplest, varied
 from lowtide.leakcheck.lives.levels_at_work import Levels, Probes, levels_at_work
 from lowtide.leakcheck.lives.levels_at_work import added_up as _added_up
 from lowtide.leakcheck.lives.life_checks import LifeChecks, asked, said, void
@@ -20,8 +20,6 @@ from lowtide.probes.host.counters import Counters
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_bytes
-
-__all__ = ["Call", "CheckedLife", "Coverage", "Fault", "LifeError", "Lives", "failure_of", "simplest", "varied"]
 
 
 class Lives(SharedLives):

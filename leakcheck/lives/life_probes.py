@@ -19,8 +19,8 @@ from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_events import ProcessEvents
-from lowtide.probes.host.process_files import stat
-from lowtide.probes.host.process_tree import ProcessTree, name_of
+from lowtide.probes.host.process_files import name_of, stat
+from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.outside_view import by_process
 from lowtide.probes.processes.shared_memory_files import read_shared_memory

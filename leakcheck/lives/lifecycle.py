@@ -43,8 +43,6 @@ from lowtide.probes.stages import announced_pools, listening
 from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import Finding, NotMeasured, Return, Subject
 
-__all__ = ["SCRIPT", "Event", "Life", "LifecycleRun"]
-
 
 class LifecycleRun:
     """One run of `cycles` lives, one after the other in this process; keeps what it has when it is interrupted.

@@ -23,7 +23,8 @@ from lowtide.leakcheck.targets.target import (
     make_target,
     tokens_of_one,
 )
-from lowtide.leakcheck.watching.watch import Policy, Verdict, Watch
+from lowtide.leakcheck.watching.verdict import Policy, Verdict
+from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.host.counters import CounterReader
 from lowtide.probes.objects.listed import frozen_by_program

@@ -12,7 +12,7 @@ from lowtide.leakcheck.findings.empty_pools import of_cached_pools, of_empty_poo
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
-from lowtide.leakcheck.findings.tensor_findings import Context
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.judge import (
     Excess,
     Judgement,

@@ -42,8 +42,8 @@ from lowtide.leakcheck.processes.stage_readings import NOTHING_SAID, as_stage, i
 from lowtide.leakcheck.processes.uneven_ranks import RankLevels, explain_uneven_rank, uneven_ranks
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
-from lowtide.probes.host.process_files import rollup
-from lowtide.probes.host.process_tree import ProcessTree, name_of
+from lowtide.probes.host.process_files import name_of, rollup
+from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
 from lowtide.probes.processes.outside_view import by_process
 from lowtide.reports.processes.stage_processes import ProcessStage

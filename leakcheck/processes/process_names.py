@@ -7,8 +7,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from lowtide.probes.host.process_files import rollup, stat
-from lowtide.probes.host.process_tree import name_of
+from lowtide.probes.host.process_files import name_of, rollup, stat
 from lowtide.probes.processes.outside_view import read_role_of
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding

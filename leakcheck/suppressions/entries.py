@@ -20,7 +20,6 @@ from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.suppressions.toml import (
     OWN_TABLE,
     PYPROJECT_TABLE,
-    SuppressionError,
     Written,
     parse_document,
     read_text,
@@ -28,23 +27,9 @@ from lowtide.leakcheck.suppressions.toml import (
     value_at,
     written_entries,
 )
-from lowtide.leakcheck.suppressions.writing import write_entries
 from lowtide.probes.objects.described import constant_text
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Cause, Finding, Resource, Subject
-
-__all__ = [
-    "KEYS",
-    "Applied",
-    "Suppression",
-    "SuppressionError",
-    "Suppressions",
-    "find",
-    "load",
-    "problems",
-    "shipped",
-    "write_entries",
-]
 
 KEYS = ("fingerprint", "path", "resource", "cause", "reason", "owner", "expires", "when")
 """What an entry may say; the shipped list also has `evidence`."""

@@ -15,7 +15,8 @@ from lowtide.leakcheck.baseline.import_watch import ImportWatch
 from lowtide.leakcheck.baseline.readings import this_machine
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.watching.sleep_watch import SleepWatch
-from lowtide.leakcheck.watching.watch import Policy, Watch
+from lowtide.leakcheck.watching.verdict import Policy
+from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.heap.births import young_generations_tell
 from lowtide.probes.objects.collector import NEEDS, observed_collector, why_unusable

@@ -22,15 +22,8 @@ from lowtide.leakcheck.findings.item_findings import (
 )
 from lowtide.leakcheck.findings.owner_growth import merged
 from lowtide.leakcheck.findings.remedies import StorageWatch
-from lowtide.leakcheck.findings.tensor_findings import (
-    Context,
-    Explained,
-    TensorLeak,
-    frames,
-    tensor_leaks,
-    with_free_beside,
-    with_stage,
-)
+from lowtide.leakcheck.findings.storage_holders import Context, Explained
+from lowtide.leakcheck.findings.tensor_findings import TensorLeak, frames, tensor_leaks, with_free_beside, with_stage
 from lowtide.leakcheck.judging.items import FROZEN, listed
 from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import Step

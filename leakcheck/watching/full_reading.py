@@ -11,7 +11,7 @@ from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.records import Ownership, Subject
 from lowtide.leakcheck.baseline.storages import HeapReading, Key, thaw
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
-from lowtide.leakcheck.findings.tensor_findings import Context, behind_frozen_holders
+from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_holders
 from lowtide.leakcheck.judging.ladder import Rung, Step, climb
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.judging.tolerances import Reading

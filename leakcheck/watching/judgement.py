@@ -10,10 +10,11 @@ from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.records import Ownership, Subject
 from lowtide.leakcheck.baseline.storages import HeapReading, Key
-from lowtide.leakcheck.explaining.cuts import NamespaceSizes
-from lowtide.leakcheck.findings.causes import Cause, by_cause, with_causes
+from lowtide.leakcheck.explaining.cut import NamespaceSizes
+from lowtide.leakcheck.findings.causes import with_causes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
-from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages, marked_as_frozen
+from lowtide.leakcheck.findings.grouping import Cause, by_cause
+from lowtide.leakcheck.findings.storage_holders import Context, explain_storages, marked_as_frozen
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.judge import missing
 from lowtide.leakcheck.judging.ladder import Rung, Step

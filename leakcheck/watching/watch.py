@@ -18,7 +18,7 @@ from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.baseline.storages import HeapReading, Key, live_keys, read_heap
-from lowtide.leakcheck.explaining.cuts import NamespaceSizes, namespace_sizes
+from lowtide.leakcheck.explaining.cut import NamespaceSizes, namespace_sizes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.ladder import Rung, collect, release, trim_heap
@@ -36,7 +36,7 @@ from lowtide.leakcheck.watching.judgement import Case, Judgement
 from lowtide.leakcheck.watching.owners_in_use import OwnersInUse
 from lowtide.leakcheck.watching.remedy_trials import RemedyTrials
 from lowtide.leakcheck.watching.suspects import Suspects
-from lowtide.leakcheck.watching.verdict import Policy, Thing, Verdict
+from lowtide.leakcheck.watching.verdict import Policy, Verdict
 from lowtide.leakcheck.watching.waiting import wait_for_return
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.device.driver import Driver, find_driver
@@ -51,8 +51,6 @@ from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc
 from lowtide.reports.schema import Finding, NotMeasured
-
-__all__ = ["Policy", "Thing", "Verdict", "Watch"]
 
 
 class Watch:

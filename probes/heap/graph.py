@@ -17,13 +17,9 @@ from lowtide.probes.heap.roots import (
     CHECKER,
     FIRST,
     LATER,
-    Root,
-    RootKind,
     comes_later,
     is_checkers,
-    is_library,
     roots,
-    running_frames,
 )
 from lowtide.probes.memory.capsules import CAPSULE, ExportedMemory
 from lowtide.probes.objects.address_table import Indices, Ints
@@ -47,7 +43,7 @@ from lowtide.probes.references.edges import GENERATORS
 from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_holders
 
 # A graph's reader needs the kinds of its roots, too.
-__all__ = ["Graph", "Root", "RootKind", "is_library", "running_frames"]
+
 
 # More at once takes more memory for what is in flight, which then is fetched anew from the kernel each time.
 _CHUNK = 8_000

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
-from lowtide.probes.host.process_files import has_opened_a_card, lives, stat
-from lowtide.probes.host.process_tree import ProcessTree, name_of
+from lowtide.probes.host.process_files import has_opened_a_card, lives, name_of, stat
+from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.probes.originals import os, time
 from lowtide.probes.processes.agents import FOLDER_PREFIX

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lowtide.leakcheck.findings.tensor_findings import frames
-from lowtide.probes.allocation_stacks import StackFrame
+from lowtide.probes.memory.stack_frames import StackFrame
 
 HERE = str(Path(__file__))
 

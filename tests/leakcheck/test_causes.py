@@ -16,10 +16,12 @@ import pytest
 
 from lowtide.leakcheck.baseline.filled_caches import CachedItem
 from lowtide.leakcheck.findings import graph_parts, tensor_findings
-from lowtide.leakcheck.findings.causes import Draft, by_cause, with_causes
+from lowtide.leakcheck.findings.causes import Draft, with_causes
+from lowtide.leakcheck.findings.grouping import by_cause
 from lowtide.leakcheck.findings.item_findings import ItemLeak
-from lowtide.leakcheck.findings.tensor_findings import Context, TensorLeak, with_free_beside
-from lowtide.probes.allocation_stacks import StackFrame
+from lowtide.leakcheck.findings.storage_holders import Context
+from lowtide.leakcheck.findings.tensor_findings import TensorLeak, with_free_beside
+from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.reports.schema import Finding, Hop, Resource
 from tests.waiting import HANG_S
 

@@ -21,7 +21,8 @@ from lowtide.leakcheck.fuzzing.fault_sweep import sweep
 from lowtide.leakcheck.fuzzing.fuzz import fuzz
 from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy
 from lowtide.leakcheck.lives import checked_life
-from lowtide.leakcheck.lives.checked_life import Call, CheckedLife, Fault, LifeError, Lives
+from lowtide.leakcheck.lives.calls import Call, Fault, LifeError
+from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.targets.faults import Seam
 from lowtide.leakcheck.targets.target import Capabilities, TargetError
 from lowtide.probes.host.counters import Counters

@@ -19,7 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
-from lowtide.leakcheck.explaining.cuts import Cut, Names, NamespaceSizes, Refused, cut_of, namespace_sizes
+from lowtide.leakcheck.explaining.cut import Cut, Names, NamespaceSizes, Refused, namespace_sizes
+from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.probes.heap.holders import trace
 from tests.waiting import HANG_S

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.explaining.cuts import Names, Refused, cut_of
+from lowtide.leakcheck.explaining.cut import Names, Refused
+from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import explain
 from lowtide.probes.heap.paths import Link
 from tests.leakcheck.test_cuts import Case, Load, Others, Tried, as_program, cut_all, load

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.explaining.cuts import Names
+from lowtide.leakcheck.explaining.cut import Names
 from lowtide.leakcheck.explaining.explain import explain, expression_to
 from tests.leakcheck.executing import execute
 from tests.leakcheck.test_cuts import CASES, WAYS, Others, Thing, parts_of

@@ -11,7 +11,7 @@ import torch
 
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.storages import HeapReading, read_heap
-from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages
+from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.probes.heap.births import Births, Newborn
 
 KEPT: list[Any] = []

@@ -9,7 +9,7 @@ import pytest
 
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
-from lowtide.leakcheck.findings.tensor_findings import Context
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.reports.schema import Finding
 
 MIB = 1 << 20

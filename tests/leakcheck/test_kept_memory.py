@@ -11,7 +11,8 @@ from multiprocessing import shared_memory
 import pytest
 
 from lowtide.leakcheck.baseline.small_retention import SmallRetention
-from lowtide.leakcheck.watching.watch import Policy, Verdict, Watch
+from lowtide.leakcheck.watching.verdict import Policy, Verdict
+from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.host.counters import own_bytes
 from lowtide.reports.schema import Finding
 

@@ -15,7 +15,8 @@ from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.storages import HeapReading, read_heap
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.remedies import prove
-from lowtide.leakcheck.findings.tensor_findings import Context, explain_storages, tensor_leaks
+from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
+from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.probes.heap.births import Births
 from lowtide.reports.schema import Finding

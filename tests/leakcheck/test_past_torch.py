@@ -10,7 +10,8 @@ import pytest
 
 from lowtide.leakcheck.libraries import cards_without_torch as past_torch
 from lowtide.leakcheck.libraries.cards_without_torch import CardsWithoutTorch
-from lowtide.leakcheck.watching.watch import Policy, Watch
+from lowtide.leakcheck.watching.verdict import Policy
+from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.device import contexts
 from lowtide.probes.device.contexts import cards_with_contexts
 from lowtide.probes.host.counters import Counters

@@ -22,7 +22,7 @@ from lowtide.leakcheck.fuzzing import witness
 from lowtide.leakcheck.fuzzing.fault_sweep import Lived, Stage, Swept, sweep
 from lowtide.leakcheck.fuzzing.shared_sweep import shared_sweep
 from lowtide.leakcheck.fuzzing.target_source import Source
-from lowtide.leakcheck.lives.checked_life import Call, Fault
+from lowtide.leakcheck.lives.calls import Call, Fault
 from lowtide.leakcheck.targets.target import TargetError
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_checked_life import NOT_USED, ElsewhereOnCard

@@ -19,7 +19,8 @@ from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.judging import buffer_growth as growth
 from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
-from lowtide.leakcheck.lives.lifecycle import SCRIPT, LifecycleRun
+from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+from lowtide.leakcheck.lives.script import SCRIPT
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import AllocatedRanges
 from lowtide.probes.memory.ranges import merge

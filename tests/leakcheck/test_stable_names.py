@@ -19,13 +19,14 @@ import pytest
 from lowtide.leakcheck.baseline.storages import Held
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
-from lowtide.leakcheck.findings.tensor_findings import Context, Explained, tensor_leaks, with_stage
+from lowtide.leakcheck.findings.storage_holders import Context, Explained
+from lowtide.leakcheck.findings.tensor_findings import tensor_leaks, with_stage
 from lowtide.leakcheck.judging import stable_names
 from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import Rung, Step
 from lowtide.leakcheck.judging.stable_names import identity_of, without_numbers
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
-from lowtide.probes.allocation_stacks import StackFrame
+from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.reports.schema import Finding, Frame, Hop
 from tests.loaded_modules import load_instead
 

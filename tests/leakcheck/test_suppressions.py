@@ -13,17 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lowtide.leakcheck.suppressions.entries import (
-    SuppressionError,
-    Suppressions,
-    find,
-    load,
-    problems,
-    shipped,
-    write_entries,
-)
-from lowtide.leakcheck.suppressions.toml import PYPROJECT_TABLE
-from lowtide.leakcheck.suppressions.writing import Added, append_entries
+from lowtide.leakcheck.suppressions.entries import Suppressions, find, load, problems, shipped
+from lowtide.leakcheck.suppressions.toml import PYPROJECT_TABLE, SuppressionError
+from lowtide.leakcheck.suppressions.writing import Added, append_entries, write_entries
 from lowtide.reports.schema import Finding, Hop, Outcome, Subject
 
 TODAY = date(2027, 1, 31)

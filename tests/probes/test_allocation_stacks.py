@@ -31,8 +31,9 @@ from torch.utils._python_dispatch import (
 )
 
 from lowtide.probes import allocation_stacks as module
-from lowtide.probes.allocation_stacks import AllocationStacks, StackFrame, allocating_function, parse_stacks
-from lowtide.probes.memory.stack_frames import telling_frames
+from lowtide.probes.allocation_stacks import AllocationStacks
+from lowtide.probes.device.allocation_history import parse_stacks
+from lowtide.probes.memory.stack_frames import StackFrame, allocating_function, telling_frames
 from tests.loaded_modules import load_instead
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")

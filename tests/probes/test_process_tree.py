@@ -20,7 +20,8 @@ from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
 from lowtide.probes.host import process_tree
 from lowtide.probes.host.counters import child_processes
-from lowtide.probes.host.process_tree import MARK, ProcessMemory, ProcessTree, TreeMemory, name_of
+from lowtide.probes.host.process_files import MARK, name_of
+from lowtide.probes.host.process_tree import ProcessMemory, ProcessTree, TreeMemory
 from tests.probes.left_processes import TITLE
 from tests.probes.test_driver import FakeNvml, FakeNvmlError
 from tests.waiting import wait_until

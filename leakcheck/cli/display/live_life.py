@@ -15,7 +15,7 @@ from rich.live import Live
 from lowtide.reports.terminal.running_life import RunningLife
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.lives.lifecycle import Event
+    from lowtide.leakcheck.lives.script import Event
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.lives.lifecycle import Event
+    from lowtide.leakcheck.lives.script import Event
     from lowtide.reports.schema import Report
 
 
