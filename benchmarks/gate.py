@@ -20,7 +20,7 @@ import machine
 
 from lowtide.leakcheck.gate.calibration import MUST_SEE, NULL_LIVES, NullLives, live_null_lives
 from lowtide.leakcheck.judging.judge import judge
-from lowtide.leakcheck.judging.ladder import Rung, Step
+from lowtide.leakcheck.judging.ladder import LadderStep, Rung
 from lowtide.leakcheck.judging.metrics import Metric
 
 GATES, PLANTED, CELLS = 200, 20, 8
@@ -39,7 +39,7 @@ def metrics(tolerances: Level) -> list[Metric[Level]]:
 
 def above(judged: Sequence[Metric[Level]], before: Level, after: Level) -> list[str]:
     """The metrics that a judgement reports, by key."""
-    return list(judge(judged, before, [Step(Rung.RAW, after, 0.0)], stage="shutdown", cycle=1).keys)
+    return list(judge(judged, before, [LadderStep(Rung.RAW, after, 0.0)], stage="shutdown", cycle=1).keys)
 
 
 def findings(run: NullLives, cycles: int, tolerances: Level, leak: Level) -> set[str]:

@@ -14,7 +14,7 @@ class LedgerError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerLine:
+class DeviceLedgerLine:
     """One named part of the total.
 
     Attributes:
@@ -45,7 +45,7 @@ class LedgerBase:
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class DeviceLedger:
     """One device's bytes; `sum(line.bytes for line in lines) + unexplained == total`.
 
     Attributes:
@@ -59,7 +59,7 @@ class Ledger:
     device: str
     total: int | None
     source: str
-    lines: tuple[LedgerLine, ...]
+    lines: tuple[DeviceLedgerLine, ...]
     unexplained: int | None
 
 
@@ -81,7 +81,7 @@ def base_from(snapshot: Snapshot, device: str) -> int:
     return left
 
 
-def read_ledger(snapshot: Snapshot, device: str, base: LedgerBase) -> Ledger:
+def read_ledger(snapshot: Snapshot, device: str, base: LedgerBase) -> DeviceLedger:
     """Draws up the ledger of one device from one snapshot; reads nothing else.
 
     Raises:
@@ -99,13 +99,13 @@ def read_ledger(snapshot: Snapshot, device: str, base: LedgerBase) -> Ledger:
         source = "none" if driver is None else driver.source
         lines = _device_lines(snapshot, device, base)
     explained = sum(line.bytes for line in lines)
-    return Ledger(device, total, source, lines, None if total is None else total - explained)
+    return DeviceLedger(device, total, source, lines, None if total is None else total - explained)
 
 
-def _host_lines(snapshot: Snapshot, base: LedgerBase) -> tuple[LedgerLine, ...]:
+def _host_lines(snapshot: Snapshot, base: LedgerBase) -> tuple[DeviceLedgerLine, ...]:
     names = {"arena": "arena {}", "pinned": "pinned pool {}", "host": "host pool {}"}
     pools = tuple(
-        LedgerLine(names[pool.kind].format(pool.tag), pool.resident.total, "resident")
+        DeviceLedgerLine(names[pool.kind].format(pool.tag), pool.resident.total, "resident")
         for pool in snapshot.pool_residency
     )
     # The kernel counts shared memory with mapped files, so a pool in shared memory is taken out of their line again.
@@ -113,50 +113,50 @@ def _host_lines(snapshot: Snapshot, base: LedgerBase) -> tuple[LedgerLine, ...]:
     shared = sum(pool.resident.file_backed for pool in snapshot.pool_residency)
     mapped_tensors = snapshot.tensor_residency.file_backed
     return (
-        LedgerLine("interpreter", base.context, "at baseline"),
-        LedgerLine(
+        DeviceLedgerLine("interpreter", base.context, "at baseline"),
+        DeviceLedgerLine(
             "code, libraries and mapped files",
             snapshot.host.file_backed - shared,
             f"{mapped_tensors} bytes of it under tensors" if mapped_tensors else "",
         ),
-        *((LedgerLine("libraries, loaded lazily", base.libraries, "at warm-up"),) if base.libraries else ()),
+        *((DeviceLedgerLine("libraries, loaded lazily", base.libraries, "at warm-up"),) if base.libraries else ()),
         *pools,
-        LedgerLine("tensors outside pools", snapshot.tensor_residency.anonymous, "resident"),
+        DeviceLedgerLine("tensors outside pools", snapshot.tensor_residency.anonymous, "resident"),
     )
 
 
-def _device_lines(snapshot: Snapshot, device: str, base: LedgerBase) -> tuple[LedgerLine, ...]:
+def _device_lines(snapshot: Snapshot, device: str, base: LedgerBase) -> tuple[DeviceLedgerLine, ...]:
     arenas: dict[str, int] = defaultdict(int)
     for pool in snapshot.pools:
         if pool.kind == "arena" and pool.device == device:
             arenas[pool.tag] += pool.mapped
     return (
-        LedgerLine("context", base.context, "at baseline"),
-        LedgerLine("kernels and libraries", base.libraries, "at warm-up"),
-        *(LedgerLine(f"arena {tag}", mapped, "mapped") for tag, mapped in sorted(arenas.items())),
+        DeviceLedgerLine("context", base.context, "at baseline"),
+        DeviceLedgerLine("kernels and libraries", base.libraries, "at warm-up"),
+        *(DeviceLedgerLine(f"arena {tag}", mapped, "mapped") for tag, mapped in sorted(arenas.items())),
         *_torch_lines(snapshot, device),
     )
 
 
-def _torch_lines(snapshot: Snapshot, device: str) -> tuple[LedgerLine, ...]:
+def _torch_lines(snapshot: Snapshot, device: str) -> tuple[DeviceLedgerLine, ...]:
     allocator = snapshot.allocator(device)
     if allocator is None:
         return ()
     if allocator.library_workspaces is None:  # no snapshot, so no pools
         if allocator.reserved is None:
             return ()
-        return (LedgerLine("torch allocator", allocator.reserved, allocator.note),)
+        return (DeviceLedgerLine("torch allocator", allocator.reserved, allocator.note),)
     default = [pool for pool in allocator.pools if not pool.private]
     private = [pool for pool in allocator.pools if pool.private]
     return (
         *_pool_lines("torch default pool", default),
         *_pool_lines("torch private pools", private),
-        LedgerLine("library workspaces", allocator.library_workspaces, "kept by BLAS libraries between calls"),
+        DeviceLedgerLine("library workspaces", allocator.library_workspaces, "kept by BLAS libraries between calls"),
     )
 
 
-def _pool_lines(name: str, pools: list[PoolSegments]) -> tuple[LedgerLine, ...]:
+def _pool_lines(name: str, pools: list[PoolSegments]) -> tuple[DeviceLedgerLine, ...]:
     used = sum(pool.allocated - pool.workspaces for pool in pools)
     free = sum(pool.reserved - pool.allocated for pool in pools)
     ids = " ".join(f"{first}.{second}" for first, second in (pool.pool_id for pool in pools if pool.private))
-    return (LedgerLine(f"{name}, in use", used, ids), LedgerLine(f"{name}, cached", free, ids))
+    return (DeviceLedgerLine(f"{name}, in use", used, ids), DeviceLedgerLine(f"{name}, cached", free, ids))

@@ -27,7 +27,7 @@ class PoolSourceError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class EnteredStage:
     """One named span of an engine's life.
 
     Attributes:
@@ -44,10 +44,10 @@ class Stage:
 class StageListener(Protocol):
     """Hears of every stage, in the thread that runs it."""
 
-    def stage_entered(self, stage: Stage) -> None:
+    def stage_entered(self, stage: EnteredStage) -> None:
         """Called before the body of `stage` runs; an exception from here keeps the body from running."""
 
-    def stage_left(self, stage: Stage, error: BaseException | None) -> None:
+    def stage_left(self, stage: EnteredStage, error: BaseException | None) -> None:
         """Called after the body of `stage`, with the exception that ended it or None."""
 
 
@@ -124,7 +124,7 @@ class _OpenStage:
 
     def __enter__(self) -> None:
         self._outer = _path.get()
-        self._stage = Stage(self._name, (*self._outer, self._name), threading.get_ident())
+        self._stage = EnteredStage(self._name, (*self._outer, self._name), threading.get_ident())
         self._close_range = _open_range("lowtide:" + "/".join(self._stage.path))
         _path.set(self._stage.path)
         notified: list[StageListener] = []

@@ -15,7 +15,7 @@ from lowtide.leakcheck.watching.sleep_watch import SleepWatch
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.probes.originals import replaced, threading
-from lowtide.probes.stages import Stage
+from lowtide.probes.stages import EnteredStage
 from lowtide.pytest_plugin.settings import Settings, usage_error
 from lowtide.pytest_plugin.spent import Spent
 
@@ -96,7 +96,7 @@ class SessionWatch:
                 with self.guarded():
                     self.watch.leave()
 
-    def stage_entered(self, stage: Stage) -> None:
+    def stage_entered(self, stage: EnteredStage) -> None:
         """An engine says where it is in its life."""
         if stage.thread == _MAIN_THREAD:
             self._stages.append(self.watch.stage_now)
@@ -105,7 +105,7 @@ class SessionWatch:
                 self.sleeps.entered(stage)
                 self.watch.others.entered(stage)
 
-    def stage_left(self, stage: Stage, error: BaseException | None) -> None:
+    def stage_left(self, stage: EnteredStage, error: BaseException | None) -> None:
         """And that it is there no more."""
         if stage.thread == _MAIN_THREAD:
             with self.guarded():

@@ -9,7 +9,7 @@ from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import first_line
 from lowtide.reports.markdown import open_findings, render_markdown
 from lowtide.reports.schema import Report, ReportError
-from lowtide.reports.source_places import Place, SourcePlaces
+from lowtide.reports.source_places import SourcePlace, SourcePlaces
 from lowtide.reports.whole_texts import whole_text
 
 MOST_ANNOTATIONS = 10
@@ -65,7 +65,7 @@ def _annotations(report: Report, places: SourcePlaces) -> Iterator[str]:
             yield _command(None, "not measured", f"{subject.id}: {subject.reason or subject.outcome}")
 
 
-def _command(place: Place | None, title: str, message: str) -> str:
+def _command(place: SourcePlace | None, title: str, message: str) -> str:
     properties = {} if place is None else {"file": place.file, "line": str(place.line)}
     properties["title"] = title
     pairs = ",".join(f"{name}={_property(value)}" for name, value in properties.items())

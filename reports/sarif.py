@@ -13,7 +13,7 @@ from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import finding_lines, first_line
 from lowtide.reports.markdown import not_measured
 from lowtide.reports.schema import Finding, Report, Subject
-from lowtide.reports.source_places import Place, SourcePlaces
+from lowtide.reports.source_places import SourcePlace, SourcePlaces
 from lowtide.reports.whole_texts import json_bytes
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
@@ -55,7 +55,7 @@ def _rules(report: Report) -> Iterator[Mapping[str, Any]]:
         yield {"id": f"{resource}/{cause}", "shortDescription": {"text": text}, "properties": {"tags": ["memory-leak"]}}
 
 
-def _result(subject: Subject, finding: Finding, place: Place | None) -> dict[str, Any]:
+def _result(subject: Subject, finding: Finding, place: SourcePlace | None) -> dict[str, Any]:
     lines = [f"{subject.id}: {first_line(finding)}", *(line.text for line in finding_lines(finding))]
     marks = {"lowtideFingerprint/v1": finding.fingerprint}
     if place is not None:
@@ -79,7 +79,7 @@ def _result(subject: Subject, finding: Finding, place: Place | None) -> dict[str
         frames = [
             {
                 "location": {
-                    "physicalLocation": _physical(Place(frame.file, max(frame.line, 1))),
+                    "physicalLocation": _physical(SourcePlace(frame.file, max(frame.line, 1))),
                     "logicalLocations": [{"fullyQualifiedName": _text(frame.function)}],
                 }
             }
@@ -91,7 +91,7 @@ def _result(subject: Subject, finding: Finding, place: Place | None) -> dict[str
     return result
 
 
-def _location(finding: Finding, place: Place | None) -> dict[str, Any]:
+def _location(finding: Finding, place: SourcePlace | None) -> dict[str, Any]:
     location: dict[str, Any] = {}
     if place is not None:
         location["physicalLocation"] = _physical(place)
@@ -100,7 +100,7 @@ def _location(finding: Finding, place: Place | None) -> dict[str, Any]:
     return location
 
 
-def _physical(place: Place) -> dict[str, Any]:
+def _physical(place: SourcePlace) -> dict[str, Any]:
     # An URI holds bytes; what is no Unicode text is replaced before.
     path = one_line(place.file)
     if path.startswith("/"):

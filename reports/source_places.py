@@ -18,7 +18,7 @@ _LARGEST = 4 << 20
 """Bytes of a module that is parsed; a larger one is generated, and would take seconds."""
 
 
-class Place(NamedTuple):
+class SourcePlace(NamedTuple):
     """A line of a file.
 
     Attributes:
@@ -41,11 +41,11 @@ class SourcePlaces:
         self.root = root and root.resolve()
         self._lines: dict[Path, dict[str, int]] = {}
 
-    def find(self, subject: Subject, finding: Finding) -> Place | None:
+    def find(self, subject: Subject, finding: Finding) -> SourcePlace | None:
         """The place to mark; None if the report names no file."""
         return self._holder(finding.holder or "") or self._allocated(finding) or self._test(subject)
 
-    def _holder(self, holder: str) -> Place | None:
+    def _holder(self, holder: str) -> SourcePlace | None:
         local = _LOCAL.search(holder)
         if local is not None:
             return self._place(local["file"], int(local["line"]))
@@ -79,12 +79,12 @@ class SourcePlaces:
             self._lines[file] = _definitions(file)
         return self._lines[file]
 
-    def _allocated(self, finding: Finding) -> Place | None:
+    def _allocated(self, finding: Finding) -> SourcePlace | None:
         places = [self._place(frame.file, frame.line) for frame in finding.allocated_at]
         ours = (place for place in places if place is not None and not Path(place.file).is_absolute())
         return next(ours, None) or next((place for place in places if place is not None), None)
 
-    def _test(self, subject: Subject) -> Place | None:
+    def _test(self, subject: Subject) -> SourcePlace | None:
         head = subject.id.partition("[")[0].partition("::")[0]
         # A cell of the gate puts its own name before the test's.
         for name in (head, head.partition("/")[2]):
@@ -92,7 +92,7 @@ class SourcePlaces:
                 return self._place(name, 1)
         return None
 
-    def _place(self, file: str, line: int) -> Place | None:
+    def _place(self, file: str, line: int) -> SourcePlace | None:
         if not file or "\0" in file or file.startswith("<"):
             return None
         path = Path(file)
@@ -107,7 +107,7 @@ class SourcePlaces:
                 return None
             if real.is_relative_to(self.root) and not _INSTALLED & set(real.parts):
                 path = real.relative_to(self.root)
-        return Place(path.as_posix(), max(line, 1))
+        return SourcePlace(path.as_posix(), max(line, 1))
 
 
 def _is_file(path: Path) -> bool:

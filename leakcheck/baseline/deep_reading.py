@@ -9,7 +9,7 @@ from lowtide.leakcheck.baseline.device_memory import IDLE_POOL, MEMORY_POOL, Dev
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.records import Ownership, Subject
-from lowtide.leakcheck.baseline.storages import HeapReading, Held, Key, read_heap, survey_births
+from lowtide.leakcheck.baseline.storages import HeapReading, HeldStorage, Key, read_heap, survey_births
 from lowtide.leakcheck.judging.tolerances import Reading
 from lowtide.leakcheck.libraries.library_items import Sorted
 from lowtide.probes.heap.births import Births, Newborn
@@ -35,7 +35,7 @@ class Deep:
     heap: HeapReading
     explained: int
 
-    def with_hidden(self, hidden: Sequence[Held]) -> Deep:
+    def with_hidden(self, hidden: Sequence[HeldStorage]) -> Deep:
         """The same, with storages of the test's that no walk could find."""
         own, *others = self.readings
         more: dict[str, dict[str, int]] = {}

@@ -44,7 +44,7 @@ class Count:
     came: int
 
 
-class Ledger:
+class OwnerHistory:
     """Kept for an owner from its setup to its end; a turn is a test that used it.
 
     A turn in which nothing was read has the level of the one before: only a test that leaves something young under the

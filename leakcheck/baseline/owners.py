@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from lowtide.leakcheck.baseline.owner_levels import Key, Ledger
+from lowtide.leakcheck.baseline.owner_levels import Key, OwnerHistory
 from lowtide.leakcheck.settings.changed_settings import ABSENT, changes_between
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.host.counters import Counters
@@ -77,7 +77,7 @@ class Owner:
         self.storages: dict[tuple[str, int], str] = {}
         self.growth: dict[str, int] = {}
         self.before = Counters({}, {}, {})
-        self.ledger = Ledger()
+        self.ledger = OwnerHistory()
 
     def named(self) -> Iterable[tuple[str, object]]:
         """Those of its roots whose name says who owns them; drop it soon."""

@@ -10,7 +10,7 @@ from typing import Optional
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.judging.exemptions import exempt
-from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_between, describe_change
+from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, changes_between, describe_change
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.settings.setting_history import SettingHistory
 from lowtide.probes.host.counters import Counters
@@ -249,12 +249,12 @@ class Ownership:
                 growth.append((now - then, stage))
         return max(growth)[1] if growth else ""
 
-    def left(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[Change]:
+    def left(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[SettingChange]:
         """The settings that are not what they should be, and not as before an earlier change either."""
         changes = self._changes(now, subject, ended)
         return [change for change in changes if not self._history.is_earlier(change.name, change.now)]
 
-    def _changes(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[Change]:
+    def _changes(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[SettingChange]:
         """The settings that a test or an ended owner left changed."""
         if subject is not None:
             changes = changes_between(subject.before.settings, now.settings, subject.items.get("globals", ()))
@@ -279,7 +279,7 @@ class Ownership:
         changes = changes_between({name: text for name, text in before.items() if text != ABSENT}, now.settings)
         return [change for change in changes if (change.name, change.now) not in left and not self._is_librarys(change)]
 
-    def _is_librarys(self, change: Change) -> bool:
+    def _is_librarys(self, change: SettingChange) -> bool:
         """Whether a library has set a variable of the environment that nobody had set, or deleted one."""
         return ABSENT in (change.before, change.now) and self._environment.is_librarys(change.name)
 

@@ -23,7 +23,7 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldStorage:
     """A storage that is held and was not there at the baseline, or belongs to an owner that has ended.
 
     Attributes:
@@ -60,7 +60,7 @@ class HeapReading:
         new_on_cpu: bytes under new tensors in the process's own memory, whoever owns them.
     """
 
-    held: tuple[Held, ...]
+    held: tuple[HeldStorage, ...]
     claimed: Mapping[Key, Owner]
     alive: frozenset[Key]
     unreadable: Mapping[str, str]
@@ -108,14 +108,14 @@ def read_heap(
         if moved:
             claimed = {**claimed, **_claimed(torch, claims, _over(moved, old, births.label))}
             held += [
-                Held(key, older[key].bytes, f"{text_of(older[key])}, made before", births.label, None)
+                HeldStorage(key, older[key].bytes, f"{text_of(older[key])}, made before", births.label, None)
                 for key in sorted(moved - claimed.keys())
             ]
         for owner in claims.owners:
             # Memory that is free may be anybody's next.
             owner.storages = {key: text for key, text in owner.storages.items() if key in older or key in readings}
         held += [
-            Held(key, older[key].bytes, text_of(older[key]), stage, owner)
+            HeldStorage(key, older[key].bytes, text_of(older[key]), stage, owner)
             for owner in ended
             for key, stage in owner.storages.items()
             if key in older
@@ -158,7 +158,7 @@ def _held_anew(
     claimed: Mapping[Key, Owner],
     by_label: Mapping[str, Owner],
     ended: Sequence[Owner],
-) -> list[Held]:
+) -> list[HeldStorage]:
     """The new storages that nobody who is alive may keep."""
     held = []
     for key, (storage, stage, turn) in readings.items():
@@ -169,7 +169,7 @@ def _held_anew(
         owner = owner or claimed.get(key)
         if owner is None or any(owner is gone for gone in ended):
             text = stage if owner is None or stage not in by_label else owner.stage
-            held.append(Held(key, storage.bytes, text_of(storage), text, owner, turn))
+            held.append(HeldStorage(key, storage.bytes, text_of(storage), text, owner, turn))
     return held
 
 
@@ -180,7 +180,7 @@ def survey_births(births: Births) -> tuple[Census, Sequence[Newborn]]:
         return census, births.survivors(census=census)
 
 
-def thaw(stage: str, seen: Collection[Key]) -> tuple[Held, ...]:
+def thaw(stage: str, seen: Collection[Key]) -> tuple[HeldStorage, ...]:
     """Unfreeze the heap, and only then collect; the storages of tensors that were frozen garbage.
 
     Args:
@@ -198,7 +198,9 @@ def thaw(stage: str, seen: Collection[Key]) -> tuple[Held, ...]:
         visible = _all_storages(torch, gc.get_objects())
     collect()
     hidden = [storage for storage in visible if _key(storage) not in reached and _key(storage) not in seen]
-    return _without_overlaps(Held(_key(storage), storage.bytes, text_of(storage), stage, None) for storage in hidden)
+    return _without_overlaps(
+        HeldStorage(_key(storage), storage.bytes, text_of(storage), stage, None) for storage in hidden
+    )
 
 
 def _all_storages(torch: Any, objects: list[object]) -> tuple[StorageReading, ...]:
@@ -352,7 +354,7 @@ def _claimed_with_parts(
     return {around: owner for key, owner in claimed.items() for around in bare.around(key)}
 
 
-def _without_overlaps(held: Iterable[Held]) -> tuple[Held, ...]:
+def _without_overlaps(held: Iterable[HeldStorage]) -> tuple[HeldStorage, ...]:
     """The same storages, each byte counted once: with the first that holds it."""
     ends: dict[str, int] = {}
     result = []

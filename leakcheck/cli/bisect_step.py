@@ -10,7 +10,7 @@ import typer
 from lowtide.leakcheck.cli.console import say
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.gate.bisection import Life
+    from lowtide.leakcheck.gate.bisection import CommandRun
 
 STOPS_BISECT = 128
 """Exit code for bad input: `git bisect run` takes 2 for a bad commit, and stops at 128 and above."""
@@ -46,7 +46,7 @@ def bisect_step(
     raise typer.Exit(EXIT_CODES[answer])
 
 
-def _show(life: Life) -> None:
+def _show(life: CommandRun) -> None:
     say(f"lowtide: {life.answer}: {life.why}", err=True)
 
 

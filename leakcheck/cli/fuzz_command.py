@@ -17,7 +17,7 @@ from lowtide.leakcheck.cli.console import progress_line
 from lowtide.leakcheck.fuzzing.fault_sweep import Swept
 from lowtide.leakcheck.fuzzing.fuzz import Found, as_program, fuzz
 from lowtide.leakcheck.fuzzing.shared_sweep import shared_sweep
-from lowtide.leakcheck.fuzzing.target_source import Source
+from lowtide.leakcheck.fuzzing.target_source import TargetSource
 from lowtide.leakcheck.fuzzing.witness import Killed, kill_in_each_stage
 from lowtide.leakcheck.lives.calls import Coverage
 from lowtide.leakcheck.targets.reference_target import THOROUGH, ReferenceTarget
@@ -53,9 +53,9 @@ class Subjected:
 
     name: str
     factory: TargetFactory
-    source: Source
+    source: TargetSource
     context: AbstractContextManager[object]
-    from_outside: Source | None = None
+    from_outside: TargetSource | None = None
     thorough: Mapping[str, Any] = field(default_factory=dict)
     not_measured: tuple[NotMeasured, ...] = ()
 
@@ -69,7 +69,7 @@ def named_target(name: str) -> Subjected:
     module, _, attribute = name.partition(":")
     factory = load_factory(name)
     imported = f"from {module} import {attribute.partition('.')[0]}"
-    return Subjected(name, factory, Source([imported], attribute), nullcontext())
+    return Subjected(name, factory, TargetSource([imported], attribute), nullcontext())
 
 
 def reference_target(device: str, defect: Defect | None, shape: Mapping[str, Any] | None = None) -> Subjected:
@@ -88,7 +88,7 @@ def reference_target(device: str, defect: Defect | None, shape: Mapping[str, Any
     if defect is None:
         make = f"lambda: ReferenceTarget({device!r}{f', {own!r}' if own else ''})"
         factory = lambda: ReferenceTarget(device, own)  # noqa: E731
-        return Subjected("reference", factory, Source(imports, make), nullcontext(), thorough=THOROUGH)
+        return Subjected("reference", factory, TargetSource(imports, make), nullcontext(), thorough=THOROUGH)
     defect.check(device)
     settings = {**own, **defect.settings}
     if settings.get("engine_process") or settings.get("tensor_parallel_size", 1) > 1:
@@ -101,7 +101,7 @@ def reference_target(device: str, defect: Defect | None, shape: Mapping[str, Any
     return Subjected(
         f"reference with {defect.name}",
         lambda: ReferenceTarget(device, {**own, **defect.settings}, defect.prompt_scale),
-        Source(imports, make, f"{known}.activate()"),
+        TargetSource(imports, make, f"{known}.activate()"),
         # Not with what makes it show from outside: that is for the search to find.
         defect.activate(),
         thorough={name: value for name, value in THOROUGH.items() if name not in defect.settings},
@@ -124,7 +124,7 @@ def checkpoint_target(device: str, shape: Mapping[str, Any] | None = None) -> Su
     return Subjected(
         "reference",
         lambda: ReferenceTarget(device, {**own, "model": written.folder}),
-        Source(imports, make, "SmallCheckpoint() as written"),
+        TargetSource(imports, make, "SmallCheckpoint() as written"),
         written,
         plain.source,
         THOROUGH,

@@ -28,7 +28,7 @@ LIVES_IN_CORE = 2
 
 
 @dataclass(frozen=True)
-class Run:
+class VerifiedRun:
     """What came of one run.
 
     Attributes:
@@ -56,8 +56,8 @@ class Verified:
 
     defect: Defect
     device: str
-    bug: Run | None
-    twin: Run | None
+    bug: VerifiedRun | None
+    twin: VerifiedRun | None
     note: str
 
 
@@ -70,13 +70,13 @@ def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2, in_core: bo
         jobs: processes at the same time.
         in_core: whether the engine's core has a process of its own, with the bug in it.
     """
-    twins: dict[tuple[object, ...], Callable[[], Run]] = {}
+    twins: dict[tuple[object, ...], Callable[[], VerifiedRun]] = {}
     with ThreadPoolExecutor(jobs) as pool:
 
-        def start(defect: Defect, where: str, *, twin: bool = False) -> Callable[[], Run]:
+        def start(defect: Defect, where: str, *, twin: bool = False) -> Callable[[], VerifiedRun]:
             return pool.submit(_run, defect, where, twin, in_core).result
 
-        waiting: list[tuple[Defect, str, Callable[[], Run] | None, Callable[[], Run] | None]] = []
+        waiting: list[tuple[Defect, str, Callable[[], VerifiedRun] | None, Callable[[], VerifiedRun] | None]] = []
         for defect in defects:
             where = device if device in defect.devices else "cpu"
             if where not in defect.devices or not _has_cards(defect.cards):
@@ -150,7 +150,7 @@ def _remedy(finding: Finding | None) -> str:
     return f"`{first}` and {len(others)} more{gives}"
 
 
-def _problem(defect: Defect, device: str, bug: Run, twin: Run, in_core: bool) -> str:
+def _problem(defect: Defect, device: str, bug: VerifiedRun, twin: VerifiedRun, in_core: bool) -> str:
     for run in (bug, twin):
         if run.subject is None:
             return f"could not be measured: {(run.output.strip().splitlines() or ['no output'])[-1]}"
@@ -169,7 +169,7 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
     return ", ".join("/".join(pair) for pair in pairs) or "nothing"
 
 
-def _run(defect: Defect, device: str, twin: bool, in_core: bool) -> Run:
+def _run(defect: Defect, device: str, twin: bool, in_core: bool) -> VerifiedRun:
     env = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if device == "cpu":
         # What asks for an accelerator there finds none, whatever this machine has.
@@ -186,9 +186,9 @@ def _run(defect: Defect, device: str, twin: bool, in_core: bool) -> Run:
             )
             output = done.stderr or done.stdout
         except subprocess.TimeoutExpired:
-            return Run(None, time.perf_counter() - started, f"not done after {LIMIT:.0f} s")
+            return VerifiedRun(None, time.perf_counter() - started, f"not done after {LIMIT:.0f} s")
         try:
             (subject,) = schema.read(Path(folder)).subjects
         except (schema.ReportError, ValueError):
-            return Run(None, time.perf_counter() - started, output)
-        return Run(subject, time.perf_counter() - started, output)
+            return VerifiedRun(None, time.perf_counter() - started, output)
+        return VerifiedRun(subject, time.perf_counter() - started, output)

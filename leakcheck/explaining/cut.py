@@ -193,7 +193,7 @@ class Refused(Exception):  # noqa: N818 - it is an answer, not a failure
 
 
 @dataclass(frozen=True)
-class Owner:
+class LinkOwner:
     """What a link starts from, for a reader.
 
     Attributes:

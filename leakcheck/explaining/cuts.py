@@ -18,7 +18,7 @@ from lowtide.leakcheck.explaining.container_entries import (
     discard,
     set_in_dict,
 )
-from lowtide.leakcheck.explaining.cut import Cut, Names, Owner, Place, Refused
+from lowtide.leakcheck.explaining.cut import Cut, LinkOwner, Names, Place, Refused
 from lowtide.leakcheck.explaining.expressions import call, entry_of, is_name, is_plain, is_this_threads, key_of
 from lowtide.probes.heap.paths import Link
 from lowtide.probes.objects.foreign import (
@@ -52,11 +52,11 @@ def cut_of(link: Link, code: str | None, names: Names, words: str = "") -> Cut |
     Raises:
         Refused: it could be cut, but not without harm.
     """
-    owner = Owner(words or code or "", code)
+    owner = LinkOwner(words or code or "", code)
     return next((cut for make in _MAKERS if (cut := make(link, owner, names)) is not None), None)
 
 
-def _cache(link: Link, of: Owner, names: Names) -> Cut | None:
+def _cache(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if link.kind not in ("lru-cache-key", "lru-cache-value") or type(link.owner) is not LRU_CACHE:
         return None
     clear: Callable[[], None] = LRU_CACHE.__dict__["cache_clear"].__get__(link.owner)
@@ -64,7 +64,7 @@ def _cache(link: Link, of: Owner, names: Names) -> Cut | None:
     return replace(cut, emptied=id(link.owner))
 
 
-def _entry(link: Link, of: Owner, names: Names) -> Cut | None:
+def _entry(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     """An entry of a dict."""
     carrier = link.carrier
     if link.kind not in ("item", "module-global") or not is_a(carrier, dict) or is_a(link.owner, ModuleType):
@@ -108,7 +108,7 @@ def _with_others(cut: Cut, held: int, together: Callable[[Collection[int]], obje
     return replace(cut, held=held, together=together)
 
 
-def _key(link: Link, of: Owner, names: Names) -> Cut | None:
+def _key(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     """A key of a dict, with its entry: where the key is new, so is that."""
     carrier = link.carrier
     if link.kind != "item" or not link.edge.startswith("<key") or not is_a(carrier, dict) or carrier is not link.owner:
@@ -149,14 +149,14 @@ def _deleting(code: str, entries: object, key: str | None, *, is_last: bool) -> 
     return call(code, entries, "__delitem__", key)
 
 
-def _place_in(of: Owner, items: Any, index: int, key: str, ordered: str) -> Place:
+def _place_in(of: LinkOwner, items: Any, index: int, key: str, ordered: str) -> Place:
     kind: Any = {"dict": dict, "list": list, "deque": deque}[ordered]
     clear = f"{of.code}.clear()" if is_plain(type(items), "clear") else call(of.text, items, "clear")
     size = kind.__len__(items)
     return Place(id(items), of.text, key, size, index, clear if of.code is not None else "", True, ordered)
 
 
-def _slot(link: Link, of: Owner, names: Names) -> Cut | None:
+def _slot(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     """An item of a list or deque."""
     carrier: Any = link.carrier
     base: Any = list if is_a(carrier, list) else deque
@@ -184,7 +184,7 @@ def _slot(link: Link, of: Owner, names: Names) -> Cut | None:
     return _with_others(cut, link.held, functools.partial(delete_from_sequence, carrier))
 
 
-def _item_of_array(link: Link, of: Owner, names: Names) -> Cut | None:
+def _item_of_array(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     """An item of an array of objects; None is what an empty one has."""
     numpy: Any = loaded("numpy")
     if link.kind != "item" or numpy is None or not is_a(link.carrier, numpy.ndarray):
@@ -210,7 +210,7 @@ def _empty_item(array: Any, held: int) -> None:
             flat[place] = None
 
 
-def _member_of_set(link: Link, of: Owner, names: Names) -> Cut | None:
+def _member_of_set(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if link.kind != "item" or not is_a(link.carrier, set):
         return None
     elements = names.entries(link.carrier)
@@ -228,7 +228,7 @@ def _member_of_set(link: Link, of: Owner, names: Names) -> Cut | None:
     return _with_others(cut, link.held, functools.partial(discard, link.carrier))
 
 
-def _global(link: Link, of: Owner, names: Names) -> Cut | None:
+def _global(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if not is_a(link.owner, ModuleType) or link.kind != "module-global":
         return None
     namespace, name = dict_of_module(link.owner), link.edge[1:]
@@ -242,14 +242,14 @@ def _global(link: Link, of: Owner, names: Names) -> Cut | None:
     return _emptying(of, link.owner, name, lambda: namespace.__setitem__(name, None))
 
 
-def _removal(of: Owner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
+def _removal(of: LinkOwner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
     """The deletion of an attribute, past a `__delattr__` of the program's own."""
     text = f"{of.text}.{name}"
     code = f"del {text}" if is_plain(type(owner), "__delattr__") else call(of.text, owner, "__delattr__", repr(name))
     return of.cut(code if is_name(name) else None, f"delete {text}", f"{text}{where} is deleted", apply)
 
 
-def _emptying(of: Owner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
+def _emptying(of: LinkOwner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
     """None for an attribute, past a `__setattr__` of the program's own."""
     text = f"{of.text}.{name}"
     plain = is_plain(type(owner), "__setattr__")
@@ -257,7 +257,7 @@ def _emptying(of: Owner, owner: object, name: str, apply: Callable[[], object], 
     return of.cut(code if is_name(name) else None, f"set {text} to None", f"{text}{where} is None", apply)
 
 
-def _attribute(link: Link, of: Owner, names: Names) -> Cut | None:
+def _attribute(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     name = link.edge[1:]
     if link.kind not in ("instance-attribute", "class-attribute"):
         return None
@@ -300,7 +300,7 @@ def _is_left_over(owner: object, name: str) -> bool:
     return name == "grad" and any(type_name(base) == "torch.Tensor" for base in mro_of(type(owner)))
 
 
-def _registered(link: Link, of: Owner, names: Names) -> Cut | None:
+def _registered(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     """What a `torch.nn.Module` has registered; None is legal for each of them."""
     entries = link.carrier
     registered = names.entries(entries)
@@ -322,7 +322,7 @@ def _registry(link: Link) -> str:
     return next(name for name in _REGISTRIES if link.carrier is attribute(link.owner, name))
 
 
-def _cell(link: Link, of: Owner, names: Names) -> Cut | None:
+def _cell(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if link.kind != "closure" or type(link.carrier) is not CellType:
         return None
     if not names.are_free:
@@ -342,7 +342,7 @@ def _cell_index(link: Link) -> int:
     return next((place for place, cell in enumerate(cells) if cell is link.carrier), 0)
 
 
-def _suspended(link: Link, of: Owner, names: Names) -> Cut | None:
+def _suspended(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     """A generator or coroutine that waits: closing it ends it."""
     if link.kind != "generator-local" or not (type(link.owner) is GeneratorType or type(link.owner) is CoroutineType):
         return None
@@ -352,7 +352,7 @@ def _suspended(link: Link, of: Owner, names: Names) -> Cut | None:
     return of.cut(f"{of.code}.close()", f"close {of.words}", f"{of.text} is closed", link.owner.close, ends_anyway=True)
 
 
-def _thread_local(link: Link, of: Owner, names: Names) -> Cut | None:
+def _thread_local(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if link.kind != "thread" or type(link.carrier) is not dict or not is_a(link.owner, threading.local):
         return None
     values, name = link.carrier, link.edge[1:]
@@ -361,7 +361,7 @@ def _thread_local(link: Link, of: Owner, names: Names) -> Cut | None:
     bound = "unknown" if names.home is None else names.bound(declarations.of_attribute, names.home, name)
     where = " of this thread"
     if not is_this_threads(link):
-        of, where = Owner(of.words, None), " of another thread"
+        of, where = LinkOwner(of.words, None), " of another thread"
     if bound == "none" or (names.are_free and bound != "absent"):
         return _emptying(of, link.owner, name, lambda: values.__setitem__(name, None), where)
     if bound != "absent":
@@ -369,7 +369,7 @@ def _thread_local(link: Link, of: Owner, names: Names) -> Cut | None:
     return _removal(of, link.owner, name, lambda: values.pop(name, None), where)
 
 
-def _context_variable(link: Link, of: Owner, names: Names) -> Cut | None:
+def _context_variable(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if link.kind != "context-variable" or link.edge != ".get()":
         return None
     if not names.are_free:

@@ -14,7 +14,7 @@ from lowtide.leakcheck.explaining.explain import MOST_STEPS, Explanation
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.probes.heap.holders import SharedWalk, census_of
 from lowtide.probes.heap.paths import Link
-from lowtide.probes.memory.autograd import Saved, Way, nodes_behind, saved_behind
+from lowtide.probes.memory.autograd import GraphPath, Saved, nodes_behind, saved_behind
 from lowtide.probes.memory.tensors import plain_tensors, survey_storages, torch_member
 from lowtide.probes.originals import loaded
 from lowtide.reports.schema import Hop
@@ -115,7 +115,7 @@ def held_by_nodes(
     """
     torch: Any = loaded("torch")
     wanted = {explanation.root for explanation in explanations.values()} - {0}
-    found: dict[int, tuple[Any, Way]] = {}
+    found: dict[int, tuple[Any, GraphPath]] = {}
     with plain_tensors(torch):
         seen: set[Any] = set()
         for output in census_of(walk).instances_of(torch.Tensor) if wanted else ():

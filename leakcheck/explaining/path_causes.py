@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from lowtide.leakcheck.judging.stable_names import without_numbers
-from lowtide.probes.heap.paths import Path, Step
+from lowtide.probes.heap.paths import Path, PathStep
 from lowtide.probes.heap.roots import RootKind
 from lowtide.probes.objects.foreign import LRU_CACHE, type_name
 from lowtide.probes.references.entries import Kind
@@ -41,19 +41,19 @@ _KERNEL_LIBRARIES = frozenset(
 )
 
 
-def verdict_of(steps: Sequence[Step]) -> Verdict:
+def verdict_of(steps: Sequence[PathStep]) -> Verdict:
     """Whether a path passes a frozen holder or what is still under way, or is just one."""
     if any(_is_frozen_holder(step) for step in steps[:-1]):
         return "frozen-holder"
     return "in-flight" if any(step.mark == "pending" for step in steps) else "reachable"
 
 
-def _is_frozen_holder(step: Step) -> bool:
+def _is_frozen_holder(step: PathStep) -> bool:
     # Where a program freezes its heap all its functions and classes are frozen, and that is as it should be.
     return step.frozen and not step.definition
 
 
-def suspect_steps(steps: Sequence[Step]) -> tuple[int, int]:
+def suspect_steps(steps: Sequence[PathStep]) -> tuple[int, int]:
     """The places of the first and the last step that may be the mistake.
 
     From where the path leaves what is meant to live, to the first object that is known to be wrong where it is.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lowtide.probes.heap.landmarks import module_expression
-from lowtide.probes.heap.paths import Path, Step
+from lowtide.probes.heap.paths import Path, PathStep
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.probes.originals import gc
@@ -133,7 +133,7 @@ class CodeOfPath:
         return code if len(code) <= _LONGEST_CODE else f"{code[:half]}…{code[1 - half :]}"
 
 
-def _public(steps: Sequence[Step], turn: int, *, is_last: bool) -> str:
+def _public(steps: Sequence[PathStep], turn: int, *, is_last: bool) -> str:
     """A step's edge; for a mock, what the mock offers in its place."""
     edge = steps[turn].edge
     if turn and edge.startswith("['") and steps[turn - 1].edge == "._mock_children":
@@ -143,7 +143,7 @@ def _public(steps: Sequence[Step], turn: int, *, is_last: bool) -> str:
     return _OF_MOCKS.sub(r".\1", edge) if turn and _is_mock(steps[turn - 1]) else edge
 
 
-def _is_mock(step: Step) -> bool:
+def _is_mock(step: PathStep) -> bool:
     return step.type_name.startswith("unittest.mock.")
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
 
-from lowtide.leakcheck.baseline.storages import Held, Key, storage_keys, tensors_over
+from lowtide.leakcheck.baseline.storages import HeldStorage, Key, storage_keys, tensors_over
 from lowtide.leakcheck.explaining.expressions import is_name, of_module
 from lowtide.probes.heap.holders import SharedWalk, trace
 from lowtide.probes.memory.tensors import survey_storages
@@ -71,7 +71,7 @@ class CachedValues:
         self._turn += 1
 
     def sort(
-        self, held: Sequence[Held], caches: Iterable[Any], subject: str, walk: SharedWalk | None = None
+        self, held: Sequence[HeldStorage], caches: Iterable[Any], subject: str, walk: SharedWalk | None = None
     ) -> SortedValues:
         """Tell apart which of some storages a library's cache keeps from its first use.
 
@@ -112,7 +112,7 @@ class CachedValues:
         return kept
 
 
-def _listed(cache: Any, name: str, held: Sequence[Held]) -> NotMeasured:
+def _listed(cache: Any, name: str, held: Sequence[HeldStorage]) -> NotMeasured:
     size, largest = sum(storage.bytes for storage in held), max(held, key=lambda storage: storage.bytes)
     tensors = f"{format_bytes(size)} in {format_amount(len(held), 'tensors')} ({largest.text})"
     function = vars(cache)["__wrapped__"]

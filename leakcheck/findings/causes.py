@@ -16,7 +16,7 @@ from lowtide.leakcheck.explaining.explain import Holder, first_holders
 from lowtide.leakcheck.explaining.path_names import way_text
 from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
 from lowtide.leakcheck.findings.graph_parts import graph_parts
-from lowtide.leakcheck.findings.grouping import BELONGING, Cause
+from lowtide.leakcheck.findings.grouping import BELONGING, CommonCause
 from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import with_work, works
 from lowtide.leakcheck.findings.storage_holders import Context, older_than
@@ -50,7 +50,7 @@ _ROOTS = (
 Draft = Union[Finding, TensorLeak, ItemLeak]  # noqa: UP007 - evaluated
 
 
-def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], list[Cause | None]]:
+def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], list[CommonCause | None]]:
     """The drafts of one subject, those with several causes split, and the cause of each that shares one.
 
     By one walk over the heap, and none where nothing could share a cause.
@@ -58,18 +58,18 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
     leaks = [draft for draft in found if isinstance(draft, ItemLeak) and draft.key in BELONGING]
     shared = _shared_causes(leaks, context) if len({leak.key for leak in leaks}) > 1 else {}
     mapped = _mapped_files(found)
-    shared.update((("file-descriptors", name), Cause(("tensors", turn))) for name, turn in mapped.items())
+    shared.update((("file-descriptors", name), CommonCause(("tensors", turn))) for name, turn in mapped.items())
     by_setting = _held_by_settings(found)
-    shared.update((("globals", name), Cause(("tensors", turn))) for name, turn in by_setting.items())
+    shared.update((("globals", name), CommonCause(("tensors", turn))) for name, turn in by_setting.items())
     around = {*mapped.values(), *by_setting.values()}
     of_graphs = graph_parts(found, context)
-    shared.update((named, Cause(("cuda-graph", group))) for named, group in of_graphs.names.items())
+    shared.update((named, CommonCause(("cuda-graph", group))) for named, group in of_graphs.names.items())
     drafts: list[Draft] = []
-    causes: list[Cause | None] = []
+    causes: list[CommonCause | None] = []
     for turn, draft in enumerate(found):
-        own = _graph_of(draft) or (Cause(("tensors", turn)) if turn in around else None)
+        own = _graph_of(draft) or (CommonCause(("tensors", turn)) if turn in around else None)
         if own is None and turn in of_graphs.places:
-            own = Cause(("cuda-graph", of_graphs.places[turn]))
+            own = CommonCause(("cuda-graph", of_graphs.places[turn]))
         for part, cause in _split(draft, shared) if isinstance(draft, ItemLeak) else [(draft, own)]:
             for each in _apart(part, context) if cause is None else [part]:
                 drafts.append(each)
@@ -82,13 +82,13 @@ _Named = tuple[str, str]
 """A thing by its resource and its name."""
 
 
-def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, Cause]:
+def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, CommonCause]:
     """The cause of each thing that has one in common with a thing of another resource."""
     names = {leak.key: [*leak.names] for leak in leaks}
     owners = stand_ins(census_of(context.walk), names)
     causes = _causes_by_name(owners, context)
     if "process-groups" in names:
-        groups = Cause("process-groups")
+        groups = CommonCause("process-groups")
         causes.update((("process-groups", name), groups) for name in names["process-groups"])
         causes.update(
             (("file-descriptors", name), groups)
@@ -105,7 +105,7 @@ def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, 
         if _is_one_thing(group, owners):
             # Of several processes one has a pipe of its own: that is no reason to report them separately.
             rest = [(main, name) for name in names[main] if (main, name) not in shared]
-            cause = causes[group[0]] if len(rest) == 1 else Cause((main, "with what is theirs"))
+            cause = causes[group[0]] if len(rest) == 1 else CommonCause((main, "with what is theirs"))
             shared.update(dict.fromkeys([*group, *rest], cause))
     return shared
 
@@ -150,12 +150,12 @@ def _change(cut: Cut, device: str) -> Hashable:
     return cut.emptied
 
 
-def _with_changes(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+def _with_changes(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
     """And all that one change gives back: what one cache keeps, modules and tables alike; an entry's key and value."""
     found = [_changes_for(draft) if cause is None else set() for draft, cause in zip(drafts, causes, strict=True)]
     every = [next(iter(changes)) if len(changes) == 1 else 0 for changes in found]
     return [
-        Cause(("change", change)) if change and every.count(change) > 1 else cause
+        CommonCause(("change", change)) if change and every.count(change) > 1 else cause
         for change, cause in zip(every, causes, strict=True)
     ]
 
@@ -171,7 +171,7 @@ def _by_work(draft: ItemLeak, context: Context) -> list[ItemLeak]:
     return [*leaks, *([only(draft, rest) if leaks else draft] if rest else [])]
 
 
-def _holder_of(draft: Draft, turn: int, context: Context) -> Cause | None:
+def _holder_of(draft: Draft, turn: int, context: Context) -> CommonCause | None:
     """Who holds the objects that stand for descriptors or shared memory, where that is one for all of them."""
     if not isinstance(draft, ItemLeak) or draft.key not in ("file-descriptors", "shared-memory"):
         return None
@@ -187,7 +187,7 @@ def _is_one_thing(group: Sequence[_Named], owners: Mapping[_Named, Any]) -> bool
     return len({id(owners[named]) if named in owners else named for named in group}) == 1
 
 
-def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Named, Cause]:
+def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Named, CommonCause]:
     """What the things that an object stands for are held by."""
     objects = list({id(item): item for item in owners.values()}.values())
     holders = first_holders(
@@ -202,14 +202,14 @@ def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Nam
     return {named: cause for named, item in owners.items() if (cause := by_object[id(item)]) is not None}
 
 
-def _cause(holder: Holder | None) -> Cause | None:
+def _cause(holder: Holder | None) -> CommonCause | None:
     """The first object on the way that should be gone; None where nothing of the program's leads to it."""
     if holder is None:
         return None
     name = way_text(holder.path)
     ending = ending_of(class_named(holder.path[-1].type))
     advice = f"end {name} where its owner ends" + (f": {on(name, ending)}" if ending else "")
-    return Cause(holder.identity, name, holder.path, advice, holder.cause)
+    return CommonCause(holder.identity, name, holder.path, advice, holder.cause)
 
 
 def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:
@@ -257,9 +257,9 @@ def _held_by_settings(found: Sequence[Draft]) -> dict[str, int]:
     return held
 
 
-def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], Cause]) -> list[tuple[Draft, Cause | None]]:
+def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], CommonCause]) -> list[tuple[Draft, CommonCause | None]]:
     """A leak as one for each cause of its things, and one for those whose cause is not known."""
-    parts: dict[Hashable, tuple[Cause | None, dict[str, int]]] = {}
+    parts: dict[Hashable, tuple[CommonCause | None, dict[str, int]]] = {}
     for name, size in leak.names.items():
         cause = shared.get((leak.key, name))
         parts.setdefault(None if cause is None else cause.key, (cause, {}))[1][name] = size
@@ -268,7 +268,7 @@ def _split(leak: ItemLeak, shared: Mapping[tuple[str, str], Cause]) -> list[tupl
     return [(only(leak, names), cause) for cause, names in parts.values()]
 
 
-def _graph_of(draft: Draft) -> Cause | None:
+def _graph_of(draft: Draft) -> CommonCause | None:
     """The loss behind whose graph something is kept."""
     if not isinstance(draft, TensorLeak) or draft.finding.cause != "autograd":
         return None
@@ -277,7 +277,7 @@ def _graph_of(draft: Draft) -> Cause | None:
         return None
     loss = "".join(way)
     advice = f"detach it before it is kept: {loss} = {loss}.detach(), or .item() for a figure"
-    return Cause(way, loss, draft.finding.path[: len(way)], advice)
+    return CommonCause(way, loss, draft.finding.path[: len(way)], advice)
 
 
 def _way_to_loss(path: Sequence[Hop]) -> tuple[str, ...]:
@@ -286,7 +286,7 @@ def _way_to_loss(path: Sequence[Hop]) -> tuple[str, ...]:
     return tuple(hop.edge for hop in path[:end])
 
 
-def _with_losses(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+def _with_losses(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
     """And the losses themselves, held by the same edges as their graphs; where nothing else is in their finding."""
     graphs = {
         _way_to_loss(explanation.path): cause
@@ -303,7 +303,7 @@ def _with_losses(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> lis
     return found
 
 
-def _with_threads(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> list[Cause | None]:
+def _with_threads(drafts: Sequence[Draft], causes: Sequence[CommonCause | None]) -> list[CommonCause | None]:
     """And the running threads that hold what is kept: they end together."""
     found = list(causes)
     holding = {
@@ -322,13 +322,13 @@ def _with_threads(drafts: Sequence[Draft], causes: Sequence[Cause | None]) -> li
         of = next((of for name, of in holding.items() if next(iter(draft.names)).startswith(name)), None)
         if of is not None:
             advice = draft.finding.advice or ""
-            found[of] = found[turn] = found[of] or Cause(("thread", *draft.names), advice=advice)
+            found[of] = found[turn] = found[of] or CommonCause(("thread", *draft.names), advice=advice)
     return found
 
 
 def _with_host_memory(
-    drafts: Sequence[Draft], causes: Sequence[Cause | None], walk: SharedWalk | None
-) -> list[Cause | None]:
+    drafts: Sequence[Draft], causes: Sequence[CommonCause | None], walk: SharedWalk | None
+) -> list[CommonCause | None]:
     """And host memory that lies in arrays behind what another finding is about."""
     found = list(causes)
     of_host = [turn for turn, draft in enumerate(drafts) if isinstance(draft, ItemLeak) and draft.key == "host-memory"]
@@ -339,7 +339,7 @@ def _with_host_memory(
     left = sum(draft.finding.bytes for draft in drafts if isinstance(draft, ItemLeak) and draft.key == "host-memory")
     # Less than all of it leaves room for another leak, which nothing may hide.
     if _bytes_behind(behind[largest]) >= _EXPLAINED * left:
-        cause = found[largest] or Cause(("host-memory", largest))
+        cause = found[largest] or CommonCause(("host-memory", largest))
         for turn in (*of_host, largest):
             found[turn] = cause
     return found

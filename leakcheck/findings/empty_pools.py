@@ -30,7 +30,7 @@ PoolId = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldPools:
     """Private pools that go when one thing goes.
 
     Attributes:
@@ -44,7 +44,7 @@ class Held:
     cause: Cause = "unknown"
 
 
-def by_holder(names: Mapping[str, int], context: Context) -> tuple[Held, ...]:
+def by_holder(names: Mapping[str, int], context: Context) -> tuple[HeldPools, ...]:
     """Private pools by what holds them: those behind the same suspect are one leak, those behind another are another.
 
     Args:
@@ -65,7 +65,7 @@ def by_holder(names: Mapping[str, int], context: Context) -> tuple[Held, ...]:
         parts.setdefault(mark, {})[name] = size
         if holder is not None and (mark not in holders or len(holder[0].path) < len(holders[mark][0].path)):
             holders[mark] = holder
-    found = [Held(part, *holders.get(mark, ())) for mark, part in parts.items()]
+    found = [HeldPools(part, *holders.get(mark, ())) for mark, part in parts.items()]
     return tuple(sorted(found, key=lambda held: (held.explanation is None, -sum(held.names.values()))))
 
 
@@ -96,7 +96,7 @@ def of_empty_pools(finding: Finding, key: str, names: Mapping[str, int], context
     return [_of_held_pools(finding, key, part, mapped) for part in by_holder(names, context)]
 
 
-def _of_held_pools(finding: Finding, key: str, held: Held, mapped: Sequence[Range] | None) -> Finding:
+def _of_held_pools(finding: Finding, key: str, held: HeldPools, mapped: Sequence[Range] | None) -> Finding:
     leak = _with_holder(_of_pools(ItemLeak(finding, key, held.names, 0), held.names, mapped), held)
     holder = "the pool" if len(_sizes(held.names)) == 1 else "the pools"
     if leak.explanation is not None:
@@ -192,7 +192,7 @@ def _without_memory(names: Mapping[str, int], mapped: Sequence[Range] | None) ->
     return f"; the driver holds {format_bytes(held) if held else 'none'} of it: {rest}"
 
 
-def _with_holder(leak: ItemLeak, held: Held) -> ItemLeak:
+def _with_holder(leak: ItemLeak, held: HeldPools) -> ItemLeak:
     explanation = held.explanation
     if explanation is None:
         return leak

@@ -15,7 +15,7 @@ BELONGING = ("processes", "process-groups", "threads", "shared-memory", "file-de
 
 
 @dataclass(frozen=True)
-class Cause:
+class CommonCause:
     """What several findings have in common.
 
     Attributes:
@@ -33,7 +33,7 @@ class Cause:
     kind: schema.Cause = "unknown"
 
 
-def by_cause(findings: Iterable[Finding], causes: Mapping[int, Cause | None]) -> tuple[Finding, ...]:
+def by_cause(findings: Iterable[Finding], causes: Mapping[int, CommonCause | None]) -> tuple[Finding, ...]:
     """The findings, those with one cause as one with the others as its parts, where the first of them stood.
 
     Args:
@@ -41,7 +41,7 @@ def by_cause(findings: Iterable[Finding], causes: Mapping[int, Cause | None]) ->
         causes: the cause of each, by the finding's identity; a finding without one stays as it is.
     """
     groups: dict[Hashable, list[Finding]] = {}
-    known: dict[Hashable, Cause] = {}
+    known: dict[Hashable, CommonCause] = {}
     for finding in findings:
         cause = causes.get(id(finding))
         key = id(finding) if cause is None else cause.key
@@ -51,7 +51,7 @@ def by_cause(findings: Iterable[Finding], causes: Mapping[int, Cause | None]) ->
     return tuple(_as_one(group, known.get(key)) for key, group in groups.items())
 
 
-def _as_one(group: Sequence[Finding], cause: Cause | None) -> Finding:
+def _as_one(group: Sequence[Finding], cause: CommonCause | None) -> Finding:
     if cause is None:
         return group[0]
     first, *parts = sorted(group, key=_rank)

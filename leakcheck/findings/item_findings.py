@@ -15,7 +15,7 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import FROZEN, first_of, listed
 from lowtide.leakcheck.judging.ladder import Rung, release
-from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, describe_change
+from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, describe_change
 from lowtide.leakcheck.settings.setting_remedies import advice
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.host.settings import SettingReader
@@ -80,7 +80,7 @@ class ItemLeak:
     explanation: Explanation | None = None
     cached: Mapping[str, CachedItem] = field(default_factory=dict)
     module: str = ""
-    changes: tuple[Change, ...] = ()
+    changes: tuple[SettingChange, ...] = ()
     endings: tuple[Ending, ...] = ()
 
     def without(self, left: Mapping[str, int], action: str) -> ItemLeak:
@@ -122,7 +122,7 @@ def is_harmless(leak: ItemLeak) -> bool:
     return leak.finding.resource in HARMLESS or leak.key.startswith(MEMORY_POOL)
 
 
-def with_changes(leak: ItemLeak, changes: Sequence[Change], place_of: Callable[[str], str]) -> ItemLeak:
+def with_changes(leak: ItemLeak, changes: Sequence[SettingChange], place_of: Callable[[str], str]) -> ItemLeak:
     """A finding about process-wide settings, with what each was and is, and what puts it back.
 
     Args:
@@ -143,7 +143,7 @@ def with_changes(leak: ItemLeak, changes: Sequence[Change], place_of: Callable[[
     return replace(leak, finding=finding, changes=tuple(changes))
 
 
-def still_changed(changes: Iterable[Change]) -> list[Change]:
+def still_changed(changes: Iterable[SettingChange]) -> list[SettingChange]:
     """Those of the settings that are not what they were."""
     now = SettingReader().read()
     return [change for change in changes if now.get(change.name, ABSENT) != change.before]

@@ -19,7 +19,7 @@ from lowtide.leakcheck.findings.item_findings import UNFROZEN, Ending, ItemLeak,
 from lowtide.leakcheck.judging.budget import Budget, untried
 from lowtide.leakcheck.judging.items import FROZEN
 from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, release
-from lowtide.leakcheck.settings.changed_settings import Change
+from lowtide.leakcheck.settings.changed_settings import SettingChange
 from lowtide.leakcheck.settings.setting_remedies import advice, run, undoing
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread_name
@@ -97,7 +97,7 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool, walk: Sh
     return []
 
 
-def _put_back(changes: Sequence[Change]) -> None:
+def _put_back(changes: Sequence[SettingChange]) -> None:
     run(undoing(still_changed(changes)))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.storages import Held, Key, is_tensor, read_heap, thaw
+from lowtide.leakcheck.baseline.storages import HeldStorage, Key, is_tensor, read_heap, thaw
 from lowtide.leakcheck.findings.remedies import prove
 from lowtide.leakcheck.findings.storage_holders import (
     Context,
@@ -37,7 +37,7 @@ class _Found:
     """What was left after a life, at each rung that was tried."""
 
     rungs: list[Rung] = field(default_factory=list)
-    rows: list[tuple[Held, ...]] = field(default_factory=list)
+    rows: list[tuple[HeldStorage, ...]] = field(default_factory=list)
 
 
 class LeftoverTensors:
@@ -226,7 +226,9 @@ class LeftoverTensors:
         explained = marked_as_frozen(explain_storages({held.key for held in rows[-1]}, context), self._behind_frozen)
         leaks: list[TensorLeak] = []
         for device in sorted({held.key[0] for held in rows[0]}):
-            of_device: Sequence[Sequence[Held]] = [[held for held in row if held.key[0] == device] for row in rows]
+            of_device: Sequence[Sequence[HeldStorage]] = [
+                [held for held in row if held.key[0] == device] for row in rows
+            ]
             leaks += tensor_leaks(of_device, self._found.rungs, explained, context)
         return leaks
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lowtide.leakcheck.baseline.storages import Held, Key, is_tensor, storage_keys
+from lowtide.leakcheck.baseline.storages import HeldStorage, Key, is_tensor, storage_keys
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import (
     Context,
@@ -78,14 +78,14 @@ def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
 class _Row:
     """A storage and why it is still there: at which rung it came back, or who holds it."""
 
-    held: Held
+    held: HeldStorage
     rung: Rung | None
     explanation: Explanation | None
     stack: tuple[StackFrame, ...]
 
 
 def tensor_leaks(
-    held: Sequence[Sequence[Held]], rungs: Sequence[Rung], explained: Explained, context: Context
+    held: Sequence[Sequence[HeldStorage]], rungs: Sequence[Rung], explained: Explained, context: Context
 ) -> list[TensorLeak]:
     """The findings for the storages of one device that are left at the first of some steps, the largest first.
 

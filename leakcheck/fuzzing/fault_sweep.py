@@ -14,7 +14,7 @@ from lowtide.reports.schema import Finding, NotMeasured
 
 
 @dataclass(frozen=True)
-class Stage:
+class SweptCall:
     """A call of which every fault point is failed, and how an engine comes to where it is made.
 
     Attributes:
@@ -52,7 +52,7 @@ class Swept:
 
 
 @dataclass(frozen=True)
-class Lived:
+class SweptLife:
     """What came of one life of a sweep.
 
     Attributes:
@@ -70,30 +70,30 @@ class Lived:
     not_measured: tuple[NotMeasured, ...] = ()
 
 
-def stages(capabilities: Capabilities, config: Mapping[str, Any]) -> list[Stage]:
+def stages(capabilities: Capabilities, config: Mapping[str, Any]) -> list[SweptCall]:
     """The stages of a life that a target with these capabilities has."""
     able = capabilities
     create = Call("create", {"config": dict(config)} if config else {})
     longest = max(able.prompt_lengths)
     infer = Call("infer", {"prompt_lengths": [longest], "max_tokens": min(2, able.max_tokens)})
-    found = [Stage("create", (), create), Stage("infer", (create,), infer)]
+    found = [SweptCall("create", (), create), SweptCall("infer", (create,), infer)]
     if able.unfinished:
         start = Call("start", {"prompt_lengths": [longest], "max_tokens": able.max_tokens})
-        found.append(Stage("step", (create, start), Call("step")))
+        found.append(SweptCall("step", (create, start), Call("step")))
     if able.prefix_cache:
-        found.append(Stage("reset_prefix_cache", (create, infer), Call("reset_prefix_cache")))
+        found.append(SweptCall("reset_prefix_cache", (create, infer), Call("reset_prefix_cache")))
     if able.reload:
-        found.append(Stage("reload", (create, infer), Call("reload")))
+        found.append(SweptCall("reload", (create, infer), Call("reload")))
     for level in able.sleep_levels:
         sleep = Call("sleep", {"level": level, "mode": able.sleep_modes[0]})
-        found.append(Stage(f"sleep({level})", (create, infer), sleep))
-        found.append(Stage(f"wake from {level}", (create, infer, sleep), Call("wake")))
+        found.append(SweptCall(f"sleep({level})", (create, infer), sleep))
+        found.append(SweptCall(f"wake from {level}", (create, infer, sleep), Call("wake")))
         # The second time there is a host copy already.
         again = (create, infer, sleep, Call("wake"))
-        found.append(Stage(f"sleep({level}) again", again, sleep))
-    found.append(Stage("shutdown", (create, infer), Call("shutdown")))
+        found.append(SweptCall(f"sleep({level}) again", again, sleep))
+    found.append(SweptCall("shutdown", (create, infer), Call("shutdown")))
     if able.sleep_levels:
-        found.append(Stage("shutdown asleep", (create, infer, sleep), Call("shutdown")))
+        found.append(SweptCall("shutdown asleep", (create, infer, sleep), Call("shutdown")))
     return found
 
 
@@ -142,7 +142,7 @@ def sweep(
                     break
 
 
-def live(lives: Lives, stage: Stage, fault: Fault) -> Lived:
+def live(lives: Lives, stage: SweptCall, fault: Fault) -> SweptLife:
     """A life in which one point of a stage fails, or in which they are counted."""
     life = CheckedLife(lives)
     points = 0
@@ -153,7 +153,7 @@ def live(lives: Lives, stage: Stage, fault: Fault) -> Lived:
         points = life.points
         if fault.at is None:
             life.close()
-            return Lived(points, not_measured=lives.unmeasured)
+            return SweptLife(points, not_measured=lives.unmeasured)
         if not succeeded:
             _make(life, stage.call)
         if life.model.phase == "closed":
@@ -161,8 +161,8 @@ def live(lives: Lives, stage: Stage, fault: Fault) -> Lived:
         _to_the_end(life)
     except LifeError as error:
         life.abandon()
-        return Lived(points, False, error.findings, tuple(life.calls), lives.unmeasured)
-    return Lived(points, not succeeded, not_measured=lives.unmeasured)
+        return SweptLife(points, False, error.findings, tuple(life.calls), lives.unmeasured)
+    return SweptLife(points, not succeeded, not_measured=lives.unmeasured)
 
 
 def _to_the_end(life: CheckedLife) -> None:

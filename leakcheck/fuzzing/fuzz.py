@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from lowtide.leakcheck.fuzzing.shorten import shorten
-from lowtide.leakcheck.fuzzing.target_source import Source
+from lowtide.leakcheck.fuzzing.target_source import TargetSource
 from lowtide.leakcheck.lives.calls import Call, Coverage, Fault, LifeError, failure_of
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.targets.faults import Kind
@@ -264,7 +264,7 @@ def _failing(lives: Lives, calls: Sequence[Call], kind: tuple[str, str]) -> tupl
     return None
 
 
-def as_program(life: Sequence[Call], source: Source) -> str:
+def as_program(life: Sequence[Call], source: TargetSource) -> str:
     """A life as Python that runs on its own, and fails as the life did."""
     names = ["CheckedLife", *(["Fault"] if any(call.fault for call in life) else []), "Lives"]
     imports = sorted([*source.imports, f"from lowtide.leakcheck.checked_life import {', '.join(names)}"])

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from lowtide.leakcheck.fuzzing.fault_sweep import Lived, Stage, Swept, live, stages
-from lowtide.leakcheck.fuzzing.target_source import Source, start_program
+from lowtide.leakcheck.fuzzing.fault_sweep import Swept, SweptCall, SweptLife, live, stages
+from lowtide.leakcheck.fuzzing.target_source import TargetSource, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.calls import Fault
 from lowtide.leakcheck.lives.checked_life import Lives
@@ -44,7 +44,7 @@ _FRAMES = 4
 
 
 def shared_sweep(
-    source: Source,
+    source: TargetSource,
     able: Capabilities,
     *,
     config: Mapping[str, Any],
@@ -136,11 +136,11 @@ def live_what_is_asked(factory: TargetFactory, config: Mapping[str, Any], descri
 class _Points:
     """The fault points of one kind in one stage, and what came of them so far."""
 
-    stage: Stage
+    stage: SweptCall
     kind: Kind
-    counted: Lived | None = None
+    counted: SweptLife | None = None
     seconds: float = 0.0
-    lived: dict[int, Lived] = field(default_factory=dict)
+    lived: dict[int, SweptLife] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -156,7 +156,7 @@ class _Points:
     def is_done(self) -> bool:
         return self.counted is not None and all(at in self.lived for at in range(self.end))
 
-    def take(self, at: int | None, lived: Lived) -> None:
+    def take(self, at: int | None, lived: SweptLife) -> None:
         if at is None:
             self.counted = lived
         else:
@@ -193,7 +193,7 @@ class _Question:
 class _Workers:
     """The processes, which are started as there is something to do for them."""
 
-    def __init__(self, source: Source, config: Mapping[str, Any], jobs: int) -> None:
+    def __init__(self, source: TargetSource, config: Mapping[str, Any], jobs: int) -> None:
         self._source = source
         self._config = config
         self._jobs = jobs
@@ -207,7 +207,7 @@ class _Workers:
             self._all.append(found)
         return found
 
-    def answers(self, device: str) -> list[tuple[_Question, Lived]]:
+    def answers(self, device: str) -> list[tuple[_Question, SweptLife]]:
         """Waits a moment for one that has something to say, or has ended; what was asked, and what came of it."""
         found = []
         ready = wait([worker.connection for worker in self._all], _LOOK_S)
@@ -236,7 +236,7 @@ class _Workers:
 class _Worker:
     """One process, and what it was asked last."""
 
-    def __init__(self, source: Source, config: Mapping[str, Any], jobs: int) -> None:
+    def __init__(self, source: TargetSource, config: Mapping[str, Any], jobs: int) -> None:
         self.question: _Question | None = None
         self.connection, theirs = Pipe()
         self._is_loaded = False
@@ -275,7 +275,7 @@ class _Worker:
         # A moment more, in which it writes down where it stands.
         return self._is_loaded and limit is not None and self.seconds > limit + _LOOK_S
 
-    def answer(self, device: str) -> Lived | None:
+    def answer(self, device: str) -> SweptLife | None:
         """What came of the life that it was asked for; None as long as it was only loading.
 
         Raises:
@@ -293,7 +293,7 @@ class _Worker:
             self._is_loaded = True
             self._asked = time.monotonic()
             return None
-        assert isinstance(said, Lived)
+        assert isinstance(said, SweptLife)
         self.question = None
         return said
 
@@ -309,7 +309,7 @@ class _Worker:
         finally:
             self._stacks.close()
 
-    def _died(self, device: str) -> Lived:
+    def _died(self, device: str) -> SweptLife:
         ended = _how_it_ended(self._process.wait())
         question = self.question
         if not self._is_loaded or question is None or question.at is None:
@@ -317,7 +317,7 @@ class _Worker:
             raise TargetError(f"a process of the sweep ended by itself {at}, where nothing was made to fail: {ended}")
         return _failed(question, device, "ended", f"the process ended by itself ({ended})")
 
-    def _hung(self, device: str) -> Lived:
+    def _hung(self, device: str) -> SweptLife:
         question = self.question
         assert question is not None
         children = psutil.Process(self._process.pid).children(recursive=True)
@@ -342,7 +342,7 @@ def where_it_stood(stacks: str) -> str:
     return f"it stood in {', called by '.join(calls)}" if calls else "it did not say where it stood"
 
 
-def _failed(question: _Question, device: str, how: str, said: str) -> Lived:
+def _failed(question: _Question, device: str, how: str, said: str) -> SweptLife:
     stage, kind = question.points.stage, question.points.kind
     finding = Finding(
         resource="state",
@@ -354,7 +354,7 @@ def _failed(question: _Question, device: str, how: str, said: str) -> Lived:
         message=f"{kind} number {question.at} failed in {stage.name}, and {said}",
         fingerprint=fingerprint(resource="state", device=device, stage=stage.call.name, suspects=(how, kind)),
     )
-    return Lived(0, False, (finding,), (*stage.before, replace(stage.call, fault=Fault(kind, question.at))))
+    return SweptLife(0, False, (finding,), (*stage.before, replace(stage.call, fault=Fault(kind, question.at))))
 
 
 def _how_it_ended(code: int) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Source:
+class TargetSource:
     """How a program gets at a target.
 
     Attributes:

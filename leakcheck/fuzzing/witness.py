@@ -22,8 +22,8 @@ import psutil
 
 from lowtide.leakcheck.baseline.shared_card import CardUse, card_use, grown_by_nobody_else
 from lowtide.leakcheck.baseline.shared_memory import OwnSegments
-from lowtide.leakcheck.fuzzing.fault_sweep import Stage, stages
-from lowtide.leakcheck.fuzzing.target_source import Source, start_program
+from lowtide.leakcheck.fuzzing.fault_sweep import SweptCall, stages
+from lowtide.leakcheck.fuzzing.target_source import TargetSource, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.calls import Call, simplest
 from lowtide.leakcheck.targets.faults import Injection, injecting_into
@@ -68,7 +68,7 @@ class Killed:
 
 
 def kill_in_each_stage(
-    source: Source,
+    source: TargetSource,
     able: Capabilities,
     *,
     config: Mapping[str, Any],
@@ -115,7 +115,7 @@ def stand_still(factory: TargetFactory, config: Mapping[str, Any], index: int) -
     again.stand()
 
 
-def _come_to(target: Any, stage: Stage, injection: Injection) -> int:
+def _come_to(target: Any, stage: SweptCall, injection: Injection) -> int:
     """The stage's calls up to its last, and that one with an injection; how many points it passed."""
     for call in stage.before:
         _perform(target, call)
@@ -133,7 +133,7 @@ def _perform(target: Any, call: Call) -> None:
         getattr(target, call.name)(**call.arguments)
 
 
-def _kill_in(stage: Stage, program: str, device: str, driver: Driver) -> Killed:
+def _kill_in(stage: SweptCall, program: str, device: str, driver: Driver) -> Killed:
     before = _segments()
     card = _Card(device, driver)
     with ExitStack() as stack:

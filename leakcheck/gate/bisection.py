@@ -36,7 +36,7 @@ _GUARDIAN_S = 60.0
 
 
 @dataclass(frozen=True)
-class Life:
+class CommandRun:
     """What one run of the command showed.
 
     Attributes:
@@ -66,7 +66,7 @@ class BisectStep:
     needed: int = 1
     timeout: float = 3600.0
 
-    def run(self, listener: Callable[[Life], None]) -> Answer:
+    def run(self, listener: Callable[[CommandRun], None]) -> Answer:
         """Run the command until it is certain whether the leak shows in as many lives as are needed.
 
         Args:
@@ -85,7 +85,7 @@ class BisectStep:
                 return "absent"
         return "unknown"
 
-    def _live(self) -> Life:
+    def _live(self) -> CommandRun:
         with tempfile.TemporaryDirectory(prefix="lowtide-bisect-") as name:
             folder = Path(name) / "report"
             folder.mkdir()
@@ -132,28 +132,30 @@ def _run_guarded(command: list[str], folder: Path, result: Path, timeout: float)
     return End(ended["code"], ended["timed_out"])
 
 
-def _judge(folder: Path, ended: End, step: BisectStep) -> Life:
+def _judge(folder: Path, ended: End, step: BisectStep) -> CommandRun:
     if ended.timed_out:
-        return Life("unknown", f"the command was ended after {step.timeout:g} s, its time limit")
+        return CommandRun("unknown", f"the command was ended after {step.timeout:g} s, its time limit")
     if ended.code is None:
-        return Life("unknown", f"{step.command[0]} could not be started, or was killed")
+        return CommandRun("unknown", f"{step.command[0]} could not be started, or was killed")
     if not schema.is_in(folder):
-        return Life("unknown", f"the command ended with exit code {ended.code} and wrote no report")
+        return CommandRun("unknown", f"the command ended with exit code {ended.code} and wrote no report")
     try:
         report = schema.read(folder)
     except schema.ReportError as error:
-        return Life("unknown", str(error))
+        return CommandRun("unknown", str(error))
     found = _found(report, step.fingerprint)
     if found:
-        return Life("present", found)
+        return CommandRun("present", found)
     failed = [subject for subject in report.subjects if subject.outcome in ("error", "unsupported")]
     if failed:
-        return Life("unknown", f"{failed[0].id} was not judged: {failed[0].reason}")
+        return CommandRun("unknown", f"{failed[0].id} was not judged: {failed[0].reason}")
     if not any(subject.outcome in ("clean", "leak") for subject in report.subjects):
-        return Life("unknown", "the report judges nothing")
+        return CommandRun("unknown", "the report judges nothing")
     if ended.code not in (0, schema.exit_code(report)):
-        return Life("unknown", f"the command ended with exit code {ended.code}, which its report does not explain")
-    return Life("absent", f"{step.fingerprint} is not in the report")
+        return CommandRun(
+            "unknown", f"the command ended with exit code {ended.code}, which its report does not explain"
+        )
+    return CommandRun("absent", f"{step.fingerprint} is not in the report")
 
 
 def _found(report: Report, fingerprint: str) -> str:

@@ -52,7 +52,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 @dataclass(frozen=True)
-class Change:
+class KnownFindingsUpdate:
     """What `--update` does: which entries come, and which go."""
 
     added: tuple[KnownFinding, ...]
@@ -153,7 +153,7 @@ class KnownFindings:
         reason: str,
         owner: str,
         expires: datetime.date,
-    ) -> tuple[KnownFindings, Change]:
+    ) -> tuple[KnownFindings, KnownFindingsUpdate]:
         """The baseline with the findings that nothing knows added and those that are gone removed.
 
         Raises:
@@ -184,7 +184,7 @@ class KnownFindings:
         )
         # An expired entry is replaced by the one that is added for the same finding.
         kept = tuple(entry for entry in self.entries if entry not in removed and entry.fingerprint not in new)
-        return replace(self, entries=kept + added), Change(added, tuple(removed))
+        return replace(self, entries=kept + added), KnownFindingsUpdate(added, tuple(removed))
 
 
 def _parts(finding: Finding) -> tuple[Finding, ...]:

@@ -11,7 +11,7 @@ from lowtide.leakcheck.judging.rules import MIB
 from lowtide.probes.device.torch_allocator import AllocatedRanges, allocated_ranges
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.originals import gc, loaded
-from lowtide.probes.stages import Stage
+from lowtide.probes.stages import EnteredStage
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
 
@@ -53,7 +53,7 @@ class GrowthWatch:
         self._left_uncounted = 0
         self._times = 0
 
-    def stage_entered(self, stage: Stage) -> None:
+    def stage_entered(self, stage: EnteredStage) -> None:
         """Reads, in some milliseconds, what there is before."""
         if stage.name != GROWTH or self._device == "cpu":
             return
@@ -62,7 +62,7 @@ class GrowthWatch:
         gc.disable()
         self._open.append(_Opened(self._ranges(), *self._figures(), collects))
 
-    def stage_left(self, stage: Stage, error: BaseException | None) -> None:
+    def stage_left(self, stage: EnteredStage, error: BaseException | None) -> None:
         """Notes what it left."""
         if stage.name != GROWTH or not self._open:
             return

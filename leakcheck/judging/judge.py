@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import listed
-from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, Step
+from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep, Rung
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER, DRIVER_ADVICE, DRIVER_HOLDER, Metric
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Remedy, Return, Verdict
 from lowtide.reports.sizes import format_amount
@@ -89,7 +89,7 @@ class Judgement:
 def judge(
     metrics: Sequence[Metric[R]],
     baseline: R,
-    steps: Sequence[Step[R]],
+    steps: Sequence[LadderStep[R]],
     *,
     stage: str,
     cycle: int,
@@ -143,7 +143,7 @@ def judge(
 def _finding(
     metric: Metric[R],
     baseline: R,
-    steps: Sequence[Step[R]],
+    steps: Sequence[LadderStep[R]],
     above: Sequence[int],
     back: int | None,
     stage: str,

@@ -59,7 +59,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Step(Generic[T]):
+class LadderStep(Generic[T]):
     """A reading, taken after a rung; `seconds` is what the rung took, waiting included."""
 
     rung: Rung
@@ -89,10 +89,10 @@ def climb(
     policy: SettlePolicy | None = None,
     rungs: Sequence[Rung] = tuple(Rung),
     peek: Callable[[], object] | None = None,
-    climbed: Sequence[Step[T]] = (),
+    climbed: Sequence[LadderStep[T]] = (),
     give_back: Callable[[Rung], bool] | None = None,
     read_after: Callable[[Rung, T], T] | None = None,
-) -> list[Step[T]]:
+) -> list[LadderStep[T]]:
     """Climb until `is_back` says that nothing is missing, or to the top; the readings after each rung, `raw` first.
 
     Every judgement climbs here: a test's, a life's, and that of a fuzzed call.
@@ -109,7 +109,7 @@ def climb(
         give_back: does what a rung does; False where it has nothing to act on.  Default: `release`.
         read_after: takes a reading after a rung, given the one before; default: `read`.
     """
-    steps = list(climbed) or [Step(Rung.RAW, read(), 0.0)]
+    steps = list(climbed) or [LadderStep(Rung.RAW, read(), 0.0)]
     give_back = give_back or release
     for rung in rungs:
         if is_back(steps[-1].reading):
@@ -125,7 +125,7 @@ def climb(
             reading = read() if read_after is None else read_after(rung, steps[-1].reading)
         else:
             continue
-        steps.append(Step(rung, reading, time.perf_counter() - started))
+        steps.append(LadderStep(rung, reading, time.perf_counter() - started))
     return steps
 
 

@@ -11,7 +11,7 @@ from lowtide.leakcheck.judging.ladder import Rung, release, trim_heap
 from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_until_within
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.lives.calls import Call, Fault, LifeError, simplest, varied
-from lowtide.leakcheck.lives.levels_at_work import Levels, Probes, levels_at_work
+from lowtide.leakcheck.lives.levels_at_work import LevelsAtWork, Probes, levels_at_work
 from lowtide.leakcheck.lives.levels_at_work import added_up as _added_up
 from lowtide.leakcheck.lives.life_checks import LifeChecks, asked, said, void
 from lowtide.leakcheck.lives.shared_lives import SharedLives
@@ -248,7 +248,7 @@ class CheckedLife(LifeChecks):
         levels = self._levels_of(plain).host
         self._lives.host_at_work = _added_up(plain, levels, [(each, self._levels_of(each).host) for each in others])
 
-    def _levels_of(self, config: Mapping[str, Any]) -> Levels:
+    def _levels_of(self, config: Mapping[str, Any]) -> LevelsAtWork:
         probes = Probes(self._host_outside, self._outside, self._preserved, self._graph_buffers)
         levels = levels_at_work(self._target, self._capabilities, config, self._preserved_state, probes)
         self._lives.driver_at_work = max(self._lives.driver_at_work, levels.driver)

@@ -33,7 +33,7 @@ class Probes:
 
 
 @dataclass(frozen=True)
-class Levels:
+class LevelsAtWork:
     """What an engine had at most with one configuration, and gave back; in bytes.
 
     Attributes:
@@ -49,7 +49,7 @@ class Levels:
 
 def levels_at_work(
     engine: Any, able: Capabilities, config: Mapping[str, Any], preserved_state: PreservedState, probes: Probes
-) -> Levels:
+) -> LevelsAtWork:
     """Go through all calls with one configuration, unjudged."""
     host: dict[str, int] = {}
 
@@ -88,7 +88,7 @@ def levels_at_work(
         gc.collect()
         trim_heap()
         host_before = max(host_before, probes.host())
-    return Levels({phase: max(0, level - host_before) for phase, level in host.items()}, at_work, asleep)
+    return LevelsAtWork({phase: max(0, level - host_before) for phase, level in host.items()}, at_work, asleep)
 
 
 def added_up(

@@ -13,7 +13,7 @@ from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
-from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, Step, climb, release
+from lowtide.leakcheck.judging.ladder import LadderStep, Rung, SettlePolicy, climb, release
 from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_for_release
 from lowtide.leakcheck.judging.metrics import shutdown_metrics
 from lowtide.leakcheck.lives.interrupts import Interrupts
@@ -344,8 +344,11 @@ class LifecycleRun:
             life.shutdown()
 
     def _climb(
-        self, missing: Callable[[Snapshot], Sequence[Excess]], rungs: Sequence[Rung], climbed: Sequence[Step[Snapshot]]
-    ) -> list[Step[Snapshot]]:
+        self,
+        missing: Callable[[Snapshot], Sequence[Excess]],
+        rungs: Sequence[Rung],
+        climbed: Sequence[LadderStep[Snapshot]],
+    ) -> list[LadderStep[Snapshot]]:
         """Up the ladder, with readings of the whole process, and a driver's patience where there is a card."""
 
         def waiting(now: Snapshot) -> list[int | None]:

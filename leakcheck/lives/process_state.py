@@ -16,7 +16,7 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_i
 from lowtide.leakcheck.judging.items import listed
 from lowtide.leakcheck.judging.rules import rule_of
 from lowtide.leakcheck.settings import changed_settings
-from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_between
+from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, changes_between
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.settings.setting_remedies import advice
 from lowtide.probes.host.counters import CounterReader, Counters, process_groups
@@ -49,7 +49,7 @@ class ProcessState:
         self._groups_of_earlier: tuple[str, ...] = ()
         self._functions: dict[str, object] = {}
         # What earlier lives left, with what was there before the first that did: a later life begins with it.
-        self._left: dict[str, tuple[Change, object]] = {}
+        self._left: dict[str, tuple[SettingChange, object]] = {}
 
     def mark(self) -> None:
         """A life begins."""
@@ -109,12 +109,12 @@ class ProcessState:
             self._left.clear()
         return found
 
-    def _is_judged(self, change: Change) -> bool:
+    def _is_judged(self, change: SettingChange) -> bool:
         if self._environment is None:
             return change.before != ABSENT
         return ABSENT not in (change.before, change.now) or not self._environment.is_librarys(change.name)
 
-    def _changed(self, change: Change, stage: str, *, remedies: bool) -> Finding:
+    def _changed(self, change: SettingChange, stage: str, *, remedies: bool) -> Finding:
         leak = _leak("globals", {change.setting: 1}, stage)
         finding = msgspec.structs.replace(
             leak.finding, message=f"{changed_settings.describe_change(change)}, and not restored at {stage}"
@@ -154,7 +154,7 @@ def _leak(resource: Resource, names: Mapping[str, int], stage: str) -> ItemLeak:
     return ItemLeak(finding, resource, names, 0)
 
 
-def _still(change: Change) -> Mapping[str, int]:
+def _still(change: SettingChange) -> Mapping[str, int]:
     return {left.setting: 1 for left in still_changed((change,))}
 
 

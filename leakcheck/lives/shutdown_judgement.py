@@ -23,7 +23,7 @@ from lowtide.leakcheck.judging.judge import (
     named_amount,
     one_for_each_level,
 )
-from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, Step
+from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep, Rung
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.lives.life_metrics import LifeMetrics
 from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
@@ -40,7 +40,7 @@ _OF_GROUPS = ("driver", "file-descriptors", "threads")
 """What a process group holds besides itself."""
 
 Climb = Callable[
-    [Callable[[Snapshot], Sequence[Excess]], Sequence[Rung], Sequence[Step[Snapshot]]], list[Step[Snapshot]]
+    [Callable[[Snapshot], Sequence[Excess]], Sequence[Rung], Sequence[LadderStep[Snapshot]]], list[LadderStep[Snapshot]]
 ]
 """Climbs some rungs after some steps, as long as something is missing."""
 
@@ -104,17 +104,17 @@ class ShutdownJudgement:
         elif cycle == 2:
             self._warm_baseline = baseline
 
-    def settle(self, cycle: int, baseline: Snapshot, *, failed: bool) -> list[Step[Snapshot]]:
+    def settle(self, cycle: int, baseline: Snapshot, *, failed: bool) -> list[LadderStep[Snapshot]]:
         """The readings right after a shutdown: at once, waited, collected; `failed`: the run ends with it."""
         self._is_last = cycle == self._cycles or failed
         return self._climbed(self._judged_in(cycle), self._baselines(baseline), (Rung.SETTLE, Rung.COLLECT))
 
-    def leaves(self, cycle: int, baseline: Snapshot, steps: Sequence[Step[Snapshot]]) -> bool:
+    def leaves(self, cycle: int, baseline: Snapshot, steps: Sequence[LadderStep[Snapshot]]) -> bool:
         """Whether something has not come back after these steps."""
         return bool(self._missing(self._judged_in(cycle), self._baselines(baseline), steps[-1].reading))
 
     def __call__(
-        self, engine: object, cycle: int, baseline: Snapshot, steps: list[Step[Snapshot]], *, failed: bool
+        self, engine: object, cycle: int, baseline: Snapshot, steps: list[LadderStep[Snapshot]], *, failed: bool
     ) -> None:
         """Climb on, and judge; the engine object is held meanwhile, as whoever called shutdown holds it.
 
@@ -182,7 +182,7 @@ class ShutdownJudgement:
         cycle: int,
         start: Snapshot,
         metrics: Sequence[Metric[Snapshot]],
-        steps: Sequence[Step[Snapshot]],
+        steps: Sequence[LadderStep[Snapshot]],
         actions: dict[Rung, str],
         explained: Collection[str],
         *,
@@ -204,7 +204,7 @@ class ShutdownJudgement:
         engine: object,
         cycle: int,
         devices: set[str],
-        steps: list[Step[Snapshot]],
+        steps: list[LadderStep[Snapshot]],
         actions: dict[Rung, str],
         metrics: Sequence[Metric[Snapshot]],
         baselines: Sequence[Snapshot],
@@ -212,12 +212,12 @@ class ShutdownJudgement:
         """Climbs on after the last life, single holders before whole caches; adds to `steps` and `actions`."""
         self._leftovers.read(Rung.RAW)
         if self._missing(metrics, baselines, steps[-1].reading) and self._leftovers.thaw():
-            steps.append(Step(Rung.UNFREEZE, self._read(), 0.0))
+            steps.append(LadderStep(Rung.UNFREEZE, self._read(), 0.0))
         steps[:] = self._climbed(metrics, baselines, (Rung.EMPTY_CACHE,), steps)
         findings, cuts = self._leftovers.conclude(engine, cycle, devices)
         if cuts:
             actions[Rung.CLEAR_CACHES] = "; ".join(cuts)
-            steps.append(Step(Rung.CLEAR_CACHES, self._read(), 0.0))
+            steps.append(LadderStep(Rung.CLEAR_CACHES, self._read(), 0.0))
         above = tuple(rung for rung in Rung if rung.order > max(steps[-1].rung.order, Rung.EMPTY_CACHE.order))
         steps[:] = self._climbed(metrics, baselines, above, steps)
         return findings
@@ -244,7 +244,7 @@ class ShutdownJudgement:
 
         Of what came back in part, the rest is reported.
         """
-        steps = [Step(Rung.RAW, self._read(), 0.0)]
+        steps = [LadderStep(Rung.RAW, self._read(), 0.0)]
         of_groups = [metric for metric in metrics if metric.resource in _OF_GROUPS]
         left: dict[tuple[str, str], Finding] = {}
         for start in baselines:
@@ -305,8 +305,8 @@ class ShutdownJudgement:
         metrics: Sequence[Metric[Snapshot]],
         baselines: Sequence[Snapshot],
         rungs: Sequence[Rung],
-        steps: Sequence[Step[Snapshot]] = (),
-    ) -> list[Step[Snapshot]]:
+        steps: Sequence[LadderStep[Snapshot]] = (),
+    ) -> list[LadderStep[Snapshot]]:
         return self._climb(lambda now: self._missing(metrics, baselines, now), rungs, steps)
 
 

@@ -22,7 +22,7 @@ from lowtide.leakcheck.processes.messages import (
     Findings,
     Left,
     Levels,
-    Preserved,
+    PreservedAnswer,
     RememberPreserved,
     Trim,
     Trimmed,
@@ -85,17 +85,17 @@ def answer(data: bytes) -> bytes:
     return encode(msgspec.structs.replace(levels, variables=_rank_variables()))
 
 
-def _preserved(question: RememberPreserved | ComparePreserved) -> Preserved | Findings:
+def _preserved(question: RememberPreserved | ComparePreserved) -> PreservedAnswer | Findings:
     """What must survive a sleep here; an engine that announces none costs nothing."""
     global _own_preserved
     stages = loaded("lowtide.probes.stages")
     if stages is None or not (stages.announced_preserved().tensors or _own_preserved):
-        return Preserved() if isinstance(question, RememberPreserved) else Findings()
+        return PreservedAnswer() if isinstance(question, RememberPreserved) else Findings()
     if isinstance(question, RememberPreserved):
         from lowtide.leakcheck.processes.own_preserved import OwnPreserved
 
         _own_preserved = OwnPreserved(question.kind)
-        return Preserved(tensors=_own_preserved.tensors)
+        return PreservedAnswer(tensors=_own_preserved.tensors)
     preserved, _own_preserved = _own_preserved, None
     return Findings(findings=() if preserved is None else tuple(preserved.compare(question.stage)))
 

@@ -28,7 +28,7 @@ from lowtide.leakcheck.processes.messages import (
     Findings,
     Left,
     Levels,
-    Preserved,
+    PreservedAnswer,
     Question,
     Read,
     RememberPreserved,
@@ -145,7 +145,7 @@ class EngineProcesses:
 
     def before_sleep(self) -> bool:
         """Remember what must survive the sleep that begins; whether any of them has said that something must."""
-        answers = self._each(self._pids(), RememberPreserved(kind=self.kind), Preserved, EXPLAIN_S)
+        answers = self._each(self._pids(), RememberPreserved(kind=self.kind), PreservedAnswer, EXPLAIN_S)
         self._preserving = [pid for pid, preserved in answers.items() if preserved.tensors]
         return bool(self._preserving)
 

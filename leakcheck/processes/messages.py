@@ -91,7 +91,7 @@ class ExplainHostMemory(_Message, frozen=True, kw_only=True, tag="explain-host-m
 
 
 class RememberPreserved(_Message, frozen=True, kw_only=True, tag="remember-preserved"):
-    """Remember what must survive the sleep that begins; answered by `Preserved`.
+    """Remember what must survive the sleep that begins; answered by `PreservedAnswer`.
 
     Attributes:
         kind: of the device: `cpu` or `cuda`.
@@ -170,7 +170,7 @@ class Findings(_Message, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
 
 
-class Preserved(_Message, frozen=True, kw_only=True):
+class PreservedAnswer(_Message, frozen=True, kw_only=True):
     """What a process says must survive a sleep.
 
     Attributes:

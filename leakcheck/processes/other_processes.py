@@ -27,7 +27,7 @@ from lowtide.probes.host.process_files import rollup, stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.mapped_files import maps_library
-from lowtide.probes.stages import Stage
+from lowtide.probes.stages import EnteredStage
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured, OtherProcess
 
@@ -167,13 +167,13 @@ class OtherProcesses:
         self._unmeasured.is_reported(known)
         self._reported_pids |= self._tree.with_descendants(known)
 
-    def entered(self, stage: Stage) -> None:
+    def entered(self, stage: EnteredStage) -> None:
         """The program says where it is in its life."""
         if self._asks and self._tree.any_alive():
             self._is_marked = True
             self._engine.begin_stage(stage.name, self._turn)
 
-    def left(self, stage: Stage, error: BaseException | None) -> None:
+    def left(self, stage: EnteredStage, error: BaseException | None) -> None:
         """And that it is there no more."""
         if not self._asks or not self._tree.any_alive():
             return

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from lowtide.leakcheck.baseline.storages import Held, Key, text_of
+from lowtide.leakcheck.baseline.storages import HeldStorage, Key, text_of
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.findings.storage_holders import explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
@@ -90,7 +90,7 @@ class OwnTensors:
         with collector_paused():
             survey = survey_storages(Census(all_objects()))
         pooled = [part for pool in announced_pools() for part in pool.addresses]
-        rows: dict[str, list[Held]] = {}
+        rows: dict[str, list[HeldStorage]] = {}
         for storage in sorted(survey.storages, key=lambda each: -each.bytes):
             device = storage.device
             inside = any(start <= storage.address < start + length for start, length in pooled)
@@ -163,8 +163,8 @@ def _pinned_for_later(on_host: list[Range]) -> int:
     return max(free, reserved - (pinned.torch_allocated or 0))
 
 
-def _held(storage: StorageReading, stage: str) -> Held:
-    return Held((storage.device, storage.address), storage.bytes, text_of(storage), stage, None)
+def _held(storage: StorageReading, stage: str) -> HeldStorage:
+    return HeldStorage((storage.device, storage.address), storage.bytes, text_of(storage), stage, None)
 
 
 def _devices(kind: str) -> list[str]:

@@ -44,7 +44,7 @@ _OF_A_COMPILER = {"sys.getrecursionlimit()": "2000"}
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """One setting that is not what it was.
 
     Attributes:
@@ -65,7 +65,7 @@ class Change:
 
 def changes_between(
     before: Mapping[str, str], now: Mapping[str, str], names: Iterable[str] | None = None
-) -> list[Change]:
+) -> list[SettingChange]:
     """What changed, sorted by name, but for what changes with something else.
 
     Nor does it count that an installed library's own function was set somewhere, as at the library's first use, or that
@@ -85,13 +85,13 @@ def changes_between(
             continue
         # Of what its library had not been there for at one of the moments, nothing is known.
         if is_entry(name) or (name in before and name in now):
-            found.append(Change(name, then, is_now))
+            found.append(SettingChange(name, then, is_now))
     changed = {change.name for change in found}
     implied = {name for name in changed if changed & set(_TOLD_WITH.get(name, ()))}
     return sorted((change for change in found if change.name not in implied), key=lambda change: change.name)
 
 
-def describe_change(change: Change) -> str:
+def describe_change(change: SettingChange) -> str:
     """`torch.get_num_threads() was 4, is 1`; no secret, and no more of a value than one reads."""
     was, now = _both_shown(change)
     if change.name.startswith(("disabled of ", "propagate of ")):
@@ -106,7 +106,7 @@ def describe_change(change: Change) -> str:
     return f"{change.name} was {was}, is {now}"
 
 
-def is_replaced(change: Change) -> bool:
+def is_replaced(change: SettingChange) -> bool:
     """Whether it is a function or a class of torch, in whose place another one is now."""
     return change.name.startswith("torch.") and _IDENTITY.search(change.before) is not None
 
@@ -120,7 +120,7 @@ def is_secret(name: str, text: str) -> bool:
     return (_SECRET.search(named) is not None and named not in _FOLDERS) or _LOGIN.search(text) is not None
 
 
-def _both_shown(change: Change) -> tuple[str, str]:
+def _both_shown(change: SettingChange) -> tuple[str, str]:
     """What it was and what it is; of two long texts what is around the place where they begin to differ."""
     was, now = (_text(change, text) for text in (change.before, change.now))
     pairs = enumerate(zip(was, now, strict=False))
@@ -131,7 +131,7 @@ def _both_shown(change: Change) -> tuple[str, str]:
     return was, now
 
 
-def _text(change: Change, text: str) -> str:
+def _text(change: SettingChange, text: str) -> str:
     if text and (is_secret(change.name, change.before) or is_secret(change.name, change.now)):
         return "another value" if text == change.now and change.before else "a value that is not shown"
     return _IDENTITY.sub("", text.removeprefix(LIBRARYS))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, is_secret
+from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, is_secret
 from lowtide.probes.host.settings import is_entry
 from lowtide.probes.host.torch_settings import DEFAULT_STREAM, NO_LIMIT
 from lowtide.probes.originals import logging
@@ -107,13 +107,13 @@ _ADVICE: Mapping[str, str] = {
 _OTHERWISE = "keep what was there before, and put it back when the test ends (monkeypatch.setattr does)"
 
 
-def undoing(changes: Iterable[Change]) -> list[str]:
+def undoing(changes: Iterable[SettingChange]) -> list[str]:
     """The lines of code that put settings back; none if one of the settings takes more than code."""
     lines = [undo(change) for change in _each_once(changes)]
     return [line for line in dict.fromkeys(lines) if line is not None] if None not in lines else []
 
 
-def advice(changes: Sequence[Change]) -> str:
+def advice(changes: Sequence[SettingChange]) -> str:
     """What to do about settings: the code that puts them back, and words where there is none."""
     lines = []
     for change in _each_once(changes):
@@ -126,7 +126,7 @@ def advice(changes: Sequence[Change]) -> str:
     return "; ".join(lines[:_MOST_LINES]) + (f"; and {len(lines) - _MOST_LINES} more" if lines[_MOST_LINES:] else "")
 
 
-def _each_once(changes: Iterable[Change]) -> list[Change]:
+def _each_once(changes: Iterable[SettingChange]) -> list[SettingChange]:
     """Without the second name of a setting that has two."""
     found = {change.name: change for change in changes}
     if "torch.get_float32_matmul_precision()" in found:
@@ -134,7 +134,7 @@ def _each_once(changes: Iterable[Change]) -> list[Change]:
     return list(found.values())
 
 
-def undo(change: Change) -> str | None:
+def undo(change: SettingChange) -> str | None:
     """The code that puts one setting back; None where it takes an object that has no expression, or a secret."""
     line = _entry(change) if is_entry(change.name) else _value(change.name, change.before)
     return line if line is not None and len(line) <= _LONGEST_LINE else None
@@ -147,7 +147,7 @@ def run(lines: Iterable[str]) -> None:
         exec(line, {name: importlib.import_module(name) for name in names})
 
 
-def _entry(change: Change) -> str | None:
+def _entry(change: SettingChange) -> str | None:
     name, before = change.name, change.before
     if name.startswith("os.environ["):
         if before == ABSENT:

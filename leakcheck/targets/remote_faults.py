@@ -45,7 +45,7 @@ class Armed(msgspec.Struct, frozen=True):
     points: int | None = None
 
 
-class Report(msgspec.Struct, frozen=True):
+class FaultReport(msgspec.Struct, frozen=True):
     """What became of it so far.
 
     Attributes:
@@ -77,11 +77,11 @@ def injecting_in_core(path: Path, injection: Injection, device: str) -> Iterator
         path.unlink(missing_ok=True)
         answer = _report_beside(path)
         with suppress(FileNotFoundError):
-            _take(injection, msgspec.json.decode(answer.read_bytes(), type=Report))
+            _take(injection, msgspec.json.decode(answer.read_bytes(), type=FaultReport))
             answer.unlink()
 
 
-def _take(injection: Injection, report: Report) -> None:
+def _take(injection: Injection, report: FaultReport) -> None:
     injection.passed = [Passed(kind, what) for kind, what in report.passed]
     injection.is_elsewhere = True
     if report.shard is not None:
@@ -128,11 +128,11 @@ def _make_injection(armed: Armed, made: OwnSegments) -> Injection:
     return Pause(armed.kind, armed.at, made, armed.points)
 
 
-def _report_of(injection: Injection) -> Report:
+def _report_of(injection: Injection) -> FaultReport:
     passed = [(each.kind, each.what) for each in injection.passed]
     if isinstance(injection.raised, DamagedShardError):
-        return Report(passed, shard=injection.raised.shard)
-    return Report(passed, None if injection.raised is None else describe_error(injection.raised))
+        return FaultReport(passed, shard=injection.raised.shard)
+    return FaultReport(passed, None if injection.raised is None else describe_error(injection.raised))
 
 
 def _report_beside(path: Path) -> Path:

@@ -17,7 +17,7 @@ class DeviceMemoryError(RuntimeError):
     """The driver refused a call that is no allocation; the message names the call and its code."""
 
 
-class DeviceMemory(Protocol):
+class TenantCard(Protocol):
     """The memory of one card."""
 
     def free_bytes(self) -> int:
@@ -104,7 +104,7 @@ class _HipMemory:
         _check(self._library.hipFree(ctypes.c_void_p(address)), "hipFree")
 
 
-def open_card(kind: str, index: int, library: Any = None) -> DeviceMemory:
+def open_card(kind: str, index: int, library: Any = None) -> TenantCard:
     """The memory of a card.
 
     Args:

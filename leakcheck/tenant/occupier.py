@@ -12,7 +12,7 @@ import json
 import sys
 from typing import Any
 
-from lowtide.leakcheck.tenant.device_memory import DeviceMemory, DeviceMemoryError, open_card
+from lowtide.leakcheck.tenant.device_memory import DeviceMemoryError, TenantCard, open_card
 
 PIECE = 2 << 20
 """Bytes of a small piece: the driver's own granularity."""
@@ -20,7 +20,7 @@ PIECE = 2 << 20
 _TRIES = 12
 
 
-def occupy(card: DeviceMemory, asked: int) -> dict[str, int]:
+def occupy(card: TenantCard, asked: int) -> dict[str, int]:
     """Take up to `asked` bytes in one piece, then in small ones; nothing is left allocated.
 
     Raises:
@@ -31,7 +31,7 @@ def occupy(card: DeviceMemory, asked: int) -> dict[str, int]:
     return {"free": free, "wanted": wanted, "whole": _largest(card, wanted), "pieces": _in_pieces(card, wanted)}
 
 
-def _largest(card: DeviceMemory, wanted: int) -> int:
+def _largest(card: TenantCard, wanted: int) -> int:
     """The largest piece of up to `wanted` bytes that there is, to within a part in thousands."""
     got, size, step = 0, wanted, wanted // 2
     for _ in range(_TRIES):
@@ -48,7 +48,7 @@ def _largest(card: DeviceMemory, wanted: int) -> int:
     return got
 
 
-def _in_pieces(card: DeviceMemory, wanted: int) -> int:
+def _in_pieces(card: TenantCard, wanted: int) -> int:
     taken: list[int] = []
     try:
         while len(taken) * PIECE < wanted:

@@ -21,7 +21,7 @@ from lowtide.probes.device.driver import find_driver
 from lowtide.probes.heap.births import young_generations_tell
 from lowtide.probes.objects.collector import NEEDS, observed_collector, why_unusable
 from lowtide.probes.originals import gc, threading
-from lowtide.probes.stages import Stage, listening
+from lowtide.probes.stages import EnteredStage, listening
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Report, Subject
 
@@ -132,7 +132,7 @@ class LeakCheck:
             return render_line("lowtide: the block has not ended; its report is here afterwards")
         return render_fragment(self._report)
 
-    def stage_entered(self, stage: Stage) -> None:
+    def stage_entered(self, stage: EnteredStage) -> None:
         """What appears from here on appeared in this stage."""
         if stage.thread == threading.main_thread().ident:
             self._outer.append(self._watch.stage_now)
@@ -140,7 +140,7 @@ class LeakCheck:
             self._sleeps.entered(stage)
             self._watch.others.entered(stage)
 
-    def stage_left(self, stage: Stage, error: BaseException | None) -> None:
+    def stage_left(self, stage: EnteredStage, error: BaseException | None) -> None:
         """And from here on in the one around it."""
         if stage.thread == threading.main_thread().ident:
             self._watch.phase(self._outer.pop())

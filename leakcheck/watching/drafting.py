@@ -26,7 +26,7 @@ from lowtide.leakcheck.findings.storage_holders import Context, Explained
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, frames, tensor_leaks, with_free_beside, with_stage
 from lowtide.leakcheck.judging.items import FROZEN, listed
 from lowtide.leakcheck.judging.judge import judge
-from lowtide.leakcheck.judging.ladder import Step
+from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric
 from lowtide.leakcheck.judging.tolerances import Reading
 from lowtide.leakcheck.libraries.library_items import Sorted
@@ -71,7 +71,7 @@ class Drafting:
         *,
         ended: Sequence[Owner],
         metrics: Sequence[Metric[Reading]],
-        steps: Sequence[Step[Deep]],
+        steps: Sequence[LadderStep[Deep]],
         stage: str,
         explained: Explained,
         context: Context,
@@ -79,7 +79,7 @@ class Drafting:
         module: str,
     ) -> list[Draft]:
         """What one subject has left, as findings and as leaks for which remedies are still to be tried."""
-        own = [Step(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
+        own = [LadderStep(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
         context = replace(context, module=(subject.where if subject is not None else "") or module)
         found: list[Draft] = []
         judged = judge(metrics, Reading(), own, stage=stage, cycle=1)

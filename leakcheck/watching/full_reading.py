@@ -12,7 +12,7 @@ from lowtide.leakcheck.baseline.records import Ownership, Subject
 from lowtide.leakcheck.baseline.storages import HeapReading, Key, thaw
 from lowtide.leakcheck.findings.cached_values import CachedValues, SortedValues
 from lowtide.leakcheck.findings.storage_holders import Context, behind_frozen_holders
-from lowtide.leakcheck.judging.ladder import Rung, Step, climb
+from lowtide.leakcheck.judging.ladder import LadderStep, Rung, climb
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.judging.tolerances import Reading
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
@@ -123,7 +123,7 @@ class FullReadings:
         may_thaw: bool,
         give_back: Callable[[Rung], bool],
         diagnoses: bool,
-    ) -> tuple[list[Step[Deep]], frozenset[Key]]:
+    ) -> tuple[list[LadderStep[Deep]], frozenset[Key]]:
         """The readings after each rung that a plain test may have to climb; everything has been collected by now.
 
         And the storages whose holders the test had frozen.
@@ -143,14 +143,14 @@ class FullReadings:
         if self._tries_blas_handles(first):
             first = self.read(subjects, ended, seen)
         frozen_before = self._ownership.baseline.amounts.get("gc-frozen") or 0
-        steps: list[Step[Deep]] = []
+        steps: list[LadderStep[Deep]] = []
         frozen: frozenset[Key] = frozenset()
         if may_thaw and above(first) and frozen_before <= FROZEN_AT_STARTUP < gc.get_freeze_count():
             # Undoes what this test froze; a freeze that was there before is not to be undone.
             frozen = behind_frozen_holders({held.key for held in first.heap.held}, context)
             hidden = thaw(self._births.froze_in, seen)
-            steps = [Step(Rung.RAW, first.with_hidden(hidden), 0.0)]
-            steps.append(Step(Rung.UNFREEZE, self.read(subjects, ended, seen), 0.0))
+            steps = [LadderStep(Rung.RAW, first.with_hidden(hidden), 0.0)]
+            steps.append(LadderStep(Rung.UNFREEZE, self.read(subjects, ended, seen), 0.0))
 
         def is_settled(deep: Deep) -> bool:
             # At which rung it comes back is a diagnosis; whether it is a leak may be known before.
@@ -165,7 +165,7 @@ class FullReadings:
             lambda: first,
             is_settled,
             rungs=_RUNGS,
-            climbed=steps or [Step(Rung.RAW, first, 0.0)],
+            climbed=steps or [LadderStep(Rung.RAW, first, 0.0)],
             give_back=give_back,
             read_after=read_after,
         )

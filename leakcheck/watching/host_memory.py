@@ -15,7 +15,7 @@ from lowtide.probes.originals import gc
 from lowtide.reports.schema import Finding
 
 
-class HostMemory:
+class KeptHostMemory:
     """What the tests of one watch keep of host memory.
 
     Args:

@@ -13,11 +13,11 @@ from lowtide.leakcheck.baseline.storages import HeapReading, Key
 from lowtide.leakcheck.explaining.cut import NamespaceSizes
 from lowtide.leakcheck.findings.causes import with_causes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
-from lowtide.leakcheck.findings.grouping import Cause, by_cause
+from lowtide.leakcheck.findings.grouping import CommonCause, by_cause
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages, marked_as_frozen
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.judge import missing
-from lowtide.leakcheck.judging.ladder import Rung, Step
+from lowtide.leakcheck.judging.ladder import LadderStep, Rung
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
 from lowtide.leakcheck.watching.drafting import (
@@ -90,7 +90,7 @@ class Judged:
     """
 
     findings: tuple[tuple[Finding, ...], ...]
-    causes: Mapping[int, Cause | None]
+    causes: Mapping[int, CommonCause | None]
     things: Sequence[frozenset[Thing]]
     unproven: Sequence[DeferredRemedies]
     heap: HeapReading
@@ -113,7 +113,7 @@ class Judged:
         return [by_cause(found, self.causes) for found in (tuple(of_test), *self.findings[1:])]
 
 
-class Judgement:
+class WatchJudge:
     """Judges what one watch finds suspect.
 
     Args:
@@ -208,13 +208,13 @@ class Judgement:
         self,
         case: Case,
         metrics: Sequence[Metric[Reading]],
-        steps: Sequence[Step[Deep]],
+        steps: Sequence[LadderStep[Deep]],
         frozen: frozenset[Key],
         context: Context,
-    ) -> tuple[list[list[Draft]], list[list[Cause | None]], list[DeferredRemedies], list[frozenset[Thing]]]:
+    ) -> tuple[list[list[Draft]], list[list[CommonCause | None]], list[DeferredRemedies], list[frozenset[Thing]]]:
         """What each subject has left, explained, with the remedies tried for which now is the time."""
         left = {held.key for held in steps[-1].reading.heap.held}
-        causes: list[list[Cause | None]] = [[] for _ in case.subjects]
+        causes: list[list[CommonCause | None]] = [[] for _ in case.subjects]
         puts_off = case.final and self._policy.remedies == "later"
         # Until here nothing but reading: whoever asks for a holder asks one walk.
         with sharing_walk() as walk:

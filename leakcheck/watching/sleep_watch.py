@@ -13,7 +13,7 @@ from lowtide.probes.memory.ranges import Range, merge
 from lowtide.probes.memory.tensors import plain_tensors
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import loaded
-from lowtide.probes.stages import PoolReading, Stage, announced_pools
+from lowtide.probes.stages import EnteredStage, PoolReading, announced_pools
 from lowtide.reports.schema import Finding
 
 _MOST_WORDS = 1 << 23
@@ -32,7 +32,7 @@ class SleepWatch:
         self._memory: dict[str, list[LabelledRange]] = {}
         self._findings: list[Finding] = []
 
-    def entered(self, stage: Stage) -> None:
+    def entered(self, stage: EnteredStage) -> None:
         """A stage begins."""
         if _is_outermost(stage, "sleep"):
             self._memory = {}
@@ -41,7 +41,7 @@ class SleepWatch:
                     LabelledRange(address, address + length, pool.tag) for address, length in pool.ranges
                 )
 
-    def left(self, stage: Stage, error: BaseException | None) -> None:
+    def left(self, stage: EnteredStage, error: BaseException | None) -> None:
         """A stage has ended; a wake that failed may be made again."""
         if self._memory and error is None and _is_outermost(stage, "wake"):
             for device, memory in list(self._memory.items()):
@@ -102,7 +102,7 @@ def _message(item: TensorPointers, holder: str) -> str:
     )
 
 
-def _is_outermost(stage: Stage, name: str) -> bool:
+def _is_outermost(stage: EnteredStage, name: str) -> bool:
     # An engine's own mark within that of its test is the same sleep.
     return stage.name.startswith(name) and not any(part.startswith(name) for part in stage.path[:-1])
 

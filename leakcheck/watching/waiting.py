@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
-from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, Step, climb
+from lowtide.leakcheck.judging.ladder import LadderStep, Rung, SettlePolicy, climb
 from lowtide.probes.host.counters import Counters
 
 LONGEST_WAIT = 60.0
@@ -66,7 +66,7 @@ def wait_for_return(
         moved=lambda then, now: moves(then) != moves(now),
         policy=SettlePolicy(stability=settle, limit=max(LONGEST_WAIT, settle)),
         rungs=(Rung.SETTLE,),
-        climbed=[Step(Rung.RAW, start, 0.0)],
+        climbed=[LadderStep(Rung.RAW, start, 0.0)],
     )
 
 

@@ -31,8 +31,8 @@ from lowtide.leakcheck.watching.attribution import Attribution
 from lowtide.leakcheck.watching.card_arrival import CardArrival
 from lowtide.leakcheck.watching.drafting import Drafting
 from lowtide.leakcheck.watching.full_reading import FullReadings
-from lowtide.leakcheck.watching.host_memory import HostMemory
-from lowtide.leakcheck.watching.judgement import Case, Judgement
+from lowtide.leakcheck.watching.host_memory import KeptHostMemory
+from lowtide.leakcheck.watching.judgement import Case, WatchJudge
 from lowtide.leakcheck.watching.owners_in_use import OwnersInUse
 from lowtide.leakcheck.watching.remedy_trials import RemedyTrials
 from lowtide.leakcheck.watching.suspects import Suspects
@@ -117,12 +117,12 @@ class Watch:
         )
         self._warm_up = self._arrival.warm_up
         self._suspects = Suspects(self._ownership, self._births, self._caches, self._device_memory)
-        self._host = HostMemory(self._read, self._ownership, self.policy.tolerance)
+        self._host = KeptHostMemory(self._read, self._ownership, self.policy.tolerance)
         self._readings = FullReadings(
             self._read, self._ownership, self._births, self._device_memory, self._caches, self._makers, self._handles
         )
         self._trials = RemedyTrials(self.policy, self._read, self._ownership, self._device_memory, self._first_use)
-        self._judgement = Judgement(
+        self._judgement = WatchJudge(
             self.policy,
             self._read,
             self._ownership,

@@ -5,15 +5,15 @@
 """
 
 from lowtide.probes.heap.holders import SharedWalk, Traces, census_of, find_paths, objects_of, sharing_walk, trace
-from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, Step
+from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, PathStep
 
 __all__ = [
     "Inspector",
     "Link",
     "Mark",
     "Path",
+    "PathStep",
     "SharedWalk",
-    "Step",
     "Traces",
     "census_of",
     "find_paths",

@@ -56,7 +56,7 @@ atexit.register(_steps_of.clear)
 
 
 @dataclass(frozen=True)
-class Moved:
+class YoungObjects:
     """What was young when a collection began.
 
     Attributes:
@@ -179,14 +179,14 @@ class CollectionRecord:
         """Record before the next collection, also where it moves the youngest objects only."""
         self._at_start[0] = self._at_next
 
-    def take(self) -> list[Moved]:
+    def take(self) -> list[YoungObjects]:
         """Return what was recorded since it was last taken, the earliest first."""
         # One by one, since another thread may add to it.
         entries = [self._log.popleft() for _ in range(len(self._log))]
         taken = []
         for place in range(0, len(entries), _ENTRIES):
             ids, types = np.split(_as_numbers(entries[place]), 2)
-            taken.append(Moved(self._taken, entries[place + 1], int(ids[0]), ids[1:], types[1:]))
+            taken.append(YoungObjects(self._taken, entries[place + 1], int(ids[0]), ids[1:], types[1:]))
             self._taken += 1
         self._full_taken += sum(moved.generation > 0 for moved in taken)
         return taken

@@ -17,7 +17,7 @@ from types import FrameType, ModuleType
 
 from lowtide.probes.heap.graph import Graph
 from lowtide.probes.heap.landmarks import landmarks
-from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, Step
+from lowtide.probes.heap.paths import Inspector, Link, Mark, Path, PathStep
 from lowtide.probes.heap.retained import Cuts, Freed, Sweeper
 from lowtide.probes.heap.search import BLOCKED, ROOT, UNSEEN, Search
 from lowtide.probes.objects.address_table import Ints
@@ -243,7 +243,7 @@ class Traces:
         items = [self._heap.objects[node] for node in ends]
         marks: Sequence[Mark | None] = [None] * len(items) if inspect is None else inspect(root.kind, items)
         steps = tuple(
-            Step(
+            PathStep(
                 type_name=type_name(type(item)),
                 edge=edge.text,
                 kind=edge.kind,

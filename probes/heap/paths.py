@@ -16,7 +16,7 @@ be gone (`holding`), or is work that has not ended (`pending`); None if that is 
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PathStep:
     """One edge of a path and the object it leads to.
 
     Attributes:
@@ -54,7 +54,7 @@ class Path:
 
     root_kind: RootKind
     root_name: str
-    steps: tuple[Step, ...]
+    steps: tuple[PathStep, ...]
     references: int
     thread: str = ""
 

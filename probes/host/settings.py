@@ -40,7 +40,7 @@ _ENTRIES = (
 )
 
 
-class Source(Protocol):
+class SettingSource(Protocol):
     """Some settings that are read together."""
 
     def raw(self) -> object:
@@ -62,7 +62,7 @@ class SettingReader:
     """
 
     def __init__(self, *, warnings_filters: bool = True, status: Callable[[], bytes] | None = None) -> None:
-        self._sources: tuple[Source, ...] = (
+        self._sources: tuple[SettingSource, ...] = (
             interpreter_values(),
             Hooks(),
             Environment(),

@@ -12,7 +12,7 @@ from lowtide.probes.memory.tensors import torch_member
 _MOST_NODES = 200_000
 
 
-class Way:
+class GraphPath:
     """The way from a tensor to a node of its graph, without a copy of what ways have in common.
 
     Args:
@@ -23,7 +23,7 @@ class Way:
 
     __slots__ = ("before", "edge", "length", "node")
 
-    def __init__(self, before: Way | None, node: str, edge: str) -> None:
+    def __init__(self, before: GraphPath | None, node: str, edge: str) -> None:
         self.before = before
         self.node = node
         self.edge = edge
@@ -32,7 +32,7 @@ class Way:
     def hops(self) -> tuple[tuple[str, str], ...]:
         """Return the names of the nodes and the edges to them, from the tensor on."""
         found = []
-        way: Way | None = self
+        way: GraphPath | None = self
         while way is not None:
             found.append((way.node, way.edge))
             way = way.before
@@ -53,7 +53,7 @@ class Saved:
 
     tensor: Any
     output: Any
-    way: Way
+    way: GraphPath
     name: str
     edge: str
 
@@ -86,21 +86,21 @@ def saved_behind(output: Any, seen: set[Any]) -> Iterator[Saved]:
             yield Saved(leaf, output, way, "variable", ".variable")
 
 
-def nodes_behind(output: Any, seen: set[Any]) -> Iterator[tuple[Any, Way]]:
+def nodes_behind(output: Any, seen: set[Any]) -> Iterator[tuple[Any, GraphPath]]:
     """The nodes of a tensor's graph, each once, with the way to it from the tensor.
 
     Args:
         output: the tensor.
         seen: the nodes that were looked at before; grows by those looked at now.
     """
-    start: tuple[Any, Way | None, str] = (torch_member(output, "grad_fn"), None, ".grad_fn")
+    start: tuple[Any, GraphPath | None, str] = (torch_member(output, "grad_fn"), None, ".grad_fn")
     waiting = deque([start])
     while waiting and len(seen) < _MOST_NODES:
         node, before, edge = waiting.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
-        way = Way(before, node.name().rpartition("::")[2], edge)
+        way = GraphPath(before, node.name().rpartition("::")[2], edge)
         yield node, way
         for place, (following, _) in enumerate(node.next_functions):
             waiting.append((following, way, f".next_functions[{place}][0]"))

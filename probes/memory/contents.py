@@ -57,7 +57,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ContentChange:
     """One way in which a tensor is not what it was.
 
     Attributes:
@@ -138,7 +138,7 @@ def _read(device: torch.device, tensors: Mapping[str, torch.Tensor]) -> dict[str
     return dict(zip(tensors, fingerprint_version(device)(list(tensors.values()), device), strict=True))
 
 
-def changed(before: Contents, after: Contents, *, addresses: bool = False) -> tuple[Change, ...]:
+def changed(before: Contents, after: Contents, *, addresses: bool = False) -> tuple[ContentChange, ...]:
     """In which ways tensors of `before` are not the same in `after`; sorted by name, empty if all survived.
 
     Args:
@@ -153,7 +153,7 @@ def changed(before: Contents, after: Contents, *, addresses: bool = False) -> tu
     for old in before.tensors:
         new = later.get(old.name)
         if new is None:
-            found.append(Change(old.name, "missing", f"{old.dtype} {list(old.shape)} on {old.device}", ""))
+            found.append(ContentChange(old.name, "missing", f"{old.dtype} {list(old.shape)} on {old.device}", ""))
             continue
         aspects: list[tuple[Aspect, str, str]] = [
             ("shape", str(list(old.shape)), str(list(new.shape))),
@@ -164,7 +164,7 @@ def changed(before: Contents, after: Contents, *, addresses: bool = False) -> tu
             aspects.append(("address", hex(old.address), hex(new.address)))
         if (old.shape, old.dtype, _kind(old)) == (new.shape, new.dtype, _kind(new)):
             aspects.append(("bytes", f"{old.fingerprint:032x}", f"{new.fingerprint:032x}"))
-        found += [Change(old.name, what, was, now) for what, was, now in aspects if was != now]
+        found += [ContentChange(old.name, what, was, now) for what, was, now in aspects if was != now]
     return tuple(found)
 
 

@@ -49,7 +49,7 @@ _NOBODY: Mapping[int, ByCard] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
-class HostMemory:
+class SmapsRollup:
     """What `smaps_rollup` says of one process, in bytes.
 
     Attributes:
@@ -96,7 +96,7 @@ class ProcessView:
     is_orphan: bool
     cards: ByCard
     resident: int
-    memory: HostMemory | None
+    memory: SmapsRollup | None
     descriptors: int | None
     shared_memory: Mapping[str, int] | None
     not_measured: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
@@ -252,7 +252,7 @@ def _view(
     command: str = "",
     role: Role | None = None,
     cards: ByCard = _NO_CARDS,
-    memory: HostMemory | None = None,
+    memory: SmapsRollup | None = None,
     descriptors: int | None = None,
     shared_memory: Mapping[str, int] | None = None,
     not_measured: Mapping[str, str] | None = None,
@@ -277,8 +277,8 @@ def _view(
     )
 
 
-def _host_memory(kinds: Rollup | None) -> HostMemory | None:
-    return None if kinds is None else HostMemory(kinds.private, kinds.shared, kinds.swapped)
+def _host_memory(kinds: Rollup | None) -> SmapsRollup | None:
+    return None if kinds is None else SmapsRollup(kinds.private, kinds.shared, kinds.swapped)
 
 
 def _user(pid: int) -> str:

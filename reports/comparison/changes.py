@@ -39,7 +39,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class LeakChange:
     """What became of one leak.
 
     Attributes:
@@ -65,7 +65,7 @@ class Change:
         return self.kind in ("new", "grown") and not self.side.known
 
 
-def compare_reports(before: Report, after: Report) -> list[Change]:
+def compare_reports(before: Report, after: Report) -> list[LeakChange]:
     """What became of each leak, the worst first; findings are the same where their fingerprints are.
 
     A finding of today's whose `former_fingerprint` an older version of lowtide wrote is the same, too.
@@ -78,7 +78,7 @@ def compare_reports(before: Report, after: Report) -> list[Change]:
     earlier, later = _sides(before.subjects, set()), _sides(after.subjects, marks)
     judged = {subject.id for subject in after.subjects if subject.outcome in ("clean", "leak")}
     changes = [
-        Change(_kind(earlier.get(mark), later.get(mark), judged), earlier.get(mark), later.get(mark))
+        LeakChange(_kind(earlier.get(mark), later.get(mark), judged), earlier.get(mark), later.get(mark))
         for mark in dict.fromkeys((*later, *earlier))
     ]
     return sorted(changes, key=lambda change: (_ORDER[change.kind], change.side.known, -change.side.bytes))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 
-from lowtide.reports.comparison.changes import Change, Kind, Side
+from lowtide.reports.comparison.changes import Kind, LeakChange, Side
 from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.html.jinja_environment import environment
 from lowtide.reports.html.scripts import security_policy
@@ -26,7 +26,7 @@ _STYLES: dict[Kind, str] = {
 _VERDICT_STYLES = {"WORSE": "bold red", "NOT KNOWN": "bold yellow", "NO WORSE": "bold green"}
 
 
-def verdict_of(changes: Sequence[Change]) -> str:
+def verdict_of(changes: Sequence[LeakChange]) -> str:
     """`WORSE: 1 new, 2 grown, 1 gone`; one line."""
     counts = Counter(change.kind for change in changes)
     said = ", ".join(f"{counts[kind]} {kind}" for kind in _STYLES if counts[kind]) or "no findings in either"
@@ -37,7 +37,7 @@ def verdict_of(changes: Sequence[Change]) -> str:
     return f"NOT KNOWN: {said}" if counts["not judged"] else f"NO WORSE: {said}"
 
 
-def render_for_terminal(changes: Sequence[Change]) -> RenderableType:
+def render_for_terminal(changes: Sequence[LeakChange]) -> RenderableType:
     """A line for each change, and the verdict."""
     lines: list[RenderableType] = []
     for change in changes:
@@ -51,7 +51,7 @@ def render_for_terminal(changes: Sequence[Change]) -> RenderableType:
     return Group(*lines, HangingText(verdict, style=_VERDICT_STYLES[verdict.partition(":")[0]]))
 
 
-def render_as_markdown(changes: Sequence[Change]) -> str:
+def render_as_markdown(changes: Sequence[LeakChange]) -> str:
     """The verdict and a table of the first `MOST` changes, which are the worst."""
     parts = ["## lowtide diff", f"**{verdict_of(changes)}**"]
     if changes:
@@ -66,7 +66,7 @@ def render_as_markdown(changes: Sequence[Change]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def render_as_page(changes: Sequence[Change], before: str, after: str) -> str:
+def render_as_page(changes: Sequence[LeakChange], before: str, after: str) -> str:
     """A page of its own.
 
     Args:
@@ -89,7 +89,7 @@ def render_as_page(changes: Sequence[Change], before: str, after: str) -> str:
     )
 
 
-def amounts(change: Change) -> str:
+def amounts(change: LeakChange) -> str:
     """`8.0 MiB → 12.0 MiB`, or `8.0 MiB (+512 B)` where both read the same; in things for what has no bytes."""
     if change.before is None or change.after is None:
         return _amount(change.side)

@@ -19,7 +19,7 @@ _COUNTS: dict[str, Callable[[Readings], int]] = {
 }
 
 
-class Cell(NamedTuple):
+class FigureCell(NamedTuple):
     """One figure before and after a stage, as shown and exactly."""
 
     text: str
@@ -31,7 +31,7 @@ class StageTable(NamedTuple):
     """A subject's stages; `left_out` says how many earlier ones are not in `rows`."""
 
     columns: tuple[str, ...]
-    rows: list[tuple[Stage, list[Cell]]]
+    rows: list[tuple[Stage, list[FigureCell]]]
     left_out: int
 
 
@@ -105,15 +105,19 @@ def sizes_of(readings: Readings, tags: Sequence[str]) -> dict[str, int | None]:
     }
 
 
-def _size_cell(before: int | None, after: int | None) -> Cell:
+def _size_cell(before: int | None, after: int | None) -> FigureCell:
     if before == after:
-        return Cell(mib(after), "" if after is None else f"{after:,} bytes", moved=False)
+        return FigureCell(mib(after), "" if after is None else f"{after:,} bytes", moved=False)
     exact = " → ".join("unknown" if size is None else f"{size:,}" for size in (before, after))
-    return Cell(f"{mib(before)} → {mib(after)}", f"{exact} bytes", moved=True)
+    return FigureCell(f"{mib(before)} → {mib(after)}", f"{exact} bytes", moved=True)
 
 
-def _count_cell(before: int, after: int) -> Cell:
-    return Cell(str(after), "", moved=False) if before == after else Cell(f"{before} → {after}", "", moved=True)
+def _count_cell(before: int, after: int) -> FigureCell:
+    return (
+        FigureCell(str(after), "", moved=False)
+        if before == after
+        else FigureCell(f"{before} → {after}", "", moved=True)
+    )
 
 
 def _mib_all(sizes: Iterable[int | None]) -> list[str]:

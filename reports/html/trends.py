@@ -43,7 +43,7 @@ class Series:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class TrendVerdict:
     """What was found about a figure from occurrence to occurrence.
 
     Attributes:
@@ -58,7 +58,7 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
-class Trend:
+class TrendPlot:
     """The figures after each occurrence of a stage.
 
     Attributes:
@@ -71,10 +71,10 @@ class Trend:
     stage: str
     occurrences: tuple[str, ...]
     series: tuple[Series, ...]
-    judged: tuple[Judged, ...]
+    judged: tuple[TrendVerdict, ...]
 
 
-def draw_trends(subject: Subject) -> list[Trend]:
+def draw_trends(subject: Subject) -> list[TrendPlot]:
     """A trend for each stage that a subject went through `FEWEST` times and in which some figure moved.
 
     The stages about which something was found come first, and then the last ones of a life.
@@ -105,7 +105,7 @@ def draw_growth(subject: Subject) -> list[TypeGrowth]:
     ]
 
 
-def _trend(name: str, stages: Sequence[Stage], findings: Sequence[Finding]) -> Trend:
+def _trend(name: str, stages: Sequence[Stage], findings: Sequence[Finding]) -> TrendPlot:
     sides = [{**_sizes(stage.after), **_of_processes(stage)} for stage in stages]
     names = dict.fromkeys(name for side in sides for name in side)
     series = [Series(one_line(name), tuple(side.get(name) for side in sides)) for name in names]
@@ -113,7 +113,7 @@ def _trend(name: str, stages: Sequence[Stage], findings: Sequence[Finding]) -> T
     shown = {each.name for each in moved}
     # A finding about no stage in particular (its stage is a cycle, or another one) is told with each.
     own = [finding for finding in findings if finding.stage == name] or findings
-    return Trend(one_line(name), tuple(_occurrences(stages)), tuple(moved), tuple(_judged(own, shown)))
+    return TrendPlot(one_line(name), tuple(_occurrences(stages)), tuple(moved), tuple(_judged(own, shown)))
 
 
 def _movement(series: Series) -> int:
@@ -150,7 +150,7 @@ def _occurrences(stages: Sequence[Stage]) -> Iterator[str]:
         yield f"{stage.cycle}.{seen[stage.cycle]}" if in_cycle[stage.cycle] > 1 else str(stage.cycle)
 
 
-def _judged(findings: Sequence[Finding], shown: set[str]) -> Iterator[Judged]:
+def _judged(findings: Sequence[Finding], shown: set[str]) -> Iterator[TrendVerdict]:
     for finding in findings:
         if finding.trend is None:
             continue
@@ -160,4 +160,4 @@ def _judged(findings: Sequence[Finding], shown: set[str]) -> Iterator[Judged]:
             series = f"{lasting_name(finding.process)}, {'host' if of_host else finding.device}"
         held = holder_text(finding)
         text = f"{finding.resource}: {trend_text(finding)}, {amount(finding)}{f', {held}' if held else ''}"
-        yield Judged(one_line(series) if one_line(series) in shown else "", finding.trend, one_line(text))
+        yield TrendVerdict(one_line(series) if one_line(series) in shown else "", finding.trend, one_line(text))

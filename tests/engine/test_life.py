@@ -685,10 +685,10 @@ def test_a_shutdown_that_was_interrupted_is_done_by_the_next(pages: FaultyPages)
     engine.create()
 
     class Interrupting:
-        def stage_entered(self, stage: stages.Stage) -> None:
+        def stage_entered(self, stage: stages.EnteredStage) -> None:
             raise KeyboardInterrupt
 
-        def stage_left(self, stage: stages.Stage, error: BaseException | None) -> None:
+        def stage_left(self, stage: stages.EnteredStage, error: BaseException | None) -> None:
             pass
 
     with stages.listening(Interrupting()), pytest.raises(KeyboardInterrupt):
@@ -754,10 +754,10 @@ def test_the_life_is_marked_with_stages(engine: LLMEngine) -> None:
     heard: list[tuple[str, ...]] = []
 
     class Listener:
-        def stage_entered(self, stage: stages.Stage) -> None:
+        def stage_entered(self, stage: stages.EnteredStage) -> None:
             heard.append(stage.path)
 
-        def stage_left(self, stage: stages.Stage, error: BaseException | None) -> None:
+        def stage_left(self, stage: stages.EnteredStage, error: BaseException | None) -> None:
             pass
 
     with stages.listening(Listener()):

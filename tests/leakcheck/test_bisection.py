@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lowtide.leakcheck.cli.commands import app, command_line
 from lowtide.leakcheck.gate import bisection
-from lowtide.leakcheck.gate.bisection import BisectStep, Life
+from lowtide.leakcheck.gate.bisection import BisectStep, CommandRun
 from lowtide.reports import schema
 from tests.reports.small_reports import finding, report, subject
 
@@ -62,8 +62,8 @@ def write_in_turn(monkeypatch: pytest.MonkeyPatch, folder: Path, names: list[str
     monkeypatch.setattr(bisection, "_run_guarded", ended)
 
 
-def run(step: BisectStep) -> tuple[str, list[Life]]:
-    lives: list[Life] = []
+def run(step: BisectStep) -> tuple[str, list[CommandRun]]:
+    lives: list[CommandRun] = []
     return step.run(lives.append), lives
 
 

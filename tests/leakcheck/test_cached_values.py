@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.baseline.storages import Held, storage_keys
+from lowtide.leakcheck.baseline.storages import HeldStorage, storage_keys
 from lowtide.leakcheck.findings.cached_values import MOST_KEPT, CachedValues, SortedValues
 from lowtide.probes.heap.caches import cache_entries
 from lowtide.probes.heap.reach import reach
@@ -112,7 +112,9 @@ class Process:
     def end(self, name: str = "") -> tuple[int, SortedValues]:
         """How many storages are told of a test, and how they were told apart."""
         now = self._storages()
-        held = [Held(key, size, "float32 [64]", "call", None) for key, size in now.items() if key not in self._before]
+        held = [
+            HeldStorage(key, size, "float32 [64]", "call", None) for key, size in now.items() if key not in self._before
+        ]
         found = self._values.sort(held, self._caches(), name)
         self._before = now
         self._values.mark()
@@ -195,7 +197,7 @@ def test_what_is_the_programs_or_too_much_is_reported(process: Process, use: Any
 def test_a_cache_that_the_program_made_of_a_librarys_function_is_the_programs(process: Process) -> None:
     cache = functools.lru_cache(maxsize=8)(process.library.plain)
     tensor = cache(3)
-    held = [Held(key, 256, "float32 [64]", "call", None) for key in storage_keys([tensor])]
+    held = [HeldStorage(key, 256, "float32 [64]", "call", None) for key in storage_keys([tensor])]
     del tensor
     assert not CachedValues().sort(held, [cache], "").excused
 
@@ -229,8 +231,8 @@ def test_another_cache_has_a_first_use_and_what_takes_a_values_place_is_no_more(
 def test_what_one_test_computes_in_several_stages_is_its_first_use(process: Process) -> None:
     process.library.table(1)
     values = process._values
-    storages = [Held(key, 256, "", "call", None) for key in process._storages()]
+    storages = [HeldStorage(key, 256, "", "call", None) for key in process._storages()]
     assert len(values.sort(storages, process._caches(), "test").excused) == 1
     process.library.table(2)
-    storages = [Held(key, 256, "", "call", None) for key in process._storages()]
+    storages = [HeldStorage(key, 256, "", "call", None) for key in process._storages()]
     assert len(values.sort(storages, process._caches(), "test").excused) == 2

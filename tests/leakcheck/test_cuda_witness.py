@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.cli.fuzz_command import reference_target
-from lowtide.leakcheck.fuzzing.target_source import Source
+from lowtide.leakcheck.fuzzing.target_source import TargetSource
 from lowtide.leakcheck.fuzzing.witness import Killed, kill_in_each_stage
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.device.driver import find_driver
@@ -72,7 +72,7 @@ def neighbour() -> Iterator[None]:
         process.communicate()
 
 
-def killed(source: Source, able: Capabilities, config: Mapping[str, Any]) -> Killed:
+def killed(source: TargetSource, able: Capabilities, config: Mapping[str, Any]) -> Killed:
     with closing(find_driver()) as driver, neighbour():
         (found,) = islice(kill_in_each_stage(source, able, config=config, driver=driver), 1)
     return found
@@ -86,7 +86,7 @@ def test_what_a_neighbour_takes_is_not_what_a_killed_engine_left() -> None:
 
 def test_what_a_killed_engine_left_is_found_beside_a_neighbour() -> None:
     worker, memory = killed(
-        Source([f"from {__name__} import LeavesItsWorker"], "LeavesItsWorker"), LeavesItsWorker.capabilities, {}
+        TargetSource([f"from {__name__} import LeavesItsWorker"], "LeavesItsWorker"), LeavesItsWorker.capabilities, {}
     ).findings
     assert (worker.resource, worker.count) == ("processes", 1)
     assert memory.resource == "driver"

@@ -21,7 +21,7 @@ from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.processes.extensions import entered
 from lowtide.engine.worker import Worker
 from lowtide.leakcheck.cli import verify as module
-from lowtide.leakcheck.cli.verify import Run, Verified, table, verify
+from lowtide.leakcheck.cli.verify import Verified, VerifiedRun, table, verify
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.targets.reference import ReferenceLife
 from lowtide.probes.device.driver.none import NoDriver
@@ -101,7 +101,7 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Verified]:
     real, twin = module._run, clean_twin()
     forking = Forking(tmp_path_factory.mktemp("forking"))
 
-    def run_one(defect: Defect, device: str, is_twin: bool, in_core: bool) -> Run:
+    def run_one(defect: Defect, device: str, is_twin: bool, in_core: bool) -> VerifiedRun:
         return twin if is_twin and defect.name not in WITH_PROCESSES else real(defect, device, is_twin, in_core)
 
     with pytest.MonkeyPatch.context() as patched, closing(forking):
@@ -116,7 +116,7 @@ def verified_in_core(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Veri
     real, twin = module._run, clean_twin_in_core()
     forking = Forking(tmp_path_factory.mktemp("forking"))
 
-    def run_one(defect: Defect, device: str, is_twin: bool, in_core: bool) -> Run:
+    def run_one(defect: Defect, device: str, is_twin: bool, in_core: bool) -> VerifiedRun:
         return twin if is_twin else real(defect, device, is_twin, in_core)
 
     with pytest.MonkeyPatch.context() as patched, closing(forking):
@@ -126,16 +126,16 @@ def verified_in_core(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Veri
     return {item.defect.name: item for item in found}
 
 
-def clean_twin_in_core() -> Run:
+def clean_twin_in_core() -> VerifiedRun:
     """Two lives of an engine with all that the bugs need in its core's process, and with what makes them show."""
     config = EngineConfig(engine_process=True)
     for name in IN_CORE:
         config = DEFECTS[name].configure(config, twin=True)
     make = lambda: ReferenceLife(config, 1024)  # noqa: E731
-    return Run(LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=2).run(), 1.0, "")
+    return VerifiedRun(LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=2).run(), 1.0, "")
 
 
-def clean_twin() -> Run:
+def clean_twin() -> VerifiedRun:
     """Two lives of an engine with all that any of the bugs of one process needs, and with what makes them show."""
     defects = [DEFECTS[name] for name in ON_CPU if name not in WITH_PROCESSES]
     config = EngineConfig(**{key: value for defect in defects for key, value in defect.settings.items()})
@@ -144,7 +144,7 @@ def clean_twin() -> Run:
         for defect in defects:
             stack.enter_context(defect.trigger())
         run = LifecycleRun("twin", make, device="cpu", driver=NoDriver("a test"), cycles=2)
-        return Run(run.run(), 1.0, "")
+        return VerifiedRun(run.run(), 1.0, "")
 
 
 def is_a_bound_method_in_a_cache(findings: tuple[Finding, ...]) -> None:
@@ -418,12 +418,14 @@ def finding(resource: str = "tensors", cause: str = "lru-cache") -> Finding:
     )
 
 
-def run(*findings: Finding, returns: tuple[Return, ...] = ()) -> Run:
+def run(*findings: Finding, returns: tuple[Return, ...] = ()) -> VerifiedRun:
     outcome = "leak" if findings else "clean"
-    return Run(Subject(id="run", outcome=outcome, findings=findings, returns=returns), 1.0, "")  # type: ignore[arg-type]
+    return VerifiedRun(Subject(id="run", outcome=outcome, findings=findings, returns=returns), 1.0, "")  # type: ignore[arg-type]
 
 
-def verified_with(monkeypatch: pytest.MonkeyPatch, bug: Run, twin: Run, defect: str = "bound-method-cache") -> Verified:
+def verified_with(
+    monkeypatch: pytest.MonkeyPatch, bug: VerifiedRun, twin: VerifiedRun, defect: str = "bound-method-cache"
+) -> Verified:
     monkeypatch.setattr(module, "_run", lambda defect, device, is_twin, in_core: twin if is_twin else bug)
     (item,) = verify([DEFECTS[defect]], "cuda" if defect == "late-release" else "cpu")
     return item
@@ -442,11 +444,13 @@ def verified_with(monkeypatch: pytest.MonkeyPatch, bug: Run, twin: Run, defect: 
             "WRONG: expected tensors/lru-cache, found tensors/lru-cache, threads/thread",
         ),
         (run(finding()), run(finding()), "WRONG: without it there is leak"),
-        (Run(None, 1.0, "x\nno report"), run(), "could not be measured: no report"),
-        (run(finding()), Run(None, 1.0, ""), "could not be measured: no output"),
+        (VerifiedRun(None, 1.0, "x\nno report"), run(), "could not be measured: no report"),
+        (run(finding()), VerifiedRun(None, 1.0, ""), "could not be measured: no output"),
     ],
 )
-def test_a_run_is_compared_with_what_must_be(monkeypatch: pytest.MonkeyPatch, bug: Run, twin: Run, note: str) -> None:
+def test_a_run_is_compared_with_what_must_be(
+    monkeypatch: pytest.MonkeyPatch, bug: VerifiedRun, twin: VerifiedRun, note: str
+) -> None:
     assert verified_with(monkeypatch, bug, twin).note == note
 
 
@@ -464,7 +468,7 @@ def test_of_many_actions_the_first_is_reported(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_ended_early_is_no_clean_run_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    early = Run(Subject(id="run", outcome="error", reason="infer raised"), 1.0, "")
+    early = VerifiedRun(Subject(id="run", outcome="error", reason="infer raised"), 1.0, "")
     assert "| nothing concluded: infer raised |" in table([verified_with(monkeypatch, early, run())])[2]
 
 
@@ -491,7 +495,7 @@ def test_what_needs_two_cards_is_not_run_with_one(monkeypatch: pytest.MonkeyPatc
 def test_bugs_that_need_the_same_engine_share_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, bool]] = []
 
-    def run_one(defect: Defect, device: str, is_twin: bool, in_core: bool) -> Run:
+    def run_one(defect: Defect, device: str, is_twin: bool, in_core: bool) -> VerifiedRun:
         asked.append((defect.name, is_twin))
         return run()
 

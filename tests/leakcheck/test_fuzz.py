@@ -23,7 +23,7 @@ from lowtide.leakcheck.cli import fuzz_command
 from lowtide.leakcheck.cli.fuzz_command import reference_target
 from lowtide.leakcheck.fuzzing.fault_sweep import stages, sweep
 from lowtide.leakcheck.fuzzing.fuzz import Found, as_program, fuzz, lifecycle_machine
-from lowtide.leakcheck.fuzzing.target_source import Source, start_program
+from lowtide.leakcheck.fuzzing.target_source import TargetSource, start_program
 from lowtide.leakcheck.lives.calls import Call, Coverage, Fault, LifeError
 from lowtide.leakcheck.targets.reference_target import THOROUGH, reference
 from tests.leakcheck.small_target import KEPT, SmallTarget
@@ -142,7 +142,7 @@ def test_what_fails_only_once_is_said_not_to_have_been_measured() -> None:
 
 def test_a_life_is_printed_as_a_program_that_fails_by_itself(tmp_path: Path) -> None:
     found = fuzz(ForgetsAtWake, examples=100, seed=0)
-    source = Source(["from tests.leakcheck.test_checked_life import ForgetsAtWake"], "ForgetsAtWake")
+    source = TargetSource(["from tests.leakcheck.test_checked_life import ForgetsAtWake"], "ForgetsAtWake")
     program = as_program(found.life, source)
     file = tmp_path / "life.py"
     file.write_text(program)
@@ -155,7 +155,7 @@ def test_a_life_is_printed_as_a_program_that_fails_by_itself(tmp_path: Path) -> 
 
 
 def test_a_program_has_what_it_needs_and_no_more() -> None:
-    source = Source(["from a import make"], "make", "DEFECTS['x'].activate()")
+    source = TargetSource(["from a import make"], "make", "DEFECTS['x'].activate()")
     text = as_program([Call("create"), Call("wake", {}, Fault("map", 1)), Call("sleep", illegal=True)], source)
     assert text.splitlines() == [
         "from a import make",

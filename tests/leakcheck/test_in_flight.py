@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.leakcheck.judging.judge import judge
-from lowtide.leakcheck.judging.ladder import Rung, Step
+from lowtide.leakcheck.judging.ladder import LadderStep, Rung
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
 
 METRICS = plain_metrics(["cuda:0"])
@@ -14,7 +14,7 @@ NOTHING = Reading()
 
 
 def test_what_emptying_the_cache_gives_back_is_no_finding_and_is_reported() -> None:
-    steps = [Step(Rung.RAW, WAITING, 0.0), Step(Rung.EMPTY_CACHE, NOTHING, 0.5)]
+    steps = [LadderStep(Rung.RAW, WAITING, 0.0), LadderStep(Rung.EMPTY_CACHE, NOTHING, 0.5)]
     judgement = judge(METRICS, NOTHING, steps, stage="call", cycle=1)
     assert judgement.findings == ()
     (back,) = judgement.returns
@@ -22,7 +22,7 @@ def test_what_emptying_the_cache_gives_back_is_no_finding_and_is_reported() -> N
 
 
 def test_what_waits_for_ever_is_in_flight() -> None:
-    steps = [Step(Rung.RAW, WAITING, 0.0), Step(Rung.EMPTY_CACHE, WAITING, 0.5)]
+    steps = [LadderStep(Rung.RAW, WAITING, 0.0), LadderStep(Rung.EMPTY_CACHE, WAITING, 0.5)]
     (finding,) = judge(METRICS, NOTHING, steps, stage="call", cycle=1).findings
     assert (finding.resource, finding.bytes, finding.verdict) == ("tensors", 4096, "in-flight")
     assert finding.cause == "pending-transfer"
@@ -31,5 +31,5 @@ def test_what_waits_for_ever_is_in_flight() -> None:
 
 @pytest.mark.parametrize("known", [WAITING, NOTHING])
 def test_nothing_that_waits_is_nothing_to_tell(known: Reading) -> None:
-    judgement = judge(METRICS, known, [Step(Rung.RAW, NOTHING, 0.0)], stage="call", cycle=1)
+    judgement = judge(METRICS, known, [LadderStep(Rung.RAW, NOTHING, 0.0)], stage="call", cycle=1)
     assert (judgement.findings, judgement.returns) == ((), ())

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from lowtide.leakcheck.judging.judge import grouped, judge, missing, one_for_each_level
-from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, Step
+from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep, Rung
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.reports.schema import Finding, Remedy
 
@@ -20,9 +20,9 @@ def metric(resource: Any = "tensors", **options: Any) -> Metric[Reading]:
     return Metric(resource, "cuda:0", lambda reading: reading.get(resource), **options)
 
 
-def climbed(*readings: int | None, resource: str = "tensors", seconds: float = 1.0) -> list[Step[Reading]]:
+def climbed(*readings: int | None, resource: str = "tensors", seconds: float = 1.0) -> list[LadderStep[Reading]]:
     """One step of a second per reading, `raw` first."""
-    return [Step(rung, {resource: now}, seconds) for rung, now in zip(Rung, readings, strict=False)]
+    return [LadderStep(rung, {resource: now}, seconds) for rung, now in zip(Rung, readings, strict=False)]
 
 
 def judged(known: Metric[Reading], *readings: int | None, baseline: int | None = 0) -> Any:
@@ -134,7 +134,7 @@ def test_of_what_nothing_in_the_process_gives_back_it_is_said_who_can() -> None:
     assert found.advice is not None
     assert found.advice.endswith("what the driver keeps by itself ends with the process")
     named = Metric[Any]("pinned", "", lambda r: len(r), cause="native", items=lambda r: dict.fromkeys(r, 1))
-    steps = [Step(rung, ("ring at 0x10",), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
+    steps = [LadderStep(rung, ("ring at 0x10",), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
     (found,) = judge([named], (), steps, stage="shutdown", cycle=1).findings
     assert found.advice == "release or deregister it at shutdown, where its owner ends"
 
@@ -142,7 +142,7 @@ def test_of_what_nothing_in_the_process_gives_back_it_is_said_who_can() -> None:
 @pytest.mark.parametrize("cause", ["cuda-graph", "library-workspace", "unknown"])
 def test_of_other_causes_nothing_is_advised(cause: Any) -> None:
     named = Metric[Any]("pinned", "", lambda r: len(r), cause=cause, items=lambda r: dict.fromkeys(r, 1))
-    steps = [Step(rung, ("ring",), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
+    steps = [LadderStep(rung, ("ring",), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
     (found,) = judge([named], (), steps, stage="shutdown", cycle=1).findings
     assert (found.holder, found.advice, found.remedy) == ("ring", None, None)
     (found,) = judged(metric("driver", cause=cause), 10, 10, 10).findings
@@ -151,7 +151,7 @@ def test_of_other_causes_nothing_is_advised(cause: Any) -> None:
 
 def test_what_is_new_by_name_is_named_and_what_went_hides_nothing() -> None:
     known = Metric[Any]("threads", "", lambda r: len(r), unit="threads", items=lambda r: dict.fromkeys(r, 1))
-    steps = [Step(rung, ("b", "a"), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
+    steps = [LadderStep(rung, ("b", "a"), 0.0) for rung in (Rung.RAW, Rung.SETTLE, Rung.COLLECT)]
     (found,) = judge([known], ("gone", "gone too"), steps, stage="call", cycle=1).findings
     assert (found.count, found.holder) == (2, "a, b")
     assert found.message == "2 threads did not come back at call: a, b"
@@ -171,7 +171,7 @@ def test_blocks_are_workspaces_only_if_clearing_those_gives_them_back(
     known = Metric[Any](
         "tensors", "cuda:0", lambda r: r, items=lambda r: {"block at 0x10": r} if r else {}, cause=cause
     )
-    steps = [Step(rung, now, 0.0) for rung, now in zip(Rung, readings, strict=False)]
+    steps = [LadderStep(rung, now, 0.0) for rung, now in zip(Rung, readings, strict=False)]
     (found,) = judge([known], 0, steps, stage="call", cycle=1).findings
     assert found.holder == holder
 
@@ -179,8 +179,10 @@ def test_blocks_are_workspaces_only_if_clearing_those_gives_them_back(
 def test_each_metric_is_judged_by_its_own_readings() -> None:
     late, unknown = metric("reserved", rung=Rung.EMPTY_CACHE), metric("arena")
     metrics = [unknown, late, metric("pinned"), metric("tensors")]
-    steps = [Step(rung, {"pinned": 0, "tensors": 5, "reserved": 7}, 1.0) for rung in list(Rung)[: COLLECT + 1]]
-    steps += [Step(rung, {"pinned": 0, "tensors": 5, "reserved": 0}, 1.0) for rung in (Rung.UNFREEZE, Rung.EMPTY_CACHE)]
+    steps = [LadderStep(rung, {"pinned": 0, "tensors": 5, "reserved": 7}, 1.0) for rung in list(Rung)[: COLLECT + 1]]
+    steps += [
+        LadderStep(rung, {"pinned": 0, "tensors": 5, "reserved": 0}, 1.0) for rung in (Rung.UNFREEZE, Rung.EMPTY_CACHE)
+    ]
     judgement = judge(metrics, {"pinned": 0, "tensors": 0, "reserved": 0}, steps, stage="call", cycle=1)
     assert [(found.resource, found.bytes) for found in judgement.findings] == [("tensors", 5)]
     assert [(back.resource, back.bytes) for back in judgement.returns] == [("reserved", 7)]
@@ -240,7 +242,7 @@ def test_missing_is_what_is_above_its_baseline_and_can_be_read() -> None:
 
 def test_each_finding_has_its_metric_and_the_metrics_key() -> None:
     metrics = [metric("tensors", key="a"), metric("reserved", key="b"), metric("arena", key="c")]
-    steps = [Step(rung, {"tensors": 1, "reserved": 0, "arena": 2}, 1.0) for rung in Rung]
+    steps = [LadderStep(rung, {"tensors": 1, "reserved": 0, "arena": 2}, 1.0) for rung in Rung]
     judgement = judge(metrics, {"tensors": 0, "reserved": 0, "arena": 0}, steps, stage="shutdown", cycle=1)
     assert judgement.keys == ("a", "c")
     assert judgement.metrics == (metrics[0], metrics[2])

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from lowtide.leakcheck.judging import ladder
-from lowtide.leakcheck.judging.ladder import Rung, SettlePolicy, Step, climb, release
+from lowtide.leakcheck.judging.ladder import LadderStep, Rung, SettlePolicy, climb, release
 from lowtide.probes.objects.listed import frozen_by_program
 from tests.loaded_modules import load_instead
 from tests.waiting import SleptClock
@@ -40,7 +40,7 @@ class Readings:
         return value
 
 
-def go(readings: Readings, *, waits: bool = False, rungs: tuple[Rung, ...] = tuple(Rung)) -> list[Step[int]]:
+def go(readings: Readings, *, waits: bool = False, rungs: tuple[Rung, ...] = tuple(Rung)) -> list[LadderStep[int]]:
     return climb(
         readings,
         lambda value: value == 0,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowtide.leakcheck.processes import answers
-from lowtide.leakcheck.processes.messages import ComparePreserved, Findings, Preserved, RememberPreserved, encode
+from lowtide.leakcheck.processes.messages import ComparePreserved, Findings, PreservedAnswer, RememberPreserved, encode
 from lowtide.leakcheck.processes.own_preserved import OwnPreserved
 from lowtide.probes.stages import PoolReading, announce, withdraw
 
@@ -75,7 +75,7 @@ def test_tensors_on_other_devices_are_another_matter(engine: Engine) -> None:
 
 
 def test_an_agent_remembers_from_one_question_to_the_next(engine: Engine) -> None:
-    assert asked(RememberPreserved(kind="cpu"), Preserved) == Preserved(tensors=2)
+    assert asked(RememberPreserved(kind="cpu"), PreservedAnswer) == PreservedAnswer(tensors=2)
     engine.paged.zero_()
     lost = asked(ComparePreserved(stage="wake"), Findings)
     assert [finding.holder for finding in lost.findings] == ["paged"]
@@ -84,5 +84,5 @@ def test_an_agent_remembers_from_one_question_to_the_next(engine: Engine) -> Non
 
 
 def test_a_process_that_announces_nothing_preserves_nothing() -> None:
-    assert asked(RememberPreserved(kind="cpu"), Preserved) == Preserved()
+    assert asked(RememberPreserved(kind="cpu"), PreservedAnswer) == PreservedAnswer()
     assert asked(ComparePreserved(stage="wake"), Findings) == Findings()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowtide.leakcheck.baseline.owner_levels import ANYTHING, Count, Ledger
+from lowtide.leakcheck.baseline.owner_levels import ANYTHING, Count, OwnerHistory
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.findings.owner_growth import growth_of, limit_passed, merged, note_growth, place_of, rest_of
 from lowtide.probes.host.counters import Counters
@@ -235,7 +235,7 @@ def test_growth_that_survives_its_owner_is_reported_with_what_survived(owner: Ow
 
 
 def test_a_turn_that_was_not_read_has_the_level_of_the_one_before() -> None:
-    ledger = Ledger()
+    ledger = OwnerHistory()
     for _ in range(2):
         ledger.begin_turn(0)
         ledger.begin_turn(0)

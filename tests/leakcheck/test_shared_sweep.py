@@ -19,9 +19,9 @@ import torch
 
 from lowtide.leakcheck.fuzzing import shared_sweep as module
 from lowtide.leakcheck.fuzzing import witness
-from lowtide.leakcheck.fuzzing.fault_sweep import Lived, Stage, Swept, sweep
+from lowtide.leakcheck.fuzzing.fault_sweep import Swept, SweptCall, SweptLife, sweep
 from lowtide.leakcheck.fuzzing.shared_sweep import shared_sweep
-from lowtide.leakcheck.fuzzing.target_source import Source
+from lowtide.leakcheck.fuzzing.target_source import TargetSource
 from lowtide.leakcheck.lives.calls import Call, Fault
 from lowtide.leakcheck.targets.target import TargetError
 from tests.leakcheck.small_target import KEPT, SmallTarget
@@ -33,7 +33,7 @@ from tests.waiting import HANG_S
 def shared(
     target: Any, *kinds: Any, jobs: int = 2, config: Mapping[str, Any] | None = None, listener: Any = None
 ) -> list[Swept]:
-    source = Source([f"from {target.__module__} import {target.__name__}"], target.__name__)
+    source = TargetSource([f"from {target.__module__} import {target.__name__}"], target.__name__)
     options = {} if listener is None else {"listener": listener}
     before = psutil.Process().children()
     try:
@@ -198,7 +198,7 @@ def test_a_life_that_does_not_end_is_reported_with_where_it_stood(
 
 @pytest.mark.parametrize(("seconds", "limit"), [(0.0, 300.0), (30.0, 300.0), (31.0, 310.0)])
 def test_a_life_may_take_ten_times_as_long_as_without_a_fault(seconds: float, limit: float) -> None:
-    points = module._Points(Stage("create", (), Call("create")), "map", Lived(3), seconds)
+    points = module._Points(SweptCall("create", (), Call("create")), "map", SweptLife(3), seconds)
     assert module._Question(0, points, 2).limit == limit
     # How long it takes without one nobody knows.
     assert module._Question(0, points, None).limit is None
@@ -248,15 +248,15 @@ def test_what_the_processes_could_not_measure_is_said_of_each_stage() -> None:
 
 def test_points_behind_one_that_is_not_survived_are_not_failed() -> None:
     finding = witness._finding("state", "create", "cpu", "it says something else", [], 1)
-    points = module._Points(Stage("create", (), Call("create")), "map")
+    points = module._Points(SweptCall("create", (), Call("create")), "map")
     assert not points.is_done
-    points.take(None, Lived(5))
-    points.take(3, Lived(5, False, (finding,), (Call("create", {}, Fault("map", 3)),)))
-    points.take(0, Lived(5, True))
+    points.take(None, SweptLife(5))
+    points.take(3, SweptLife(5, False, (finding,), (Call("create", {}, Fault("map", 3)),)))
+    points.take(0, SweptLife(5, True))
     # Another process was faster: an earlier one is not survived either.
     assert [module._Question(0, points, at).is_of_use for at in (1, 2, 3, 4)] == [True, True, False, False]
     assert not points.is_done
-    points.take(1, Lived(5, False, (finding,), (Call("create", {}, Fault("map", 1)),)))
+    points.take(1, SweptLife(5, False, (finding,), (Call("create", {}, Fault("map", 1)),)))
     assert not module._Question(0, points, 2).is_of_use
     assert points.is_done
     assert points.swept() == Swept("create", "map", 5, 1, (finding,), (Call("create", {}, Fault("map", 1)),))

@@ -16,14 +16,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from lowtide.leakcheck.baseline.storages import Held
+from lowtide.leakcheck.baseline.storages import HeldStorage
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.storage_holders import Context, Explained
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks, with_stage
 from lowtide.leakcheck.judging import stable_names
 from lowtide.leakcheck.judging.judge import judge
-from lowtide.leakcheck.judging.ladder import Rung, Step
+from lowtide.leakcheck.judging.ladder import LadderStep, Rung
 from lowtide.leakcheck.judging.stable_names import identity_of, without_numbers
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
 from lowtide.probes.memory.stack_frames import StackFrame
@@ -85,7 +85,7 @@ def found_by_the_judge(key: str, item: str | None) -> Finding:
         metrics = [metric for metric in metrics if metric.items is None]
     else:
         reading = Reading(items={metric: {item: 1 << 20} for metric in (key, key.replace("driver", "allocations"))})
-    steps = [Step(Rung.RAW, reading, 0.0)]
+    steps = [LadderStep(Rung.RAW, reading, 0.0)]
     (found,) = judge(metrics or plain_metrics([CARD])[:1], Reading(), steps, stage="teardown", cycle=1).findings
     return found
 
@@ -105,7 +105,7 @@ def of_tensor(run: int, module: str, text: str, site: str = "", suspect: str = "
         if suspect
         else Explanation("unexplained", "unknown", "", (), ())
     )
-    held = Held(key, 100 + run, text, "call", None)
+    held = HeldStorage(key, 100 + run, text, "call", None)
     stacks = (lambda device, keys: {key[1]: [StackFrame(module, 3, site)]}) if site else Context().stacks
     context = Context(stacks=stacks, module=module)
     (leak,) = tensor_leaks([[held]], [Rung.RAW], Explained({key: explanation}, {}), context)

@@ -19,7 +19,7 @@ from rich.console import Console
 from lowtide.leakcheck.cli import fuzz_command
 from lowtide.leakcheck.fuzzing import witness as module
 from lowtide.leakcheck.fuzzing.fault_sweep import Swept
-from lowtide.leakcheck.fuzzing.target_source import Source
+from lowtide.leakcheck.fuzzing.target_source import TargetSource
 from lowtide.leakcheck.fuzzing.witness import Killed, kill_in_each_stage
 from lowtide.leakcheck.lives.calls import Call
 from lowtide.leakcheck.targets.faults import Seam
@@ -111,7 +111,7 @@ class EndsByItself(Bare):
 
 def killed(target: type[Bare], stages: int = 1) -> list[Killed]:
     """What stays in the first stages: create, infer and shutdown are all there are."""
-    source = Source([f"from {__name__} import {target.__name__}"], target.__name__)
+    source = TargetSource([f"from {__name__} import {target.__name__}"], target.__name__)
     return list(islice(kill_in_each_stage(source, target.capabilities, config={}, driver=NO_DRIVER), stages))
 
 
@@ -262,7 +262,7 @@ class OnCard(Bare):
 
 
 def killed_on_card(driver: Driver) -> Killed:
-    source = Source([f"from {__name__} import OnCard"], "OnCard")
+    source = TargetSource([f"from {__name__} import OnCard"], "OnCard")
     return next(kill_in_each_stage(source, OnCard.capabilities, config={}, driver=driver))
 
 
@@ -315,7 +315,7 @@ class WithFiles(SmallTarget):
 def test_an_engine_with_everything_in_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    source = Source(["from tests.leakcheck.test_witness import WithFiles"], "WithFiles")
+    source = TargetSource(["from tests.leakcheck.test_witness import WithFiles"], "WithFiles")
     found = next(kill_in_each_stage(source, WithFiles.capabilities, config={}, driver=NO_DRIVER))
     assert found.findings == ()
     # Not even temporary files, which only its own end would have removed.

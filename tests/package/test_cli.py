@@ -230,8 +230,8 @@ def test_verified_defects_decide_the_exit_code(
 
     def verified(defects: object, device: str, *, jobs: int, in_core: bool) -> Iterator[verify.Verified]:
         assert (device, jobs, in_core) == ("cpu", 3, False)
-        run = verify.Run(subject("leak") if ran else None, 1.0, "")
-        yield verify.Verified(first, "cpu", run, verify.Run(subject("clean"), 1.0, ""), note)
+        run = verify.VerifiedRun(subject("leak") if ran else None, 1.0, "")
+        yield verify.Verified(first, "cpu", run, verify.VerifiedRun(subject("clean"), 1.0, ""), note)
         yield verify.Verified(second, "", None, None, "needs a card")
 
     monkeypatch.setattr(verify, "verify", verified)

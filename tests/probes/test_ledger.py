@@ -14,7 +14,7 @@ from lowtide.probes.device.driver import DriverReading, find_driver
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import AllocatorReading, PinnedReading, PoolSegments
 from lowtide.probes.host.readings import HostReading, Resident
-from lowtide.probes.ledger import Ledger, LedgerBase, LedgerError, base_from, read_ledger
+from lowtide.probes.ledger import DeviceLedger, LedgerBase, LedgerError, base_from, read_ledger
 from lowtide.probes.memory.tensors import TensorReading
 from lowtide.probes.objects.gc_state import GcReading
 from lowtide.probes.snapshot import PoolResidency, Snapshot, take_snapshot
@@ -57,13 +57,13 @@ ALLOCATOR = AllocatorReading(
 )
 
 
-def lines_of(ledger: Ledger) -> dict[str, int]:
+def lines_of(ledger: DeviceLedger) -> dict[str, int]:
     names = [line.name for line in ledger.lines]
     assert len(names) == len(set(names))
     return {line.name: line.bytes for line in ledger.lines}
 
 
-def adds_up(ledger: Ledger) -> bool:
+def adds_up(ledger: DeviceLedger) -> bool:
     return (
         ledger.unexplained is not None and sum(line.bytes for line in ledger.lines) + ledger.unexplained == ledger.total
     )

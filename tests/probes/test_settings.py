@@ -32,7 +32,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.leakcheck.settings.changed_settings import ABSENT, Change, changes_between, describe_change
+from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, changes_between, describe_change
 from lowtide.leakcheck.settings.setting_remedies import advice, run, undo, undoing
 from lowtide.probes.host import torch_settings
 from lowtide.probes.host.settings import SettingReader
@@ -495,14 +495,14 @@ SECRETS = {"HF_TOKEN": "hf_abc", "AWS_SECRET_ACCESS_KEY": "abc", "DB": "postgres
 @pytest.mark.parametrize(("name", "value"), SECRETS.items(), ids=list(SECRETS))
 def test_a_secret_is_shown_nowhere(name: str, value: str) -> None:
     for before, now in ((ABSENT, repr(value)), (repr(value), ABSENT), (repr(value), repr(value + "2"))):
-        change = Change(f"os.environ[{name!r}]", before, now)
+        change = SettingChange(f"os.environ[{name!r}]", before, now)
         texts = (describe_change(change), advice([change]), undo(change) or "")
         assert not any("abc" in text for text in texts)
-    assert undo(Change(f"os.environ[{name!r}]", ABSENT, repr(value))) == f"os.environ.pop({name!r})"
+    assert undo(SettingChange(f"os.environ[{name!r}]", ABSENT, repr(value))) == f"os.environ.pop({name!r})"
 
 
 def test_a_long_value_is_shortened_and_no_code() -> None:
-    change = Change("os.environ['LONG']", repr("x" * 5000), repr("y" * 5000))
+    change = SettingChange("os.environ['LONG']", repr("x" * 5000), repr("y" * 5000))
     assert len(describe_change(change)) < 300
     assert undo(change) is None
 
@@ -548,12 +548,12 @@ def test_a_handler_of_a_library_on_its_own_logger_is_the_library_s(reader: Setti
 
 def test_of_two_long_values_that_is_reported_by_which_they_differ() -> None:
     path = "/some/folder:" * 20
-    change = Change("os.environ['PATH']", repr(f"{path}/bin"), repr(f"{path}/bin:/opt"))
+    change = SettingChange("os.environ['PATH']", repr(f"{path}/bin"), repr(f"{path}/bin:/opt"))
     assert describe_change(change) == "os.environ['PATH'] was …er:/some/folder:/bin', is …er:/some/folder:/bin:/opt'"
 
 
 def test_who_disables_all_loggers_is_told_how_not_to() -> None:
-    many = [Change(f"disabled of logging.getLogger('a{turn}')", ABSENT, "True") for turn in range(30)]
+    many = [SettingChange(f"disabled of logging.getLogger('a{turn}')", ABSENT, "True") for turn in range(30)]
     assert describe_change(many[0]) == "disabled of logging.getLogger('a0') was False, is True"
     assert advice(many).startswith(
         "give logging.config disable_existing_loggers=False; logging.getLogger('a0').disabled"
@@ -606,7 +606,7 @@ def test_a_current_stream_that_is_left_is_seen_and_undone(
     was = card.value()
     card.stream = now
     assert card.value() != was
-    lines = undoing([Change("torch.cuda.current_stream()", was, card.value())])
+    lines = undoing([SettingChange("torch.cuda.current_stream()", was, card.value())])
     assert lines[0].startswith("torch.cuda.set_stream(torch.cuda.")
     run(lines)
     assert (card.stream, card.value()) == (before, was)

@@ -14,10 +14,10 @@ import torch
 
 from lowtide.probes import stages
 from lowtide.probes.stages import (
+    EnteredStage,
     PoolReading,
     PoolSourceError,
     Preserved,
-    Stage,
     announce,
     announced_pools,
     announced_preserved,
@@ -33,23 +33,23 @@ class Recorder:
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, str, BaseException | None]] = []
-        self.stages: list[Stage] = []
+        self.stages: list[EnteredStage] = []
 
-    def stage_entered(self, stage: Stage) -> None:
+    def stage_entered(self, stage: EnteredStage) -> None:
         self.stages.append(stage)
         self.heard.append(("entered", "/".join(stage.path), None))
 
-    def stage_left(self, stage: Stage, error: BaseException | None) -> None:
+    def stage_left(self, stage: EnteredStage, error: BaseException | None) -> None:
         self.heard.append(("left", "/".join(stage.path), error))
 
 
 class RaisesOnEntering(Recorder):
-    def stage_entered(self, stage: Stage) -> None:
+    def stage_entered(self, stage: EnteredStage) -> None:
         raise LookupError("entering failed")
 
 
 class RaisesOnLeaving(Recorder):
-    def stage_left(self, stage: Stage, error: BaseException | None) -> None:
+    def stage_left(self, stage: EnteredStage, error: BaseException | None) -> None:
         raise LookupError("leaving failed")
 
 
@@ -72,12 +72,12 @@ def test_a_stage_knows_its_name_path_and_thread() -> None:
     recorder = Recorder()
     with listening(recorder), stage("create"), stage("load_weights"):
         pass
-    assert recorder.stages[1] == Stage("load_weights", ("create", "load_weights"), threading.get_ident())
+    assert recorder.stages[1] == EnteredStage("load_weights", ("create", "load_weights"), threading.get_ident())
 
 
 def test_a_stage_is_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
-        Stage("create", ("create",), 1).name = "other"  # type: ignore[misc]
+        EnteredStage("create", ("create",), 1).name = "other"  # type: ignore[misc]
 
 
 def test_nested_stages_are_heard_from_outside_in_and_back() -> None:

@@ -40,13 +40,13 @@ def shown_live(console: Console) -> Iterator[Callable[[Event], None]]:
         # In here, since Ctrl-C may come when the cursor is hidden already.
         with suppress(OSError):
             live.start(refresh=True)
-        yield LiveLife(live).show
+        yield DrawnLife(live).show
     finally:
         with suppress(OSError):
             live.stop()
 
 
-class LiveLife:
+class DrawnLife:
     """Keeps the sizes of the readings so far, as whole numbers alone, and draws them.
 
     Args:
