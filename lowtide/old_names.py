@@ -17,7 +17,7 @@ RENAMED = {
     "lowtide.leakcheck.target": "lowtide.leakcheck.targets.target",
     "lowtide.leakcheck.transformers_target": "lowtide.leakcheck.targets.transformers_target",
 }
-"""By the old name, which users have from the documentation or from programs that `lowtide fuzz` printed, the new one."""
+"""By the old name, which users have from the documentation or from programs of `lowtide fuzz`, the new one."""
 
 
 class OldNames:
