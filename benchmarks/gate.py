@@ -20,8 +20,9 @@ import machine
 
 from lowtide.leakcheck.gate.calibration import MUST_SEE, NULL_LIVES, NullLives, live_null_lives
 from lowtide.leakcheck.judging.judge import judge
-from lowtide.leakcheck.judging.ladder import LadderStep, Rung
+from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import Metric
+from lowtide.leakcheck.resources.rule import Rung
 
 GATES, PLANTED, CELLS = 200, 20, 8
 CYCLES = (2, 4, 8)

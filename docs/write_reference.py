@@ -15,7 +15,8 @@ from typing import Any
 from typer.models import ArgumentInfo, OptionInfo
 
 from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.judging.rules import RULES, Bound, Rule
+from lowtide.leakcheck.judging.rules import RULES
+from lowtide.leakcheck.resources.rule import Bound, Rule
 from lowtide.pytest_plugin import plugin
 from lowtide.reports.sizes import format_bytes
 

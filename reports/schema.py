@@ -31,7 +31,7 @@ _MOST_INDENTED = 256 << 10
 """Bytes of JSON that are indented, which doubles them."""
 
 Outcome = Literal["clean", "leak", "error", "skipped", "unsupported"]
-Resource = Literal[
+ResourceName = Literal[
     "tensors",
     "reserved",
     "driver",
@@ -49,6 +49,7 @@ Resource = Literal[
     "shared-memory",
     "temporary-files",
     "process-groups",
+    "asyncio-tasks",
     "globals",
     "teardown",
     "state",
@@ -214,7 +215,7 @@ class Finding(_Record, frozen=True, kw_only=True):
             descriptors of a pool whose processes did not end. What suppresses the finding suppresses them.
     """
 
-    resource: Resource
+    resource: ResourceName
     cause: Cause
     bytes: Int64
     count: Int64
@@ -241,7 +242,7 @@ class Finding(_Record, frozen=True, kw_only=True):
 class Return(_Record, frozen=True, kw_only=True):
     """How one resource came back after a stage: at which rung of the ladder, and after how many seconds of waiting."""
 
-    resource: Resource
+    resource: ResourceName
     device: str
     stage: str
     cycle: Int64

@@ -11,7 +11,7 @@ from lowtide.probes.memory.contents import Contents, changed, take_fingerprints
 from lowtide.probes.memory.pointers import LabelledRange, Moved, PointerHit, find_pointers, gone_since, moved
 from lowtide.probes.memory.ranges import Range
 from lowtide.probes.stages import announced_pools
-from lowtide.reports.schema import Cause, Finding, Resource
+from lowtide.reports.schema import Cause, Finding, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ class PreservedState:
 
     def _finding(
         self,
-        resource: Resource,
+        resource: ResourceName,
         cause: Cause,
         stage: str,
         names: Sequence[str],

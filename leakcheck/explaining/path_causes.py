@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from lowtide.leakcheck.judging.stable_names import without_numbers
+from lowtide.leakcheck.resources.names import without_numbers
 from lowtide.probes.heap.paths import Path, PathStep
 from lowtide.probes.heap.roots import RootKind
 from lowtide.probes.objects.foreign import LRU_CACHE, type_name

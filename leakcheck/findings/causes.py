@@ -6,7 +6,6 @@ through it.  What no path leads to stays a finding of its own, so that a second 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Union
@@ -21,6 +20,7 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import with_work, works
 from lowtide.leakcheck.findings.storage_holders import Context, older_than
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
+from lowtide.leakcheck.resources import RESOURCES, resource_of
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.stand_ins import stand_ins
@@ -34,9 +34,6 @@ _EXPLAINED = 0.9
 
 _MOST_REACHED = 100_000
 """Objects that are looked at for arrays behind a finding."""
-
-_ANONYMOUS = re.compile(r"\d+ -> ((pipe|socket|anon_inode):.*|/dev/null)")
-"""What a descriptor is called that a backend of a process group opens to talk to itself or to others."""
 
 
 _ROOTS = (
@@ -71,9 +68,13 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
         if own is None and turn in of_graphs.places:
             own = CommonCause(("cuda-graph", of_graphs.places[turn]))
         for part, cause in _split(draft, shared) if isinstance(draft, ItemLeak) else [(draft, own)]:
-            for each in _apart(part, context) if cause is None else [part]:
+            if cause is not None:
+                drafts.append(part)
+                causes.append(cause)
+                continue
+            for each, holder in [held for apart in _apart(part, context) for held in _by_holder(apart, turn, context)]:
                 drafts.append(each)
-                causes.append(cause or _holder_of(each, turn, context))
+                causes.append(holder)
     causes = _with_changes(drafts, _with_losses(drafts, causes))
     return drafts, _with_host_memory(drafts, _with_threads(drafts, causes), context.walk)
 
@@ -85,16 +86,18 @@ _Named = tuple[str, str]
 def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, CommonCause]:
     """The cause of each thing that has one in common with a thing of another resource."""
     names = {leak.key: [*leak.names] for leak in leaks}
-    owners = stand_ins(census_of(context.walk), names)
+    owners = _stand_ins(names, context)
     causes = _causes_by_name(owners, context)
-    if "process-groups" in names:
-        groups = CommonCause("process-groups")
-        causes.update((("process-groups", name), groups) for name in names["process-groups"])
-        causes.update(
-            (("file-descriptors", name), groups)
-            for name in names.get("file-descriptors", ())
-            if ("file-descriptors", name) not in owners and _ANONYMOUS.fullmatch(name)
-        )
+    for resource in RESOURCES:
+        key = resource.rule.key
+        if key in names and resource.opens is not None:
+            opened = CommonCause(key)
+            causes.update(((key, name), opened) for name in names[key])
+            causes.update(
+                (("file-descriptors", name), opened)
+                for name in names.get("file-descriptors", ())
+                if ("file-descriptors", name) not in owners and resource.opens.fullmatch(name)
+            )
     members: dict[Hashable, list[_Named]] = {}
     for named, cause in causes.items():
         members.setdefault(cause.key, []).append(named)
@@ -108,6 +111,16 @@ def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, 
             cause = causes[group[0]] if len(rest) == 1 else CommonCause((main, "with what is theirs"))
             shared.update(dict.fromkeys([*group, *rest], cause))
     return shared
+
+
+def _stand_ins(names: Mapping[str, list[str]], context: Context) -> dict[_Named, Any]:
+    """Return the object that stands for each thing, by resource and name, of those that have one."""
+    owners = stand_ins(census_of(context.walk), {**names})
+    for key, own in names.items():
+        resource = resource_of(key)
+        if resource is not None:
+            owners.update(((key, name), item) for name, item in resource.objects(own).items())
+    return owners
 
 
 def _apart(draft: Draft, context: Context) -> list[Draft]:
@@ -171,15 +184,36 @@ def _by_work(draft: ItemLeak, context: Context) -> list[ItemLeak]:
     return [*leaks, *([only(draft, rest) if leaks else draft] if rest else [])]
 
 
-def _holder_of(draft: Draft, turn: int, context: Context) -> CommonCause | None:
-    """Who holds the objects that stand for descriptors or shared memory, where that is one for all of them."""
-    if not isinstance(draft, ItemLeak) or draft.key not in ("file-descriptors", "shared-memory"):
+def _by_holder(draft: Draft, turn: int, context: Context) -> list[tuple[Draft, CommonCause | None]]:
+    """Divide things that objects stand for by who holds these objects; anything else is one, without a holder."""
+    if not isinstance(draft, ItemLeak):
+        return [(draft, None)]
+    if draft.key not in ("file-descriptors", "shared-memory") and resource_of(draft.key) is None:
+        return [(draft, None)]
+    causes = _causes_by_name(_stand_ins({draft.key: [*draft.names]}, context), context)
+    by_holder: dict[Hashable, dict[str, int]] = {}
+    for name, size in draft.names.items():
+        cause = causes.get((draft.key, name))
+        by_holder.setdefault(None if cause is None else cause.key, {})[name] = size
+    holders = {cause.key: cause for cause in causes.values()}
+    container = _container_of(list(holders.values())) if None not in by_holder else None
+    if container is not None or len(by_holder) == 1:
+        one = container or holders.get(next(iter(by_holder)))
+        return [(draft, None if one is None else replace(one, key=("held", turn)))]
+    return [
+        (only(draft, names), replace(holders[key], key=("held", turn, key)) if key is not None else None)
+        for key, names in by_holder.items()
+    ]
+
+
+def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:
+    """What holds several things that each are held by an entry of it."""
+    ways = {tuple(hop.edge for hop in holder.path[:-1]) for holder in holders}
+    if len(holders) < 2 or len(ways) != 1 or not next(iter(ways)):
         return None
-    causes = _causes_by_name(stand_ins(census_of(context.walk), {draft.key: [*draft.names]}), context)
-    keys = {cause.key for cause in causes.values()}
-    if len(keys) != 1 or len(causes) != len(draft.names):
-        return None
-    return replace(next(iter(causes.values())), key=("held", turn))
+    path = holders[0].path[:-1]
+    name = way_text(path)
+    return replace(holders[0], holder=name, path=path, advice=f"end what {name} holds where its owner ends")
 
 
 def _is_one_thing(group: Sequence[_Named], owners: Mapping[_Named, Any]) -> bool:

@@ -142,7 +142,7 @@ def try_deferred(
                 draft = item.among(there.get(id(item), item.names))
                 # Its cache may have been emptied for another subject's tensors already.
                 emptied = [
-                    action.name
+                    action.code
                     for action in (actions_for(draft, patience, may_unfreeze=True, walk=walk) if draft.cached else ())
                 ]
                 if cuts or emptied:

@@ -7,10 +7,17 @@ from dataclasses import dataclass
 
 import msgspec
 
+from lowtide.leakcheck.resources import RESOURCES
 from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Hop
 
-BELONGING = ("processes", "process-groups", "threads", "shared-memory", "file-descriptors")
+BELONGING = (
+    "processes",
+    *(resource.rule.key for resource in RESOURCES),
+    "threads",
+    "shared-memory",
+    "file-descriptors",
+)
 """The resources that belong together, that which says most of the cause first."""
 
 

@@ -14,7 +14,8 @@ from lowtide.leakcheck.baseline.filled_caches import CachedItem
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import FROZEN, first_of, listed
-from lowtide.leakcheck.judging.ladder import Rung, release
+from lowtide.leakcheck.judging.ladder import release
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, describe_change
 from lowtide.leakcheck.settings.setting_remedies import advice
 from lowtide.probes.device.graphs import any_graph_alive

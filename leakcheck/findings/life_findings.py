@@ -18,7 +18,7 @@ from lowtide.leakcheck.findings.storage_holders import (
     marked_as_frozen,
 )
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, tensor_leaks
-from lowtide.leakcheck.judging.ladder import Rung
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.heap.births import Births
 from lowtide.probes.memory.ranges import merge

@@ -24,10 +24,10 @@ from lowtide.leakcheck.judging.trend import FEWEST_TURNS
 from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.stack_frames import allocating_function
-from lowtide.reports.schema import Finding, Hop, Resource
+from lowtide.reports.schema import Finding, Hop, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
 
-COUNTED: tuple[Resource, ...] = ("threads", "processes", "file-descriptors", "shared-memory")
+COUNTED: tuple[ResourceName, ...] = ("threads", "processes", "file-descriptors", "shared-memory")
 """What is counted by name and may grow under an owner, besides the bytes of tensors."""
 
 _MOST_EXPLAINED = 8
@@ -232,7 +232,7 @@ def place_of(edges: Iterable[str]) -> str:
     return "".join(place)
 
 
-def _of_items(owner: Owner, resource: Resource, now: Counters) -> Finding:
+def _of_items(owner: Owner, resource: ResourceName, now: Counters) -> Finding:
     ledger = owner.ledger
     steps, allowed = ledger.steps(resource), ledger.allowed(resource)
     turns = ledger.adding_turns(resource)

@@ -21,7 +21,8 @@ from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.budget import untried
 from lowtide.leakcheck.judging.items import first_of
-from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, collect, compiled_anything, release, reset_compiled
+from lowtide.leakcheck.judging.ladder import ACTIONS, collect, compiled_anything, release, reset_compiled
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.memory.tensors import plain_tensors, torch_member
 from lowtide.probes.objects.foreign import is_a

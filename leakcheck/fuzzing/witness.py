@@ -31,7 +31,7 @@ from lowtide.leakcheck.targets.pauses import STANDING, Pause
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target
 from lowtide.probes.device.driver import Driver, DriverError
 from lowtide.probes.host.readings import mapped_shared_memory
-from lowtide.reports.schema import Finding, NotMeasured, Resource
+from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
 
 PATIENCE_S = 10.0
@@ -267,7 +267,7 @@ def _end(children: set[psutil.Process]) -> None:
 
 
 def _finding(
-    resource: Resource, stage: str, device: str, message: str, holders: Sequence[str], count: int, amount: int = 0
+    resource: ResourceName, stage: str, device: str, message: str, holders: Sequence[str], count: int, amount: int = 0
 ) -> Finding:
     return Finding(
         resource=resource,

@@ -21,7 +21,7 @@ from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT
 from lowtide.leakcheck.targets.reference import ReferenceLife
 from lowtide.probes.device.driver import find_driver
-from lowtide.reports.schema import Finding, Resource, Subject
+from lowtide.reports.schema import Finding, ResourceName, Subject
 
 MIB = 1 << 20
 
@@ -58,7 +58,7 @@ class PlantedLeak(ABC):
 
     name: ClassVar[str]
     key: ClassVar[str]
-    resource: ClassVar[Resource]
+    resource: ClassVar[ResourceName]
     on_device: ClassVar[bool] = True
     needs_card: ClassVar[bool] = False
     is_level: ClassVar[bool] = False

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, release
-from lowtide.leakcheck.judging.rules import MIB
+from lowtide.leakcheck.judging.ladder import ACTIONS, release
+from lowtide.leakcheck.resources.rule import MIB, Rung
 from lowtide.probes.device.torch_allocator import AllocatedRanges, allocated_ranges
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.originals import gc, loaded

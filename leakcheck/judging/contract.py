@@ -16,9 +16,9 @@ from lowtide.leakcheck.judging.metrics import (
     DRIVER_HOLDER,
     unaccounted_driver_memory,
 )
-from lowtide.leakcheck.judging.rules import MIB
+from lowtide.leakcheck.resources.rule import MIB
 from lowtide.probes.snapshot import Snapshot
-from lowtide.reports.schema import Cause, Finding, Remedy, Resource
+from lowtide.reports.schema import Cause, Finding, Remedy, ResourceName
 from lowtide.reports.sizes import format_bytes
 
 if sys.version_info < (3, 11):
@@ -235,7 +235,7 @@ def failed_teardown(stage: str, error: BaseException) -> Finding:
 
 
 def _finding(
-    resource: Resource,
+    resource: ResourceName,
     *,
     stage: str,
     device: str,

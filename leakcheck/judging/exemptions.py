@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FrameType, FunctionType, MethodType
 from typing import Any
 
+from lowtide.leakcheck.resources import resource_of
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.process_files import command_line as _command_line
 from lowtide.probes.host.process_files import open_files, stat
 from lowtide.probes.objects.foreign import attribute, module_of_class
 from lowtide.probes.objects.thread_names import thread_ident, thread_key
 from lowtide.probes.originals import contents, gc, loaded, os, sys, threading
-from lowtide.reports.schema import Resource
+from lowtide.reports.schema import ResourceName
 
 Names = Collection[str]
 
@@ -33,7 +34,7 @@ class Exemption:
         is_end: whether it says that an item has ended meanwhile, and so nothing of one in an earlier reading.
     """
 
-    resource: Resource
+    resource: ResourceName
     what: str
     reason: str
     among: Callable[[Names], Names]
@@ -55,6 +56,9 @@ def exempt(resource: str, names: Names, *, as_read: bool = False) -> set[str]:
     for entry in EXEMPTIONS:
         if left and entry.resource == resource and not (as_read and entry.is_end):
             left.difference_update(entry.among(left))
+    kind = resource_of(resource)
+    if left and kind is not None:
+        left.difference_update(kind.staying(left))
     return set(names) - left
 
 

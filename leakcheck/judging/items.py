@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from lowtide.probes.host.counters import describe_process_group
+from lowtide.leakcheck.resources import resource_of
 from lowtide.probes.host.process_files import program_name
 
 FROZEN = "gc-frozen"
@@ -17,7 +17,8 @@ def listed(key: str, names: Iterable[str]) -> str | None:
     """The first of some names, as a finding's holder."""
     if key == FROZEN:
         return None
-    describe = {"processes": _with_command, "process-groups": describe_process_group}.get(key, str)
+    resource = resource_of(key)
+    describe = {"processes": _with_command}.get(key, str) if resource is None else resource.describe
     return first_of(sorted(map(describe, names)), _SHOWN_NAMES) or None
 
 

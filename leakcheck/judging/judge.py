@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import listed
-from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep, Rung
+from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER, DRIVER_ADVICE, DRIVER_HOLDER, Metric
+from lowtide.leakcheck.resources import resource_of
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Remedy, Return, Verdict
 from lowtide.reports.sizes import format_amount
 
@@ -175,6 +177,8 @@ def _finding(
         holder, advice = holder or DRIVER_HOLDER, DRIVER_ADVICE
     elif cause == "native" and new:
         advice = f"release or deregister it at {stage}, where its owner ends"
+    elif (kind := resource_of(metric.key)) is not None:
+        advice = kind.advice(new) or None
     message = f"{named_amount(metric, left)} did not come back at {stage}"
     if new:
         message += ": " + ", ".join(new)

@@ -7,13 +7,13 @@ before it measures destroys it.
 from __future__ import annotations
 
 import ctypes
-import enum
 import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import gc, loaded, time, torch_with_cuda
 
@@ -23,25 +23,6 @@ _MOST_COLLECTIONS = 8
 
 _LIBRARY = ctypes.CDLL(None)
 """The C library, opened once: each opening leaves a cycle, for which a full collection would find garbage."""
-
-
-class Rung(enum.Enum):
-    """One kind of release, in the order in which they are tried."""
-
-    RAW = "raw"
-    SETTLE = "settle"
-    COLLECT = "collect"
-    UNFREEZE = "unfreeze"
-    EMPTY_CACHE = "empty_cache"
-    CLEAR_CACHES = "clear_caches"
-    RESET_COMPILED = "reset_compiled"
-    CLEAR_WORKSPACES = "clear_workspaces"
-    CLEAR_HOST_CACHE = "clear_host_cache"
-
-    @property
-    def order(self) -> int:
-        """Its place on the ladder, from 0."""
-        return list(Rung).index(self)
 
 
 ACTIONS = {

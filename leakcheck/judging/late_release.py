@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lowtide.leakcheck.judging.ladder import SettlePolicy, settle
-from lowtide.leakcheck.judging.rules import MIB
+from lowtide.leakcheck.resources.rule import MIB
 from lowtide.probes.originals import time
 
 DRIVER_PATIENCE = SettlePolicy(stability=4.0)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from lowtide.leakcheck.judging.exemptions import exempt
-from lowtide.leakcheck.judging.ladder import Rung
-from lowtide.leakcheck.judging.rules import RULES, Bound, Rule
+from lowtide.leakcheck.judging.rules import RULES
+from lowtide.leakcheck.resources.rule import Bound, Rule, Rung
 from lowtide.probes.memory.ranges import common
 from lowtide.probes.objects.listed import frozen_by_program
 from lowtide.probes.originals import os
 from lowtide.probes.snapshot import Snapshot
 from lowtide.probes.stages import PoolKind
-from lowtide.reports.schema import Cause, Resource, Verdict
+from lowtide.reports.schema import Cause, ResourceName, Verdict
 
 R = TypeVar("R")
 
@@ -49,7 +49,7 @@ class Metric(Generic[R]):
         key: of the row of the table, with the device.
     """
 
-    resource: Resource
+    resource: ResourceName
     device: str
     read: Callable[[R], int | None]
     tolerance: int = 0
@@ -158,7 +158,7 @@ def _by_name(items: Callable[[Snapshot], Mapping[str, int]]) -> _Reading:
     return _Reading(lambda snapshot: sum(items(snapshot).values()), items)
 
 
-def _counted(resource: Resource, names: Callable[[Snapshot], Sequence[str]]) -> _Reading:
+def _counted(resource: ResourceName, names: Callable[[Snapshot], Sequence[str]]) -> _Reading:
     """Things that are counted and have names, without what is there to stay."""
 
     def left(snapshot: Snapshot) -> dict[str, int]:

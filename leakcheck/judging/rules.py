@@ -6,76 +6,10 @@ Tests, `LeakCheck` and the fuzzer's lives are judged by the column of tests, `lo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
-from lowtide.leakcheck.judging.ladder import Rung
-from lowtide.reports.schema import Cause, Resource, Verdict
-
-MIB = 1 << 20
+from lowtide.leakcheck.resources import RESOURCES
+from lowtide.leakcheck.resources.rule import MIB, Bound, Rule, Rung
 
 AWAITING_A_STREAM = "memory that waits for a stream"
-
-Place = Literal["process", "device", "card"]
-"""Of what there is one reading: the process, each device (the host is one), or each card."""
-
-
-@dataclass(frozen=True)
-class Bound:
-    """When something counts as back.
-
-    Attributes:
-        tolerance: how far above the baseline it may stay, in the rule's unit. A test's own tolerance of bytes counts
-            where it is larger.
-        with_card: the same in a process that uses a card; None: no other.
-        rung: where on the ladder it must be back: what comes back later is somebody else's work.
-        first_use: whether libraries move it when they are first used in a process (kernels that load, threads that
-            start), so that it is judged from the second life on.
-        settles: whether it comes back in the driver's own time, so that waiting is worth while.
-        what: how a finding calls it, if not by the resource.
-        cause: what a finding says when no rung brings it back.
-    """
-
-    tolerance: int = 0
-    with_card: int | None = None
-    rung: Rung = Rung.COLLECT
-    first_use: bool = False
-    settles: bool = False
-    what: str = ""
-    cause: Cause = "unknown"
-
-    def allowed(self, *, card: bool) -> int:
-        """The tolerance in a process that uses a card, or none."""
-        return self.tolerance if self.with_card is None or not card else self.with_card
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One row: something that must come back.
-
-    Attributes:
-        key: its name in readings; those of devices have the device behind it.
-        resource: the word that findings use.
-        place: of what there is one reading.
-        counts: what is counted, as the documentation says it.
-        test: when it is back after a test; None: not judged there.
-        life: when it is back after an engine's shutdown; None: not judged there.
-        unit: "bytes" or the plural of what is counted.
-        verdict: what a finding says of it when no rung brings it back.
-    """
-
-    key: str
-    resource: Resource
-    place: Place
-    counts: str
-    test: Bound | None
-    life: Bound | None
-    unit: str = "bytes"
-    verdict: Verdict | None = None
-
-    def key_on(self, device: str) -> str:
-        """The key of its reading on a device; of the process for ""."""
-        return f"{self.key} {device}".strip()
 
 
 _EXACT = Bound()
@@ -165,15 +99,6 @@ _OF_PROCESS = (
         test=_WAITED,
         life=_WAITED,
         unit="temporary files",
-    ),
-    Rule(
-        "process-groups",
-        "process-groups",
-        "process",
-        "groups of `torch.distributed`; those of all lives are one finding",
-        test=_SET,
-        life=_SET,
-        unit="process groups",
     ),
     Rule("globals", "globals", "process", "process-wide settings", _SET, _SET, unit="process-wide settings"),
     Rule(
@@ -303,7 +228,7 @@ _OF_DEVICES = (
     ),
 )
 
-RULES = (*_OF_PROCESS, *_OF_DEVICES)
+RULES = (*_OF_PROCESS, *(resource.rule for resource in RESOURCES), *_OF_DEVICES)
 """All that must come back, in the order in which it is judged and reported."""
 
 _BY_KEY = {rule.key: rule for rule in RULES}

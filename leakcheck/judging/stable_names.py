@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+from lowtide.leakcheck.resources import resource_of
+from lowtide.leakcheck.resources.names import UUIDS, Name, without_numbers
 from lowtide.probes.heap.roots import is_library
-from lowtide.probes.host.counters import describe_process_group
 from lowtide.probes.objects.foreign import MISSING, attribute, is_a, type_name
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.originals import contents, loaded, os, temporary_folder, threading
@@ -27,9 +28,6 @@ _MADE_UP_PROCESSES = re.compile(r"(\w*Process|\w*PoolWorker)-[\d:]+")
 _MADE_UP_SEGMENTS = re.compile(
     r"(psm_|wnsm_|sem\.mp-|sem\.loky-|mp-|pym-|torch_|nccl-|cuda\.shm\.|__KMP_REGISTERED_LIB_)[\w.-]*"
 )
-_DEFAULT_GROUPS = ("", "default_pg", "undefined")
-_UUIDS = re.compile(r"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
-_DIGESTS = re.compile(r"(?<![0-9A-Za-z])(0x)?(?=[a-f]*\d)[0-9a-f]{8,}(?![0-9A-Za-z])")
 # What pytest calls `tmp_path`, wherever `--basetemp` is.
 _FOLDER_OF_A_TEST = re.compile(r"/(test_\w*\d(/.*)?)$")
 _TMP = ("*", "tmp*")
@@ -51,12 +49,6 @@ class Identity:
     are_named: bool = False
 
 
-@dataclass(frozen=True)
-class _Name:
-    text: str
-    is_given: bool = True
-
-
 def identity_of(key: str, items: Iterable[str]) -> Identity:
     """The identity of some things, by their names in the counters.
 
@@ -64,27 +56,23 @@ def identity_of(key: str, items: Iterable[str]) -> Identity:
         key: a metric's key, or its resource: `threads`, `native cuda:0`.
         items: the names, as the counters or a snapshot have them.
     """
-    name_of = _NAMERS.get(key.partition(" ")[0], _tagged)
+    resource = resource_of(key)
+    name_of = _NAMERS.get(key.partition(" ")[0], _tagged) if resource is None else resource.identity
     found = [name_of(item) for item in items]
     return Identity(tuple(sorted({name.text for name in found})), bool(found) and all(name.is_given for name in found))
 
 
-def without_numbers(text: str) -> str:
-    """The text with `*` for every number, address, digest and UUID."""
-    return re.sub(r"\d+", "*", _DIGESTS.sub("*", _UUIDS.sub("*", text)))
-
-
-def _thread(item: str) -> _Name:
+def _thread(item: str) -> Name:
     """`name (ident)`: the name if somebody gave it, its class, and what it runs if that is the program's own."""
     given = item.rpartition(" (")[0] or item
     name = "" if _MADE_UP_THREADS.fullmatch(given) else without_numbers(given)
     thread = next((known for known in threading.enumerate() if thread_key(known) == item), None)
     if thread is None:
-        return _Name(name or without_numbers(given), bool(name))
+        return Name(name or without_numbers(given), bool(name))
     cls = type_name(type(thread))
     runs = next((text for key in ("_target", "function") if (text := _function(attribute(thread, key)))), "")
     is_own = any(text and not is_library(text) for text in (cls, runs))
-    return _Name(" ".join(filter(None, [cls, runs, name])), bool(name) or is_own)
+    return Name(" ".join(filter(None, [cls, runs, name])), bool(name) or is_own)
 
 
 def _function(item: Any) -> str:
@@ -101,24 +89,24 @@ def _function(item: Any) -> str:
     return type_name(type(item))
 
 
-def _process(item: str) -> _Name:
+def _process(item: str) -> Name:
     """A child's process id, or id and name: the name that multiprocessing has for it, or else its command line."""
     pid, _, name = item.partition(" ")
     if name:
-        return _Name(without_numbers(name))
+        return Name(without_numbers(name))
     module: Any = loaded("multiprocessing.process")
     for child in () if module is None else list(module._children):
         if str(attribute(attribute(child, "_popen"), "pid")) == pid:
             given = attribute(child, "_name")
             if type(given) is not str or _MADE_UP_PROCESSES.fullmatch(given):
-                return _Name(type_name(type(child)), not is_library(type_name(type(child))))
-            return _Name(without_numbers(given))
+                return Name(type_name(type(child)), not is_library(type_name(type(child))))
+            return Name(without_numbers(given))
     words = _command_line(pid)
     if not words or words == _command_line("self"):
-        return _Name("fork", is_given=False)
+        return Name("fork", is_given=False)
     program = re.sub(r"^python[\d.]*$", "python", os.path.basename(words[0]))
     arguments = [without_numbers(re.sub(r"/[^\s'\"]+", lambda found: _path(found[0]).text, word)) for word in words[1:]]
-    return _Name(" ".join([program, *arguments]))
+    return Name(" ".join([program, *arguments]))
 
 
 def _command_line(pid: str) -> list[str]:
@@ -129,34 +117,34 @@ def _command_line(pid: str) -> list[str]:
     return text.rstrip("\0").split("\0") if text else []
 
 
-def _descriptor(item: str) -> _Name:
+def _descriptor(item: str) -> Name:
     """`number -> target`: the path of a file; of a socket, a pipe and the like the kind."""
     target = item.partition(" -> ")[2].removesuffix(" (deleted)")
     if target.startswith("/dev/shm/"):
         return _segment(target.removeprefix("/dev/shm/"))
     if target.startswith("/"):
         return _path(target)
-    return _Name(target.partition(":[")[0] if target.endswith("]") and target[-2].isdigit() else target, is_given=False)
+    return Name(target.partition(":[")[0] if target.endswith("]") and target[-2].isdigit() else target, is_given=False)
 
 
-def _path(text: str) -> _Name:
+def _path(text: str) -> Name:
     """A path from the working directory, the temporary folder or the user's own folder, wherever these are."""
     of_test = _FOLDER_OF_A_TEST.search(text)
     if of_test is not None:
-        return _Name(without_numbers(f"<tmp>/{of_test[1]}"))
+        return Name(without_numbers(f"<tmp>/{of_test[1]}"))
     places = {"<tmp>": temporary_folder(), "<var-tmp>": "/var/tmp", "~": os.environ.get("HOME", ""), ".": _here()}
     inside = [word for word, place in places.items() if len(place) > 1 and text.startswith(f"{place}/")]
     if not inside:
-        return _Name(without_numbers(re.sub(r"^.*/(site|dist)-packages/", "<packages>/", text)))
+        return Name(without_numbers(re.sub(r"^.*/(site|dist)-packages/", "<packages>/", text)))
     word = max(inside, key=lambda word: len(places[word]))
     rest = text[len(places[word]) + 1 :]
     if not word.startswith("<"):
-        return _Name(without_numbers(f"{word}/{rest}"))
+        return Name(without_numbers(f"{word}/{rest}"))
     if _PYTESTS_OWN.match(rest):
-        return _Name(without_numbers(f"{word}/{_PYTESTS_OWN.sub('', rest, count=1)}"))
+        return Name(without_numbers(f"{word}/{_PYTESTS_OWN.sub('', rest, count=1)}"))
     first, slash, behind = rest.partition("/")
-    kept = _RANDOM.sub("*", _UUIDS.sub("*", first))
-    return _Name(without_numbers(f"{word}/{kept}{slash}{behind}"), bool(behind) or kept.partition(".")[0] not in _TMP)
+    kept = _RANDOM.sub("*", UUIDS.sub("*", first))
+    return Name(without_numbers(f"{word}/{kept}{slash}{behind}"), bool(behind) or kept.partition(".")[0] not in _TMP)
 
 
 def _here() -> str:
@@ -166,51 +154,38 @@ def _here() -> str:
         return ""
 
 
-def _segment(item: str) -> _Name:
+def _segment(item: str) -> Name:
     """An entry of /dev/shm."""
     made_up = _MADE_UP_SEGMENTS.fullmatch(item)
-    return _Name(f"{made_up[1]}*", is_given=False) if made_up else _Name(without_numbers(item))
+    return Name(f"{made_up[1]}*", is_given=False) if made_up else Name(without_numbers(item))
 
 
-def _group(item: str) -> _Name:
-    """A process group, whose name is a number or a digest: its backend, and the description that it was given."""
-    distributed: Any = loaded("torch.distributed.distributed_c10d")
-    world: Any = getattr(distributed, "_world", None)
-    groups = [] if world is None else [group for group, name in list(world.pg_names.items()) if str(name) == item]
-    given = str(getattr(groups[0], "group_desc", "")) if groups else ""
-    backend = without_numbers(describe_process_group(item).partition(" ")[2])
-    if given in _DEFAULT_GROUPS:
-        return _Name(f"{backend} {given}", is_given=False)
-    return _Name(f"{backend} {without_numbers(given)}")
-
-
-def _setting(item: str) -> _Name:
+def _setting(item: str) -> Name:
     """`name was …, is …`."""
-    return _Name(without_numbers(re.sub(r" was .*", "", item, flags=re.DOTALL)))
+    return Name(without_numbers(re.sub(r" was .*", "", item, flags=re.DOTALL)))
 
 
-def _cached(item: str) -> _Name:
+def _cached(item: str) -> Name:
     """`type at 0x… in cache`."""
-    return _Name(without_numbers(re.sub(r" at 0x[0-9a-f]+", "", item)))
+    return Name(without_numbers(re.sub(r" at 0x[0-9a-f]+", "", item)))
 
 
-def _tagged(item: str) -> _Name:
+def _tagged(item: str) -> Name:
     """`tag at 0x…`, of announced memory."""
-    return _Name(without_numbers(re.sub(r" at 0x[0-9a-f]+", "", item)))
+    return Name(without_numbers(re.sub(r" at 0x[0-9a-f]+", "", item)))
 
 
-def _unnamed(item: str) -> _Name:
+def _unnamed(item: str) -> Name:
     """`block at 0x…`, `SomeTensor 140…`: what it is, and nothing more."""
-    return _Name(without_numbers(re.sub(r" (at )?0x[0-9a-f]+", "", item)), is_given=False)
+    return Name(without_numbers(re.sub(r" (at )?0x[0-9a-f]+", "", item)), is_given=False)
 
 
-_NAMERS: dict[str, Callable[[str], _Name]] = {
+_NAMERS: dict[str, Callable[[str], Name]] = {
     "threads": _thread,
     "processes": _process,
     "file-descriptors": _descriptor,
     "shared-memory": _segment,
     "temporary-files": _path,
-    "process-groups": _group,
     "globals": _setting,
     "lru-cache": _cached,
     "native": _unnamed,

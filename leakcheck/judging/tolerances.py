@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from lowtide.leakcheck.judging.metrics import Metric, metric_of
-from lowtide.leakcheck.judging.rules import RULES, Bound, Rule, bound_of_test
+from lowtide.leakcheck.judging.rules import RULES, bound_of_test
+from lowtide.leakcheck.resources.rule import Bound, Rule
 
 HOST_MEMORY_TOLERANCE = bound_of_test("host-memory").allowed(card=False)
 """Bytes of the process's own memory that may stay."""

@@ -16,7 +16,7 @@ from lowtide.leakcheck.targets.life_model import LifeModel
 from lowtide.leakcheck.targets.target import LifecycleTarget, make_target
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.stages import announced_pools
-from lowtide.reports.schema import Cause, Finding, Resource
+from lowtide.reports.schema import Cause, Finding, ResourceName
 from lowtide.reports.sizes import format_bytes
 
 
@@ -161,7 +161,7 @@ class LifeChecks:
 
     def _fail(
         self,
-        resource: Resource,
+        resource: ResourceName,
         message: str,
         suspect: str = "",
         cause: Cause = "unknown",
@@ -172,7 +172,7 @@ class LifeChecks:
 
     def _finding(
         self,
-        resource: Resource,
+        resource: ResourceName,
         message: str,
         *,
         cause: Cause,

@@ -12,6 +12,7 @@ from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
+from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.tenant.bare_context import context_sizes
 from lowtide.probes.device.driver import Driver
@@ -54,7 +55,11 @@ class LifeProbes:
         self.environment = EnvironmentSetters()
         self.makers = Makers()
         self.counters = CounterReader(
-            driver, card=card, orphans=self.tree.orphans, temporary_files=self._orphaned_files.temporary_files
+            driver,
+            card=card,
+            orphans=self.tree.orphans,
+            temporary_files=self._orphaned_files.temporary_files,
+            resources=read_items,
         )
 
     def engine_processes(self, device: str) -> EngineProcesses:

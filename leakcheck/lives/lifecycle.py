@@ -13,7 +13,7 @@ from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
-from lowtide.leakcheck.judging.ladder import LadderStep, Rung, SettlePolicy, climb, release
+from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb, release
 from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_for_release
 from lowtide.leakcheck.judging.metrics import shutdown_metrics
 from lowtide.leakcheck.lives.interrupts import Interrupts
@@ -32,6 +32,7 @@ from lowtide.leakcheck.lives.script import (
     was_interrupted,
 )
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.targets.target import TargetError
 from lowtide.leakcheck.tenant import Tenant, freed_between
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots

@@ -11,16 +11,20 @@ import msgspec
 
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.findings.item_findings import ItemLeak, still_changed
-from lowtide.leakcheck.findings.item_remedies import Action, actions_for, try_actions
+from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import listed
 from lowtide.leakcheck.judging.rules import rule_of
+from lowtide.leakcheck.resources import RESOURCES, read_items, resource_of
+from lowtide.leakcheck.resources.change import Change
+from lowtide.leakcheck.resources.resource import Resource
+from lowtide.leakcheck.resources.rule import Rule
 from lowtide.leakcheck.settings import changed_settings
 from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, changes_between
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.settings.setting_remedies import advice
-from lowtide.probes.host.counters import CounterReader, Counters, process_groups
-from lowtide.reports.schema import Finding, Resource
+from lowtide.probes.host.counters import CounterReader, Counters
+from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import format_amount
 
 
@@ -43,10 +47,10 @@ class ProcessState:
     ) -> None:
         self._driver = driver
         self._environment = environment
-        self._read = read or CounterReader(None, card=False).read
+        self._read = read or CounterReader(None, card=False, resources=read_items).read
         self._baseline: Counters | None = None
-        # Groups that earlier lives left: one remedy ends them and those of later lives.
-        self._groups_of_earlier: tuple[str, ...] = ()
+        # What earlier lives left, by resource: one remedy ends it and what later lives leave.
+        self._of_earlier: dict[str, tuple[str, ...]] = {}
         self._functions: dict[str, object] = {}
         # What earlier lives left, with what was there before the first that did: a later life begins with it.
         self._left: dict[str, tuple[SettingChange, object]] = {}
@@ -68,15 +72,15 @@ class ProcessState:
         settings = {
             name: text for name, text in {**self._baseline.settings, **owner.settings}.items() if text != ABSENT
         }
-        groups = dict.fromkeys(owner.items.get("process-groups", ()), 1)
-        groups.update(self._baseline.items["process-groups"])
-        items = {**self._baseline.items, "process-groups": groups}
+        keys = [resource.rule.key for resource in RESOURCES]
+        made = {key: dict.fromkeys(owner.items.get(key, ()), 1) for key in keys}
+        items = {**self._baseline.items, **{key: {**made[key], **self._baseline.items[key]} for key in keys}}
         self._baseline = dataclasses.replace(self._baseline, settings=settings, items=items)
         known = (name for name in owner.settings if _is_function(name) and name in settings)
         self._functions.update((name, _function(name)) for name in known)
 
     def findings(self, stage: str, *, remedies: bool) -> list[Finding]:
-        """What is there now and was not at the mark, or is not as it was; of process groups, not at the first mark.
+        """What is there now and was not at the mark, or is not as it was; of what has a name, not at the first mark.
 
         Args:
             stage: after which this is.
@@ -84,15 +88,16 @@ class ProcessState:
         """
         assert self._baseline is not None
         now = self._read()
-        there = now.items["process-groups"].keys()
-        new = there - self._baseline.items["process-groups"].keys()
-        groups = [name for name in self._groups_of_earlier if name in there and name not in new] + sorted(new)
-        self._groups_of_earlier = tuple(groups)
-        found = []
-        if groups:
-            leak = _leak("process-groups", dict.fromkeys(groups, 1), stage)
-            actions = actions_for(leak, patience=0, may_unfreeze=False) if remedies else []
-            found.append(try_actions(leak, actions, _groups_now, self._driver))
+        found = [
+            try_actions(
+                leak,
+                actions_for(leak, patience=0, may_unfreeze=False) if remedies else [],
+                resource.read,
+                self._driver,
+            )
+            for resource in RESOURCES
+            if resource.rule.life is not None and (leak := self._left_of(resource, now, stage)) is not None
+        ]
         changes = {change.name: change for change in changes_between(self._baseline.settings, now.settings)}
         changes = {
             name: change
@@ -109,13 +114,24 @@ class ProcessState:
             self._left.clear()
         return found
 
+    def _left_of(self, resource: Resource, now: Counters, stage: str) -> ItemLeak | None:
+        """What is there of a resource that was not there at the first mark."""
+        assert self._baseline is not None
+        key = resource.rule.key
+        there = now.items[key].keys()
+        new = there - self._baseline.items[key].keys()
+        new -= set(resource.staying(new)) if new else set()
+        left = [name for name in self._of_earlier.get(key, ()) if name in there and name not in new] + sorted(new)
+        self._of_earlier[key] = tuple(left)
+        return _leak(resource.rule, dict.fromkeys(left, 1), stage) if left else None
+
     def _is_judged(self, change: SettingChange) -> bool:
         if self._environment is None:
             return change.before != ABSENT
         return ABSENT not in (change.before, change.now) or not self._environment.is_librarys(change.name)
 
     def _changed(self, change: SettingChange, stage: str, *, remedies: bool) -> Finding:
-        leak = _leak("globals", {change.setting: 1}, stage)
+        leak = _leak(rule_of("globals"), {change.setting: 1}, stage)
         finding = msgspec.structs.replace(
             leak.finding, message=f"{changed_settings.describe_change(change)}, and not restored at {stage}"
         )
@@ -128,10 +144,10 @@ class ProcessState:
         return try_actions(leak, actions, lambda: _still(change), self._driver)
 
 
-def _leak(resource: Resource, names: Mapping[str, int], stage: str) -> ItemLeak:
-    rule = rule_of(resource)
+def _leak(rule: Rule, names: Mapping[str, int], stage: str) -> ItemLeak:
     assert rule.life is not None
-    cause = rule.life.cause
+    resource, cause = rule.resource, rule.life.cause
+    kind = resource_of(rule.key)
     holder = listed(resource, names)
     # Groups are numbered through the process's life; settings have names of their own.
     suspects = tuple(names) if resource == "globals" else ()
@@ -150,16 +166,13 @@ def _leak(resource: Resource, names: Mapping[str, int], stage: str) -> ItemLeak:
         fingerprint=mark,
         former_fingerprint=former if former != mark else "",
         holder=holder,
+        advice=(kind.advice(names) or None) if kind is not None else None,
     )
     return ItemLeak(finding, resource, names, 0)
 
 
 def _still(change: SettingChange) -> Mapping[str, int]:
     return {left.setting: 1 for left in still_changed((change,))}
-
-
-def _groups_now() -> Mapping[str, int]:
-    return dict.fromkeys(process_groups(), 1)
 
 
 def _is_function(name: str) -> bool:
@@ -171,6 +184,6 @@ def _function(name: str) -> object:
     return vars(sys.modules[module]).get(attribute)
 
 
-def _putting_back(name: str, function: object) -> Action:
+def _putting_back(name: str, function: object) -> Change:
     module, _, attribute = name.rpartition(".")
-    return Action(f"putting {name} back", "", functools.partial(setattr, sys.modules[module], attribute, function))
+    return Change(f"putting {name} back", "", functools.partial(setattr, sys.modules[module], attribute, function))

@@ -15,6 +15,7 @@ from lowtide.leakcheck.lives.calls import Coverage, simplest
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.life_processes import LifeProcesses
 from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.targets.target import (
     Capabilities,
     TargetError,
@@ -65,7 +66,7 @@ class SharedLives:
         # What engines have at work, awake and asleep, that they give back and that is in no arena or pool, in bytes.
         self.driver_at_work = 0
         self.host_at_work: dict[str, int] = {}
-        self.counters = CounterReader(self._ask_driver)
+        self.counters = CounterReader(self._ask_driver, resources=read_items)
         self._process = ProcessState(lambda: 0, self.counters.read)
         # What modules make and change belongs to the process, whichever call imports them first.
         self.imports = ImportWatch(self._importing, self._import_done)

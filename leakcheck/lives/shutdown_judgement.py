@@ -23,11 +23,12 @@ from lowtide.leakcheck.judging.judge import (
     named_amount,
     one_for_each_level,
 )
-from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep, Rung
+from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.lives.life_metrics import LifeMetrics
 from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
 from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Finding, NotMeasured
 

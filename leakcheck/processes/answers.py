@@ -107,7 +107,8 @@ def _rank_variables() -> dict[str, str]:
 def _trim() -> int:
     """Give back what is free; returns the bytes that importing what this and a later explanation need has taken."""
     before = _resident()
-    from lowtide.leakcheck.judging.ladder import Rung, release, trim_heap
+    from lowtide.leakcheck.judging.ladder import release, trim_heap
+    from lowtide.leakcheck.resources.rule import Rung
 
     imported = max(0, _resident() - before)
     if _EXPLAINING not in sys.modules:

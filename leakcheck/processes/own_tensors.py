@@ -11,11 +11,11 @@ from lowtide.leakcheck.baseline.storages import HeldStorage, Key, text_of
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.findings.storage_holders import explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
-from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.leakcheck.processes.messages import Levels
+from lowtide.leakcheck.resources.process_groups import ProcessGroups
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.device.sleeping_segments import sleeping_bytes
 from lowtide.probes.device.torch_allocator import AllocatorReading, read_allocators, read_pinned
-from lowtide.probes.host.counters import describe_process_group, process_groups
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
 from lowtide.probes.memory.tensors import StorageReading, summarize, survey_storages
@@ -135,7 +135,8 @@ class OwnTensors:
 
 def _communicators() -> tuple[str, ...]:
     """The groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`."""
-    groups = map(describe_process_group, process_groups())
+    known = ProcessGroups()
+    groups = map(known.describe, known.read())
     # A rank alone has nobody to exchange with: its group is excused asleep, as in the checked process.
     return tuple(group for group in groups if "nccl" in group and not group.endswith(", 1 rank)"))
 

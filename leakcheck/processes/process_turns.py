@@ -12,7 +12,7 @@ from lowtide.leakcheck.judging.level_growth import adding_turns, grows, kept_ste
 from lowtide.leakcheck.judging.trend import FEWEST_TURNS
 from lowtide.leakcheck.processes.process_growth import ALLOWED, role_of
 from lowtide.reports.processes.stage_processes import ProcessName
-from lowtide.reports.schema import Finding, Resource
+from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import format_bytes
 
 HOST = "host-memory"
@@ -94,7 +94,7 @@ def left_by_test(process: ProcessName, key: str, size: int) -> Finding:
 
 
 def _finding(process: ProcessName, key: str, stage: str, size: int, message: str) -> Finding:
-    resource: Resource = "host-memory" if key == HOST else "driver"
+    resource: ResourceName = "host-memory" if key == HOST else "driver"
     suspects = ("other process", role_of(process.name))
     return Finding(
         resource=resource,

@@ -24,7 +24,7 @@ from lowtide.probes.processes.outside_view import ByCard
 from lowtide.probes.processes.shared_memory_files import SharedMemoryFile
 from lowtide.probes.processes.tree_traces import SystemVObject, TreeTraces
 from lowtide.reports.processes.stage_processes import ProcessName
-from lowtide.reports.schema import Finding, NotMeasured, Resource
+from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_bytes
 
 STAGE = "end"
@@ -250,7 +250,7 @@ def _amounts(cards: ByCard) -> list[str]:
     return [f"{'memory' if size is None else format_bytes(size)} on {device}" for device, size in cards.items()]
 
 
-def _left(resource: Resource, path: str, size: int, made: str, remove: str, library: str = "") -> Finding:
+def _left(resource: ResourceName, path: str, size: int, made: str, remove: str, library: str = "") -> Finding:
     return _finding(
         resource,
         f"{path}{_amount(size, made)} is left, and no living process uses it",
@@ -293,7 +293,7 @@ def _system_v(left: SystemVObject) -> Finding:
 
 
 def _finding(
-    resource: Resource,
+    resource: ResourceName,
     message: str,
     advice: str,
     *,

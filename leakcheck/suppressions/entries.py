@@ -29,7 +29,7 @@ from lowtide.leakcheck.suppressions.toml import (
 )
 from lowtide.probes.objects.described import constant_text
 from lowtide.reports.outcomes import judged_as
-from lowtide.reports.schema import Cause, Finding, Resource, Subject
+from lowtide.reports.schema import Cause, Finding, ResourceName, Subject
 
 KEYS = ("fingerprint", "path", "resource", "cause", "reason", "owner", "expires", "when")
 """What an entry may say; the shipped list also has `evidence`."""
@@ -243,7 +243,7 @@ def _suppression(written: Written, allowed: Collection[str]) -> Suppression:
         id=f"{Path(written.file).name}:{written.line}",
         fingerprint=_fingerprint(written),
         path=written.text("path"),
-        resource=written.one_of("resource", get_args(Resource)),
+        resource=written.one_of("resource", get_args(ResourceName)),
         cause=written.one_of("cause", get_args(Cause)),
         reason=reason,
         owner=written.text("owner"),

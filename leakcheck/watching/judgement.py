@@ -17,9 +17,10 @@ from lowtide.leakcheck.findings.grouping import CommonCause, by_cause
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages, marked_as_frozen
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.judge import missing
-from lowtide.leakcheck.judging.ladder import LadderStep, Rung
+from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import Metric
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.watching.drafting import (
     Drafting,
     things_of,

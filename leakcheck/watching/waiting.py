@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
-from lowtide.leakcheck.judging.ladder import LadderStep, Rung, SettlePolicy, climb
+from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.host.counters import Counters
 
 LONGEST_WAIT = 60.0

@@ -21,11 +21,13 @@ from lowtide.leakcheck.baseline.storages import HeapReading, Key, live_keys, rea
 from lowtide.leakcheck.explaining.cut import NamespaceSizes, namespace_sizes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.judging.budget import Budget
-from lowtide.leakcheck.judging.ladder import Rung, collect, release, trim_heap
+from lowtide.leakcheck.judging.ladder import collect, release, trim_heap
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
 from lowtide.leakcheck.libraries.first_use import FirstUse, driver_is_open, excused_by_libraries
 from lowtide.leakcheck.libraries.library_caches import empty_library_caches
 from lowtide.leakcheck.processes.other_processes import OtherProcesses
+from lowtide.leakcheck.resources import read_items
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.watching.attribution import Attribution
 from lowtide.leakcheck.watching.card_arrival import CardArrival
@@ -80,6 +82,7 @@ class Watch:
             orphans=self._tree.orphans,
             temporary_files=self._orphaned_files.temporary_files,
             warnings_filters=self.policy.warnings_filters,
+            resources=read_items,
         )
         self._first_use = FirstUse()
         self._handles = BlasHandles()

@@ -65,7 +65,9 @@ class CounterReader:
         orphans: Callable[[list[int]], Sequence[int]] = lambda children: (),
         temporary_files: Callable[[], Items] = lambda: _NOTHING,
         warnings_filters: bool = True,
+        resources: Callable[[], Mapping[str, Items]] = dict,
     ) -> None:
+        self._resources = resources
         self._driver = driver
         self._orphans = orphans
         self._temporary_files = temporary_files
@@ -99,7 +101,7 @@ class CounterReader:
             "file-descriptors": self._read_descriptors(last),
             "shared-memory": _shared_memory(),
             "temporary-files": self._temporary_files(),
-            "process-groups": dict.fromkeys(process_groups(), 1),
+            **self._resources(),
         }
         self._status = read_status()
         amounts: dict[str, int | None] = {
@@ -258,26 +260,6 @@ def _is_childless() -> bool:
 def _fork_server() -> int | None:
     module: Any = loaded("multiprocessing.forkserver")
     return getattr(getattr(module, "_forkserver", None), "_forkserver_pid", None)
-
-
-def process_groups() -> list[str]:
-    """The names of torch.distributed's process groups."""
-    distributed: Any = loaded("torch.distributed.distributed_c10d")
-    world = getattr(distributed, "_world", None)
-    if world is None:
-        return []
-    return [str(name) for name in world.pg_names.values()]
-
-
-def describe_process_group(name: str) -> str:
-    """`0 (gloo, 1 rank)`; just the name of a group that is not there."""
-    distributed: Any = loaded("torch.distributed.distributed_c10d")
-    world: Any = getattr(distributed, "_world", None)
-    for group, known in () if world is None else list(world.pg_names.items()):
-        if str(known) == name:
-            backend, ranks = world.pg_map[group][0], len(world.pg_group_ranks[group])
-            return f"{name} ({backend}, {ranks} rank{'s' if ranks != 1 else ''})"
-    return name
 
 
 def agents_descriptors() -> frozenset[int]:

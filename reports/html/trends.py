@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lowtide.reports.escaping import one_line
 from lowtide.reports.finding_lines import amount, holder_text, trend_text
 from lowtide.reports.html.life_pictures import lasting_name
-from lowtide.reports.schema import Finding, Readings, Resource, Stage, Subject, TypeGrowth
+from lowtide.reports.schema import Finding, Readings, ResourceName, Stage, Subject, TypeGrowth
 
 FEWEST = 3
 """Occurrences of a stage from which on they show a trend."""
@@ -23,7 +23,7 @@ MOST_SERIES = 12
 LONGEST = 200
 """Characters of one name."""
 
-_SERIES_OF: dict[Resource, str] = {
+_SERIES_OF: dict[ResourceName, str] = {
     "tensors": "tensors",
     "reserved": "reserved",
     "driver": "driver",

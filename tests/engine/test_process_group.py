@@ -12,11 +12,15 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # torch's
 
 from lowtide.engine import EngineConfig, EngineError, LLMEngine, SamplingParams
 from lowtide.engine.process_group import ProcessGroup, RankPlace
-from lowtide.probes.host.counters import process_groups
+from lowtide.leakcheck.resources.process_groups import ProcessGroups
 from lowtide.probes.host.readings import read_host
 
 CPU = torch.device("cpu")
 CONFIG = EngineConfig(kv_cache_bytes=1 << 20, process_group=True)
+
+
+def process_groups() -> list[str]:
+    return list(ProcessGroups().read())
 
 
 @pytest.fixture

@@ -22,11 +22,11 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, with_free_beside
 from lowtide.probes.memory.stack_frames import StackFrame
-from lowtide.reports.schema import Finding, Hop, Resource
+from lowtide.reports.schema import Finding, Hop, ResourceName
 from tests.waiting import HANG_S
 
 
-def leak(resource: Resource, *names: str, size: int = 0) -> ItemLeak:
+def leak(resource: ResourceName, *names: str, size: int = 0) -> ItemLeak:
     reported = f": {', '.join(names)}" if names else ""
     finding = Finding(
         resource=resource,
@@ -159,7 +159,7 @@ def path(*hops: str) -> tuple[Hop, ...]:
     return tuple(Hop(type=kind, edge=edge, suspect=turn > 0) for turn, (edge, _, kind) in enumerate(parts))
 
 
-def on_card(resource: Resource, key: str, cause: Any, names: dict[str, int], way: tuple[Hop, ...] = ()) -> ItemLeak:
+def on_card(resource: ResourceName, key: str, cause: Any, names: dict[str, int], way: tuple[Hop, ...] = ()) -> ItemLeak:
     size = sum(names.values())
     finding = Finding(
         resource=resource,

@@ -11,7 +11,7 @@ from lowtide.leakcheck.libraries import first_use
 from lowtide.leakcheck.libraries.first_use import VENDOR_LIBRARIES, FirstUse, excused_by_libraries
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.host.counters import Counters
-from lowtide.reports.schema import Finding, Resource
+from lowtide.reports.schema import Finding, ResourceName
 
 MUCH = 256 << 10
 
@@ -95,7 +95,7 @@ def test_of_many_the_first_are_named(uses: FirstUse, memory: Memory) -> None:
     assert why_of_a_finding(uses) == reported
 
 
-def finding_of(resource: Resource, message: str) -> Finding:
+def finding_of(resource: ResourceName, message: str) -> Finding:
     return Finding(
         resource=resource,
         cause="unknown",

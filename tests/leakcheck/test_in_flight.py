@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lowtide.leakcheck.judging.judge import judge
-from lowtide.leakcheck.judging.ladder import LadderStep, Rung
+from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
+from lowtide.leakcheck.resources.rule import Rung
 
 METRICS = plain_metrics(["cuda:0"])
 WAITING = Reading({"in-flight cuda:0": {"block at 0x3000": 4096}})

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from lowtide.leakcheck.judging.judge import grouped, judge, missing, one_for_each_level
-from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep, Rung
+from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
 from lowtide.leakcheck.judging.metrics import Metric
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.reports.schema import Finding, Remedy
 
 Reading = Mapping[str, int | None]

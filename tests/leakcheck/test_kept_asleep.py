@@ -7,6 +7,7 @@ import pytest
 from lowtide.leakcheck.processes import own_tensors
 from lowtide.leakcheck.processes.kept_asleep import ProcessLevels, communicators_kept, mapped_by_failed_wake
 from lowtide.leakcheck.processes.messages import Levels
+from lowtide.leakcheck.resources.process_groups import ProcessGroups
 from lowtide.reports.processes.stage_processes import ProcessName
 
 MIB = 1 << 20
@@ -70,8 +71,8 @@ def test_all_ranks_keep_them_in_one_way() -> None:
 def test_an_agent_lists_the_groups_of_several_ranks_on_cards(
     monkeypatch: pytest.MonkeyPatch, described: str, listed: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(own_tensors, "process_groups", lambda: ["0"])
-    monkeypatch.setattr(own_tensors, "describe_process_group", lambda name: described)
+    monkeypatch.setattr(ProcessGroups, "read", lambda self: {"0": 1})
+    monkeypatch.setattr(ProcessGroups, "describe", lambda self, name: described)
     assert own_tensors.OwnTensors().levels().communicators == listed
 
 

@@ -11,7 +11,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from lowtide.leakcheck.judging import ladder
-from lowtide.leakcheck.judging.ladder import LadderStep, Rung, SettlePolicy, climb, release
+from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb, release
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.objects.listed import frozen_by_program
 from tests.loaded_modules import load_instead
 from tests.waiting import SleptClock

@@ -14,8 +14,8 @@ import torch
 from lowtide.leakcheck.baseline.owners import Claims
 from lowtide.leakcheck.baseline.storages import read_heap
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
-from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.heap.births import Births
 from lowtide.probes.objects.listed import frozen_by_program

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.leakcheck.libraries import library_caches
 from lowtide.leakcheck.libraries.library_caches import LIBRARY_CACHES, empty_library_caches
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.watching import watch
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.leakcheck.watching.watch import Watch

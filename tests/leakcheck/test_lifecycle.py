@@ -29,12 +29,13 @@ from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.judging import ladder
 from lowtide.leakcheck.judging.judge import excesses
-from lowtide.leakcheck.judging.ladder import ACTIONS, Rung, SettlePolicy
+from lowtide.leakcheck.judging.ladder import ACTIONS, SettlePolicy
 from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics, unaccounted_host_memory
 from lowtide.leakcheck.lives import lifecycle
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import SCRIPT, Event
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.torch_allocator import PinnedReading

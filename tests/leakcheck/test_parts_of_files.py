@@ -17,7 +17,7 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.remedies import prove
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
-from lowtide.leakcheck.judging.ladder import Rung
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.births import Births
 from lowtide.reports.schema import Finding
 

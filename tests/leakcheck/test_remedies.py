@@ -22,7 +22,8 @@ from lowtide.leakcheck.explaining.cut import Cut, Place
 from lowtide.leakcheck.findings.remedies import StorageWatch, Wording, named, prove
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, tensor_leaks
-from lowtide.leakcheck.judging.ladder import ACTIONS, Rung
+from lowtide.leakcheck.judging.ladder import ACTIONS
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.births import Births
 from lowtide.reports.schema import Finding, Remedy
 from tests.waiting import HANG_S

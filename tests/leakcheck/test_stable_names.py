@@ -23,9 +23,11 @@ from lowtide.leakcheck.findings.storage_holders import Context, Explained
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks, with_stage
 from lowtide.leakcheck.judging import stable_names
 from lowtide.leakcheck.judging.judge import judge
-from lowtide.leakcheck.judging.ladder import LadderStep, Rung
-from lowtide.leakcheck.judging.stable_names import identity_of, without_numbers
+from lowtide.leakcheck.judging.ladder import LadderStep
+from lowtide.leakcheck.judging.stable_names import identity_of
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
+from lowtide.leakcheck.resources.names import without_numbers
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.reports.schema import Finding, Frame, Hop
 from tests.loaded_modules import load_instead

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.judging import metrics
-from lowtide.leakcheck.judging.ladder import Rung
 from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics
-from lowtide.leakcheck.judging.rules import RULES, Bound, bound_of_test, rule_of
+from lowtide.leakcheck.judging.rules import RULES, bound_of_test, rule_of
 from lowtide.leakcheck.judging.tolerances import Reading, host_memory_tolerance, plain_metrics
+from lowtide.leakcheck.resources import RESOURCES
+from lowtide.leakcheck.resources.rule import Bound, Rung
 
 DOCS = Path(__file__).parents[2] / "docs"
 MIB = 1 << 20
@@ -109,7 +110,7 @@ def test_a_life_is_judged_by_every_row_of_its_column() -> None:
     for rule in RULES:
         key = rule.key if rule.place == "process" else f"{rule.key} cuda:0"
         # What is no part of a snapshot is compared by `ProcessState`.
-        if rule.life is None or rule.key in ("process-groups", "globals"):
+        if rule.life is None or rule.key in {"globals", *(resource.rule.key for resource in RESOURCES)}:
             assert key not in judged
             continue
         assert figures(judged[key]) == expected(rule.life)

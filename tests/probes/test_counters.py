@@ -31,8 +31,6 @@ from lowtide.probes.host.counters import (
     Counters,
     anonymous_bytes,
     child_processes,
-    describe_process_group,
-    process_groups,
 )
 from lowtide.probes.objects.thread_names import living_threads, thread_key
 from tests.waiting import HANG_S, wait_until
@@ -102,19 +100,6 @@ def test_it_is_there_by_name_and_gone(thing: str) -> None:
     with make() as name:
         assert name in read().items[resource]
     assert name not in read().items[resource]
-
-
-def test_a_process_group_is_there_and_gone(tmp_path: Path) -> None:
-    assert process_groups() == []
-    store = f"file://{tmp_path}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, world_size=1, rank=0)
-    try:
-        (name,) = read().items["process-groups"]
-        assert describe_process_group(name) == f"{name} (gloo, 1 rank)"
-    finally:
-        torch.distributed.destroy_process_group()
-    assert read().items["process-groups"] == {}
-    assert describe_process_group(name) == name
 
 
 class Source:
@@ -307,7 +292,7 @@ def test_a_setting_that_changes_has_another_text_and_the_old_one_again(name: str
 def test_reading_leaves_nothing_behind() -> None:
     read()
     first, second = read(), read()
-    for resource in ("threads", "processes", "file-descriptors", "shared-memory", "process-groups"):
+    for resource in ("threads", "processes", "file-descriptors", "shared-memory"):
         assert first.items[resource] == second.items[resource]
     assert first.settings == second.settings
 

@@ -1,0 +1,239 @@
+"""Tasks of asyncio that wait for what nothing will ever do.
+
+After Go's `goroutineleak` profile (1.27): a goroutine has leaked if nothing that may still run leads to what it waits
+for. Here a pending task has leaked if its loop is closed, or if only such tasks lead to the future that it awaits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from types import CoroutineType, FrameType
+from typing import Any
+
+from lowtide.leakcheck.resources.names import Name, without_numbers
+from lowtide.leakcheck.resources.resource import Items, Resource
+from lowtide.leakcheck.resources.rule import Bound, Rule
+from lowtide.probes.heap.reach import module_namespaces
+from lowtide.probes.heap.roots import is_library
+from lowtide.probes.objects.foreign import MISSING, attribute, is_a
+from lowtide.probes.objects.listed import collector_paused
+from lowtide.probes.originals import gc, loaded, sys, time, weakref
+
+_MADE_UP = re.compile(r"Task-\d+")
+
+_PAUSES = 10
+"""Times as long as a look took, for which what it saw holds."""
+
+_MOST_HOLDERS = 200
+"""Objects that lead to what a task awaits, beyond which something is taken to wake it."""
+
+
+class AsyncioTasks(Resource):
+    """The pending tasks, by name, coroutine and address; those that something can wake stay."""
+
+    rule = Rule(
+        "asyncio-tasks",
+        "asyncio-tasks",
+        "process",
+        "pending tasks of asyncio that nothing can wake: no ready queue, timer, descriptor, thread or global leads to "
+        "what they await, or their loop is closed",
+        test=Bound(),
+        life=Bound(),
+        unit="asyncio tasks that nothing can wake",
+    )
+
+    def __init__(self) -> None:
+        # The tasks that were last looked at, by identity, each with whether nothing could wake it; and until when this
+        # holds. Another task may come to the same address.
+        self._seen: dict[int, tuple[weakref.ref[Any], bool]] = {}
+        self._valid_until = 0.0
+
+    def read(self) -> Items:
+        """Return the pending tasks; nothing where asyncio was not imported."""
+        return dict.fromkeys(map(_name_of, _pending()), 1)
+
+    def staying(self, names: Collection[str]) -> Collection[str]:
+        """Return those that something can wake, or that have ended meanwhile."""
+        asked = self.objects(names)
+        if not asked:
+            return set(names)
+        if not all(map(self._is_known, asked.values())) or time.perf_counter() > self._valid_until:
+            self._look()
+        return set(names) - {name for name, task in asked.items() if _is_closed(task) or self._was_stuck(task)}
+
+    def _is_known(self, task: Any) -> bool:
+        known = self._seen.get(id(task))
+        return known is not None and known[0]() is task
+
+    def objects(self, names: Collection[str]) -> Mapping[str, Any]:
+        """Return the tasks."""
+        return {name: task for task in _pending() if (name := _name_of(task)) in names}
+
+    def describe(self, name: str) -> str:
+        """Return the name without the address."""
+        return name.rpartition(" (0x")[0]
+
+    def identity(self, name: str) -> Name:
+        """Return the coroutine, and the task's name if somebody gave it."""
+        given, _, coroutine = self.describe(name).partition(": ")
+        given = "" if _MADE_UP.fullmatch(given) else without_numbers(given)
+        function = coroutine.partition(" at ")[0]
+        return Name(" ".join(filter(None, [without_numbers(function), given])), bool(given) or not is_library(function))
+
+    def advice(self, names: Collection[str]) -> str:
+        """Return how such a task ends."""
+        return "nothing can wake it: cancel() it and await it where its owner ends, before the loop is closed"
+
+    def _was_stuck(self, task: Any) -> bool:
+        return self._is_known(task) and self._seen[id(task)][1]
+
+    def _look(self) -> None:
+        """Look anew; while something is waited for, not at every poll."""
+        begun = time.perf_counter()
+        with collector_paused():
+            tasks = _pending()
+            stuck = _stuck(tasks)
+        self._seen = {id(task): (weakref.ref(task), id(task) in stuck) for task in tasks}
+        now = time.perf_counter()
+        self._valid_until = now + _PAUSES * (now - begun)
+
+
+def _pending() -> list[Any]:
+    tasks: Any = loaded("asyncio.tasks")
+    if tasks is None:
+        return []
+    # The references themselves: the set may change meanwhile in another thread. Under one of these names (3.12).
+    sets: tuple[Any, ...] = tuple(getattr(tasks, name, None) for name in ("_all_tasks", "_scheduled_tasks"))
+    listed = [reference() for each in sets if each is not None for reference in list(each.data)]
+    listed += list(getattr(tasks, "_eager_tasks", ()))
+    # By the class's own function, whatever a class of the program makes of it.
+    return [task for task in listed if is_a(task, tasks.Task) and not tasks.Task.done(task)]
+
+
+def _name_of(task: Any) -> str:
+    kind: Any = loaded("asyncio.tasks").Task
+    coroutine: Any = kind.get_coro(task)
+    where = f"{type(coroutine).__name__}()"
+    if type(coroutine) is CoroutineType:
+        code = coroutine.cr_code
+        where = f"{_module_of(coroutine)}{coroutine.__qualname__}() at {code.co_filename}:{code.co_firstlineno}"
+    return f"{kind.get_name(task)}: {where} ({id(task):#x})"
+
+
+def _module_of(coroutine: Any) -> str:
+    frame = coroutine.cr_frame
+    module = None if frame is None else dict.get(frame.f_globals, "__name__")
+    return f"{module}." if type(module) is str else ""
+
+
+def _loop_of(task: Any) -> Any:
+    return loaded("asyncio.tasks").Task.get_loop(task)
+
+
+def _is_closed(task: Any) -> bool:
+    """Return whether the loop of a task is closed; of a loop that is none of asyncio's own, False."""
+    return attribute(_loop_of(task), "_closed") is True
+
+
+def _awaited(task: Any) -> Any:
+    """Return the future that a task waits for; None where it runs or is about to."""
+    # A task written in C computes it; one written in Python has it.
+    computed = vars(loaded("asyncio.tasks").Task).get("_fut_waiter")
+    waiter = attribute(task, "_fut_waiter") if computed is None else computed.__get__(task)
+    return None if waiter is MISSING else waiter
+
+
+def _stuck(tasks: list[Any]) -> set[int]:
+    """Return the identities of those pending tasks that nothing can wake; the collector is paused."""
+    roots = module_namespaces() | _running_frames()
+    # Not by `gc.get_referrers`, which does not see all that a task written in C refers to.
+    by_referent: dict[int, list[Any]] = {id(task): [] for task in tasks}
+    for task in tasks:
+        for item in gc.get_referents(task):
+            by_referent.setdefault(id(item), []).append(task)
+    own = frozenset(map(id, tasks))
+    wakers = {id(task): _wakers(task, own, by_referent, roots) for task in tasks}
+    # A task may be woken by another one that may.
+    awake = {task for task, others in wakers.items() if others is None}
+    while more := {task for task, others in wakers.items() if others and others & awake} - awake:
+        awake |= more
+    return set(own) - awake
+
+
+def _running_frames() -> frozenset[int]:
+    found: set[int] = set()
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            found.add(id(frame))
+            frame = frame.f_back
+    return frozenset(found)
+
+
+def _wakers(
+    task: Any, tasks: frozenset[int], by_referent: Mapping[int, list[Any]], roots: frozenset[int]
+) -> frozenset[int] | None:
+    """Return the pending tasks that lead to what a task awaits; None if anything else does, or nobody knows.
+
+    Args:
+        task: the one that waits.
+        tasks: the identities of all that are pending.
+        by_referent: the pending tasks that refer to an object, by its identity.
+        roots: those of the modules' namespaces, and of the frames that run.
+    """
+    if _is_closed(task):
+        return frozenset()
+    found = _holders(task, tasks, by_referent, roots)
+    if found is None:
+        return None
+    holders, others = found
+    if _has_unseen_references(holders, others):
+        return None
+    return frozenset(map(id, others)) - {id(task)}
+
+
+def _holders(
+    task: Any, tasks: frozenset[int], by_referent: Mapping[int, list[Any]], roots: frozenset[int]
+) -> tuple[dict[int, Any], list[Any]] | None:
+    """Return what leads to what a task awaits, by identity, that included, and the pending tasks among the holders.
+
+    Returns:
+        None where something that runs is among them, or there are too many to look at.
+    """
+    future: Any = loaded("asyncio.futures").Future
+    loop = _loop_of(task)
+    awaited = _awaited(task)
+    if awaited is None or not is_a(awaited, future) or future.done(awaited):
+        return None
+    if id(awaited) in tasks:
+        return {}, [awaited]
+    holders: dict[int, Any] = {id(awaited): awaited}
+    others: dict[int, Any] = {}
+    asked = [awaited]
+    while asked:
+        fresh: list[Any] = []
+        others.update((id(each), each) for item in asked for each in by_referent.get(id(item), ()))
+        # Nothing else of this function's refers to what is asked about.
+        for holder in gc.get_referrers(*asked):
+            if holder is asked or holder is holders or id(holder) == id(sys._getframe()):
+                continue
+            if holder is loop or id(holder) in roots:
+                return None
+            if id(holder) not in holders and id(holder) not in tasks:
+                holders[id(holder)] = holder
+                fresh.append(holder)
+        if len(holders) > _MOST_HOLDERS:
+            return None
+        asked = fresh
+    return holders, list(others.values())
+
+
+def _has_unseen_references(holders: dict[int, Any], others: list[Any]) -> bool:
+    """Return whether more refers to one of the holders than is known: C, a running frame, a container of none."""
+    known = Counter(id(item) for holder in (*holders.values(), *others) for item in gc.get_referents(holder))
+    counted = list(map(sys.getrefcount, holders.values()))
+    one: Any = {0: object()}
+    (own,) = map(sys.getrefcount, one.values())
+    return any(count - own > known[key] for key, count in zip(holders, counted, strict=True))
