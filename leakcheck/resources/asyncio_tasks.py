@@ -17,6 +17,7 @@ from lowtide.leakcheck.resources.resource import Items, Resource
 from lowtide.leakcheck.resources.rule import Bound, Rule
 from lowtide.probes.heap.reach import module_namespaces
 from lowtide.probes.heap.roots import is_library
+from lowtide.probes.objects.c_modules import is_kind_of_module
 from lowtide.probes.objects.foreign import MISSING, attribute, is_a
 from lowtide.probes.objects.listed import collector_paused
 from lowtide.probes.originals import gc, loaded, sys, time, weakref
@@ -217,9 +218,9 @@ def _holders(
         others.update((id(each), each) for item in asked for each in by_referent.get(id(item), ()))
         # Nothing else of this function's refers to what is asked about.
         for holder in gc.get_referrers(*asked):
-            if holder is asked or holder is holders or id(holder) == id(sys._getframe()):
+            if holder is asked or holder is holders or id(holder) == id(sys._getframe()) or _is_of(holder, asked):
                 continue
-            if holder is loop or id(holder) in roots:
+            if holder is loop or id(holder) in roots or is_kind_of_module(type(holder)):
                 return None
             if id(holder) not in holders and id(holder) not in tasks:
                 holders[id(holder)] = holder
@@ -228,6 +229,11 @@ def _holders(
             return None
         asked = fresh
     return holders, list(others.values())
+
+
+def _is_of(holder: object, asked: list[Any]) -> bool:
+    """Return whether something is the tuple of a call's arguments, which is among the referrers since 3.13."""
+    return type(holder) is tuple and list(map(id, holder)) == list(map(id, asked))
 
 
 def _has_unseen_references(holders: dict[int, Any], others: list[Any]) -> bool:
