@@ -14,9 +14,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from lowtide.engine import EngineConfig, LLMEngine, SamplingParams, checkpoint
+from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 from lowtide.engine.config import read_model_config
 from lowtide.engine.errors import CheckpointError, ConfigError, EngineStateError
+from lowtide.engine.model_executor import checkpoint
 from lowtide.engine.model_executor.checkpoint import INDEX_FILE, SINGLE_FILE, load_tokenizer
 from lowtide.engine.model_executor.weights import CheckpointWeights
 

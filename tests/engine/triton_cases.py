@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import triton
 
-from lowtide.engine import EngineConfig, LLMEngine, SamplingParams, triton_kernels
+from lowtide.engine import EngineConfig, LLMEngine, SamplingParams
 from lowtide.engine.core import EngineCore
+from lowtide.engine.model_executor import triton_kernels
 from lowtide.engine.model_executor.block_table import BlockTable
 from lowtide.engine.model_executor.cuda_graphs import DecodeGraphs
 from lowtide.engine.model_executor.triton_kernels import decode_attention, gather_rows, write_slots

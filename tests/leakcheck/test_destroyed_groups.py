@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.findings import item_remedies
-from lowtide.leakcheck.findings.item_remedies import _destroying
+from lowtide.leakcheck.resources import process_groups
+from lowtide.leakcheck.resources.process_groups import ProcessGroups
 from tests.waiting import HANG_S
 
 distributed: Any = pytest.importorskip("torch.distributed")
@@ -40,22 +40,22 @@ def test_it_dies_in_the_thread_that_destroys_it(world: SimpleNamespace) -> None:
     no_wait = threading.Event()
     no_wait.set()
     world.pg_names[Group(died_in, no_wait)] = "7"
-    action = _destroying("7", next(iter(world.pg_names)))
+    (change,) = ProcessGroups().changes(["7"])
     assert not died_in
-    action.do()
-    del action
+    change.apply()
+    del change
     assert died_in == ["lowtide-remedy"]
 
 
 def test_one_that_never_ends_is_not_waited_for(world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(item_remedies, "DESTROY_LIMIT", 0.1)
+    monkeypatch.setattr(process_groups, "DESTROY_LIMIT", 0.1)
     died_in: list[str] = []
     ends = threading.Event()
     world.pg_names[Group(died_in, ends)] = "7"
-    action = _destroying("7", next(iter(world.pg_names)))
+    (change,) = ProcessGroups().changes(["7"])
     with pytest.raises(TimeoutError):
-        action.do()
-    del action
+        change.apply()
+    del change
     ends.set()
     for thread in threading.enumerate():
         if thread.name == "lowtide-remedy":
@@ -67,9 +67,11 @@ def test_one_that_is_gone_is_not_destroyed_again(world: SimpleNamespace, monkeyp
     no_wait = threading.Event()
     no_wait.set()
     group = Group([], no_wait)
-    action = _destroying("7", group)
+    world.pg_names[group] = "7"
+    (change,) = ProcessGroups().changes(["7"])
     destroyed: list[object] = []
     monkeypatch.setattr(distributed, "destroy_process_group", destroyed.append)
     del group
-    action.do()
+    world.pg_names.clear()
+    change.apply()
     assert destroyed == []

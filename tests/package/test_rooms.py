@@ -28,7 +28,6 @@ def test_each_room_says_what_it_is_for() -> None:
     assert [str(file) for file in inits if not ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))] == []
 
 
-@functools.cache
 def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_bytes())
 
@@ -39,8 +38,11 @@ def name_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def bound_by(tree: ast.Module) -> set[str]:
+@functools.cache
+def bound_by(file: Path) -> set[str]:
     """Return the names that a module itself defines."""
+    # The trees of all modules would take a hundred megabytes.
+    tree = parsed(file)
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     defined = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
     names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
@@ -55,7 +57,7 @@ def test_a_name_is_imported_from_where_it_is_defined_or_from_a_room_s_face() -> 
         for node in ast.walk(parsed(file))
         if isinstance(node, ast.ImportFrom) and node.module in files
         for name in node.names
-        if name.name not in bound_by(parsed(files[node.module]))
+        if name.name not in bound_by(files[node.module])
     ]
     # These two stand for modules of others, with their functions as they were.
     kept = ("lowtide.probes.originals.", "lowtide.probes.original_numpy.")

@@ -823,7 +823,8 @@ def test_stopped_elsewhere_it_records_nothing_and_comes_off_later(stacks: Alloca
 
 COMPILE = """
 import torch
-from lowtide.probes.allocation_stacks import AllocationStacks, allocating_function
+from lowtide.probes.allocation_stacks import AllocationStacks
+from lowtide.probes.memory.stack_frames import allocating_function
 import sys
 graphs = []
 

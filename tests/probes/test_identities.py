@@ -271,7 +271,7 @@ def test_a_walk_over_the_heap_asks_one_by_one_too() -> None:
 
 def test_nothing_of_it_stays_that_could_be_come_across() -> None:
     code = (
-        "import gc, numpy; from lowtide.probes import identities as m;"
+        "import gc, numpy; from lowtide.probes.objects import identities as m;"
         "m.types_of(m.identities([1, 'two'])); m.elements([[1]]); m.are_tracked(m.identities([1, []]));"
         "big = [v for v in vars(m).values() if isinstance(v, numpy.ndarray)]; assert not big, big;"
         "print(max((o.nbytes for o in gc.get_objects() if isinstance(o, numpy.ndarray)), default=0))"
