@@ -12,6 +12,7 @@ from lowtide.leakcheck.baseline.records import Ownership, Subject
 from lowtide.leakcheck.baseline.storages import HeapReading, HeldStorage, Key, read_heap, survey_births
 from lowtide.leakcheck.judging.tolerances import Reading
 from lowtide.leakcheck.libraries.library_items import Sorted
+from lowtide.leakcheck.resources import resource_of
 from lowtide.probes.heap.births import Births, Newborn
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.host.counters import Counters
@@ -218,10 +219,14 @@ def unclaimed(key: str, items: Mapping[str, int], claims: Claims) -> dict[str, i
     if not items:
         return {}
     owners = claims.names(key)
+    resource = resource_of(key)
+    objects = {} if resource is None else resource.objects(items)
     left = {}
     for name, amount in items.items():
         number, _, target = name.partition(" -> ")
         owner = owners.get(name) or owners.get(f"{number} ->") or owners.get(target)
+        if owner is None and name in objects:
+            owner = claims.owner_of(objects[name])
         if owner is None:
             left[name] = amount
         else:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import functools
-import io
 import itertools
-import select
-import socket
-import subprocess
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from lowtide.leakcheck.baseline.owner_levels import Key, OwnerHistory
 from lowtide.leakcheck.settings.changed_settings import ABSENT, changes_between
 from lowtide.probes.heap.reach import module_namespaces, reach
+from lowtide.probes.heap.stand_ins import owned
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.autograd import saved_behind
 from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
 from lowtide.probes.objects.listed import Census
-from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.objects.whose_code import library_globals
-from lowtide.probes.originals import gc, loaded, threading
+from lowtide.probes.originals import gc, loaded
 
 # pytest's own objects lead from any fixture to all of the session, and this checker's to all that it judges.
 _PACKAGES = ("_pytest", "pytest", "pluggy", "lowtide")
@@ -215,24 +210,12 @@ class Claims:
         """The items of a resource, as the counters name them or as prefixes of that, that an owner holds."""
         found: dict[str, Owner] = {}
         for owner, reached in self._reached:
-            census = Census(reached.values())
-            if key == "threads":
-                names = list(map(thread_key, census.instances_of(threading.Thread)))
-            elif key == "processes":
-                names = [
-                    str(item.pid) for kind in (subprocess.Popen, BaseProcess) for item in census.instances_of(kind)
-                ]
-            elif key == "file-descriptors":
-                # The collector does not track an epoll: it is found behind what holds it.
-                behind = Census([*reached.values(), *gc.get_referents(*reached.values())])
-                kinds = (socket.socket, io.FileIO, select.epoll)
-                names = [f"{number} ->" for kind in kinds for number in map(_number, behind.instances_of(kind))]
-                names += [f"/dev/shm/{name}" for name in _segments(census)]
-                names += [f"{number} ->" for number in _of_processes(census)]
-            elif key == "shared-memory":
-                names = _segments(census)
-            else:
-                names = []
+            # The collector does not track an epoll: it is found behind what holds it.
+            census = Census([*reached.values(), *gc.get_referents(*reached.values())])
+            own = [(resource, name) for resource, name, _ in owned(census)]
+            names = [f"{name} ->" if key == "file-descriptors" else name for resource, name in own if resource == key]
+            if key == "file-descriptors":
+                names += [f"/dev/shm/{name}" for resource, name in own if resource == "shared-memory"]
             found.update(dict.fromkeys(names, owner))
         return found
 
@@ -256,24 +239,3 @@ def _held_in_all(torch: Any, census: Census) -> list[Any]:
         saved = [saved.tensor for output in outputs for saved in saved_behind(output, seen)]
         gradients = [gradient for gradient in gradients_of([*tensors, *saved]) if gradient is not None]
     return [*tensors, *census.instances_of(torch.UntypedStorage), *saved, *gradients]
-
-
-def _number(file: Any) -> int:
-    try:
-        return int(file.fileno())
-    except (ValueError, OSError):  # closed
-        return -1
-
-
-def _of_processes(census: Census) -> list[int]:
-    """The descriptors between `multiprocessing` and its processes, by which each notices that the other has ended."""
-    processes = census.instances_of(BaseProcess)
-    finalizers = [getattr(getattr(item, "_popen", None), "finalizer", None) for item in processes]
-    numbers = [number for each in finalizers for number in getattr(each, "_args", None) or ()]
-    return [number for number in numbers if isinstance(number, int)]
-
-
-def _segments(census: Census) -> list[str]:
-    """The names in /dev/shm of multiprocessing's segments among some objects."""
-    module: Any = loaded("multiprocessing.shared_memory")
-    return [] if module is None else [item.name.lstrip("/") for item in census.instances_of(module.SharedMemory)]

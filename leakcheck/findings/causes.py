@@ -32,6 +32,9 @@ from lowtide.reports.schema import Finding, Hop
 _EXPLAINED = 0.9
 """The share of the host memory that must lie behind another finding to be a part of it."""
 
+_MOST_HOLDERS = 8
+"""Holders of the things of one resource, beyond which these are one finding without a holder."""
+
 _MOST_REACHED = 100_000
 """Objects that are looked at for arrays behind a finding."""
 
@@ -197,8 +200,8 @@ def _by_holder(draft: Draft, turn: int, context: Context) -> list[tuple[Draft, C
         by_holder.setdefault(None if cause is None else cause.key, {})[name] = size
     holders = {cause.key: cause for cause in causes.values()}
     container = _container_of(list(holders.values())) if None not in by_holder else None
-    if container is not None or len(by_holder) == 1:
-        one = container or holders.get(next(iter(by_holder)))
+    if container is not None or len(by_holder) == 1 or len(by_holder) > _MOST_HOLDERS:
+        one = container or (holders.get(next(iter(by_holder))) if len(by_holder) == 1 else None)
         return [(draft, None if one is None else replace(one, key=("held", turn)))]
     return [
         (only(draft, names), replace(holders[key], key=("held", turn, key)) if key is not None else None)

@@ -8,22 +8,18 @@ a library are excused and listed; if there are more of them later while those li
 from __future__ import annotations
 
 import enum
-import io
 import re
-import select
-import socket
-import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Any
 
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.libraries.native_files import native_files
 from lowtide.probes.heap.reach import module_namespaces, reach
+from lowtide.probes.heap.stand_ins import owned
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Maker, Makers
 from lowtide.probes.memory.ranges import Range
@@ -31,7 +27,7 @@ from lowtide.probes.objects.foreign import attribute
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.objects.whose_code import is_library, program_modules
-from lowtide.probes.originals import gc, loaded, os, threading, weakref
+from lowtide.probes.originals import gc, os, threading, weakref
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount
 
@@ -246,26 +242,16 @@ class _State:
         self._called = {id(value) for value in values}
         # What a module imports is another's, and so is what it has of a library's own globals. The functions by which
         # this checker stands in for a library's lead to all that it knows, which is nobody's state.
-        objects, self._is_more = reach(
-            values, packages=("lowtide",), namespaces=module_namespaces(), max_objects=_MOST_OBJECTS
-        )
+        objects, _ = reach(values, packages=("lowtide",), namespaces=module_namespaces(), max_objects=_MOST_OBJECTS)
         behind = gc.get_referents(*objects)
         census = Census([*objects, *behind])
-        threads = census.instances_of(threading.Thread)
-        self._names = set(map(thread_key, threads))
-        self._pids = {item.pid for kind in (subprocess.Popen, BaseProcess) for item in census.instances_of(kind)}
-        files = [file for kind in (io.FileIO, socket.SocketType, select.epoll) for file in census.instances_of(kind)]
-        self._numbers = set(map(_number, files)) | set(_of_connections(census))
+        self._owned = {(resource, name) for resource, name, _ in owned(census)}
         self._integers = {value for value in _in_variables(objects, census) if type(value) is int}
         self._integers |= {value for value in values if type(value) is int}
 
     def has(self, key: str, name: str) -> bool:
-        """Whether an item is held there; where there is too much to look at, it counts as held."""
-        if key == "threads":
-            return name in self._names
-        if key == "processes":
-            return int(name) in self._pids
-        return int(name.partition(" ")[0]) in self._numbers
+        """Return whether an item is held there."""
+        return (key, name.partition(" ")[0] if key == "file-descriptors" else name) in self._owned
 
     def has_number_of(self, key: str, name: str) -> bool:
         """Whether the bare number of a descriptor or a child process is held there."""
@@ -303,15 +289,6 @@ def _in_variables(objects: Sequence[object], census: Census) -> list[object]:
     return gc.get_referents(*(item for item in objects if id(item) not in constant))
 
 
-def _of_connections(census: Census) -> Iterator[int]:
-    """The numbers that the ends of `multiprocessing`'s pipes, and its queues by them, hold for descriptors."""
-    connection: Any = loaded("multiprocessing.connection")
-    for end in census.instances_of(connection._ConnectionBase) if connection is not None else ():
-        number = attribute(end, "_handle")
-        if type(number) is int:
-            yield number
-
-
 def _state_of(package: str) -> list[ModuleType]:
     if package in _REGISTRIES:
         return []
@@ -344,13 +321,6 @@ def _executable(pid: str) -> str:
 
 def _is_python(file: str) -> bool:
     return os.path.basename(file).startswith("python")
-
-
-def _number(file: Any) -> int:
-    try:
-        return int(file.fileno())
-    except (ValueError, OSError):  # closed
-        return -1
 
 
 def _pool_of(name: str) -> ThreadPoolExecutor | None:

@@ -73,6 +73,23 @@ def test_first(loop):
 def test_of_a_fixture(server): ...
 
 
+@pytest.fixture(scope="module")
+def tasks(loop):
+    tasks = []
+    yield tasks
+    for task in tasks:
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+
+
+def test_into_a_fixture(loop, tasks):
+    async def run():
+        tasks.append(asyncio.ensure_future(consumer(asyncio.Queue())))
+        await asyncio.sleep(0)
+
+    loop.run_until_complete(run())
+
+
 def test_stuck(loop):
     start(loop, lambda: consumer(asyncio.Queue()))
 
@@ -144,6 +161,7 @@ HOLDERS = {
 CLEAN = (
     "first",
     "of_a_fixture",
+    "into_a_fixture",
     "timer",
     "queue_of_the_module",
     "thread",
