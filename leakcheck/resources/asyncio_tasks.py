@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import CoroutineType, FrameType
 from typing import Any
 
 from lowtide.leakcheck.resources.names import Name, without_numbers
 from lowtide.leakcheck.resources.resource import Items, Resource
 from lowtide.leakcheck.resources.rule import Bound, Rule
-from lowtide.probes.heap.reach import module_namespaces
+from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.c_modules import is_kind_of_module
 from lowtide.probes.objects.foreign import MISSING, attribute, is_a
@@ -26,6 +26,12 @@ _MADE_UP = re.compile(r"Task-\d+")
 
 _PAUSES = 10
 """Times as long as a look took, for which what it saw holds."""
+
+_BUDGET_S = 1.0
+"""Seconds that a look may take."""
+
+_MOST_REACHED = 50_000
+"""Objects that are looked at from the loops on."""
 
 _MOST_HOLDERS = 200
 """Objects that lead to what a task awaits, beyond which something is taken to wake it."""
@@ -61,7 +67,7 @@ class AsyncioTasks(Resource):
         if not asked:
             return set(names)
         if not all(map(self._is_known, asked.values())) or time.perf_counter() > self._valid_until:
-            self._look()
+            self._look(asked.values())
         return set(names) - {name for name, task in asked.items() if _is_closed(task) or self._was_stuck(task)}
 
     def _is_known(self, task: Any) -> bool:
@@ -90,13 +96,12 @@ class AsyncioTasks(Resource):
     def _was_stuck(self, task: Any) -> bool:
         return self._is_known(task) and self._seen[id(task)][1]
 
-    def _look(self) -> None:
+    def _look(self, asked: Iterable[Any]) -> None:
         """Look anew; while something is waited for, not at every poll."""
         begun = time.perf_counter()
         with collector_paused():
-            tasks = _pending()
-            stuck = _stuck(tasks)
-        self._seen = {id(task): (weakref.ref(task), id(task) in stuck) for task in tasks}
+            verdicts = _verdicts(asked)
+        self._seen = {key: (weakref.ref(task), is_stuck) for key, (task, is_stuck) in verdicts.items()}
         now = time.perf_counter()
         self._valid_until = now + _PAUSES * (now - begun)
 
@@ -146,21 +151,48 @@ def _awaited(task: Any) -> Any:
     return None if waiter is MISSING else waiter
 
 
-def _stuck(tasks: list[Any]) -> set[int]:
-    """Return the identities of those pending tasks that nothing can wake; the collector is paused."""
-    roots = module_namespaces() | _running_frames()
+def _verdicts(asked: Iterable[Any]) -> dict[int, tuple[Any, bool]]:
+    """Return some pending tasks, and those that lead to what they await, with whether nothing can wake them.
+
+    By identity; the collector is paused. What is not looked at in time is taken to be woken.
+    """
+    tasks = _pending()
+    # Most tasks of a server wait for what a timer or a descriptor leads to: one walk from there for all of them.
+    reached = _reached_by_loops(tasks)
     # Not by `gc.get_referrers`, which does not see all that a task written in C refers to.
     by_referent: dict[int, list[Any]] = {id(task): [] for task in tasks}
     for task in tasks:
         for item in gc.get_referents(task):
             by_referent.setdefault(id(item), []).append(task)
-    own = frozenset(map(id, tasks))
-    wakers = {id(task): _wakers(task, own, by_referent, roots) for task in tasks}
+    own, roots = frozenset(map(id, tasks)), module_namespaces() | _running_frames()
+    looked_at: dict[int, Any] = {}
+    wakers: dict[int, frozenset[int] | None] = {}
+    waiting, until = list(asked), time.perf_counter() + _BUDGET_S
+    while waiting:
+        task = waiting.pop()
+        if id(task) in looked_at:
+            continue
+        looked_at[id(task)] = task
+        is_seen = id(_awaited(task)) in reached and not _is_closed(task)
+        others = None
+        if not is_seen and time.perf_counter() < until:
+            others = _wakers(task, own, by_referent, roots)
+        wakers[id(task)] = None if others is None else frozenset(map(id, others)) - {id(task)}
+        waiting += others or ()
     # A task may be woken by another one that may.
     awake = {task for task, others in wakers.items() if others is None}
     while more := {task for task, others in wakers.items() if others and others & awake} - awake:
         awake |= more
-    return set(own) - awake
+    return {key: (task, key not in awake) for key, task in looked_at.items()}
+
+
+def _reached_by_loops(tasks: Iterable[Any]) -> frozenset[int]:
+    """Return the identities of what the queues, timers and descriptors of the tasks' loops lead to, past no task."""
+    loops = {id(loop): loop for loop in map(_loop_of, tasks)}.values()
+    starts = [attribute(loop, name) for loop in loops for name in ("_ready", "_scheduled", "_selector")]
+    kinds = (loaded("asyncio.tasks").Task, *map(type, loops))
+    objects, _ = reach(starts, boundaries=kinds, max_objects=_MOST_REACHED)
+    return frozenset(map(id, objects))
 
 
 def _running_frames() -> frozenset[int]:
@@ -175,7 +207,7 @@ def _running_frames() -> frozenset[int]:
 
 def _wakers(
     task: Any, tasks: frozenset[int], by_referent: Mapping[int, list[Any]], roots: frozenset[int]
-) -> frozenset[int] | None:
+) -> list[Any] | None:
     """Return the pending tasks that lead to what a task awaits; None if anything else does, or nobody knows.
 
     Args:
@@ -185,14 +217,14 @@ def _wakers(
         roots: those of the modules' namespaces, and of the frames that run.
     """
     if _is_closed(task):
-        return frozenset()
+        return []
     found = _holders(task, tasks, by_referent, roots)
     if found is None:
         return None
     holders, others = found
     if _has_unseen_references(holders, others):
         return None
-    return frozenset(map(id, others)) - {id(task)}
+    return others
 
 
 def _holders(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lowtide.leakcheck.resources import asyncio_tasks
 from lowtide.leakcheck.resources.asyncio_tasks import AsyncioTasks
 
 KEPT: list[Any] = []
@@ -117,6 +118,19 @@ def test_one_that_may_be_woken_wakes_those_that_wait_for_it(loop: asyncio.Abstra
     event = asyncio.Event()
     makes: list[Make] = [lambda: waits(event), lambda: wakes(event)]
     assert start(loop, *makes) == []
+
+
+def test_many_that_a_timer_wakes_are_looked_at_together(loop: asyncio.AbstractEventLoop) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio_tasks, "_wakers", lambda *_: pytest.fail("one was looked at by itself"))
+        assert start(loop, *[sleeps] * 500) == []
+
+
+def test_what_is_not_looked_at_in_time_is_no_leak(loop: asyncio.AbstractEventLoop) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio_tasks, "_BUDGET_S", 0.0)
+        assert start(loop, forever) == []
+    assert start(loop, forever) == ["forever()"]
 
 
 def test_a_descriptor_wakes(loop: asyncio.AbstractEventLoop) -> None:
