@@ -137,10 +137,12 @@ def test_growth_adds_up_over_the_processes_of_several_lives() -> None:
     with lives(Leaks) as opened:
         lived(opened, infers=3)
         assert opened.processes.grown() == []
-        lived(opened, infers=3)
+        # Five that add show it however much of a heap that is trimmed meanwhile was free.
+        for _ in range(2):
+            lived(opened, infers=3)
         (finding,) = opened.processes.grown()
-    assert "grows by 16.0 MiB with each infer, " in finding.message
-    assert " in 4 of 4 that followed another one" in finding.message
+    assert re.search(r"grows by 1\d\.\d MiB with each infer, ", finding.message)
+    assert " in 6 of 6 that followed another one" in finding.message
 
 
 def test_what_asking_for_holders_takes_and_gives_back_is_no_growth() -> None:
