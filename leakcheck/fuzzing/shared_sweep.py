@@ -28,6 +28,7 @@ from lowtide.leakcheck.lives.checked_life import Lives
 from lowtide.leakcheck.processes.process_exit import end_soon
 from lowtide.leakcheck.targets.faults import KINDS, Kind
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory
+from lowtide.probes.processes.agents import remove_folders_of_the_dead
 from lowtide.reports.schema import Finding
 
 PATIENCE_S = 60.0
@@ -308,6 +309,8 @@ class _Worker:
                 raise
         finally:
             self._stacks.close()
+            # One that was killed, or died, has left the folder of its agents.
+            remove_folders_of_the_dead()
 
     def _died(self, device: str) -> SweptLife:
         ended = _how_it_ended(self._process.wait())

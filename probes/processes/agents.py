@@ -105,7 +105,7 @@ class Agents:
         """
         if self.folder is not None:
             return
-        _remove_folders_of_the_dead()
+        remove_folders_of_the_dead()
         # A short path: that of a Unix socket has 107 bytes at most.
         self.folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER_PREFIX}{os.getpid()}-", dir=_short_temporary_folder()))
         self._maker = os.getpid()
@@ -425,7 +425,7 @@ def _has_made(pid: int, folder: str) -> bool:
         return False
 
 
-def _remove_folders_of_the_dead() -> None:
+def remove_folders_of_the_dead() -> None:
     """Remove those that runs of this user have left which were killed."""
     here = _where_numbers_hold()
     for folder in _folders() if here else ():
