@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.resources import asyncio_tasks
 from lowtide.leakcheck.resources.asyncio_tasks import AsyncioTasks
 
@@ -194,6 +195,20 @@ def test_many_holders_are_taken_to_wake(loop: asyncio.AbstractEventLoop) -> None
         around.clear()
 
     assert start(loop, among_many) == []
+
+
+@pytest.mark.parametrize(("make", "count"), [(forever, 1), (sleeps, 0)])
+def test_a_life_is_judged_by_what_it_leaves(loop: asyncio.AbstractEventLoop, make: Make, count: int) -> None:
+    state = ProcessState(lambda: 0)
+    state.mark()
+    start(loop, make)
+    found = [each for each in state.findings("shutdown", remedies=True) if each.resource == "asyncio-tasks"]
+    assert [(each.count, each.stage, each.holder is not None) for each in found] == [(1, "shutdown", True)] * count
+    # Of two lives that leave one each, there is one finding.
+    state.mark()
+    start(loop, make)
+    found = [each for each in state.findings("shutdown", remedies=True) if each.resource == "asyncio-tasks"]
+    assert [each.count for each in found] == [2] * count
 
 
 @pytest.mark.parametrize(
