@@ -16,11 +16,11 @@ from lowtide.leakcheck.resources.names import Name, without_numbers
 from lowtide.leakcheck.resources.resource import Items, Resource
 from lowtide.leakcheck.resources.rule import Bound, Rule
 from lowtide.probes.heap.reach import module_namespaces, reach
-from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.c_modules import is_kind_of_module
 from lowtide.probes.objects.foreign import MISSING, attribute, is_a
 from lowtide.probes.objects.listed import collector_paused
-from lowtide.probes.originals import gc, loaded, sys, time, weakref
+from lowtide.probes.objects.whose_code import is_library
+from lowtide.probes.originals import gc, loaded, os, sys, time, weakref
 
 _MADE_UP = re.compile(r"Task-\d+")
 
@@ -86,8 +86,10 @@ class AsyncioTasks(Resource):
         """Return the coroutine, and the task's name if somebody gave it."""
         given, _, coroutine = self.describe(name).partition(": ")
         given = "" if _MADE_UP.fullmatch(given) else without_numbers(given)
-        function = coroutine.partition(" at ")[0]
-        return Name(" ".join(filter(None, [without_numbers(function), given])), bool(given) or not is_library(function))
+        function, _, place = coroutine.partition(" at ")
+        path = place.rpartition(":")[0]
+        text = without_numbers(f"{function} in {os.path.basename(path)}")
+        return Name(f"{text} {given}".rstrip(), bool(given) or not is_library(path))
 
     def advice(self, names: Collection[str]) -> str:
         """Return how such a task ends."""
@@ -123,15 +125,10 @@ def _name_of(task: Any) -> str:
     coroutine: Any = kind.get_coro(task)
     where = f"{type(coroutine).__name__}()"
     if type(coroutine) is CoroutineType:
+        # Not its module: asking for its frame makes an object that the coroutine keeps.
         code = coroutine.cr_code
-        where = f"{_module_of(coroutine)}{coroutine.__qualname__}() at {code.co_filename}:{code.co_firstlineno}"
+        where = f"{coroutine.__qualname__}() at {code.co_filename}:{code.co_firstlineno}"
     return f"{kind.get_name(task)}: {where} ({id(task):#x})"
-
-
-def _module_of(coroutine: Any) -> str:
-    frame = coroutine.cr_frame
-    module = None if frame is None else dict.get(frame.f_globals, "__name__")
-    return f"{module}." if type(module) is str else ""
 
 
 def _loop_of(task: Any) -> Any:

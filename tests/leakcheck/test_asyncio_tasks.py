@@ -7,6 +7,7 @@ import gc
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def start(loop: asyncio.AbstractEventLoop, *makes: Make) -> list[str]:
     loop.run_until_complete(run())
     gc.collect()
     new = resource.read().keys() - before.keys()
-    return sorted(resource.identity(name).text.rpartition(".")[2] for name in new - set(resource.staying(new)))
+    return sorted(resource.identity(name).text.partition(" in ")[0] for name in new - set(resource.staying(new)))
 
 
 async def consumer(queue: asyncio.Queue[int]) -> None:
@@ -187,6 +188,14 @@ def test_what_has_ended_meanwhile_is_no_leak(loop: asyncio.AbstractEventLoop) ->
     assert set(resource.staying(["Task-1: gone.coroutine() at gone.py:1 (0x10)"])) != set()
 
 
+def test_reading_makes_no_frame_that_a_coroutine_would_keep(loop: asyncio.AbstractEventLoop) -> None:
+    start(loop, sleeps)
+    gc.collect()
+    before = sum(type(each) is FrameType for each in gc.get_objects())
+    AsyncioTasks().read()
+    assert sum(type(each) is FrameType for each in gc.get_objects()) == before
+
+
 def test_many_holders_are_taken_to_wake(loop: asyncio.AbstractEventLoop) -> None:
     async def among_many() -> None:
         future = asyncio.get_running_loop().create_future()
@@ -214,9 +223,9 @@ def test_a_life_is_judged_by_what_it_leaves(loop: asyncio.AbstractEventLoop, mak
 @pytest.mark.parametrize(
     ("name", "identity"),
     [
-        ("Task-7: app.serve() at /app.py:3 (0x7f00)", "app.serve()"),
-        ("poller: app.serve() at /app.py:3 (0x7f00)", "app.serve() poller"),
-        ("poller-12: app.serve() at /app.py:3 (0x7f00)", "app.serve() poller-*"),
+        ("Task-7: app.serve() at /app.py:3 (0x7f00)", "app.serve() in app.py"),
+        ("poller: app.serve() at /app.py:3 (0x7f00)", "app.serve() in app.py poller"),
+        ("poller-12: app.serve() at /app.py:3 (0x7f00)", "app.serve() in app.py poller-*"),
     ],
 )
 def test_a_fingerprint_names_the_coroutine_and_a_name_that_was_given(name: str, identity: str) -> None:

@@ -185,7 +185,7 @@ def test_what_is_left_is_told_by_who_holds_it(run: InnerRun, test: str) -> None:
 def test_a_task_is_told_with_its_coroutine_and_how_it_ends(run: InnerRun) -> None:
     (finding,) = run.subject("test_inner.py::test_stuck").findings
     assert "1 asyncio task that nothing can wake did not come back" in finding.message
-    assert "test_inner.consumer() at " in finding.message
+    assert "consumer() at " in finding.message
     assert (
         finding.advice
         == "nothing can wake it: cancel() it and await it where its owner ends, before the loop is closed"
