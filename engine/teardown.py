@@ -7,6 +7,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
+from lowtide.engine.dropped import WhenDropped
+
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 
@@ -93,4 +95,5 @@ def _release_on_error(handled: BaseException | None) -> Iterator[None]:
         yield
     except BaseException as error:
         release_frames(error, handled)
+        WhenDropped.wait()
         raise

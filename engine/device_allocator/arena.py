@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Sequence
 from functools import partial
 
 import torch
 
+from lowtide.engine.dropped import WhenDropped
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.engine.pages import Lease, PageBackend, Part
 from lowtide.engine.teardown import Teardown
@@ -55,10 +55,10 @@ class _Record:
         return (stages.PoolReading("arena", self.tag, device, self.size, self.mapped, ranges, span),)
 
     def dispose(self) -> None:
-        """Run when the lease is gone: by the arena's close, or later by the last tensor."""
+        """Give the memory back, once the lease is gone: with the arena's close, or later with the last tensor."""
         try:
             self.backend.dispose(self.address, self.size, self.parts)
-        except BaseException as error:  # noqa: BLE001 - a finalizer cannot raise; `Arena.close` hands the error on
+        except BaseException as error:  # noqa: BLE001 - nobody would see it; `Arena.close` hands the error on
             self.error = error
         else:
             stages.withdraw(self)
@@ -83,10 +83,8 @@ class Arena:
         self._failed = False
         self._lease: Lease | None = backend.reserve(self.capacity)
         self._record = _Record(tag, backend, self._lease.address, self.capacity)
-        # Not by a thread (`WhenDropped`): a create that has failed and is tried again needs the memory at once.
-        self._finalizer = weakref.finalize(self._lease, self._record.dispose)
         # At exit the process gives everything back anyway, and the driver may be gone before us.
-        self._finalizer.atexit = False
+        self._dropped = WhenDropped(self._lease, self._record.dispose, at_exit=False)
         stages.announce(self._record)
 
     @property
@@ -128,12 +126,20 @@ class Arena:
         offset = self.mapped
         size = min(PART_BYTES, round_up(target, self._backend.granularity) - offset)
         try:
-            part = self._backend.map(self._require_lease(), offset, size)
+            part = self._map_once_there_is_room(offset, size)
         except OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"arena {self.tag!r} cannot grow from {offset} to {target} bytes: {error}"
             ) from error
         self._record.parts.append(part)
+
+    def _map_once_there_is_room(self, offset: int, size: int) -> Part:
+        try:
+            return self._backend.map(self._require_lease(), offset, size)
+        except OutOfMemoryError:
+            if not WhenDropped.wait():
+                raise
+        return self._backend.map(self._require_lease(), offset, size)
 
     def unmap_to(self, size: int) -> None:
         """Give back the parts that lie wholly past the first `size` bytes."""
@@ -173,7 +179,8 @@ class Arena:
         elif sys.getrefcount(lease) == _HELD_HERE:
             self._failed = True
             # Called here: while the last reference is dropped, what a signal handler raises is lost, and the call too.
-            self._finalizer()
+            self._dropped.cancel()
+            self._record.dispose()
         del lease
         self._failed = self._record.error is not None
         if self._record.error is not None:
