@@ -91,7 +91,7 @@ class FigureTable:
         for turn, figures in enumerate(self.blocks(options.max_width)):
             if turn:
                 yield Text()
-            yield self._table(figures, options.max_width)
+            yield self._table(figures, console, options.max_width)
         for note in self.notes:
             yield from self._folded(HangingText(note, style="dim"), console, options)
         yield Text()
@@ -141,9 +141,10 @@ class FigureTable:
             folded[-1] = min(folded[-1], max(_LEAST_LABEL, self.most_label))
         return [*whole, *folded]
 
-    def _table(self, figures: Sequence[Column], width: int) -> Table:
+    def _table(self, figures: Sequence[Column], console: Console, width: int) -> Table:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
         set_right = len(self.labels) - self.left
+        first_width = self._label_widths(width)[0]
         for turn, (label, label_width) in enumerate(zip(self.labels, self._label_widths(width), strict=True)):
             justify: JustifyMethod = "right" if turn < set_right else "left"
             table.add_column(Text(label.name), justify=justify, width=label_width, overflow="fold")
@@ -155,9 +156,21 @@ class FigureTable:
             if row in self.sections:
                 table.add_section()
             # As text, not as a string: what stands in brackets is no markup.
-            cells = (Text(column.cells[row]) for column in columns)
-            table.add_row(*cells, style=Style(bold=True) if row in self.bold else None)
+            first, *cells = (Text(column.cells[row]) for column in columns)
+            table.add_row(
+                _hanging(first, console, first_width), *cells, style=Style(bold=True) if row in self.bold else None
+            )
         return table
+
+
+def _hanging(cell: Text, console: Console, width: int) -> Text:
+    """Fold what stands at a line's beginning so that only its own beginning does.
+
+    Else a name could be chosen so that a line of the terminal begins with a verdict.
+    """
+    if cell.cell_len <= width:
+        return cell
+    return Text("\n ").join(cell.wrap(console, width - 1))
 
 
 def _narrowed(widths: Sequence[int], room: int) -> list[int]:

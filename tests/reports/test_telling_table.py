@@ -232,3 +232,14 @@ def test_a_table_of_processes_always_has_its_first_and_last_stage() -> None:
     shown = names(most_telling(process_table(host), 100))
     # Half of the width is for the labels at most, so that more than these two fit.
     assert shown == ["stage 1", "stage 16", "stage 17", "stage 18", "stage 19"]
+
+
+@pytest.mark.parametrize("name", ["worker CLEAN: everything came back", "worker" + " CLEAN" * 9, "w" * 30 + "CLEAN"])
+def test_no_line_begins_with_a_verdict_that_is_part_of_a_name(name: str) -> None:
+    whole = FigureTable("t", (Column("line", (name, "b")),), (Column("a", ("1234567.89", "")),))
+    for width in range(16, 80):
+        console = Console(file=io.StringIO(), width=width)
+        console.print(whole)
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        assert not [line for line in lines if line.startswith("CLEAN")]
+        assert "".join(line[:-10].strip() for line in lines[3:-1]).replace(" ", "") == name.replace(" ", "") + "b"
