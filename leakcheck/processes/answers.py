@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,23 +44,28 @@ _EXPLAINING = "lowtide.leakcheck.findings.host_arrays"
 """What a process without suspicion does not import."""
 
 
-def answer(data: bytes) -> bytes:
-    """The answer to a question.
+Importing = Callable[[str], AbstractContextManager[object]]
+"""Makes the block in which a module is imported: the agent's makes sure that nobody else imports anything."""
+
+
+def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
+    """Answer a question.
 
     Args:
         data: a message of `lowtide.leakcheck.processes.messages`.
+        importing: in which everything is imported that the agent has not needed before.
 
     Raises:
         msgspec.DecodeError: it is none.
     """
     question = decode_question(data)
-    own = _own_tensors()
+    own = _own_tensors(importing)
     if isinstance(question, Begin):
         if own is not None:
             own.begin(question.stage, question.cycle)
         return encode(Findings())
     if isinstance(question, Trim):
-        return encode(Trimmed(imported=_trim()))
+        return encode(Trimmed(imported=_trim(importing)))
     if isinstance(question, ExplainAsleep):
         found = [] if own is None else own.asleep(question.cycle, question.kind)
         return encode(Findings(findings=tuple(found)))
@@ -73,26 +79,28 @@ def answer(data: bytes) -> bytes:
         cleared = [] if own is None else own.clear_caches(question.holders)
         return encode(Findings(findings=tuple(cleared)))
     if isinstance(question, ExplainHostMemory):
-        from lowtide.leakcheck.findings.host_arrays import held_by_arrays
-        from lowtide.leakcheck.findings.storage_holders import Context
+        with importing(_EXPLAINING):
+            from lowtide.leakcheck.findings.host_arrays import held_by_arrays
+            from lowtide.leakcheck.findings.storage_holders import Context
 
         # Which of this process's arrays are the memory that the other one has seen grow.
         by_arrays = held_by_arrays(question.finding, question.bytes, Context(living=True))
         return encode(Findings(findings=() if by_arrays is None else (by_arrays[0],)))
     if isinstance(question, RememberPreserved | ComparePreserved):
-        return encode(_preserved(question))
+        return encode(_preserved(question, importing))
     levels = Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
     return encode(msgspec.structs.replace(levels, variables=_rank_variables()))
 
 
-def _preserved(question: RememberPreserved | ComparePreserved) -> PreservedAnswer | Findings:
+def _preserved(question: RememberPreserved | ComparePreserved, importing: Importing) -> PreservedAnswer | Findings:
     """What must survive a sleep here; an engine that announces none costs nothing."""
     global _own_preserved
     stages = loaded("lowtide.probes.stages")
     if stages is None or not (stages.announced_preserved().tensors or _own_preserved):
         return PreservedAnswer() if isinstance(question, RememberPreserved) else Findings()
     if isinstance(question, RememberPreserved):
-        from lowtide.leakcheck.processes.own_preserved import OwnPreserved
+        with importing("lowtide.leakcheck.processes.own_preserved"):
+            from lowtide.leakcheck.processes.own_preserved import OwnPreserved
 
         _own_preserved = OwnPreserved(question.kind)
         return PreservedAnswer(tensors=_own_preserved.tensors)
@@ -104,18 +112,20 @@ def _rank_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
 
 
-def _trim() -> int:
+def _trim(importing: Importing) -> int:
     """Give back what is free; returns the bytes that importing what this and a later explanation need has taken."""
     before = _resident()
-    from lowtide.leakcheck.judging.ladder import release, trim_heap
-    from lowtide.leakcheck.resources.rule import Rung
+    with importing("lowtide.leakcheck.judging.ladder"):
+        from lowtide.leakcheck.judging.ladder import release, trim_heap
+        from lowtide.leakcheck.resources.rule import Rung
 
     imported = max(0, _resident() - before)
     if _EXPLAINING not in sys.modules:
         # What importing needs for a moment is free after it, and would be subtracted for good.
         _give_back_heap(trim_heap)
         before = _resident()
-        from lowtide.leakcheck.findings import host_arrays, storage_holders  # noqa: F401 - asked for next
+        with importing(_EXPLAINING):
+            from lowtide.leakcheck.findings import host_arrays, storage_holders  # noqa: F401 - asked for next
 
         _give_back_heap(trim_heap)
         imported += max(0, _resident() - before)
@@ -136,11 +146,12 @@ def _resident() -> int:
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _own_tensors() -> OwnTensors | None:
+def _own_tensors(importing: Importing) -> OwnTensors | None:
     """Follows this process's tensors from the first question after torch was imported; None before."""
     global _own
     if _own is None and hasattr(loaded("torch"), "Tensor"):
-        from lowtide.leakcheck.processes.own_tensors import OwnTensors
+        with importing("lowtide.leakcheck.processes.own_tensors"):
+            from lowtide.leakcheck.processes.own_tensors import OwnTensors
 
         _own = OwnTensors()
     return _own

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
+import importlib.util
 import multiprocessing
 import multiprocessing.util
 import os
@@ -14,11 +16,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import psutil
 import pytest
@@ -518,3 +521,82 @@ def test_agents_know_processes_that_nobody_here_has_started(agents: Agents) -> N
 def test_without_agents_there_is_nothing_to_pass_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOWTIDE_AGENTS", raising=False)
     assert agent_environment() == {}
+
+
+@pytest.fixture
+def half_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A package whose import waits, once it has begun, until it is told to go on; then it replaces a module of its own.
+
+    As `importlib` does with `importlib._bootstrap`: whoever imports `importlib.machinery` before gets a second one.
+    """
+    steps = SimpleNamespace(begun=threading.Event(), goes_on=threading.Event(), events=[])
+    (tmp_path / "half_imported").mkdir()
+    (tmp_path / "half_imported" / "__init__.py").write_text(
+        "import sys, types\n"
+        "from tests.probes.test_agents import STEPS\n"
+        "STEPS[-1].begun.set()\n"
+        "STEPS[-1].goes_on.wait(600)\n"
+        "sys.modules['half_imported.part'] = types.SimpleNamespace(is_first=False)\n"
+    )
+    (tmp_path / "half_imported" / "part.py").write_text("is_first = True\n")
+    (tmp_path / "half_imported" / "inner.py").write_text("from half_imported.part import is_first\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    STEPS.append(steps)
+    yield steps
+    STEPS.clear()
+    for name in ("half_imported", "half_imported.inner", "half_imported.part"):
+        sys.modules.pop(name, None)
+
+
+STEPS: list[SimpleNamespace] = []
+
+
+def test_what_an_agent_imports_is_whole_before_the_program_sees_it(half_imported: SimpleNamespace) -> None:
+    def imports() -> None:
+        with module._agent().Importing("half_imported"):
+            importlib.import_module("half_imported")
+
+    agent = threading.Thread(target=imports)
+    agent.start()
+    assert half_imported.begun.wait(HANG_S)
+    threading.Timer(0.2, half_imported.goes_on.set).start()
+    assert not importlib.import_module("half_imported.inner").is_first
+    agent.join()
+
+
+def test_an_agent_waits_for_the_end_of_the_programs_import(half_imported: SimpleNamespace) -> None:
+    program = threading.Thread(target=importlib.import_module, args=("half_imported",))
+    program.start()
+    assert half_imported.begun.wait(HANG_S)
+    threading.Timer(0.2, half_imported.goes_on.set).start()
+    with module._agent().Importing("half_imported.inner"):
+        assert half_imported.goes_on.is_set()
+        assert not importlib.import_module("half_imported.inner").is_first
+    program.join()
+
+
+def test_an_agent_does_not_wait_for_ever_for_a_program_that_runs_in_an_import(
+    half_imported: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module._agent(), "OTHER_IMPORT_S", 0.1)
+    program = threading.Thread(target=importlib.import_module, args=("half_imported",))
+    program.start()
+    assert half_imported.begun.wait(HANG_S)
+    with module._agent().Importing("half_imported.inner"):
+        assert not imp_lock_is_held()
+    half_imported.goes_on.set()
+    program.join()
+
+
+def test_an_agent_locks_nothing_for_what_is_imported() -> None:
+    with module._agent().Importing("importlib.util"):
+        assert not imp_lock_is_held()
+    with module._agent().Importing("no_such_module"):
+        assert imp_lock_is_held()
+    assert not imp_lock_is_held()
+
+
+def imp_lock_is_held() -> bool:
+    import _imp
+
+    return _imp.lock_held()

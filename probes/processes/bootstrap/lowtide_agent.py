@@ -10,10 +10,12 @@ A process that imports torch has the thread from then on, and so have the forks 
 main thread may wait for other ranks in a library, where Python handles no signal.
 """
 
+import _imp
 import _signal  # type: ignore[import-not-found]
 import _thread
 import posix
 import sys
+from _frozen_importlib import _module_locks  # type: ignore[attr-defined]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -50,6 +52,9 @@ QUESTION_S = 5.0
 
 LINGER_S = 0.2
 """Seconds for which the thread waits for the next question of the same moment."""
+
+OTHER_IMPORT_S = 10.0
+"""Seconds after which a program that is in an import is taken for one that runs in it for good."""
 
 # As they are now: the program may replace them, as gevent does.
 _start_new_thread = _thread.start_new_thread
@@ -252,25 +257,25 @@ class Agent:
 
     def _answered(self, question: bytes) -> bytes:
         try:
-            answer: bytes = self._answers().answer(question)
+            answer: bytes = self._answers().answer(question, Importing)
             return b"=" + answer
         except BaseException as error:
             return f"!{type(error).__name__}: {error}".encode(errors="replace")
 
     def _answers(self) -> "Any":
-        known = sys.modules.get(ANSWERS)
-        if known is not None and hasattr(known, "answer"):
-            return known
-        import importlib
-        import importlib.util
+        with Importing(ANSWERS):
+            if ANSWERS in sys.modules:
+                return sys.modules[ANSWERS]
+            import importlib
+            import importlib.util
 
-        if importlib.util.find_spec("lowtide") is None and self.root:
-            sys.path.append(self.root)
-            try:
-                return importlib.import_module(ANSWERS)
-            finally:
-                sys.path.remove(self.root)
-        return importlib.import_module(ANSWERS)
+            if importlib.util.find_spec("lowtide") is None and self.root:
+                sys.path.append(self.root)
+                try:
+                    return importlib.import_module(ANSWERS)
+                finally:
+                    sys.path.remove(self.root)
+            return importlib.import_module(ANSWERS)
 
     def _hold(self, socket: "Any") -> "_Socket":
         held = _Socket(socket)
@@ -280,6 +285,48 @@ class Agent:
     def _close(self, held: "_Socket") -> None:
         self._sockets.remove(held)
         held.close()
+
+
+class Importing:
+    """In the block, this thread imports what it needs, and no other thread imports anything.
+
+    Python does not wait for a package that another thread is importing before it imports a module in it.  So the
+    program's `import numpy.linalg` would find a numpy of which the agent has made half, and the other way round.  The
+    lock is the one that a fork takes, and that is held wherever an import begins.
+
+    Args:
+        name: a module that is imported in the block: nothing is locked where it is there.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._is_locked = False
+
+    def __enter__(self) -> None:
+        spec = getattr(sys.modules.get(self._name), "__spec__", None)
+        if spec is None or getattr(spec, "_initializing", False):
+            self._is_locked = _is_alone_in_importing()
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_locked:
+            _imp.release_lock()
+
+
+def _is_alone_in_importing() -> bool:
+    """Take the lock once no other thread is in an import; false where one does not come out of it.
+
+    Whoever is in one may need the lock to end it, and so it is not waited for with the lock.
+    """
+    from time import monotonic, sleep
+
+    end = monotonic() + OTHER_IMPORT_S
+    while monotonic() < end:
+        _imp.acquire_lock()
+        if all(lock() is None for lock in list(_module_locks.values())):
+            return True
+        _imp.release_lock()
+        sleep(0.01)
+    return False
 
 
 class _Socket:
