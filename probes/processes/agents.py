@@ -97,6 +97,8 @@ class Agents:
         self._began: dict[int, float] = {}
         self._images: set[bytes] = set()
         self._listed = 0
+        # Those of them that have ended, or whose number another program has.
+        self._gone: set[int] = set()
 
     def start(self) -> None:
         """Put an agent into each Python process that starts from here on; legal twice.
@@ -179,6 +181,7 @@ class Agents:
             changed = os.stat(self.folder).st_mtime_ns
             if changed != self._listed:
                 marks = list(self._marks())
+                self._gone.clear()
                 self._began = {pid: os.lstat(path).st_ctime for pid, path in marks}
                 self._images = {contents(path) for _, path in marks if not path.endswith(_FORK)} - {b""}
                 # Another may begin within the same tick of the clock.
@@ -306,11 +309,12 @@ class Agents:
         """
         if self.folder is None:
             return []
-        with contextlib.suppress(OSError):
-            pids = {pid for pid, _ in self._marks()}
-            # A later process may have the number of one that has ended.
-            return sorted(pid for pid in pids if pid not in family and pid != os.getpid() and self._is_ours(pid))
-        return []
+        began = self.began().keys()
+        # A later process may have the number of one that has ended; if it is ours, the folder has changed since.
+        asked = [pid for pid in began - self._gone if pid not in family and pid != os.getpid()]
+        ours = {pid for pid in asked if self._is_ours(pid)}
+        self._gone.update(pid for pid in asked if pid not in ours)
+        return sorted(ours)
 
     def _is_ours(self, pid: int) -> bool:
         process, variables = stat(pid), environment(pid) or {}
