@@ -243,7 +243,7 @@ def first_holders(
 
 def _first_holder(found: Traces, place: int, inspect: Inspector) -> Holder | None:
     path = found.path(place, inspect)
-    if path is None or not path.steps or path.root_kind not in ("module", "object"):
+    if path is None or not path.steps or path.root_kind not in ("module", "object", "interpreter", "context"):
         return None
     first, _ = suspect_steps(path.steps)
     cause = telling_cause(path) or cause_of_edge(path, first)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Union
 
 from lowtide.leakcheck.explaining.cut import Cut
 from lowtide.leakcheck.explaining.explain import Holder, first_holders
+from lowtide.leakcheck.explaining.library_objects import advice_for_root
 from lowtide.leakcheck.explaining.path_names import way_text
 from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
 from lowtide.leakcheck.findings.graph_parts import graph_parts
@@ -56,7 +58,7 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
     By one walk over the heap, and none where nothing could share a cause.
     """
     leaks = [draft for draft in found if isinstance(draft, ItemLeak) and draft.key in BELONGING]
-    shared = _shared_causes(leaks, context) if len({leak.key for leak in leaks}) > 1 else {}
+    shared = _causes_of_things(leaks, context) if {leak.key for leak in leaks} - {"threads"} else {}
     mapped = _mapped_files(found)
     shared.update((("file-descriptors", name), CommonCause(("tensors", turn))) for name, turn in mapped.items())
     by_setting = _held_by_settings(found)
@@ -71,13 +73,12 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
         if own is None and turn in of_graphs.places:
             own = CommonCause(("cuda-graph", of_graphs.places[turn]))
         for part, cause in _split(draft, shared) if isinstance(draft, ItemLeak) else [(draft, own)]:
-            if cause is not None:
-                drafts.append(part)
-                causes.append(cause)
-                continue
-            for each, holder in [held for apart in _apart(part, context) for held in _by_holder(apart, turn, context)]:
-                drafts.append(each)
-                causes.append(holder)
+            apart = _apart(part, context)
+            if cause is not None and len(apart) > 1:
+                # What a pool's threads do is one of its parts.
+                apart = [part]
+            drafts += apart
+            causes += [cause] * len(apart)
     causes = _with_changes(drafts, _with_losses(drafts, causes))
     return drafts, _with_host_memory(drafts, _with_threads(drafts, causes), context.walk)
 
@@ -86,34 +87,65 @@ _Named = tuple[str, str]
 """A thing by its resource and its name."""
 
 
-def _shared_causes(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, CommonCause]:
-    """The cause of each thing that has one in common with a thing of another resource."""
-    names = {leak.key: [*leak.names] for leak in leaks}
+def _causes_of_things(leaks: Sequence[ItemLeak], context: Context) -> dict[_Named, CommonCause]:
+    """Return the cause of each thing that has a holder in the program, or parts: a process the pipe of its end.
+
+    Things with one holder have one cause, of whatever resource they are, and so do those that each are held by an entry
+    of one container.
+    """
+    names: dict[str, list[str]] = {}
+    for leak in leaks:
+        names.setdefault(leak.key, []).extend(leak.names)
     owners = _stand_ins(names, context)
-    causes = _causes_by_name(owners, context)
+    holders = _causes_by_name(owners, context)
+    things: dict[Hashable, list[_Named]] = {}
+    for key, own in names.items():
+        for name in own:
+            thing = id(owners[key, name]) if (key, name) in owners else _opener(key, name, names)
+            things.setdefault(thing, []).append((key, name))
+    held: dict[Hashable, list[_Named]] = {}
+    by_main: dict[str, dict[Hashable, CommonCause]] = {}
+    unheld: dict[str, list[list[_Named]]] = {}
+    for members in things.values():
+        holder = next((holders[named] for named in members if named in holders), None)
+        if holder is None:
+            unheld.setdefault(_main(members), []).append(members)
+        else:
+            held.setdefault(holder.key, []).extend(members)
+            by_main.setdefault(_main(held[holder.key]), {})[holder.key] = holder
+    causes: dict[_Named, CommonCause] = {}
+    for main, parts in unheld.items():
+        # Of several processes one has a pipe of its own: that is no reason to report them separately.
+        if any(len(members) > 1 for members in parts):
+            causes.update(dict.fromkeys(chain(*parts), CommonCause((main, "with what is theirs"))))
+    for main, by_holder in by_main.items():
+        whole = None if main in unheld else _container_of(list(by_holder.values()))
+        if len(by_holder) > _MOST_HOLDERS:
+            whole = whole or CommonCause("many holders")
+        elif not all(holder.is_thing for holder in by_holder.values()):
+            whole = None
+        for mark, holder in by_holder.items():
+            # What threads work for says more of them.
+            if any(of != "threads" for of, _ in held[mark]):
+                cause = replace(holder, key=("held", mark)) if whole is None else replace(whole, key=("held", main))
+                causes.update(dict.fromkeys(held[mark], cause))
+    return causes
+
+
+def _main(members: Sequence[_Named]) -> str:
+    """Return the resource that says most of a cause."""
+    return min((key for key, _ in members), key=BELONGING.index)
+
+
+def _opener(key: str, name: str, names: Mapping[str, list[str]]) -> Hashable:
+    """Return what has opened a descriptor that no object stands for, where its resource shows; else the thing."""
     for resource in RESOURCES:
-        key = resource.rule.key
-        if key in names and resource.opens is not None:
-            opened = CommonCause(key)
-            causes.update(((key, name), opened) for name in names[key])
-            causes.update(
-                (("file-descriptors", name), opened)
-                for name in names.get("file-descriptors", ())
-                if ("file-descriptors", name) not in owners and resource.opens.fullmatch(name)
-            )
-    members: dict[Hashable, list[_Named]] = {}
-    for named, cause in causes.items():
-        members.setdefault(cause.key, []).append(named)
-    several = [group for group in members.values() if len({key for key, _ in group}) > 1]
-    shared = {named: causes[named] for group in several if not _is_one_thing(group, owners) for named in group}
-    for group in several:
-        main = min((key for key, _ in group), key=BELONGING.index)
-        if _is_one_thing(group, owners):
-            # Of several processes one has a pipe of its own: that is no reason to report them separately.
-            rest = [(main, name) for name in names[main] if (main, name) not in shared]
-            cause = causes[group[0]] if len(rest) == 1 else CommonCause((main, "with what is theirs"))
-            shared.update(dict.fromkeys([*group, *rest], cause))
-    return shared
+        own = resource.rule.key
+        if own not in names or resource.opens is None:
+            continue
+        if key == own or (key == "file-descriptors" and resource.opens.fullmatch(name)):
+            return own
+    return key, name
 
 
 def _stand_ins(names: Mapping[str, list[str]], context: Context) -> dict[_Named, Any]:
@@ -187,28 +219,6 @@ def _by_work(draft: ItemLeak, context: Context) -> list[ItemLeak]:
     return [*leaks, *([only(draft, rest) if leaks else draft] if rest else [])]
 
 
-def _by_holder(draft: Draft, turn: int, context: Context) -> list[tuple[Draft, CommonCause | None]]:
-    """Divide things that objects stand for by who holds these objects; anything else is one, without a holder."""
-    if not isinstance(draft, ItemLeak):
-        return [(draft, None)]
-    if draft.key not in ("file-descriptors", "shared-memory") and resource_of(draft.key) is None:
-        return [(draft, None)]
-    causes = _causes_by_name(_stand_ins({draft.key: [*draft.names]}, context), context)
-    by_holder: dict[Hashable, dict[str, int]] = {}
-    for name, size in draft.names.items():
-        cause = causes.get((draft.key, name))
-        by_holder.setdefault(None if cause is None else cause.key, {})[name] = size
-    holders = {cause.key: cause for cause in causes.values()}
-    container = _container_of(list(holders.values())) if None not in by_holder else None
-    if container is not None or len(by_holder) == 1 or len(by_holder) > _MOST_HOLDERS:
-        one = container or (holders.get(next(iter(by_holder))) if len(by_holder) == 1 else None)
-        return [(draft, None if one is None else replace(one, key=("held", turn)))]
-    return [
-        (only(draft, names), replace(holders[key], key=("held", turn, key)) if key is not None else None)
-        for key, names in by_holder.items()
-    ]
-
-
 def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:
     """What holds several things that each are held by an entry of it."""
     ways = {tuple(hop.edge for hop in holder.path[:-1]) for holder in holders}
@@ -216,12 +226,9 @@ def _container_of(holders: Sequence[CommonCause]) -> CommonCause | None:
         return None
     path = holders[0].path[:-1]
     name = way_text(path)
-    return replace(holders[0], holder=name, path=path, advice=f"end what {name} holds where its owner ends")
-
-
-def _is_one_thing(group: Sequence[_Named], owners: Mapping[_Named, Any]) -> bool:
-    """Whether all of them are one thing and its parts, as a process and the pipe that reports its end."""
-    return len({id(owners[named]) if named in owners else named for named in group}) == 1
+    endings = {holder.ending for holder in holders}
+    each = f": call {endings.pop()} of each" if len(endings) == 1 and "" not in endings else ""
+    return replace(holders[0], holder=name, path=path, advice=f"end what {name} holds where its owner ends{each}")
 
 
 def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Named, CommonCause]:
@@ -235,18 +242,22 @@ def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Nam
         living=context.living,
         walk=context.walk,
     )
-    by_object = {id(item): _cause(holder) for item, holder in zip(objects, holders, strict=True)}
+    by_object = {id(item): _cause(holder, item) for item, holder in zip(objects, holders, strict=True)}
     return {named: cause for named, item in owners.items() if (cause := by_object[id(item)]) is not None}
 
 
-def _cause(holder: Holder | None) -> CommonCause | None:
+def _cause(holder: Holder | None, item: object) -> CommonCause | None:
     """The first object on the way that should be gone; None where nothing of the program's leads to it."""
     if holder is None:
         return None
-    name = way_text(holder.path)
-    ending = ending_of(class_named(holder.path[-1].type))
+    name, (root, *_, last) = way_text(holder.path), (holder.path[0], *holder.path)
+    ending = ending_of(type(item) if holder.identity == id(item) else class_named(last.type))
     advice = f"end {name} where its owner ends" + (f": {on(name, ending)}" if ending else "")
-    return CommonCause(holder.identity, name, holder.path, advice, holder.cause)
+    if root.type == "interpreter":
+        # No code leads to what only C holds.
+        advice = f"end the {last.type} where its owner ends" + (f": {ending}" if ending else "")
+        advice += "".join(f"; {hint}" for hint in [advice_for_root(root.edge)] if hint)
+    return CommonCause(holder.identity, name, holder.path, advice, holder.cause, ending, holder.identity == id(item))
 
 
 def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:

@@ -31,6 +31,8 @@ class CommonCause:
         path: the way to it.
         advice: what to do about it.
         kind: what the first suspect edge on that way is.
+        ending: the call that ends the holder, as `close()`; empty where its class has none.
+        is_thing: whether the holder is what the findings are about, and not an object that has it among others.
     """
 
     key: Hashable
@@ -38,6 +40,8 @@ class CommonCause:
     path: tuple[Hop, ...] = ()
     advice: str = ""
     kind: schema.Cause = "unknown"
+    ending: str = ""
+    is_thing: bool = False
 
 
 def by_cause(findings: Iterable[Finding], causes: Mapping[int, CommonCause | None]) -> tuple[Finding, ...]:

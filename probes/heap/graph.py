@@ -40,7 +40,7 @@ from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
 from lowtide.probes.references.edges import GENERATORS
-from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_holders
+from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_kinds
 
 # A graph's reader needs the kinds of its roots, too.
 
@@ -197,7 +197,7 @@ class Graph:
 
     def _begin_walk(self) -> None:
         self.types: dict[int, type] = {}
-        self._untracked_holders = [id(kind) for kind in untracked_holders()]
+        self._untracked_kinds = [id(kind) for kind in untracked_kinds()]
         self._known_kinds = places_of(np.zeros(0, np.int64))
         # The place of each node's type among those known, by chunks; by that place, how instances of the type are read,
         # and whether they are modules.
@@ -306,7 +306,7 @@ class Graph:
         passed_over = np.zeros(len(ids), np.bool_)
         rest = np.flatnonzero(~worth)
         kinds = types_of(ids[rest])
-        for kind in self._untracked_holders:
+        for kind in self._untracked_kinds:
             worth[rest[kinds == kind]] = True
         asked = np.unique(kinds).tolist()
         containers = [kind for kind in asked if flags_of(object_at(kind)) & _MAY_BE_TRACKED or kind == id(CAPSULE)]

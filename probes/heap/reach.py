@@ -10,7 +10,7 @@ from typing import Any
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class, mro_of
 from lowtide.probes.objects.listed import frame_locals
 from lowtide.probes.originals import gc
-from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_holders
+from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_kinds
 
 _CHUNK = 4096
 
@@ -45,7 +45,7 @@ def reach(
     seen: dict[int, object] = {}
     known: dict[int, bool] = {}
     readers: dict[int, Reader | None] = {}
-    passed = frozenset(map(id, (dict, tuple, *untracked_holders())))
+    passed = frozenset(map(id, (dict, tuple, *untracked_kinds())))
     waiting: list[object] = list(starts)
     while waiting:
         chunk = waiting[-_CHUNK:]

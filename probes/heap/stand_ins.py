@@ -14,6 +14,13 @@ from typing import Any
 
 from lowtide.probes.objects.foreign import MISSING, attribute, type_name
 from lowtide.probes.objects.listed import Census
+from lowtide.probes.objects.opened_in_c import (
+    address_of_mapping,
+    file_of_database,
+    files_at,
+    number_of_scandir,
+    type_of_scandir,
+)
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.originals import loaded, threading
 
@@ -29,18 +36,27 @@ def stand_ins(census: Census, items: dict[str, list[str]]) -> dict[tuple[str, st
         items: the names by resource: `threads`, `processes`, `file-descriptors`, `shared-memory`.
     """
     numbers = {found.group(): name for name in items.get("file-descriptors", ()) if (found := _NUMBER.match(name))}
-    segments = {name.partition(f" -> {_SHARED_MEMORY}")[2]: name for name in numbers.values() if _SHARED_MEMORY in name}
     known: dict[tuple[str, str], Any] = {}
     running = (("threads", thread_key(thread), thread) for thread in threading.enumerate())
-    mapped: dict[tuple[str, str], Any] = {}
+    mapped: dict[str, Any] = {}
     for resource, name, item in (*running, *owned(census)):
-        if resource == "shared-memory" and name in segments:
-            mapped["file-descriptors", segments[name]] = item
+        if resource == "shared-memory":
+            mapped.setdefault(f"{_SHARED_MEMORY}{name}", item)
         if resource == "file-descriptors":
             name = numbers.get(name, "")
         if name in items.get(resource, ()):
             known.setdefault((resource, name), item)
-    return known | mapped
+    paths = {name: path.removesuffix(" (deleted)") for name in numbers.values() if (path := name.partition(" -> ")[2])}
+    known |= {("file-descriptors", name): mapped[path] for name, path in paths.items() if path in mapped}
+    opened: dict[str, list[str]] = {}
+    for name in map(numbers.__getitem__, sorted(numbers, key=int)):
+        if name in paths and paths[name].startswith("/") and ("file-descriptors", name) not in known:
+            opened.setdefault(paths[name], []).append(name)
+    for path, item in _of_files(census) if opened else ():
+        # The oldest object has opened the one with the lowest number.
+        if opened.get(path):
+            known["file-descriptors", opened[path].pop(0)] = item
+    return known
 
 
 def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
@@ -68,9 +84,26 @@ def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
     for file_kind in (socket.SocketType, io.FileIO, select.epoll):
         for file in census.instances_of(file_kind):
             yield "file-descriptors", str(_number(file_kind, file)), file
+    for entries in census.instances_of(type_of_scandir()):
+        yield "file-descriptors", str(number_of_scandir(entries)), entries
     connection: Any = loaded("multiprocessing.connection")
     for end in census.instances_of(connection._ConnectionBase) if connection is not None else ():
         yield "file-descriptors", str(_plain(attribute(end, "_handle"))), end
+    heap: Any = loaded("multiprocessing.heap")
+    for arena in census.instances_of(heap.Arena) if heap is not None else ():
+        yield "file-descriptors", str(_plain(attribute(arena, "fd"))), arena
+
+
+def _of_files(census: Census) -> Iterator[tuple[str, Any]]:
+    """Give the path of each file that some objects have opened without saying under which number, and the object."""
+    mmap: Any = loaded("mmap")
+    mappings = census.instances_of(mmap.mmap) if mmap is not None else []
+    places = list(map(address_of_mapping, mappings))
+    yield from ((path, mapping) for path, mapping in zip(files_at(places), mappings, strict=True) if path)
+    sqlite: Any = loaded("sqlite3")
+    for database in census.instances_of(sqlite.Connection) if sqlite is not None else ():
+        path = file_of_database(database)
+        yield from ((f"{path}{end}", database) for end in ("", "-wal", "-shm", "-journal") if path)
 
 
 def _pid(process: Any) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of
+from lowtide.probes.objects.opened_in_c import type_of_scandir
 from lowtide.probes.originals import gc, loaded, sys
 from lowtide.probes.references.cxx_holders import callbacks_of
 from lowtide.probes.references.entries import Containers
@@ -17,11 +19,12 @@ Reader = Callable[[Any], list[object]]
 """Gives the objects that an object holds and does not show the collector; runs no foreign code."""
 
 
-def untracked_holders() -> list[type]:
-    """The types, not tracked by the collector, whose instances may hold what is."""
+def untracked_kinds() -> list[type]:
+    """Return the types, not tracked by the collector, whose instances may hold what is, or a descriptor."""
     numpy: Any = loaded("numpy")
     names = ("ndarray", "void", "flatiter", "nditer")
-    return [getattr(numpy, name) for name in names if hasattr(numpy, name)]
+    holders = [getattr(numpy, name) for name in names if hasattr(numpy, name)]
+    return [*holders, select.epoll, type_of_scandir()]
 
 
 def reader_of(cls: type, *, thorough: bool = False) -> Reader | None:

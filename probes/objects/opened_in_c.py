@@ -1,0 +1,107 @@
+"""What objects that are written in C have opened, where they do not say it in Python: read from their memory."""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import functools
+import mmap
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from lowtide.probes.originals import contents, loaded, os
+
+_FIRST_FIELD = object.__basicsize__
+"""Where the first field of an object lies, behind its reference count and its type."""
+
+_HEAD, _WORD = 16, 8
+"""Bytes of that in the builds of Python whose objects are known here, and of a field."""
+
+_LATEST = (3, 14)
+"""The last version of Python whose `sqlite3.Connection` is known to begin with its database."""
+
+
+@functools.cache
+def type_of_scandir() -> type:
+    """Return the type of what `os.scandir` returns, which has no name in Python."""
+    with os.scandir("/") as entries:
+        return type(entries)
+
+
+def number_of_scandir(entries: Any) -> int:
+    """Return the descriptor of a folder that is being listed; -1 where it is closed, or that cannot be read."""
+    # Its last fields are the stream of the folder, and the descriptor that it was given.
+    stream = _stream_of(entries) if _knows_scandir() else 0
+    return _number_of_stream(stream) if stream else -1
+
+
+@functools.cache
+def _knows_scandir() -> bool:
+    with os.scandir("/") as entries:
+        is_there = _stream_of(entries) != 0
+    return is_there and _stream_of(entries) == 0
+
+
+def _stream_of(entries: Any) -> int:
+    return _word(id(entries) + type(entries).__basicsize__ - 2 * _WORD)
+
+
+def _number_of_stream(stream: int) -> int:
+    function: Any = ctypes.CDLL(None).dirfd
+    function.argtypes = [ctypes.c_void_p]
+    return int(function(stream))
+
+
+def address_of_mapping(mapping: Any) -> int:
+    """Return where a `mmap.mmap` lies; 0 where it is closed, or that cannot be read."""
+    return _word(id(mapping) + _FIRST_FIELD) if _knows_mappings() else 0
+
+
+@functools.cache
+def _knows_mappings() -> bool:
+    with mmap.mmap(-1, mmap.PAGESIZE) as sample:
+        address = _word(id(sample) + _FIRST_FIELD)
+        is_there = any(low <= address < high for low, high, _ in _mappings())
+    return is_there and _word(id(sample) + _FIRST_FIELD) == 0
+
+
+def files_at(addresses: Sequence[int]) -> list[str]:
+    """Return the path of the file that is mapped at each address, without the kernel's ` (deleted)`; "" for none."""
+    mappings = _mappings()
+    begins = [low for low, _, _ in mappings]
+    found = []
+    for address in addresses:
+        place = bisect.bisect_right(begins, address) - 1
+        path = mappings[place][2] if place >= 0 and address < mappings[place][1] else ""
+        found.append(path.removesuffix(" (deleted)") if path.startswith("/") else "")
+    return found
+
+
+def _mappings() -> list[tuple[int, int, str]]:
+    lines = [line.split(None, 5) for line in os.fsdecode(contents("/proc/self/maps")).split("\n") if line]
+    return [(*_range(line[0]), line[5] if len(line) > 5 else "") for line in lines]
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    return int(low, 16), int(high, 16)
+
+
+def file_of_database(connection: Any) -> str:
+    """Return the path of the file that a `sqlite3.Connection` has opened; "" for none, or where it cannot be asked."""
+    extension: Any = loaded("_sqlite3")
+    database = _word(id(connection) + _FIRST_FIELD) if _HEAD == _FIRST_FIELD and sys.version_info[:2] <= _LATEST else 0
+    if not database or extension is None:
+        return ""
+    try:
+        # Of the very library that the connection is of, which a program may have several of.
+        function: Any = ctypes.CDLL(getattr(extension, "__file__", None)).sqlite3_db_filename
+    except (OSError, AttributeError):
+        return ""
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_char_p], ctypes.c_char_p
+    return os.fsdecode(function(database, b"main") or b"")
+
+
+def _word(address: int) -> int:
+    return ctypes.c_int64.from_address(address).value
