@@ -11,6 +11,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Union
 
+import msgspec
+
 from lowtide.leakcheck.explaining.cut import Cut
 from lowtide.leakcheck.explaining.explain import Holder, first_holders
 from lowtide.leakcheck.explaining.library_objects import advice_for_root
@@ -22,6 +24,7 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import with_work, works
 from lowtide.leakcheck.findings.storage_holders import Context, older_than
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
+from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.resources import RESOURCES, resource_of
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
@@ -36,6 +39,11 @@ _EXPLAINED = 0.9
 
 _MOST_HOLDERS = 8
 """Holders of the things of one resource, beyond which these are one finding without a holder."""
+
+_MADE = {"processes": "started", "file-descriptors": "made"}
+"""The resources, besides threads, whose makers are noted, and what these do."""
+
+_SHOWN_PLACES = 3
 
 _MOST_REACHED = 100_000
 """Objects that are looked at for arrays behind a finding."""
@@ -77,7 +85,7 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
             if cause is not None and len(apart) > 1:
                 # What a pool's threads do is one of its parts.
                 apart = [part]
-            drafts += apart
+            drafts += [_with_places(each, context) for each in apart]
             causes += [cause] * len(apart)
     causes = _with_changes(drafts, _with_losses(drafts, causes))
     return drafts, _with_host_memory(drafts, _with_threads(drafts, causes), context.walk)
@@ -169,6 +177,17 @@ def _apart(draft: Draft, context: Context) -> list[Draft]:
         ]
         return [only(draft, names) for names in kept]
     return [draft]
+
+
+def _with_places(draft: Draft, context: Context) -> Draft:
+    """A finding about things that the program's code was seen to make, with where it did."""
+    if not isinstance(draft, ItemLeak) or draft.key not in _MADE:
+        return draft
+    places = dict.fromkeys(filter(None, (context.made_at(draft.key, name) for name in sorted(draft.names))))
+    if not places:
+        return draft
+    message = f"{draft.finding.message}; {_MADE[draft.key]} in {first_of(list(places), _SHOWN_PLACES)}"
+    return replace(draft, finding=msgspec.structs.replace(draft.finding, message=message))
 
 
 def _caches_of(draft: ItemLeak) -> set[int]:

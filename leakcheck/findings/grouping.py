@@ -11,13 +11,7 @@ from lowtide.leakcheck.resources import RESOURCES
 from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Hop
 
-BELONGING = (
-    "processes",
-    *(resource.rule.key for resource in RESOURCES),
-    "threads",
-    "shared-memory",
-    "file-descriptors",
-)
+BELONGING = tuple(resource.rule.key for resource in RESOURCES)
 """The resources that belong together, that which says most of the cause first."""
 
 

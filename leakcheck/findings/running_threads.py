@@ -21,7 +21,7 @@ from lowtide.leakcheck.judging.stable_names import identity_of
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.described import name_of
 from lowtide.probes.objects.foreign import attribute, code_of, is_a, mro_of, namespace_of, type_name
-from lowtide.probes.objects.thread_names import thread_ident, thread_key
+from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.originals import threading, weakref
 from lowtide.reports.schema import Hop
 
@@ -93,7 +93,7 @@ def works(names: Collection[str], context: Context) -> list[Work]:
             thread,
             own,
             [by_target.get(id(item)) for item in own],
-            context.started(thread_ident(thread)),
+            context.made_at("threads", thread_key(thread)),
         )
         # Exactly what a fingerprint distinguishes, or two findings of a test had the same one.
         groups.setdefault(identity_of("threads", [each.name]), []).append(each)

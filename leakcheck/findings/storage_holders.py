@@ -101,7 +101,8 @@ class Context:
         namespaces: how many names each module had before the leak; None if that is not known.
         patience: seconds to wait for a thread to end, to prove that it is the holder.
         module: the test module, or the fixture's file, to which the leaks belong; empty if there is none.
-        started: the line that started a thread, by the thread's identifier: `function, file.py:12`; empty if unknown.
+        made_at: the line that made a thing or started it, by its resource and name: `function, file.py:12`; empty if
+            unknown.
         budget: how long may be spent on what can be left out.
         walk: the walk over the heap to ask who holds what, as long as nothing is changed; None: each asks its own.
     """
@@ -117,7 +118,7 @@ class Context:
     namespaces: NamespaceSizes | None = None
     patience: float = 2.0
     module: str = ""
-    started: Callable[[int], str] = lambda ident: ""
+    made_at: Callable[[str, str], str] = lambda key, name: ""
     budget: Budget = field(default_factory=Budget)
     walk: SharedWalk | None = None
 

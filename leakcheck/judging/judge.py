@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
-from lowtide.leakcheck.judging.items import listed
+from lowtide.leakcheck.judging.items import described, listed
 from lowtide.leakcheck.judging.ladder import ACTIONS, LadderStep
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER, DRIVER_ADVICE, DRIVER_HOLDER, Metric
 from lowtide.leakcheck.resources import resource_of
@@ -181,7 +181,7 @@ def _finding(
         advice = kind.advice(new) or None
     message = f"{named_amount(metric, left)} did not come back at {stage}"
     if new:
-        message += ": " + ", ".join(new)
+        message += ": " + ", ".join(described(metric.resource, new))
     message += returns
     mark, former = _fingerprints(metric, stage, cause, new)
     return Finding(

@@ -15,7 +15,7 @@ from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import listed
 from lowtide.leakcheck.judging.rules import rule_of
-from lowtide.leakcheck.resources import RESOURCES, read_items, resource_of
+from lowtide.leakcheck.resources import LISTED, read_items, resource_of
 from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.resource import Resource
 from lowtide.leakcheck.resources.rule import Rule
@@ -72,7 +72,7 @@ class ProcessState:
         settings = {
             name: text for name, text in {**self._baseline.settings, **owner.settings}.items() if text != ABSENT
         }
-        keys = [resource.rule.key for resource in RESOURCES]
+        keys = [resource.rule.key for resource in LISTED]
         made = {key: dict.fromkeys(owner.items.get(key, ()), 1) for key in keys}
         items = {**self._baseline.items, **{key: {**made[key], **self._baseline.items[key]} for key in keys}}
         self._baseline = dataclasses.replace(self._baseline, settings=settings, items=items)
@@ -95,7 +95,7 @@ class ProcessState:
                 resource.read,
                 self._driver,
             )
-            for resource in RESOURCES
+            for resource in LISTED
             if resource.rule.life is not None and (leak := self._left_of(resource, now, stage)) is not None
         ]
         changes = {change.name: change for change in changes_between(self._baseline.settings, now.settings)}

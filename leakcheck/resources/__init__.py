@@ -3,6 +3,6 @@
 `resource` is the interface, `table` has all of them; who judges, explains or tries knows no kind by its name.
 """
 
-from lowtide.leakcheck.resources.table import RESOURCES, read_items, resource_of
+from lowtide.leakcheck.resources.table import LISTED, RESOURCES, read_items, resource_of
 
-__all__ = ["RESOURCES", "read_items", "resource_of"]
+__all__ = ["LISTED", "RESOURCES", "read_items", "resource_of"]

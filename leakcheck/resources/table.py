@@ -5,11 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lowtide.leakcheck.resources.asyncio_tasks import AsyncioTasks
+from lowtide.leakcheck.resources.child_processes import ChildProcesses
+from lowtide.leakcheck.resources.descriptors import Descriptors
 from lowtide.leakcheck.resources.process_groups import ProcessGroups
 from lowtide.leakcheck.resources.resource import Items, Resource
+from lowtide.leakcheck.resources.shared_memory import SharedMemory
+from lowtide.leakcheck.resources.temporary_files import TemporaryFiles
+from lowtide.leakcheck.resources.threads import Threads
 
-RESOURCES: tuple[Resource, ...] = (ProcessGroups(), AsyncioTasks())
+RESOURCES: tuple[Resource, ...] = (
+    ChildProcesses(),
+    ProcessGroups(),
+    AsyncioTasks(),
+    Threads(),
+    SharedMemory(),
+    Descriptors(),
+    TemporaryFiles(),
+)
 """That which says most of a cause that several share comes first."""
+
+LISTED = tuple(resource for resource in RESOURCES if type(resource).read is not Resource.read)
+"""Those that are not read with the counters."""
 
 _BY_KEY = {resource.rule.key: resource for resource in RESOURCES}
 
@@ -20,5 +36,5 @@ def resource_of(key: str) -> Resource | None:
 
 
 def read_items() -> Mapping[str, Items]:
-    """Return what there is now of each resource, by its key."""
-    return {key: resource.read() for key, resource in _BY_KEY.items()}
+    """Return what there is now of each resource that the counters do not read, by its key."""
+    return {resource.rule.key: resource.read() for resource in LISTED}

@@ -202,7 +202,7 @@ class WatchJudge:
             turns=case.turns,
             namespaces=case.namespaces,
             patience=self._policy.settle,
-            started=self._makers.place_of_thread,
+            made_at=self._makers.place_of,
         )
 
     def _drafted(

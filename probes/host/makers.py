@@ -24,6 +24,8 @@ _PLUMBING = frozenset(
 )
 """Modules through which everybody makes such things: who calls them has made it."""
 
+_CHECKER = "lowtide.probes."
+
 _MOST_FRAMES = 60
 
 _TURN = 0.01
@@ -97,11 +99,6 @@ class Makers:
         """Who started a Python thread; None if that was not seen."""
         return self._threads.get(ident)
 
-    def place_of_thread(self, ident: int) -> str:
-        """The program's line that started a Python thread: `function, file.py:12`; empty where that is not known."""
-        maker = self._threads.get(ident)
-        return "" if maker is None else maker.place
-
     def of_process(self, pid: int) -> Maker | None:
         """Who started a child process; None if that was not seen."""
         return self._processes.get(pid)
@@ -144,6 +141,16 @@ class Makers:
         # One that is closed again was made by whoever used the number last.
         gone = self._descriptors.get(int(number)) if not _leads_to(int(number), target) else None
         return self.of_descriptor(int(number)) or gone
+
+    def place_of(self, key: str, name: str) -> str:
+        """Return the program's line that made something: `function, file.py:12`; empty where that is not known.
+
+        Args:
+            key: its resource, as for `of_item`.
+            name: its name there.
+        """
+        maker = self.of_item(key, name)
+        return "" if maker is None else maker.place
 
     def _forked(self, pid: int) -> Maker | None:
         """Who made a child by `os.fork`, which nothing stands in for: the kernel lists it with its thread."""
@@ -232,7 +239,7 @@ def _made_by(frame: FrameType | None) -> tuple[tuple[str, ...], str]:
     found: dict[str, None] = {}
     for caller in _callers(frame):
         code, module = caller.f_code, dict.get(caller.f_globals, "__name__")
-        if module == __name__:  # another one notes it, too
+        if type(module) is str and module.startswith(_CHECKER):  # another one notes it, too, or somebody is told of it
             continue
         if not is_library(code.co_filename):
             # Python 3.10 knows no more than the last part of it.

@@ -1,0 +1,93 @@
+"""Child processes, and those whose parent has ended: their names, and how a finding tells them apart."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+from lowtide.leakcheck.resources.names import Name, name_of_path, without_numbers
+from lowtide.leakcheck.resources.resource import Resource
+from lowtide.leakcheck.resources.rule import Bound, Rule
+from lowtide.probes.heap.roots import is_library
+from lowtide.probes.host.process_files import program_name
+from lowtide.probes.objects.foreign import attribute, type_name
+from lowtide.probes.originals import contents, loaded, os
+
+_MADE_UP = re.compile(r"(\w*Process|\w*PoolWorker)-[\d:]+")
+
+_MOST_SHOWN = 80
+"""Characters of a command line that are shown."""
+
+
+class ChildProcesses(Resource):
+    """The child processes, by their identifiers."""
+
+    rule = Rule(
+        "processes",
+        "processes",
+        "process",
+        "child processes, and those whose parent has ended",
+        test=Bound(settles=True),
+        life=Bound(settles=True),
+        unit="processes",
+    )
+
+    def identity(self, name: str) -> Name:
+        """Return the name that multiprocessing has for it, or else its command line.
+
+        Args:
+            name: its process identifier, or that and a name, as lives have it.
+        """
+        pid, _, known = name.partition(" ")
+        if known:
+            return Name(without_numbers(known))
+        child = _child_of_multiprocessing(pid)
+        if child is not None:
+            given = attribute(child, "_name")
+            if type(given) is not str or _MADE_UP.fullmatch(given):
+                return Name(type_name(type(child)), not is_library(type_name(type(child))))
+            return Name(without_numbers(given))
+        words = _command_line(pid)
+        if not words or words == _command_line("self"):
+            return Name("fork", is_given=False)
+        program = re.sub(r"^python[\d.]*$", "python", os.path.basename(words[0]))
+        arguments = [re.sub(r"/[^\s'\"]+", lambda found: name_of_path(found[0]).text, word) for word in words[1:]]
+        return Name(" ".join([program, *map(without_numbers, arguments)]))
+
+    def describe(self, name: str) -> str:
+        """Return `4711 (engine-core: serving.Core)`, or its command line; what is no number is left as it is."""
+        if not name.isdigit():
+            return name
+        text = _told(name)
+        return f"{name} ({text})" if text else name
+
+
+def _told(pid: str) -> str:
+    """Return what a process runs; empty where nobody knows any more."""
+    child = _child_of_multiprocessing(pid)
+    words = _command_line(pid)
+    if child is not None:
+        # What it was to run, `multiprocessing` forgets as it starts.
+        own = type_name(type(child))
+        return str(attribute(child, "_name")) + ("" if is_library(own) else f": {own}")
+    if not words:
+        return program_name(int(pid))
+    if words == _command_line("self"):
+        return f"a fork of {os.getpid()}"
+    text = shlex.join([os.path.basename(words[0]), *words[1:]])
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+
+
+def _child_of_multiprocessing(pid: str) -> Any:
+    module: Any = loaded("multiprocessing.process")
+    children = [] if module is None else list(module._children)
+    return next((each for each in children if str(attribute(attribute(each, "_popen"), "pid")) == pid), None)
+
+
+def _command_line(pid: str) -> list[str]:
+    try:
+        text = contents(f"/proc/{pid}/cmdline").decode(errors="replace")
+    except OSError:  # it ended meanwhile
+        return []
+    return text.rstrip("\0").split("\0") if text else []
