@@ -18,7 +18,7 @@ _SET = Bound(cause="not-restored")
 _NATIVE = "memory that native code holds"
 _UNREADABLE = "tensors of a kind whose memory cannot be read"
 
-_OF_PROCESS = (
+_HELD = (
     Rule(
         "lru-cache",
         "lru-cache",
@@ -55,6 +55,9 @@ _OF_PROCESS = (
         life=Bound(cause="native"),
     ),
     Rule("gc-frozen", "gc-frozen", "process", "objects frozen by `gc.freeze()`", _SET, _SET, unit="frozen objects"),
+)
+
+_OF_PROCESS = (
     Rule("globals", "globals", "process", "process-wide settings", _SET, _SET, unit="process-wide settings"),
     Rule(
         "host-pools",
@@ -183,7 +186,7 @@ _OF_DEVICES = (
     ),
 )
 
-RULES = (*_OF_PROCESS, *(resource.rule for resource in RESOURCES), *_OF_DEVICES)
+RULES = (*_HELD, *(resource.rule for resource in RESOURCES), *_OF_PROCESS, *_OF_DEVICES)
 """All that must come back, in the order in which it is judged and reported."""
 
 _BY_KEY = {rule.key: rule for rule in RULES}

@@ -1,0 +1,195 @@
+"""Whatever a process opens or starts is told by what it is, where it was made, who holds it, and what ends it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.reports.schema import Finding
+from tests.pytest_plugin.conftest import InnerRun, RunInner
+
+THINGS = """
+import atexit
+import mmap
+import multiprocessing
+import os
+import select
+import socket
+import sqlite3
+import subprocess
+import threading
+from multiprocessing import shared_memory
+
+import pytest
+
+FORK = multiprocessing.get_context("fork")
+LEFT = []
+PAIRS = {"segments": [], "processes": []}
+
+
+class Worker:
+    def __init__(self):
+        self.ours, self.theirs = socket.socketpair()
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self):
+        self.ours.recv(1)
+
+    def close(self):
+        self.theirs.close()
+        self.thread.join()
+        self.ours.close()
+
+
+class Server:
+    process = None
+
+
+def make_epoll(tmp_path):
+    return select.epoll()
+
+
+def make_scandir(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    entries = os.scandir(tmp_path)
+    next(entries)
+    return entries
+
+
+def make_mmap(tmp_path):
+    with open(tmp_path / "mapped", "wb+") as file:
+        file.truncate(4096)
+        return mmap.mmap(file.fileno(), 4096)
+
+
+def make_database(tmp_path):
+    database = sqlite3.connect(tmp_path / "database")
+    database.execute("create table a (b)")
+    return database
+
+
+def make_worker(tmp_path):
+    return Worker()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+@pytest.mark.parametrize("make", [make_epoll, make_scandir, make_mmap, make_database, make_worker])
+def test_one(make, is_kept, tmp_path):
+    made = make(tmp_path)
+    if is_kept:
+        LEFT.append(made)
+    else:
+        made.close()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_array(is_kept):
+    array = multiprocessing.Array("d", 1000)
+    if is_kept:
+        LEFT.append(array)
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_at_exit(is_kept):
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    atexit.register(segment.close)
+    if not is_kept:
+        atexit.unregister(segment.close)
+        segment.close()
+        segment.unlink()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_segments(is_kept):
+    two = [shared_memory.SharedMemory(create=True, size=4096) for _ in range(2)]
+    if is_kept:
+        PAIRS["segments"] += two
+    else:
+        for segment in two:
+            segment.close()
+            segment.unlink()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_processes(is_kept):
+    two = [subprocess.Popen(["sleep", "1000"]) for _ in range(2)]
+    if is_kept:
+        PAIRS["processes"] += two
+    else:
+        for process in two:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_process_of_a_class(is_kept):
+    process = FORK.Process(target=threading.Event().wait, name="engine-core", daemon=True)
+    process.start()
+    if is_kept:
+        Server.process = process
+    else:
+        process.kill()
+        process.join()
+        process.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def end_of_all():
+    yield
+    for process in PAIRS["processes"]:
+        process.kill()
+    for segment in PAIRS["segments"]:
+        segment.unlink()
+"""
+
+
+@pytest.fixture(scope="module")
+def run(run_inner: RunInner) -> InnerRun:
+    return run_inner({"test_inner.py": THINGS})
+
+
+def finding_of(run: InnerRun, name: str) -> Finding:
+    (subject,) = [each for each in run.report.subjects if each.id.endswith(f"::{name}")]
+    (finding,) = subject.findings
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("name", "resource", "holder", "says"),
+    [
+        ("test_one[make_epoll-True]", "file-descriptors", "test_inner.LEFT[0]", "LEFT[0].close()"),
+        ("test_one[make_scandir-True]", "file-descriptors", "test_inner.LEFT[1]", "LEFT[1].close()"),
+        ("test_one[make_mmap-True]", "file-descriptors", "test_inner.LEFT[2]", "LEFT[2].close()"),
+        ("test_one[make_database-True]", "file-descriptors", "test_inner.LEFT[3]", "LEFT[3].close()"),
+        ("test_one[make_worker-True]", "threads", "test_inner.LEFT[4]", "it runs test_inner.Worker.serve (test_inner"),
+        ("test_one[make_worker-True]", "threads", "test_inner.LEFT[4]", "started in Worker.__init__, test_inner.py:"),
+        ("test_array[True]", "file-descriptors", "test_inner.LEFT[5]", "pym-"),
+        ("test_at_exit[True]", "shared-memory", "atexit.register(", "close(); atexit.register("),
+        ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "call close() of each"),
+        ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "(sleep 1000)"),
+        ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "started in test_processes"),
+        ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "call terminate() of each"),
+        ("test_process_of_a_class[True]", "processes", "test_inner.Server.process", "(engine-core); started in test_"),
+        ("test_process_of_a_class[True]", "processes", "test_inner.Server.process", "Server.process.terminate()"),
+    ],
+)
+def test_a_thing_is_told_by_what_it_is_and_who_holds_it(
+    run: InnerRun, name: str, resource: str, holder: str, says: str
+) -> None:
+    finding = finding_of(run, name)
+    assert finding.resource == resource
+    assert (finding.holder or "").startswith(holder)
+    assert says in f"{finding.message}; {finding.advice}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"test_one[make_{kind}-False]" for kind in ("epoll", "scandir", "mmap", "database", "worker")),
+        *(f"test_{kind}[False]" for kind in ("array", "at_exit", "segments", "processes", "process_of_a_class")),
+    ],
+)
+def test_what_is_ended_is_no_leak(run: InnerRun, name: str) -> None:
+    (subject,) = [each for each in run.report.subjects if each.id.endswith(f"::{name}")]
+    assert (subject.outcome, subject.findings) == ("clean", ())
