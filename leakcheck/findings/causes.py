@@ -140,6 +140,32 @@ def _causes_of_things(leaks: Sequence[ItemLeak], context: Context) -> dict[_Name
     return causes
 
 
+def with_holders(leak: ItemLeak, context: Context) -> Finding:
+    """A finding about things that several lives have left, with who holds them: they stay one finding.
+
+    Args:
+        leak: the things.
+        context: what is known around them.
+    """
+    finding = leak.finding
+    if leak.key == "threads":
+        told = [with_work(leak, work).finding for work in works(leak.names, context)]
+        return told[0] if len(told) == 1 else finding
+    causes = _causes_by_name(_stand_ins({leak.key: [*leak.names]}, context), context)
+    ways = {cause.holder: cause for cause in causes.values()}
+    if not ways:
+        return finding
+    first, others = next(iter(ways.values())), f" (and {len(ways) - 1} more)" if len(ways) > 1 else ""
+    some = "" if len(causes) == len(leak.names) else f"{len(causes)} of them "
+    return msgspec.structs.replace(
+        finding,
+        message=f"{finding.message}; {some}held by {first.holder}{others}",
+        holder=first.holder,
+        path=first.path,
+        advice=finding.advice or first.advice,
+    )
+
+
 def _main(members: Sequence[_Named]) -> str:
     """Return the resource that says most of a cause."""
     return min((key for key, _ in members), key=BELONGING.index)
@@ -259,6 +285,8 @@ def _causes_by_name(owners: Mapping[_Named, Any], context: Context) -> dict[_Nam
         innocent=older_than(context),
         roots=context.roots,
         living=context.living,
+        # A thread that runs on has what its object has, which the program can end.
+        not_roots=set(map(id, threading.enumerate())),
         walk=context.walk,
     )
     by_object = {id(item): _cause(holder, item) for item, holder in zip(objects, holders, strict=True)}

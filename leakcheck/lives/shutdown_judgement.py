@@ -8,7 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import msgspec
 
 from lowtide.leakcheck.explaining.type_growth import TypeCounts
+from lowtide.leakcheck.findings.causes import with_holders
 from lowtide.leakcheck.findings.empty_pools import of_cached_pools, of_empty_pools
+from lowtide.leakcheck.findings.grouping import BELONGING
 from lowtide.leakcheck.findings.host_arrays import with_array_holder
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
@@ -29,6 +31,7 @@ from lowtide.leakcheck.lives.life_metrics import LifeMetrics
 from lowtide.leakcheck.lives.life_record import LifeRecord, is_reported
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.resources.rule import Rung
+from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Finding, NotMeasured
 
@@ -198,7 +201,11 @@ class ShutdownJudgement:
             for finding, metric in zip(judgement.findings, judgement.metrics, strict=True)
         ]
         judgement = dataclasses.replace(judgement, findings=tuple(named))
-        return with_arrays(judgement, self._leftovers.context(engine)) if is_last else judgement
+        if not is_last:
+            return judgement
+        context = self._leftovers.context(engine)
+        judgement = _with_holders(judgement, start, steps[-1].reading, context)
+        return with_arrays(judgement, context)
 
     def _conclude(
         self,
@@ -329,6 +336,22 @@ def with_pools(judgement: Judgement, start: Snapshot, now: Snapshot, context: Ca
             rows[rows.index(pools)] = (of_cached_pools(finding, None), metric, key)
     findings, metrics, keys = zip(*rows, strict=True) if rows else ((), (), ())
     return dataclasses.replace(judgement, findings=findings, metrics=metrics, keys=keys)
+
+
+def _with_holders(judgement: Judgement, start: Snapshot, now: Snapshot, context: Context) -> Judgement:
+    """With who holds the threads, processes, descriptors and the like that are left."""
+    rows = list(zip(judgement.findings, judgement.metrics, strict=True))
+    if not any(metric.key in BELONGING for _, metric in rows):
+        return judgement
+    with sharing_walk() as walk:
+        context = dataclasses.replace(context, walk=walk)
+        told = [
+            with_holders(ItemLeak(finding, metric.key, metric.new_items(start, now), 0), context)
+            if metric.key in BELONGING
+            else finding
+            for finding, metric in rows
+        ]
+    return dataclasses.replace(judgement, findings=tuple(told))
 
 
 def with_arrays(judgement: Judgement, context: Context) -> Judgement:

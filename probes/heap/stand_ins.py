@@ -15,11 +15,11 @@ from typing import Any
 from lowtide.probes.objects.foreign import MISSING, attribute, type_name
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.opened_in_c import (
-    address_of_mapping,
+    SCANDIR,
+    addresses_of_mappings,
     file_of_database,
     files_at,
     number_of_scandir,
-    type_of_scandir,
 )
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.originals import loaded, threading
@@ -36,6 +36,7 @@ def stand_ins(census: Census, items: dict[str, list[str]]) -> dict[tuple[str, st
         items: the names by resource: `threads`, `processes`, `file-descriptors`, `shared-memory`.
     """
     numbers = {found.group(): name for name in items.get("file-descriptors", ()) if (found := _NUMBER.match(name))}
+    pids = {name.partition(" ")[0]: name for name in items.get("processes", ())}
     known: dict[tuple[str, str], Any] = {}
     running = (("threads", thread_key(thread), thread) for thread in threading.enumerate())
     mapped: dict[str, Any] = {}
@@ -44,6 +45,8 @@ def stand_ins(census: Census, items: dict[str, list[str]]) -> dict[tuple[str, st
             mapped.setdefault(f"{_SHARED_MEMORY}{name}", item)
         if resource == "file-descriptors":
             name = numbers.get(name, "")
+        if resource == "processes":
+            name = pids.get(name, "")
         if name in items.get(resource, ()):
             known.setdefault((resource, name), item)
     paths = {name: path.removesuffix(" (deleted)") for name in numbers.values() if (path := name.partition(" -> ")[2])}
@@ -84,7 +87,7 @@ def owned(census: Census) -> Iterator[tuple[str, str, Any]]:
     for file_kind in (socket.SocketType, io.FileIO, select.epoll):
         for file in census.instances_of(file_kind):
             yield "file-descriptors", str(_number(file_kind, file)), file
-    for entries in census.instances_of(type_of_scandir()):
+    for entries in census.instances_of(SCANDIR):
         yield "file-descriptors", str(number_of_scandir(entries)), entries
     connection: Any = loaded("multiprocessing.connection")
     for end in census.instances_of(connection._ConnectionBase) if connection is not None else ():
@@ -98,8 +101,8 @@ def _of_files(census: Census) -> Iterator[tuple[str, Any]]:
     """Give the path of each file that some objects have opened without saying under which number, and the object."""
     mmap: Any = loaded("mmap")
     mappings = census.instances_of(mmap.mmap) if mmap is not None else []
-    places = list(map(address_of_mapping, mappings))
-    yield from ((path, mapping) for path, mapping in zip(files_at(places), mappings, strict=True) if path)
+    paths = files_at(addresses_of_mappings(mappings))
+    yield from ((path, mapping) for path, mapping in zip(paths, mappings, strict=True) if path)
     sqlite: Any = loaded("sqlite3")
     for database in census.instances_of(sqlite.Connection) if sqlite is not None else ():
         path = file_of_database(database)

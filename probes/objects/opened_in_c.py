@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import ctypes
-import functools
 import mmap
 import sys
 from collections.abc import Sequence
@@ -22,11 +21,13 @@ _LATEST = (3, 14)
 """The last version of Python whose `sqlite3.Connection` is known to begin with its database."""
 
 
-@functools.cache
-def type_of_scandir() -> type:
-    """Return the type of what `os.scandir` returns, which has no name in Python."""
+def _type_of_scandir() -> type:
     with os.scandir("/") as entries:
         return type(entries)
+
+
+SCANDIR = _type_of_scandir()
+"""The type of what `os.scandir` returns, which has no name in Python."""
 
 
 def number_of_scandir(entries: Any) -> int:
@@ -36,7 +37,6 @@ def number_of_scandir(entries: Any) -> int:
     return _number_of_stream(stream) if stream else -1
 
 
-@functools.cache
 def _knows_scandir() -> bool:
     with os.scandir("/") as entries:
         is_there = _stream_of(entries) != 0
@@ -53,12 +53,12 @@ def _number_of_stream(stream: int) -> int:
     return int(function(stream))
 
 
-def address_of_mapping(mapping: Any) -> int:
-    """Return where a `mmap.mmap` lies; 0 where it is closed, or that cannot be read."""
-    return _word(id(mapping) + _FIRST_FIELD) if _knows_mappings() else 0
+def addresses_of_mappings(mappings: Sequence[Any]) -> list[int]:
+    """Return where each `mmap.mmap` lies, shape [len(mappings)]; 0 where it is closed, or that cannot be read."""
+    is_known = bool(mappings) and _knows_mappings()
+    return [_word(id(mapping) + _FIRST_FIELD) if is_known else 0 for mapping in mappings]
 
 
-@functools.cache
 def _knows_mappings() -> bool:
     with mmap.mmap(-1, mmap.PAGESIZE) as sample:
         address = _word(id(sample) + _FIRST_FIELD)

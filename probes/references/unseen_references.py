@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lowtide.probes.objects.foreign import attribute, is_a, mro_of
-from lowtide.probes.objects.opened_in_c import type_of_scandir
+from lowtide.probes.objects.opened_in_c import SCANDIR
 from lowtide.probes.originals import gc, loaded, sys
 from lowtide.probes.references.cxx_holders import callbacks_of
 from lowtide.probes.references.entries import Containers
@@ -24,7 +24,7 @@ def untracked_kinds() -> list[type]:
     numpy: Any = loaded("numpy")
     names = ("ndarray", "void", "flatiter", "nditer")
     holders = [getattr(numpy, name) for name in names if hasattr(numpy, name)]
-    return [*holders, select.epoll, type_of_scandir()]
+    return [*holders, select.epoll, SCANDIR]
 
 
 def reader_of(cls: type, *, thorough: bool = False) -> Reader | None:

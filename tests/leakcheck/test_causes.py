@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import select
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,7 +19,7 @@ import pytest
 
 from lowtide.leakcheck.baseline.filled_caches import CachedItem
 from lowtide.leakcheck.findings import graph_parts, tensor_findings
-from lowtide.leakcheck.findings.causes import Draft, with_causes
+from lowtide.leakcheck.findings.causes import Draft, with_causes, with_holders
 from lowtide.leakcheck.findings.grouping import by_cause
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import Context
@@ -47,6 +50,35 @@ def reported(*leaks: ItemLeak) -> list[list[str]]:
     findings = [draft if isinstance(draft, Finding) else draft.finding for draft in drafts]
     merged = by_cause(findings, {id(finding): cause for finding, cause in zip(findings, causes, strict=True)})
     return [[finding.resource, *(part.resource for part in finding.parts)] for finding in merged]
+
+
+OPENED: list[Any] = []
+
+
+@pytest.fixture
+def opened() -> Iterator[list[str]]:
+    """The names of the descriptors of two sockets that a list holds, and of an epoll that only a frame does."""
+    sockets = socket.socketpair()
+    lonely = select.epoll()
+    OPENED.extend(sockets)
+    numbers = [*(each.fileno() for each in sockets), lonely.fileno()]
+    yield [f"{number} -> {Path(f'/proc/self/fd/{number}').readlink()}" for number in numbers]
+    OPENED.clear()
+    lonely.close()
+    for each in sockets:
+        each.close()
+
+
+def test_what_lives_left_stays_one_finding_with_its_holders(opened: list[str]) -> None:
+    told = with_holders(leak("file-descriptors", *opened[:2]), Context())
+    assert told.message.endswith(f"; held by {__name__}.OPENED")
+    assert (told.holder, told.fingerprint) == (f"{__name__}.OPENED", "file-descriptors")
+    some = with_holders(leak("file-descriptors", *opened), Context())
+    assert some.message.endswith(f"; 2 of them held by {__name__}.OPENED")
+
+
+def test_what_nothing_of_the_program_holds_has_no_holder(opened: list[str]) -> None:
+    assert with_holders(leak("file-descriptors", opened[2]), Context()) == leak("file-descriptors", opened[2]).finding
 
 
 GROUPS = ("0", "1")

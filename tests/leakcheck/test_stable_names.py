@@ -21,11 +21,11 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.storage_holders import Context, Explained
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks, with_stage
-from lowtide.leakcheck.judging import stable_names
 from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.stable_names import identity_of
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
+from lowtide.leakcheck.resources import child_processes
 from lowtide.leakcheck.resources.names import without_numbers
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.memory.stack_frames import StackFrame
@@ -142,7 +142,7 @@ def command_lines(monkeypatch: pytest.MonkeyPatch) -> None:
             f"--at={tempfile.gettempdir()}/pytest-of-me/pytest-{run}/x",
         ]
 
-    monkeypatch.setattr(stable_names, "_command_line", line)
+    monkeypatch.setattr(child_processes, "_command_line", line)
 
 
 def test_no_two_of_a_thousand_different_leaks_share_a_fingerprint() -> None:

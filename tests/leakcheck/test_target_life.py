@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing import shared_memory
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -259,3 +263,66 @@ def test_what_a_module_makes_when_a_life_imports_it_is_the_process_s() -> None:
 def test_what_a_life_puts_into_such_a_module_is_a_leak() -> None:
     finding = only(ImportsAndKeeps)
     assert (finding.stage, finding.bytes, finding.holder) == ("create", 4000, "table_of_a_life.KEPT[0]")
+
+
+class Serving(SmallTarget):
+    """Leaves a worker with a thread and sockets, a process and a segment, each life its own."""
+
+    def create(self, config: Mapping[str, Any]) -> None:
+        super().create(config)
+        KEPT.append(Worker())
+        KEPT.append(subprocess.Popen(["sleep", "1000"]))
+        KEPT.append(shared_memory.SharedMemory(create=True, size=4096))
+
+
+class Worker:
+    def __init__(self) -> None:
+        self.own, self.others = socket.socketpair()
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+
+    def serve(self) -> None:
+        self.own.recv(1)
+
+    def close(self) -> None:
+        self.others.close()
+        self.thread.join()
+        self.own.close()
+
+
+class Ending(Serving):
+    def shutdown(self) -> None:
+        super().shutdown()
+        end_kept()
+
+
+def end_kept() -> None:
+    for item in KEPT:
+        if isinstance(item, subprocess.Popen):
+            item.kill()
+            item.wait()
+            continue
+        item.close()
+        if isinstance(item, shared_memory.SharedMemory):
+            item.unlink()
+    KEPT.clear()
+
+
+def test_what_lives_leave_is_told_by_what_it_is_and_who_holds_it() -> None:
+    try:
+        found = {finding.resource: finding for finding in lived(Serving, cycles=2).findings}
+    finally:
+        end_kept()
+    assert found.keys() == {"threads", "processes", "shared-memory", "file-descriptors"}
+    kept = f"{__name__}.KEPT"
+    assert f"they run {__name__}.Worker.serve (" in found["threads"].message
+    assert f"held by {kept}[0] (and 1 more)" in found["threads"].message
+    assert found["threads"].holder == f"{kept}[0] (and 1 more)"
+    assert f"held by {kept}[1] (and 1 more)" in found["processes"].message
+    assert f"held by {kept}[2] (and 1 more)" in found["shared-memory"].message
+    assert found["shared-memory"].advice == f"end {kept}[2] where its owner ends: {kept}[2].close()"
+    assert found["file-descriptors"].path[1].edge == ".KEPT"
+
+
+def test_what_lives_end_is_no_leak() -> None:
+    assert lived(Ending, cycles=2).findings == ()

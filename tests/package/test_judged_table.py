@@ -14,7 +14,7 @@ from lowtide.leakcheck.judging import metrics
 from lowtide.leakcheck.judging.metrics import Metric, shutdown_metrics
 from lowtide.leakcheck.judging.rules import RULES, bound_of_test, rule_of
 from lowtide.leakcheck.judging.tolerances import Reading, host_memory_tolerance, plain_metrics
-from lowtide.leakcheck.resources import RESOURCES
+from lowtide.leakcheck.resources import LISTED
 from lowtide.leakcheck.resources.rule import Bound, Rung
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -110,7 +110,7 @@ def test_a_life_is_judged_by_every_row_of_its_column() -> None:
     for rule in RULES:
         key = rule.key if rule.place == "process" else f"{rule.key} cuda:0"
         # What is no part of a snapshot is compared by `ProcessState`.
-        if rule.life is None or rule.key in {"globals", *(resource.rule.key for resource in RESOURCES)}:
+        if rule.life is None or rule.key in {"globals", *(resource.rule.key for resource in LISTED)}:
             assert key not in judged
             continue
         assert figures(judged[key]) == expected(rule.life)

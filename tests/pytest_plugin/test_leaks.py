@@ -1111,9 +1111,9 @@ def test_every_other_leak_is_reported(leaks: Subjects, resource: str, case: Case
     [
         ("lru-cache", "lru-cache", 0, 2),
         ("threads", "thread", 0, 3),
-        ("processes", "unknown", 0, 2),
+        ("processes", "module-global", 0, 2),
         ("file-descriptors", "module-global, unknown", 0, 10),
-        ("shared-memory", "unknown", 8192 + 12288, 1),
+        ("shared-memory", "module-global", 8192 + 12288, 2),
         ("process-groups", "not-restored", 0, 1),
         ("arena", "unknown", 1 << 20, 1),
         ("globals", "not-restored", 0, 6),
