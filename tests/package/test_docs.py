@@ -108,13 +108,12 @@ def test_every_option_setting_and_marker_that_pytest_lists_is_on_the_page() -> N
 
 
 def test_the_python_interface_has_every_public_name() -> None:
-    from lowtide import engine
-    from lowtide.leakcheck import targets
+    from lowtide import engine, targets
 
     reported = set(re.findall(r"^(?:::: |      heading: )([\w.]+)$", page("api.md"), re.MULTILINE))
     names = {f"lowtide.{name}" for name in lowtide.__all__ if name != "__version__"}
     # A type's alias and a table of settings have no documentation of their own.
-    names |= {f"lowtide.leakcheck.target.{name}" for name in targets.__all__ if name != "TargetFactory"}
+    names |= {f"lowtide.targets.{name}" for name in targets.__all__ if name != "TargetFactory"}
     errors = {name for name in engine.__all__ if name.endswith("Error")}
     names |= {f"lowtide.engine.{name}" for name in set(engine.__all__) - errors - {"PRESETS"}}
     assert names <= reported
