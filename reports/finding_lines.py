@@ -6,6 +6,7 @@ Nothing here is escaped: each medium does that in its own way when it writes a l
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -201,7 +202,9 @@ def _before_path(finding: Finding) -> Iterator[str]:
     holder = holder_text(finding)
     if holder and holder not in finding.message:
         yield holder if holder != finding.holder else f"namely {holder}"
-    if finding.bytes and finding.count > 1 and f"{finding.count} " not in finding.message:
+    # A number of bytes is no number of things.
+    counted = re.compile(rf"(?<![\d.]){finding.count} (?!(?:[KMGT]i)?B\b)")
+    if finding.bytes and finding.count > 1 and not counted.search(finding.message):
         yield f"count: {finding.count}"
 
 

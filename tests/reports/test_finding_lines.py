@@ -39,6 +39,20 @@ def test_of_a_finding_of_which_nothing_is_known_only_the_fingerprint_is_reported
     assert texts(BARE) == ["fingerprint 0123456789abcdef"]
 
 
+@pytest.mark.parametrize(
+    ("message", "is_shown"),
+    [
+        ("32 KiB did not come back", True),
+        ("8.32 MiB did not come back", True),
+        ("2.0 MiB in 132 tensors did not come back", True),
+        ("32 tensors, 2.0 MiB, did not come back", False),
+        ("2.0 MiB of 32 Bytes objects did not come back", False),
+    ],
+)
+def test_how_many_there_are_is_reported_where_the_message_does_not_say_it(message: str, is_shown: bool) -> None:
+    assert ("count: 32" in texts(changed(message=message, count=32))) == is_shown
+
+
 def test_all_that_is_known_is_reported_in_order() -> None:
     full = changed(
         holder="engine.supports_kw",
