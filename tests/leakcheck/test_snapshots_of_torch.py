@@ -70,7 +70,9 @@ def test_a_stage_is_what_the_program_set_or_its_annotation(tmp_path: Path) -> No
     kept.append(on_card(8))
     after = dumped(tmp_path / "after.pickle")
     stages = mib_of(after)
-    assert {stage: stages[stage] - before.get(stage, 0) for stage in stages} == {
+    # What earlier tests have left is there still, outside of what this one has recorded.
+    grown = {stage: stages[stage] - before.get(stage, 0) for stage in stages}
+    assert {stage: more for stage, more in grown.items() if more} == {
         "forward": 34,
         "attention": 64,
         "optimizer": 16,
