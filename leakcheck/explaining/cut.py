@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from lowtide.leakcheck.explaining import declarations
 from lowtide.leakcheck.explaining.container_entries import Entries
+from lowtide.leakcheck.resources.change import Change
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.identities import identities, namespaces_of, types_of
@@ -43,35 +44,26 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
-    """A change that can be made once; keeps the holder alive, and not what is held.
+class Cut(Change):
+    """A change of the edge by which something is held, to be made once; keeps the holder alive, and not what is held.
+
+    `apply` raises what the holder's own code raises.
 
     Attributes:
-        action: the change as code, or in words where there is no code for it.
-        changed: what is different afterwards.
-        apply: makes it. Raises what the holder's own code raises.
         place: for an entry of a container, where.
         ends_anyway: whether the change is made even where making it raises.
-        is_code: whether the action is code that runs as it stands, and not words.
+        sets_none: whether None takes the place of what is held, and nothing is taken away.
         emptied: the identity of the cache that the change empties; 0 where it empties none.
         held: the identity of the entry that the change deletes from a container; 0 where it does something else.
         together: deletes several entries of that container, by their identities, going through it once.
     """
 
-    action: str
-    changed: str
-    apply: Callable[[], object]
     place: Place | None = None
     ends_anyway: bool = False
-    is_code: bool = True
+    sets_none: bool = False
     emptied: int = 0
     held: int = 0
     together: Callable[[Collection[int]], object] | None = None
-
-    @property
-    def is_deletion(self) -> bool:
-        """Whether something is taken away, and not replaced by None."""
-        return not self.changed.endswith(" is None")
 
 
 @dataclass(frozen=True)
@@ -211,14 +203,23 @@ class LinkOwner:
 
     def cut(
         self,
-        action: str | None,
+        code: str | None,
         instead: str,
-        changed: str,
+        effect: str,
         apply: Callable[[], object],
         *,
         place: Place | None = None,
         ends_anyway: bool = False,
+        sets_none: bool = False,
     ) -> Cut:
-        """A change by its code, or where there is none, by words for it."""
-        is_code = self.code is not None and action is not None
-        return Cut(action if is_code and action else instead, changed, apply, place, ends_anyway, is_code)
+        """Return a change by its code, or where there is none, by words for it."""
+        is_code = self.code is not None and code is not None
+        return Cut(
+            code if is_code and code else instead,
+            effect,
+            apply,
+            is_code,
+            place=place,
+            ends_anyway=ends_anyway,
+            sets_none=sets_none,
+        )

@@ -83,7 +83,8 @@ def _entry(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     text = f"{of.text}[{key_text}]" if key_text is not None and link.owner is carrier else f"{of.words}{link.edge}"
     if bound == "none":
         set_none = None if where is None or key_text is None else _setting(where, carrier, key_text)
-        return of.cut(set_none, f"set {text} to None", f"{text} is None", lambda: set_in_dict(carrier, link.held, None))
+        change = functools.partial(set_in_dict, carrier, link.held, None)
+        return of.cut(set_none, f"set {text} to None", f"{text} is None", change, sets_none=True)
     is_old = bound == "other" or entries.last_old > index
     if not names.are_free and (is_old or entries.has_none):
         # It stands where something stood before the leak, or is one of slots, some of them empty.
@@ -198,6 +199,7 @@ def _item_of_array(link: Link, of: LinkOwner, names: Names) -> Cut | None:
         f"set {text} to None",
         f"{text} is None",
         lambda: _empty_item(link.carrier, link.held),
+        sets_none=True,
     )
 
 
@@ -254,7 +256,8 @@ def _emptying(of: LinkOwner, owner: object, name: str, apply: Callable[[], objec
     text = f"{of.text}.{name}"
     plain = is_plain(type(owner), "__setattr__")
     code = f"{text} = None" if plain else call(of.text, owner, "__setattr__", repr(name), "None")
-    return of.cut(code if is_name(name) else None, f"set {text} to None", f"{text}{where} is None", apply)
+    own = code if is_name(name) else None
+    return of.cut(own, f"set {text} to None", f"{text}{where} is None", apply, sets_none=True)
 
 
 def _attribute(link: Link, of: LinkOwner, names: Names) -> Cut | None:
@@ -315,7 +318,8 @@ def _registered(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     plain = is_plain(type(link.owner), sets) and is_plain(type(link.owner), "__getattr__")
     other = None if of.code is None else entry_of(f"{of.code}.{_registry(link)}", entries, link.held)
     code = f"{text} = None" if plain or other is None else f"{other} = None"
-    return of.cut(code, f"set {text} to None", f"{text} is None", lambda: entries.__setitem__(key, None))
+    apply = functools.partial(entries.__setitem__, key, None)
+    return of.cut(code, f"set {text} to None", f"{text} is None", apply, sets_none=True)
 
 
 def _registry(link: Link) -> str:
@@ -330,7 +334,8 @@ def _cell(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     name = link.edge.removeprefix("cell ").strip("'")
     index = f"{of.code}.__closure__[{_cell_index(link)}].cell_contents = None"
     changed = f"{name}, in the closure of {of.text}, is None"
-    return of.cut(index, f"set {name}, in the closure of {of.words}, to None", changed, lambda: _empty(link.carrier))
+    words = f"set {name}, in the closure of {of.words}, to None"
+    return of.cut(index, words, changed, lambda: _empty(link.carrier), sets_none=True)
 
 
 def _empty(cell: CellType) -> None:

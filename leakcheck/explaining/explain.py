@@ -431,7 +431,7 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
         advice = f"call reset() of {shown.path.root} with the token that its set() returned"
     if path.root_kind == "native" and path.root_name.startswith(HOOK):
         advice = _LETTING_HOOK_GO.format(path.root_name)
-        cut = None if cut is None else replace(cut, action=advice)
+        cut = None if cut is None else replace(cut, code=advice)
     explanation = Explanation(
         verdict="native-held" if path.root_kind == "native" else verdict_of(path.steps),
         cause=cause,

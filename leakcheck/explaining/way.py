@@ -197,7 +197,7 @@ def first_cut(way: Way, first: int, names: Names) -> tuple[Cut | None, int]:
             known = replace(known, are_free=False)
         try:
             cut = cut_of(link, way.code(turn), known, way.words(turn))
-            if is_ground and cut is not None and not cut.is_deletion:
+            if is_ground and cut is not None and cut.sets_none:
                 return None, turn
         except Refused:
             return None, turn

@@ -93,7 +93,7 @@ def held_by_arrays(finding: Finding, size: int, context: Context) -> tuple[Findi
 
 def _advice(explanation: Explanation) -> str:
     if explanation.cut is not None and explanation.cut.is_code:
-        return explanation.cut.action
+        return explanation.cut.code
     return explanation.advice or f"let go of {explanation.holder} where its owner ends"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 
@@ -15,6 +14,7 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import FROZEN, first_of, listed
 from lowtide.leakcheck.judging.ladder import release
+from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, describe_change
 from lowtide.leakcheck.settings.setting_remedies import advice
@@ -22,7 +22,7 @@ from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.host.settings import SettingReader
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
-from lowtide.probes.originals import gc, weakref
+from lowtide.probes.originals import gc
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_amount, format_bytes
 
@@ -39,23 +39,6 @@ a later test may need them.
 
 _SHOWN_SETTINGS = 3
 _TOLD_SETTINGS = 8
-
-
-@dataclass(frozen=True)
-class Ending:
-    """A call that ends what works for an object of the standard library, to be made when no test follows.
-
-    Attributes:
-        code: it.
-        changed: what is different afterwards.
-        owner: a weak reference to the object.
-        do: makes the call.
-    """
-
-    code: str
-    changed: str
-    owner: weakref.ref[Any]
-    do: Callable[[Any], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +65,7 @@ class ItemLeak:
     cached: Mapping[str, CachedItem] = field(default_factory=dict)
     module: str = ""
     changes: tuple[SettingChange, ...] = ()
-    endings: tuple[Ending, ...] = ()
+    endings: tuple[Change, ...] = ()
 
     def without(self, left: Mapping[str, int], action: str) -> ItemLeak:
         """The same after an action that was meant for something else, and may have ended some of this too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from lowtide.leakcheck.baseline.filled_caches import CachedItem
 from lowtide.leakcheck.explaining.explain import expression_to
 from lowtide.leakcheck.explaining.expressions import of_cache, of_thread
 from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_texts
-from lowtide.leakcheck.findings.item_findings import UNFROZEN, Ending, ItemLeak, still_changed
+from lowtide.leakcheck.findings.item_findings import UNFROZEN, ItemLeak, still_changed
 from lowtide.leakcheck.judging.budget import Budget, untried
 from lowtide.leakcheck.judging.items import FROZEN
 from lowtide.leakcheck.judging.ladder import ACTIONS, release
@@ -72,8 +73,8 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool, walk: Sh
 
         after = "gc.collect(); torch.cuda.empty_cache()"
         if cut.is_code:
-            return [Change(f"{cut.action}; {after}", cut.changed, do)]
-        return [Change(f"{cut.action}, then {after}", cut.changed, do, is_code=False)]
+            return [Change(f"{cut.code}; {after}", cut.effect, do)]
+        return [Change(f"{cut.code}, then {after}", cut.effect, do, is_code=False)]
     kind = resource_of(leak.key)
     return [] if kind is None else kind.changes(leak.names)
 
@@ -94,13 +95,11 @@ def _joining(leak: ItemLeak, patience: float) -> list[Change]:
         for thread in threads():
             thread.join(max(0.0, until - time.monotonic()))
 
-    def end(ending: Ending) -> None:
-        owner = ending.owner()
-        if owner is not None:
-            ending.do(owner)
+    def end(ending: Change) -> None:
+        ending.apply()
         join()
 
-    actions = [Change(ending.code, ending.changed, functools.partial(end, ending)) for ending in leak.endings]
+    actions = [replace(ending, apply=functools.partial(end, ending)) for ending in leak.endings]
     waiting = threads()
     if len(waiting) == 1:
         actions.append(Change(f"{of_thread(thread_name(waiting[0]))}.join()", "", join))

@@ -5,6 +5,7 @@ Runs on a leak only, after the verdict.  Every change to the program is listed w
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,11 +18,13 @@ from lowtide.leakcheck.explaining.cut import Cut, Place
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.explaining.expressions import of_thread
 from lowtide.leakcheck.explaining.raised_errors import error_text, unraisable_texts
+from lowtide.leakcheck.findings.item_findings import UNFROZEN
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.budget import untried
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.judging.ladder import ACTIONS, collect, compiled_anything, release, reset_compiled
+from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.memory.tensors import plain_tensors, torch_member
@@ -217,12 +220,12 @@ class _Trial:
         cuts = [
             cut
             for cut in _distinct(cut for item in attempt.explanations for cut in item.cuts)
-            if cut.action not in attempt.done
+            if cut.code not in attempt.done
         ]
         if not cuts:
             self.climb(attempt)
             return False
-        attempt.done |= {cut.action for cut in cuts}
+        attempt.done |= {cut.code for cut in cuts}
         wording = named(cuts)
         with unraisable_texts() as unraisable:
             raised = _apply(cuts, attempt)
@@ -237,15 +240,15 @@ class _Trial:
 
     def climb(self, attempt: _Attempt) -> None:
         """Tries what may let go of a leak that cutting did not give back."""
-        for rung in _rungs(attempt.explanations, self._waited, self._context.patience, may_unfreeze=self._may_unfreeze):
+        patience = self._context.patience
+        for change in _further(attempt.explanations, self._waited, patience, may_unfreeze=self._may_unfreeze):
             if not self.left(attempt) or self._context.budget.is_spent:
                 break
             with unraisable_texts():
-                was_done = rung()
+                change.apply()
                 returned = self._measure(attempt)
-            if was_done:
-                attempt.changed += [rung.changed] if rung.changed else []
-                _take_down(rung.name, returned, attempt)
+            attempt.changed += [change.effect] if change.effect else []
+            _take_down(change.code, returned, attempt)
 
     def _measure(self, current: _Attempt, *, runs_code: bool = False) -> _Returned:
         """The bytes that each leak got back by an action, for those that got any."""
@@ -284,11 +287,11 @@ def named(cuts: Sequence[Cut]) -> Wording:
     # The last first, so that the others' places stay as reported.
     ordered = sorted(cuts, key=lambda cut: -cut.place.position if cut.place is not None else 0)
     if len(cuts) <= _MOST_TOLD and all(cut.is_code for cut in cuts):
-        return Wording("; ".join(cut.action for cut in ordered))
-    repeated = _repeated([cut.action for cut in cuts]) if all(cut.is_code for cut in cuts) else None
+        return Wording("; ".join(cut.code for cut in ordered))
+    repeated = _repeated([cut.code for cut in cuts]) if all(cut.is_code for cut in cuts) else None
     if repeated is not None:
         return Wording(repeated)
-    return Wording(first_of([cut.action for cut in ordered], _SHOWN), is_code=len(cuts) == 1 and cuts[0].is_code)
+    return Wording(first_of([cut.code for cut in ordered], _SHOWN), is_code=len(cuts) == 1 and cuts[0].is_code)
 
 
 def _of_one_container(places: Sequence[Place]) -> Wording:
@@ -328,7 +331,7 @@ def _distinct(cuts: Iterable[Cut]) -> list[Cut]:
     """Each change once: the tensors behind one edge all name it."""
     found: dict[tuple[str, int], Cut] = {}
     for cut in cuts:
-        found.setdefault((cut.action, cut.place.container if cut.place else 0), cut)
+        found.setdefault((cut.code, cut.place.container if cut.place else 0), cut)
     return list(found.values())
 
 
@@ -352,9 +355,9 @@ def _apply(cuts: Sequence[Cut], attempt: _Attempt) -> list[str]:
         except BaseException as error:  # noqa: BLE001
             failures.append(error_text(type(error), error))
             if cut.ends_anyway:
-                attempt.changed.append(cut.changed)
+                attempt.changed.append(cut.effect)
         else:
-            attempt.changed.append(cut.changed)
+            attempt.changed.append(cut.effect)
     return failures
 
 
@@ -367,43 +370,28 @@ def _take_down(action: str, returned: _Returned, current: _Attempt, errors: Sequ
             attempt.words.update({action} & current.words)
 
 
-@dataclass(frozen=True)
-class _RungAction:
-    """Something that may let go of what no edge leads to, with its name."""
-
-    name: str
-    changed: str = ""
-    rung: Rung | None = None
-    thread: threading.Thread | None = None
-    patience: float = 0.0
-
-    def __call__(self) -> bool:
-        """Do it; False where it cannot do anything here."""
-        if self.thread is not None:
-            self.thread.join(self.patience)
-            return True
-        if self.rung is Rung.RESET_COMPILED:
-            reset_compiled()
-            return True
-        return self.rung is not None and release(self.rung)
-
-
-def _rungs(
+def _further(
     explanations: Sequence[Explanation], waited: set[int], patience: float, *, may_unfreeze: bool
-) -> list[_RungAction]:
-    """What is worth trying where cutting did not do it; each thread is waited for once."""
+) -> list[Change]:
+    """Return what may let go of what no edge leads to; each thread is waited for once."""
     names = {explanation.thread for explanation in explanations} - {""}
-    others = (thread for thread in threading.enumerate() if thread is not threading.main_thread())
-    actions = [
-        _RungAction(f"{of_thread(thread_name(thread))}.join()", thread=thread, patience=patience)
-        for thread in others
-        if thread_name(thread) in names and thread_ident(thread) != threading.get_ident() and id(thread) not in waited
+    threads = [
+        thread
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+        and thread_name(thread) in names
+        and thread_ident(thread) != threading.get_ident()
+        and id(thread) not in waited
     ]
-    waited.update(id(action.thread) for action in actions)
+    waited.update(map(id, threads))
+    changes = [
+        Change(f"{of_thread(thread_name(thread))}.join()", "", functools.partial(thread.join, patience))
+        for thread in threads
+    ]
     if may_unfreeze and gc.get_freeze_count() > FROZEN_AT_STARTUP:
-        actions.append(_RungAction(ACTIONS[Rung.UNFREEZE], "the heap is not frozen any more", rung=Rung.UNFREEZE))
+        changes.append(Change(ACTIONS[Rung.UNFREEZE], UNFROZEN, functools.partial(release, Rung.UNFREEZE)))
     is_compiled = any(explanation.cause == "compiled-code" for explanation in explanations) and loaded("torch._dynamo")
     if is_compiled or (compiled_anything() and any(not explanation.path for explanation in explanations)):
-        changed = "what torch.compile has compiled is dropped"
-        actions.append(_RungAction(ACTIONS[Rung.RESET_COMPILED], changed, rung=Rung.RESET_COMPILED))
-    return actions
+        effect = "what torch.compile has compiled is dropped"
+        changes.append(Change(ACTIONS[Rung.RESET_COMPILED], effect, reset_compiled))
+    return changes

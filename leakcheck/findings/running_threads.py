@@ -14,10 +14,11 @@ from lowtide.leakcheck.explaining.explain import Holder, first_holders
 from lowtide.leakcheck.explaining.library_objects import Offer, offered_method
 from lowtide.leakcheck.explaining.path_names import way_text
 from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
-from lowtide.leakcheck.findings.item_findings import Ending, ItemLeak
+from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import Context, older_than
 from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.judging.stable_names import identity_of
+from lowtide.leakcheck.resources.change import Change
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.described import name_of
 from lowtide.probes.objects.foreign import attribute, code_of, is_a, mro_of, namespace_of, type_name
@@ -64,7 +65,7 @@ class Work:
     advice: str
     holder: str = ""
     path: tuple[Hop, ...] = ()
-    endings: tuple[Ending, ...] = ()
+    endings: tuple[Change, ...] = ()
 
 
 def works(names: Collection[str], context: Context) -> list[Work]:
@@ -182,7 +183,7 @@ def _is_context(cls: type) -> bool:
     return any("__exit__" in namespace_of(base) for base in mro_of(cls))
 
 
-def _endings(running: _Running) -> Iterator[Ending]:
+def _endings(running: _Running) -> Iterator[Change]:
     """The calls of the standard library that end the thread, as code that runs."""
     for owner, holder in zip(running.owners, running.holders, strict=True):
         code = None if holder is None else holder.target
@@ -191,7 +192,14 @@ def _endings(running: _Running) -> Iterator[Ending]:
         else:
             offer = offered_method(owner) if type_name(type(owner)) == _EXECUTOR else None
         if offer is not None and code is not None:
-            yield Ending(f"{code}.{offer.call}", f"{code} {offer.changed}", weakref.ref(owner), offer.do)
+            end = functools.partial(_end, weakref.ref(owner), offer)
+            yield Change(f"{code}.{offer.call}", f"{code} {offer.changed}", end)
+
+
+def _end(reference: weakref.ref[Any], offer: Offer) -> None:
+    owner = reference()
+    if owner is not None:
+        offer.do(owner)
 
 
 def _owners(thread: threading.Thread) -> Iterator[Any]:

@@ -358,7 +358,7 @@ def tried() -> dict[str, Tried]:
 def test_the_action_is_code(tried: dict[str, Tried], name: str) -> None:
     action = WAYS[name].action
     cut = tried[name].cut
-    assert (cut and cut.action) == (action and action.format(f"helper.{name}"))
+    assert (cut and cut.code) == (action and action.format(f"helper.{name}"))
 
 
 CUT = [name for name, way in WAYS.items() if way.action is not None]
@@ -387,7 +387,7 @@ def test_everything_else_in_the_holder_stays_in_its_order(tried: dict[str, Tried
 def test_what_is_changed_is_said(tried: dict[str, Tried], name: str, changed: str) -> None:
     cut = tried[name].cut
     assert cut is not None
-    assert cut.changed == changed
+    assert cut.effect == changed
 
 
 def test_an_entrys_place_tells_its_container_and_how_many_there_are(tried: dict[str, Tried]) -> None:
@@ -1227,7 +1227,7 @@ def as_program(text: str | None, name: str) -> str | None:
 @pytest.mark.parametrize("name", CASES)
 def test_how_it_is_cut(cut_cases: dict[str, Tried], name: str) -> None:
     found = cut_cases[name].cut
-    assert as_program(found.action if found is not None else None, name) == CASES[name].action
+    assert as_program(found.code if found is not None else None, name) == CASES[name].action
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.action is not None])
@@ -1240,7 +1240,7 @@ def test_the_thing_dies_and_the_program_is_as_it_was(cut_cases: dict[str, Tried]
 def test_what_is_different_afterwards_is_said(cut_cases: dict[str, Tried], name: str) -> None:
     found = cut_cases[name].cut
     assert found is not None
-    assert as_program(found.changed, name) == CASES[name].changed
+    assert as_program(found.effect, name) == CASES[name].changed
 
 
 def test_what_is_set_to_none_is_no_entry_less(cut_cases: dict[str, Tried]) -> None:
@@ -1450,7 +1450,7 @@ def test_a_context_variable_is_refused_until_the_program_is_over() -> None:
         assert leak.cut is None
         leak.cut = leak.reported(are_free=True).cut
         assert leak.cut is not None
-        assert (leak.cut.action, leak.cut.changed) == (
+        assert (leak.cut.code, leak.cut.effect) == (
             "next(variable for variable in contextvars.copy_context() if variable.name == 'scope').set(None)",
             "scope is None in this context",
         )
@@ -1484,7 +1484,7 @@ def test_a_global_that_a_function_makes_is_deleted(load: Load) -> None:
     program.start(Thing())
     reported = reported_of(program.STARTED, sizes)
     assert reported.cut is not None
-    assert reported.cut.action == "del program.STARTED"
+    assert reported.cut.code == "del program.STARTED"
     reported.cut.apply()
     assert not hasattr(program, "STARTED")
 
@@ -1511,7 +1511,7 @@ def test_in_a_module_that_came_later_what_its_own_code_binds_stays(load: Load) -
     program.X, program.Y = things[1:]
     cuts = [reported_of(thing, sizes).cut for thing in things]
     things.clear()
-    assert [cut and cut.action for cut in cuts] == ["del program.STARTED", "program.X = None", None]
+    assert [cut and cut.code for cut in cuts] == ["del program.STARTED", "program.X = None", None]
 
 
 class Part:
@@ -1536,7 +1536,7 @@ def test_the_closed_part_of_an_engine_that_was_shut_down_stays_and_is_emptied() 
     (reported,) = explain(targets, innocent=older, names=Names(older, are_free=True), roots=[("engine", engine)])
     targets.clear()
     assert reported.cut is not None
-    assert reported.cut.action == "engine.part.buffers = None"
+    assert reported.cut.code == "engine.part.buffers = None"
     reported.cut.apply()
     assert engine.part is part
 

@@ -75,7 +75,7 @@ def cut_cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tried]:
 @pytest.mark.parametrize("name", CASES)
 def test_how_what_a_module_holds_is_cut(cut_cases: dict[str, Tried], name: str) -> None:
     found = cut_cases[name]
-    assert as_program(found.cut.action if found.cut is not None else None, name) == CASES[name].action
+    assert as_program(found.cut.code if found.cut is not None else None, name) == CASES[name].action
     if found.cut is not None:
         assert (found.failure, found.lived, found.died, found.left) == ("", True, True, True)
 
@@ -87,7 +87,7 @@ def test_the_gradient_of_an_old_tensor_is_dropped(load: Load) -> None:
     link = Link(".grad", "instance-attribute", program.WEIGHT, program.WEIGHT, id(gradient))
     cut = cut_of(link, "program.WEIGHT", Names(Others(gradient)))
     assert cut is not None
-    assert cut.action == "program.WEIGHT.grad = None"
+    assert cut.code == "program.WEIGHT.grad = None"
     cut.apply()
     assert program.WEIGHT.grad is None
     assert torch.equal(program.WEIGHT.detach(), torch.ones(3))
@@ -110,7 +110,7 @@ def test_what_a_torch_module_has_registered_is_refused_until_the_program_is_over
     assert [found.holder for found in reported] == [f"program.NETWORK{edge}" for edge in edges]
     assert [found.cut for found in reported] == [None, None, None]
     over = explain(things, innocent=older, names=Names(older, are_free=True))
-    assert [found.cut and found.cut.action for found in over] == [f"program.NETWORK{edge} = None" for edge in edges]
+    assert [found.cut and found.cut.code for found in over] == [f"program.NETWORK{edge} = None" for edge in edges]
     for found in over:
         assert found.cut is not None
         found.cut.apply()
@@ -124,7 +124,7 @@ def test_a_new_key_is_deleted_with_its_entry_and_an_older_one_stays() -> None:
     link = Link("<key>", "item", entries, entries, id(new))
     cut = cut_of(link, "helper.entries", Names(older=Others(new)))
     assert cut is not None
-    assert (cut.action, cut.is_code) == ("del helper.entries[list(helper.entries)[1]]", True)
+    assert (cut.code, cut.is_code) == ("del helper.entries[list(helper.entries)[1]]", True)
     assert cut.place is not None
     assert (cut.place.container, cut.place.position) == (id(entries), 1)
     with pytest.raises(Refused):

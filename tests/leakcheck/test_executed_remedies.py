@@ -151,10 +151,10 @@ def executed(programs: dict[str, Any], things: list[Any], made: list[object], *,
         if explanation.cut is None:
             continue
         if not explanation.cut.is_code:
-            outcome.words = explanation.cut.action
+            outcome.words = explanation.cut.code
             explanation.cut.apply()
         else:
-            outcome.action = explanation.cut.action
+            outcome.action = explanation.cut.code
             try:
                 execute(outcome.action)
             except BaseException as error:  # noqa: BLE001 - it is for the test to say so

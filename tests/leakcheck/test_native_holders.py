@@ -74,7 +74,7 @@ def test_the_gradient_of_an_old_modules_parameter_is_the_only_suspect(load: Load
     assert edges(reported) == [("program", False), (".NETWORK", False), (".weight", False), (".grad", True)]
     assert reported.suspects == (".grad",)
     assert reported.cut is not None
-    assert reported.cut.action == "program.NETWORK.weight.grad = None"
+    assert reported.cut.code == "program.NETWORK.weight.grad = None"
 
 
 def test_the_gradient_of_a_new_tensor_is_held_by_who_holds_the_tensor(load: Load) -> None:
@@ -94,7 +94,7 @@ def test_the_gradient_of_a_new_tensor_is_held_by_who_holds_the_tensor(load: Load
     assert edges(gradient)[-2:] == [("['weight']", True), (".grad", True)]
     assert gradient.suspects == found[20].suspects
     assert gradient.cut is not None
-    assert gradient.cut.action == "del program.TABLE['weight']"
+    assert gradient.cut.code == "del program.TABLE['weight']"
 
 
 def test_a_gradient_that_was_retained_belongs_to_its_tensor_too(load: Load) -> None:
@@ -183,7 +183,7 @@ def test_what_a_kept_loss_has_saved_is_held_by_the_loss(load: Load) -> None:
     assert [hop.type for hop in reported.path[3:]] == ["MulBackward0", "SumBackward0", "MulBackward0", "torch.Tensor"]
     assert reported.suspects == found[4].suspects
     assert reported.cut is not None
-    assert reported.cut.action == "del program.LOSSES[0]"
+    assert reported.cut.code == "del program.LOSSES[0]"
 
 
 class Keeping(torch.autograd.Function):
@@ -210,7 +210,7 @@ def test_what_the_context_of_a_function_keeps_is_held_by_the_loss(load: Load) ->
     assert reported.holder == "program.LOSSES[0].grad_fn, where KeepingBackward has .kept['table']"
     assert [hop.edge for hop in reported.path[-3:]] == [".next_functions[0][0]", ".kept", "['table']"]
     assert reported.cut is not None
-    assert reported.cut.action == "del program.LOSSES[0]"
+    assert reported.cut.code == "del program.LOSSES[0]"
 
 
 def test_a_leaf_at_the_end_of_a_kept_graph_is_held_by_it(load: Load) -> None:
@@ -244,7 +244,7 @@ def test_what_a_function_of_the_programs_own_has_saved_is_held_by_its_output(loa
     assert reported.cause == "autograd"
     assert reported.holder.startswith("program.LOSSES[0].grad_fn")
     assert reported.cut is not None
-    assert reported.cut.action == "del program.LOSSES[0]"
+    assert reported.cut.code == "del program.LOSSES[0]"
 
 
 def test_no_code_of_the_program_unpacks_what_was_saved(load: Load) -> None:

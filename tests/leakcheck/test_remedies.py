@@ -685,7 +685,7 @@ def test_nothing_to_watch() -> None:
 
 def entry(key: str, size: int = 99, container: str = "m.TABLE", position: int = 0, ordered: str = "dict") -> Cut:
     place = Place(hash(container), container, key, size, position, f"{container}.clear()", True, ordered)
-    return Cut(f"del {container}{key}", "", int, place)
+    return Cut(f"del {container}{key}", "", int, place=place)
 
 
 def items(*positions: int, size: int = 99, ordered: str = "list") -> list[Cut]:

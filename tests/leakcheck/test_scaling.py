@@ -250,7 +250,7 @@ def test_suspects_that_others_stand_for_have_the_same_verdict_cause_and_cut(
         assert (one.verdict, one.cause, one.suspects[0]) == (other.verdict, other.cause, other.suspects[0])
         assert one.cut is not None
         assert other.cut is not None
-        assert one.cut.action == other.cut.action
+        assert one.cut.code == other.cut.code
         assert one.path[: len(other.path)] == other.path or not other.is_part
         assert one.holder.startswith(other.holder) or not other.is_part
 
