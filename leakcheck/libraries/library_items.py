@@ -3,11 +3,14 @@
 A thread, child process, socket or pipe counts as a library's where the library's code made it and the library's own
 module state holds it, and as native code's where no Python code made it, as does a small file in /dev/shm. The first of
 a library are excused and listed; if there are more of them later while those live, they are all reported.
+
+Native code keeps its books in files of /dev/shm that live as long as the process.
 """
 
 from __future__ import annotations
 
 import enum
+import mmap
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,19 +20,67 @@ from types import ModuleType
 from typing import Any
 
 from lowtide.leakcheck.judging.items import first_of
-from lowtide.leakcheck.libraries.native_files import native_files
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.heap.stand_ins import owned
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Maker, Makers
-from lowtide.probes.memory.ranges import Range
+from lowtide.probes.host.readings import mapped_shared_files
+from lowtide.probes.memory.ranges import Range, common
 from lowtide.probes.objects.foreign import attribute
-from lowtide.probes.objects.listed import Census
+from lowtide.probes.objects.listed import Census, all_objects
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.objects.whose_code import is_library, program_modules
 from lowtide.probes.originals import gc, os, threading, weakref
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount
+
+_MOST_BYTES = 1 << 20
+"""The size up to which a file may be such books; what holds data is larger, and is reported at once."""
+
+_SEMAPHORE = "sem."
+"""How the C library calls the files of named semaphores, which it maps for Python's own."""
+
+
+def native_files(names: Collection[str], tensors: Sequence[Range]) -> set[str]:
+    """Those of some files in /dev/shm that native code of this process maps, and nothing in Python.
+
+    Args:
+        names: of the files.
+        tensors: where tensors' memory lies: a file with a tensor over it is one that the program shares.
+    """
+    mapped = mapped_shared_files() if names else {}
+    found = {
+        name: ranges
+        for name, ranges in mapped.items()
+        if name in names
+        and not name.startswith(_SEMAPHORE)
+        and 0 < _size(name) <= _MOST_BYTES
+        and not common(ranges, tensors)
+    }
+    if not found:
+        return set()
+    # Python reports the length of a map of its own, but not its address.
+    lengths = {_pages(_length(item)) for item in Census(all_objects()).instances_of(mmap.mmap)}
+    return {name for name, ranges in found.items() if lengths.isdisjoint(_pages(length) for _, length in ranges)}
+
+
+def _size(name: str) -> int:
+    try:
+        return os.stat(f"/dev/shm/{name}").st_size
+    except OSError:  # it is gone by now
+        return 0
+
+
+def _length(item: mmap.mmap) -> int:
+    try:
+        return mmap.mmap.__len__(item)
+    except ValueError:  # closed
+        return 0
+
+
+def _pages(length: int) -> int:
+    return -(-length // mmap.PAGESIZE)
+
 
 JUDGED = {
     "threads": "threads",

@@ -5,25 +5,60 @@ life. A fault point is a place that is passed and may fail. Those of torch are f
 operator returns memory that is not one of its arguments' allocates, by its own schema. Those of an engine's own
 (driver calls, threads, collectives) are its `Seam`s; where it opens a shard of a checkpoint, a `ShardSeam`, it is given
 a damaged copy instead.
+
+A checkpoint is damaged in a copy of its shards: cut short, or with a tensor of another shape.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.leakcheck.targets.damaged_checkpoints import DAMAGES, Damage
 from lowtide.probes.memory.dispatch_modes import keep_from_compiler
 from lowtide.probes.originals import in_main_thread
+
+Damage: TypeAlias = Literal["shard-cut", "shard-shape"]
+
+_LENGTH = 8
+"""Bytes of a safetensors file that say how long its header is; the header is JSON, the tensors' bytes follow it."""
+
+
+def cut_short(shard: Path, copy: Path) -> None:
+    """Writes the first half of `shard` to `copy`, as a download that broke off leaves it."""
+    left = shard.stat().st_size // 2
+    with shard.open("rb") as source, copy.open("wb") as target:
+        while left and (part := source.read(min(left, 16 << 20))):
+            target.write(part)
+            left -= len(part)
+
+
+def misshape(shard: Path, copy: Path) -> None:
+    """Writes `shard`, a safetensors file, to `copy` with its last tensor of one dimension more: a valid file."""
+    whole = shard.read_bytes()
+    stop = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
+    header: dict[str, dict[str, Any]] = json.loads(whole[_LENGTH:stop])
+    name = next(name for name in reversed(header) if name != "__metadata__")
+    header[name]["shape"] = [1, *header[name]["shape"]]
+    encoded = json.dumps(header).encode()
+    copy.write_bytes(len(encoded).to_bytes(_LENGTH, "little") + encoded + whole[stop:])
+
+
+DAMAGES: Mapping[str, Callable[[Path, Path], None]] = MappingProxyType(
+    {"shard-cut": cut_short, "shard-shape": misshape}
+)
+"""By kind of fault, what makes the copy."""
+
 
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup

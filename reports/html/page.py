@@ -1,4 +1,7 @@
-"""A report as one HTML page that needs nothing else: no network, no fonts; its pictures are drawn from data in it."""
+"""A report as one HTML page that needs nothing else: no network, no fonts; its pictures are drawn from data in it.
+
+What findings hold is drawn as trees, by the stack that allocated it and by the path that holds it.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,8 @@ from lowtide.reports.finding_lines import GROWTH_HEAD, GROWTH_TITLE, advice_text
 from lowtide.reports.html.entries import filterable
 from lowtide.reports.html.jinja_environment import environment
 from lowtide.reports.html.life_pictures import draw_life
-from lowtide.reports.html.measured import measured_figures
 from lowtide.reports.html.scripts import as_stored, copying, drawing, filtering, following, security_policy, unpacking
 from lowtide.reports.html.tables import MOST_ROWS, ledger_tables, mib, stage_table
-from lowtide.reports.html.trees import allocation_tree, distinct, holder_tree
 from lowtide.reports.html.trends import draw_growth, draw_trends
 from lowtide.reports.markdown import count_outcomes, not_measured, verdict
 from lowtide.reports.processes.tree_table import tree_tables
@@ -20,6 +21,169 @@ from lowtide.reports.schema import Finding, Outcome, Report, Subject
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lowtide.reports.escaping import one_line
+from lowtide.reports.html.tables import sizes_of
+from lowtide.reports.schema import Readings
+
+_BY = {"allocated": "torch", "reserved": "torch", "pinned": "torch", "RSS": "the kernel", "shared memory": "the kernel"}
+"""Who counts a figure, where it is neither the driver nor lowtide itself."""
+
+
+class Measured(NamedTuple):
+    """One figure.
+
+    Attributes:
+        name: what it is.
+        by: who counts it.
+        known: in how many readings it is known.
+        readings: how many there were.
+        lowest: bytes; None where it is known in no reading.
+        highest: bytes.
+    """
+
+    name: str
+    by: str
+    known: int
+    readings: int
+    lowest: int | None
+    highest: int | None
+
+
+def measured_figures(report: Report) -> list[Measured]:
+    """The figures of all subjects' stages; none where no subject has any."""
+    found: dict[str, tuple[str, list[int | None]]] = {}
+    for readings in _readings(report):
+        for name, by, size in _figures(readings, report.machine.driver):
+            found.setdefault(name, (by, []))[1].append(size)
+    return [_measured(name, by, sizes) for name, (by, sizes) in found.items()]
+
+
+def _measured(name: str, by: str, sizes: list[int | None]) -> Measured:
+    known = [size for size in sizes if size is not None]
+    return Measured(one_line(name), by, len(known), len(sizes), min(known, default=None), max(known, default=None))
+
+
+def _readings(report: Report) -> Iterator[Readings]:
+    for subject in report.subjects:
+        for stage in subject.stages:
+            yield stage.before
+            yield stage.after
+
+
+def _figures(readings: Readings, driver: str) -> Iterator[tuple[str, str, int | None]]:
+    for name, size in sizes_of(readings, sorted(readings.arenas)).items():
+        yield name, driver if name == "driver" else _BY.get(name, "lowtide"), size
+    for ledger in readings.ledgers:
+        yield f"ledger of {ledger.device}", ledger.source, ledger.total
+        yield f"unexplained on {ledger.device}", "lowtide", ledger.unexplained
+
+
+MOST_CHILDREN = 60
+"""Nodes below one node, the largest ones; the others are together in one."""
+
+MOST_DEEP = 100
+"""Levels of a tree: a linked list may be a path of thousands, which no chart shows and no encoder of JSON takes."""
+
+LONGEST = 120
+"""Characters of a node's name: a chart has no room for more."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A part of a tree.
+
+    Attributes:
+        name: what it is.
+        bytes: of all that is below it, and its own.
+        children: the largest first.
+    """
+
+    name: str
+    bytes: int = 0
+    children: list[Node] = field(default_factory=list)
+
+
+def allocation_tree(report: Report) -> Node | None:
+    """What did not come back by the stack that allocated it, the outermost frame on top; None if no stack is known."""
+    return _grown(
+        ([f"{frame.function} ({frame.file}:{frame.line})" for frame in reversed(finding.allocated_at)], finding.bytes)
+        for finding in distinct(report)
+    )
+
+
+def holder_tree(report: Report) -> Node | None:
+    """What did not come back by the path that holds it, the root on top; None if no path is known.
+
+    Each node dominates what is below it as far as the findings tell: to cut its edge lets that go.
+    """
+    return _grown(([hop.edge or hop.type for hop in finding.path], finding.bytes) for finding in distinct(report))
+
+
+def distinct(report: Report) -> Iterable[Finding]:
+    """The findings that are no suppression's: of one leak in several subjects the largest one."""
+    largest: dict[str, Finding] = {}
+    for subject in report.subjects:
+        for finding in subject.findings:
+            known = largest.get(finding.fingerprint)
+            if finding.suppressed_by is None and (known is None or known.bytes < finding.bytes):
+                largest[finding.fingerprint] = finding
+    return largest.values()
+
+
+def _grown(ways: Iterable[tuple[Sequence[str], int]]) -> Node | None:
+    root = Node("all")
+    # By the node above, which lives as long as the tree, and the step from it.
+    index: dict[tuple[int, str], Node] = {}
+    for way, size in ways:
+        if not way or size <= 0:
+            continue
+        node = root
+        node.bytes += size
+        for step in _bounded(way):
+            key = (id(node), step)
+            below = index.get(key)
+            if below is None:
+                below = index[key] = Node(_shown(step))
+                node.children.append(below)
+            node = below
+            node.bytes += size
+    if not root.children:
+        return None
+    _fold(root)
+    return root
+
+
+def _bounded(way: Sequence[str]) -> Sequence[str]:
+    """The steps, those in the middle of a long way as one."""
+    if len(way) <= MOST_DEEP:
+        return way
+    first = MOST_DEEP // 2
+    last = MOST_DEEP - first - 1
+    return [*way[:first], f"… {len(way) - first - last} more …", *way[-last:]]
+
+
+def _shown(step: str) -> str:
+    text = one_line(step)
+    return text if len(text) <= LONGEST else f"…{text[-LONGEST:]}"
+
+
+def _fold(root: Node) -> None:
+    """Sort each node's children, and put those beyond the largest into one; without recursion, for deep paths."""
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        node.children.sort(key=lambda child: -child.bytes)
+        rest = node.children[MOST_CHILDREN:]
+        if len(rest) > 1:
+            node.children[MOST_CHILDREN:] = [Node(f"{len(rest)} more", sum(child.bytes for child in rest))]
+        waiting += node.children
+
 
 DETAILED = 100
 """Subjects whose stages, ledgers and pictures are on the page."""

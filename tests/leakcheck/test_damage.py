@@ -18,8 +18,7 @@ from lowtide.engine.model_executor import checkpoint as module
 from lowtide.engine.model_executor.tensor_parallel import Shard
 from lowtide.leakcheck.cli.fuzz_command import checkpoint_target
 from lowtide.leakcheck.fuzzing.fault_sweep import Swept, sweep
-from lowtide.leakcheck.targets.damaged_checkpoints import cut_short, misshape
-from lowtide.leakcheck.targets.faults import DamagedShardError, Injection, ShardSeam, injecting
+from lowtide.leakcheck.targets.faults import DamagedShardError, Injection, ShardSeam, cut_short, injecting, misshape
 from lowtide.leakcheck.targets.small_checkpoint import SmallCheckpoint
 
 DAMAGES = ("shard-cut", "shard-shape")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lowtide.leakcheck.processes.engine_processes import NOTHING_SAID, as_stage, is_shown
 from lowtide.leakcheck.processes.messages import Levels
-from lowtide.leakcheck.processes.stage_readings import NOTHING_SAID, as_stage, is_shown
 from lowtide.reports.processes.stage_processes import ProcessName
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.probes.objects.address_table import AddressTable
-from lowtide.probes.objects.object_places import ObjectPlaces
+from lowtide.probes.objects.identities import ObjectPlaces
 
 # Neighbours, others in the same page, and others far away; not all of them at multiples of 16 bytes.
 BASES = st.sampled_from([0, 1 << 20, 5 << 20, 1 << 34, (1 << 47) - (1 << 20)])

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from lowtide.probes.device import torch_allocator
-from lowtide.probes.device.blas_workspaces import blas_lt_workspace_bytes, blas_workspace_bytes
 from lowtide.probes.device.torch_allocator import (
     PinnedReading,
     PoolSegments,
     allocated_ranges,
+    blas_lt_workspace_bytes,
+    blas_workspace_bytes,
     free_beside,
     is_pending,
     is_workspace,

@@ -21,7 +21,7 @@ from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.processes.tree_table import tree_tables
 from lowtide.reports.schema import Ledger, LedgerLine, Readings, Stage, Subject
 from lowtide.reports.terminal import ledger_table, process_table, render_subject, stage_table
-from lowtide.reports.terminal.telling_table import MOST_COLUMNS, most_telling
+from lowtide.reports.terminal.report import MOST_COLUMNS, most_telling
 from tests.reports.small_reports import readings
 
 MIB = 1 << 20

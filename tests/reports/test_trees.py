@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowtide.reports import schema
-from lowtide.reports.html.trees import LONGEST, MOST_CHILDREN, MOST_DEEP, Node, allocation_tree, holder_tree
+from lowtide.reports.html.page import LONGEST, MOST_CHILDREN, MOST_DEEP, Node, allocation_tree, holder_tree
 from tests.reports.small_reports import finding, report, subject
 
 
