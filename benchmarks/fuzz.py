@@ -19,7 +19,7 @@ import torch
 from lowtide.engine.defects import DEFECTS
 from lowtide.leakcheck.cli.fuzz_command import reference_target
 from lowtide.leakcheck.fuzzing.fuzz import fuzz
-from lowtide.leakcheck.lives.calls import simplest
+from lowtide.leakcheck.lives.script import simplest
 
 ON_CPU = ("wake-oom", "undrained-offload", "block-table-contents", "frozen-heap", "bound-method-cache")
 ON_CARD = (*ON_CPU, "workspace-resize")

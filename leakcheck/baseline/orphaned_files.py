@@ -8,6 +8,7 @@ Nothing says who made such a file: where others may have, as another run of lowt
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os as os_module
 import re
 import signal
@@ -16,7 +17,6 @@ import tempfile as tempfile_module
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.probes.host.passing_for import passing_for
 from lowtide.probes.host.process_files import began_at
 from lowtide.probes.host.process_files import stat as process_stat
@@ -24,6 +24,48 @@ from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.probes.originals import lines_of, os, temporary_folder, time
 from lowtide.probes.processes.neighbours import Neighbours
+
+
+class OwnSegments:
+    """Notes the names that `multiprocessing.shared_memory` makes, from `start` to `stop`.
+
+    It calls `_posixshmem.shm_open` for it, which is stood in for meanwhile.
+
+    Attributes:
+        names: as /dev/shm lists them.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self._module: Any = None
+        self._original: Callable[..., int] | None = None
+
+    def start(self) -> None:
+        """Begin to note; legal twice."""
+        if self._original is not None:
+            return
+        try:
+            self._module = importlib.import_module("_posixshmem")
+        except ImportError:  # not this platform
+            return
+        original = self._module.shm_open
+        names = self.names
+
+        @passing_for(original, self._module, "shm_open")
+        def shm_open(path: str, flags: int, mode: int = 0o777) -> int:
+            opened: int = original(path, flags, mode=mode)
+            if flags & os.O_CREAT:
+                names.add(path.lstrip("/"))
+            return opened
+
+        self._original, self._module.shm_open = original, shm_open
+
+    def stop(self) -> None:
+        """End it; legal twice."""
+        if self._original is not None:
+            self._module.shm_open = self._original
+            self._original = None
+
 
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGABRT, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 

@@ -7,12 +7,11 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Optional
 
+from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
 from lowtide.leakcheck.baseline.owners import Owner
-from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, changes_between, describe_change
-from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
-from lowtide.leakcheck.settings.setting_history import SettingHistory
+from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters, SettingHistory
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_files import descendants_of

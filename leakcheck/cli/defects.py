@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lowtide.leakcheck.cli.console import find_console, refuse, say
-from lowtide.leakcheck.targets.devices import Device, device_name
+from lowtide.leakcheck.targets.target import Device, device_name
 
 
 def defects(

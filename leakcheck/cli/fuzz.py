@@ -10,7 +10,7 @@ import typer
 
 from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse, say
 from lowtide.leakcheck.cli.reporting import begin_report, check_writable, ended_with, make_report, write_report
-from lowtide.leakcheck.targets.devices import Device, device_name
+from lowtide.leakcheck.targets.target import Device, device_name
 
 if TYPE_CHECKING:
     from rich.console import Console

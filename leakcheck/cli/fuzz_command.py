@@ -19,7 +19,7 @@ from lowtide.leakcheck.fuzzing.fuzz import Found, as_program, fuzz
 from lowtide.leakcheck.fuzzing.shared_sweep import shared_sweep
 from lowtide.leakcheck.fuzzing.target_source import TargetSource
 from lowtide.leakcheck.fuzzing.witness import Killed, kill_in_each_stage
-from lowtide.leakcheck.lives.calls import Coverage
+from lowtide.leakcheck.lives.script import Coverage
 from lowtide.leakcheck.targets.reference_target import THOROUGH, ReferenceTarget
 from lowtide.leakcheck.targets.small_checkpoint import SmallCheckpoint
 from lowtide.leakcheck.targets.target import TargetError, TargetFactory, load_factory, make_target

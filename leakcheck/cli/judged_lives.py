@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse
-from lowtide.leakcheck.cli.display.live_life import shown_live
-from lowtide.leakcheck.cli.display.watched_life import broadcast_live
+from lowtide.leakcheck.cli.display.live_life import broadcast_live, shown_live
 from lowtide.leakcheck.cli.reporting import begin_report, ended_with, make_report, write_report
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import typer
 from lowtide.leakcheck.cli.console import INTERRUPTED, Wide, refuse, say
 from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances, snapshots_in
 from lowtide.leakcheck.cli.reporting import check_writable
-from lowtide.leakcheck.targets.devices import Device, device_name
+from lowtide.leakcheck.targets.target import Device, device_name
 
 if TYPE_CHECKING:
     from lowtide.engine import EngineConfig

@@ -25,16 +25,17 @@ from lowtide.leakcheck.explaining.inspectors import marks
 from lowtide.leakcheck.explaining.library_objects import (
     advice_for_root,
 )
-from lowtide.leakcheck.explaining.path_causes import (
+from lowtide.leakcheck.explaining.path_names import (
     AUTOGRAD,
     cause_of_edge,
+    holder_name,
+    shown_from_landmark,
     suspect_steps,
     suspects_of,
     telling_cause,
     telling_type,
     verdict_of,
 )
-from lowtide.leakcheck.explaining.path_names import holder_name, shown_from_landmark
 from lowtide.leakcheck.explaining.way import CACHED, Way, cut_of_new_dict, cut_of_root, first_cut
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.probes.heap.holders import SharedWalk, Traces, trace

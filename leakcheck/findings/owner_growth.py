@@ -19,8 +19,7 @@ from lowtide.leakcheck.findings.storage_holders import Context, Stacks, explain_
 from lowtide.leakcheck.findings.tensor_findings import frames
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
 from lowtide.leakcheck.judging.items import listed
-from lowtide.leakcheck.judging.level_growth import rate
-from lowtide.leakcheck.judging.trend import FEWEST_TURNS
+from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS, rate
 from lowtide.probes.heap.caches import read_caches
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.stack_frames import allocating_function

@@ -16,8 +16,8 @@ from lowtide.leakcheck.explaining.path_names import way_text
 from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of, on
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import Context, older_than
+from lowtide.leakcheck.judging.fingerprints import identity_of
 from lowtide.leakcheck.judging.items import first_of
-from lowtide.leakcheck.judging.stable_names import identity_of
 from lowtide.leakcheck.resources.change import Change
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.described import name_of

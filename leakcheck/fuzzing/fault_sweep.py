@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.leakcheck.lives.calls import Call, Fault, LifeError
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
+from lowtide.leakcheck.lives.script import Call, Fault, LifeError
 from lowtide.leakcheck.targets.faults import KINDS, Kind
 from lowtide.leakcheck.targets.target import Capabilities, TargetFactory
 from lowtide.reports.schema import Finding, NotMeasured

@@ -23,8 +23,8 @@ import psutil
 from lowtide.leakcheck.fuzzing.fault_sweep import Swept, SweptCall, SweptLife, live, stages
 from lowtide.leakcheck.fuzzing.target_source import TargetSource, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.lives.calls import Fault
 from lowtide.leakcheck.lives.checked_life import Lives
+from lowtide.leakcheck.lives.script import Fault
 from lowtide.leakcheck.processes.process_exit import end_soon
 from lowtide.leakcheck.targets.faults import KINDS, Kind
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory

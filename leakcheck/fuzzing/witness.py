@@ -20,15 +20,14 @@ from typing import IO, Any
 
 import psutil
 
+from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
 from lowtide.leakcheck.baseline.shared_card import CardUse, card_use, grown_by_nobody_else
-from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.fuzzing.fault_sweep import SweptCall, stages
 from lowtide.leakcheck.fuzzing.target_source import TargetSource, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.lives.calls import Call, simplest
+from lowtide.leakcheck.lives.script import Call, simplest
 from lowtide.leakcheck.targets.faults import Injection, injecting_into
-from lowtide.leakcheck.targets.pauses import STANDING, Pause
-from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target
+from lowtide.leakcheck.targets.target import STANDING, Capabilities, Pause, TargetError, TargetFactory, make_target
 from lowtide.probes.device.driver import Driver, DriverError
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName

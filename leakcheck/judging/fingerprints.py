@@ -1,12 +1,78 @@
-"""A finding's fingerprint: what stays the same about a leak from run to run and from machine to machine."""
+"""A finding's fingerprint: what stays the same about a leak from run to run and from machine to machine.
+
+Of a name that is what nothing made up for this run: no number, address, process id or temporary folder.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-from lowtide.leakcheck.judging.stable_names import identity_of
+from lowtide.leakcheck.resources import resource_of
+from lowtide.leakcheck.resources.names import Name, without_numbers
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Some things of one resource.
+
+    Attributes:
+        names: what they are called, without what changes from run to run; each once, sorted.
+        are_named: whether each of them has a name that somebody gave it.
+    """
+
+    names: tuple[str, ...] = ()
+    are_named: bool = False
+
+
+def identity_of(key: str, items: Iterable[str]) -> Identity:
+    """The identity of some things, by their names in the counters.
+
+    Args:
+        key: a metric's key, or its resource: `threads`, `native cuda:0`.
+        items: the names, as the counters or a snapshot have them.
+    """
+    resource = resource_of(key)
+    name_of = _NAMERS.get(key.partition(" ")[0], _tagged) if resource is None else resource.identity
+    found = [name_of(item) for item in items]
+    return Identity(tuple(sorted({name.text for name in found})), bool(found) and all(name.is_given for name in found))
+
+
+def _setting(item: str) -> Name:
+    """`name was …, is …`."""
+    return Name(without_numbers(re.sub(r" was .*", "", item, flags=re.DOTALL)))
+
+
+def _cached(item: str) -> Name:
+    """`type at 0x… in cache`."""
+    return Name(without_numbers(re.sub(r" at 0x[0-9a-f]+", "", item)))
+
+
+def _tagged(item: str) -> Name:
+    """`tag at 0x…`, of announced memory."""
+    return Name(without_numbers(re.sub(r" at 0x[0-9a-f]+", "", item)))
+
+
+def _unnamed(item: str) -> Name:
+    """`block at 0x…`, `SomeTensor 140…`: what it is, and nothing more."""
+    return Name(without_numbers(re.sub(r" (at )?0x[0-9a-f]+", "", item)), is_given=False)
+
+
+_NAMERS: dict[str, Callable[[str], Name]] = {
+    "globals": _setting,
+    "lru-cache": _cached,
+    "native": _unnamed,
+    "workspaces": _unnamed,
+    "in-flight": _unnamed,
+    "driver": _unnamed,
+    "allocations": _unnamed,
+    "reserved": _unnamed,
+    "unreadable": _unnamed,
+    "gc-frozen": _unnamed,
+    "tensors": _unnamed,
+}
 
 
 def fingerprint(

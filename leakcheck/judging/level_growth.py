@@ -2,16 +2,42 @@
 
 A level that is read after every turn is made of what is kept for good, what comes and goes, and what fills once. The
 smallest of a reading and all later ones is what was never given back since; by how much that rises in a turn, the turn
-added for good.
+added for good. Whether a leak grows is told by which turns of a stage left something that is there at the end.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
-from lowtide.leakcheck.judging.trend import FEWEST_TURNS
+Trend = Literal["residue", "bounded", "growth"]
+
+FEWEST_TURNS = 3
+"""Of a stage that ran less often, something left by each turn may be the last that a full cache takes."""
+
+
+def trend_of(born_in: Iterable[int], turns: int) -> Trend | None:
+    """How what is left at the end came to be, over the turns of one stage.
+
+    Args:
+        born_in: for each thing that is left, in which turn of the stage it was made, from 1.
+        turns: how often the stage ran.
+
+    Returns:
+        `residue`: the first turn left it, and no later one did; `growth`: every turn did; `bounded`: some turns did, or
+        what earlier ones left was replaced; None after too few turns.
+    """
+    left = set(born_in)
+    if turns < 2 or not left:
+        return None
+    if left == {1}:
+        return "residue"
+    if left >= set(range(1, turns + 1)):
+        return "growth" if turns >= FEWEST_TURNS else None
+    return "bounded" if turns >= FEWEST_TURNS or 1 not in left else None
+
 
 _FEWEST_UNLIKE = 5
 """Turns that must add something where they add different amounts: a cache fills so, by one size after the other."""

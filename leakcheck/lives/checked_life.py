@@ -10,10 +10,9 @@ from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.ladder import release, trim_heap
 from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_until_within
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
-from lowtide.leakcheck.lives.calls import Call, Fault, LifeError, simplest, varied
-from lowtide.leakcheck.lives.levels_at_work import LevelsAtWork, Probes, levels_at_work
-from lowtide.leakcheck.lives.levels_at_work import added_up as _added_up
-from lowtide.leakcheck.lives.life_checks import LifeChecks, asked, said, void
+from lowtide.leakcheck.lives.life_checks import LevelsAtWork, LifeChecks, Probes, asked, levels_at_work, said, void
+from lowtide.leakcheck.lives.life_checks import added_up as _added_up
+from lowtide.leakcheck.lives.script import Call, Fault, LifeError, simplest, varied
 from lowtide.leakcheck.lives.shared_lives import SharedLives
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.targets.faults import Injection, injecting_into

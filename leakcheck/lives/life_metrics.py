@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from lowtide.leakcheck.baseline.imported_modules import Imported
+from lowtide.leakcheck.baseline.import_watch import Imported
 from lowtide.leakcheck.judging.metrics import Metric, as_counted
 from lowtide.leakcheck.libraries.library_items import JUDGED, LibraryItems
 from lowtide.probes.host.counters import Counters

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from lowtide.leakcheck.baseline.import_watch import ImportWatch
-from lowtide.leakcheck.baseline.imported_modules import Imported
+from lowtide.leakcheck.baseline.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.preserved_state import PreservedState
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
@@ -18,8 +17,7 @@ from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_for_rel
 from lowtide.leakcheck.judging.metrics import shutdown_metrics
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.life_metrics import LifeMetrics
-from lowtide.leakcheck.lives.life_probes import LifeProbes
-from lowtide.leakcheck.lives.life_record import LifeRecord, Lived
+from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, Lived
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.lives.script import (
     SCRIPT,

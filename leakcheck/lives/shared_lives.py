@@ -12,15 +12,14 @@ from typing import Any
 
 import msgspec
 
-from lowtide.leakcheck.baseline.import_watch import ImportWatch
-from lowtide.leakcheck.baseline.imported_modules import Imported
+from lowtide.leakcheck.baseline.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.tolerances import host_memory_tolerance
-from lowtide.leakcheck.lives.calls import Coverage, simplest
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.process_state import ProcessState
+from lowtide.leakcheck.lives.script import Coverage, simplest
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.process_growth import role_of
 from lowtide.leakcheck.resources import read_items

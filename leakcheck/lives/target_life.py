@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowtide.leakcheck.judging.contract import holders
-from lowtide.leakcheck.lives.calls import simplest
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.script import Event
+from lowtide.leakcheck.lives.script import Event, simplest
 from lowtide.leakcheck.targets.target import Capabilities, TargetFactory, make_target
 from lowtide.leakcheck.tenant.tenant import tenant_of
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots

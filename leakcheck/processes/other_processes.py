@@ -17,8 +17,8 @@ from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, host_memory_tolerance
 from lowtide.leakcheck.processes.ended_holders import EndedHolders
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
+from lowtide.leakcheck.processes.process_growth import HOST, ProcessTurns, growing_tensors, left_by_test
 from lowtide.leakcheck.processes.process_names import describe_process
-from lowtide.leakcheck.processes.process_turns import HOST, ProcessTurns, growing_tensors, left_by_test
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders

@@ -1,17 +1,46 @@
-"""Who set or deleted an environment variable: which line, or a library, as many do for themselves at first use."""
+"""Who set or deleted an environment variable: which line, or a library, as many do for themselves at first use.
+
+And what settings were before earlier tests changed them: to put one back is no change that stays.
+"""
 
 from __future__ import annotations
 
 import ast
 import os as os_module
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import Any
 
 from lowtide.probes.host.passing_for import passing_for
 from lowtide.probes.objects.whose_code import is_of_python, is_of_site
 from lowtide.probes.originals import os, sys
+
+
+class SettingHistory:
+    """The values that each setting had before it was changed and left so, oldest first."""
+
+    def __init__(self) -> None:
+        self._earlier: dict[str, list[str]] = {}
+
+    def note(self, name: str, before: str, now: str) -> None:
+        """A test, or a fixture, is over and left a setting changed."""
+        earlier = self._earlier.setdefault(name, [])
+        if now in earlier:
+            del earlier[earlier.index(now) :]
+        else:
+            earlier.append(before)
+
+    def begin(self, settings: Mapping[str, str]) -> None:
+        """A test begins with these: what was put back by whomever is as it was, and may be left changed again."""
+        for name, earlier in self._earlier.items():
+            if settings.get(name) in earlier:
+                del earlier[earlier.index(settings[name]) :]
+
+    def is_earlier(self, name: str, value: str) -> bool:
+        """Whether a setting had this value before somebody changed it and left it so."""
+        return value in self._earlier.get(name, ())
+
 
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"
 """In it pytest says three times per test what runs."""

@@ -23,7 +23,6 @@ from lowtide.engine import (
 from lowtide.engine.config import load_model_config
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.leakcheck.targets.faults import Injection, Seam, ShardSeam
-from lowtide.leakcheck.targets.reference_seams import reference_seams
 from lowtide.leakcheck.targets.target import Capabilities
 
 if TYPE_CHECKING:
@@ -34,14 +33,52 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import msgspec
+from torch import distributed
 
 from lowtide.engine.core_process.core_process import CoreProcess
 from lowtide.engine.core_process.messages import Order
 from lowtide.engine.defects.defect import replaced
+from lowtide.engine.device_allocator.host_memory import HostBuffer
+from lowtide.engine.device_allocator.transfer import TransferRing
+from lowtide.engine.kv.offloading_connector import OffloadingConnector
+from lowtide.engine.model_executor import checkpoint
+from lowtide.engine.pages.cpu import CpuPages
+from lowtide.engine.pages.vmm import VmmPages
 from lowtide.engine.processes.remote_errors import RemoteError, describe_error, restore_error
-from lowtide.leakcheck.baseline.shared_memory import OwnSegments
+from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
 from lowtide.leakcheck.targets.faults import DamagedShardError, Kind, Passed, injecting
-from lowtide.leakcheck.targets.pauses import Pause
+from lowtide.leakcheck.targets.target import Pause
+
+
+def reference_seams(device: str) -> Sequence[Seam | ShardSeam]:
+    """Those of an engine on a device."""
+    pages = CpuPages if device == "cpu" else VmmPages
+    # None of these may fail, but Ctrl-C comes when it comes.
+    gives_back = (
+        (pages, "unmap"),
+        (pages, "unpin"),
+        (HostBuffer, "close"),
+        (TransferRing, "close"),
+        (distributed, "destroy_process_group"),
+    )
+    return (
+        Seam("reserve", pages, "reserve", lambda what: OutOfMemoryError(f"no address range ({what} injected)")),
+        Seam("reserve", HostBuffer, "__init__", lambda what: OutOfMemoryError(f"no host memory ({what} injected)")),
+        Seam("map", pages, "map", lambda what: OutOfMemoryError(f"no room ({what} injected)")),
+        Seam("pin", pages, "pin", lambda what: OutOfMemoryError(f"no memory can be locked ({what} injected)")),
+        Seam("transfer", OffloadingConnector, "_copy", lambda what: RuntimeError(f"copy failed ({what} injected)")),
+        Seam("transfer", TransferRing, "_drain", lambda what: RuntimeError(f"copy failed ({what} injected)")),
+        Seam("transfer", TransferRing, "_fill", lambda what: RuntimeError(f"copy failed ({what} injected)")),
+        Seam("collective", distributed, "init_process_group", _timeout),
+        Seam("collective", distributed, "new_group", _timeout),
+        ShardSeam(checkpoint, "open_safetensors"),
+        *(Seam("interrupt", owner, name, KeyboardInterrupt) for owner, name in gives_back),
+    )
+
+
+def _timeout(what: str) -> BaseException:
+    return distributed.DistBackendError(f"{what}: the other ranks did not come ({what} injected)")
+
 
 ENTERED = f"{__name__}:followed"
 """What the core's process enters, as `EngineConfig.process_extensions` has it; its argument is the file's path."""

@@ -1,9 +1,15 @@
-"""What seems to be left of a test, at next to no cost; it may err on the side of suspicion only."""
+"""What seems to be left of a test, at next to no cost; it may err on the side of suspicion only.
+
+What comes back by itself is waited for: threads and processes that are ending, a driver that takes its time.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import multiprocessing
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
@@ -12,12 +18,19 @@ from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import is_tensor
+from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, UNLISTED_TOLERANCE, host_memory_tolerance
+from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.tensors import hold_memory
 from lowtide.probes.originals import weakref
+
+LONGEST_WAIT = 60.0
+"""Seconds after which waiting ends even if something still moves."""
+
+_WAITED_FOR = ("threads", "processes", "file-descriptors", "shared-memory", "temporary-files")
 
 
 class Suspects:
@@ -102,3 +115,63 @@ def _weakly(items: Iterable[object]) -> list[weakref.ref[Any]]:
         with contextlib.suppress(TypeError):
             found.append(weakref.ref(item))
     return found
+
+
+def wait_for_return(
+    read: Callable[[], Counters],
+    ownership: Ownership,
+    ended: Sequence[Owner],
+    *,
+    slack: Callable[[str], int],
+    let_go: Callable[[], None],
+    settle: float,
+) -> None:
+    """Wait while something of a test's or of the ended owners' is missing, as long as anything of that moves.
+
+    What appears only later is waited for, too, but moves nothing: a thread may make something all the time.
+
+    Args:
+        read: reads the counters.
+        ownership: who owns what.
+        ended: the owners that are judged with the test.
+        slack: by a level's key, the bytes by which it may have risen.
+        let_go: lets go of what the test runner holds.
+        settle: seconds without any movement after which it ends.
+    """
+
+    def missing(now: Counters) -> set[tuple[str, str | int]]:
+        _reap_children()
+        let_go()
+        items = {
+            (key, name)
+            for subject in (None, *ended)
+            for key in _WAITED_FOR
+            for name in ownership.new_items(key, now, subject, ended)
+        }
+        shares = {key: ownership.shares(key, now, ended)[id(None)] for key in now.amounts if key.startswith("driver ")}
+        return items | {(key, share) for key, share in shares.items() if share is not None and share > slack(key)}
+
+    start = read()
+
+    first = missing(start)
+
+    def moves(now: Counters) -> set[tuple[str, str | int]]:
+        return {(key, thing) for key, thing in missing(now) if type(thing) is int or (key, thing) in first}
+
+    climb(
+        read,
+        lambda now: not missing(now),
+        still_waiting=lambda now: bool(missing(now)),
+        moved=lambda then, now: moves(then) != moves(now),
+        policy=SettlePolicy(stability=settle, limit=max(LONGEST_WAIT, settle)),
+        rungs=(Rung.SETTLE,),
+        climbed=[LadderStep(Rung.RAW, start, 0.0)],
+    )
+
+
+def _reap_children() -> None:
+    """Have multiprocessing and subprocess take note of children that have ended and that nobody has waited for."""
+    if "multiprocessing.process" in sys.modules:
+        multiprocessing.active_children()
+    if "subprocess" in sys.modules:
+        subprocess._cleanup()  # type: ignore[attr-defined]

@@ -13,10 +13,9 @@ from dataclasses import replace
 from lowtide.leakcheck.baseline.deep_reading import devices_of
 from lowtide.leakcheck.baseline.device_memory import DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
-from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles
+from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.records import Ownership
-from lowtide.leakcheck.baseline.shared_memory import OwnSegments
 from lowtide.leakcheck.baseline.storages import HeapReading, Key, live_keys, read_heap
 from lowtide.leakcheck.explaining.cut import NamespaceSizes, namespace_sizes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
@@ -34,12 +33,10 @@ from lowtide.leakcheck.watching.card_arrival import CardArrival
 from lowtide.leakcheck.watching.drafting import Drafting
 from lowtide.leakcheck.watching.full_reading import FullReadings
 from lowtide.leakcheck.watching.host_memory import KeptHostMemory
-from lowtide.leakcheck.watching.judgement import Case, WatchJudge
-from lowtide.leakcheck.watching.owners_in_use import OwnersInUse
+from lowtide.leakcheck.watching.judgement import Case, OwnersInUse, WatchJudge
 from lowtide.leakcheck.watching.remedy_trials import RemedyTrials
-from lowtide.leakcheck.watching.suspects import Suspects
+from lowtide.leakcheck.watching.suspects import Suspects, wait_for_return
 from lowtide.leakcheck.watching.verdict import Policy, Verdict
-from lowtide.leakcheck.watching.waiting import wait_for_return
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.graphs import any_graph_alive

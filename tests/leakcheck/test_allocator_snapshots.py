@@ -16,8 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, read_snapshot
-from lowtide.leakcheck.snapshots.comparison import compare
+from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, compare, read_snapshot
 from tests.leakcheck.torch_snapshots import (
     FORWARD,
     LOAD,

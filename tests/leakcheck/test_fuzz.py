@@ -24,7 +24,7 @@ from lowtide.leakcheck.cli.fuzz_command import reference_target
 from lowtide.leakcheck.fuzzing.fault_sweep import stages, sweep
 from lowtide.leakcheck.fuzzing.fuzz import Found, as_program, fuzz, lifecycle_machine
 from lowtide.leakcheck.fuzzing.target_source import TargetSource, start_program
-from lowtide.leakcheck.lives.calls import Call, Coverage, Fault, LifeError
+from lowtide.leakcheck.lives.script import Call, Coverage, Fault, LifeError
 from lowtide.leakcheck.targets.reference_target import THOROUGH, reference
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_checked_life import DoesNotRollBack, ForgetsAtWake, SaysOtherThings

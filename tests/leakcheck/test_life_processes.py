@@ -18,8 +18,8 @@ from lowtide.engine import EngineState
 from lowtide.engine.errors import OutOfMemoryError
 from lowtide.leakcheck.fuzzing import fuzz
 from lowtide.leakcheck.fuzzing.fault_sweep import live, stages
-from lowtide.leakcheck.lives.calls import Fault, LifeError
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
+from lowtide.leakcheck.lives.script import Fault, LifeError
 from lowtide.leakcheck.targets.faults import Injection, Kind
 from lowtide.leakcheck.targets.reference_target import ReferenceTarget
 from lowtide.leakcheck.targets.target import TargetFactory

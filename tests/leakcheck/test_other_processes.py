@@ -13,7 +13,7 @@ import pytest
 
 from lowtide import LeakCheck
 from lowtide.leakcheck.processes.other_processes import OtherProcesses, _Outside
-from lowtide.leakcheck.processes.process_turns import ProcessTurns, growing_tensors
+from lowtide.leakcheck.processes.process_growth import ProcessTurns, growing_tensors
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding

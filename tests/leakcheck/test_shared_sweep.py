@@ -22,7 +22,7 @@ from lowtide.leakcheck.fuzzing import witness
 from lowtide.leakcheck.fuzzing.fault_sweep import Swept, SweptCall, SweptLife, sweep
 from lowtide.leakcheck.fuzzing.shared_sweep import shared_sweep
 from lowtide.leakcheck.fuzzing.target_source import TargetSource
-from lowtide.leakcheck.lives.calls import Call, Fault
+from lowtide.leakcheck.lives.script import Call, Fault
 from lowtide.leakcheck.targets.target import TargetError
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_checked_life import NOT_USED, ElsewhereOnCard

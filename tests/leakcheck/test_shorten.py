@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.leakcheck.fuzzing.fuzz import Life, shorten
-from lowtide.leakcheck.lives.calls import Call, Fault
+from lowtide.leakcheck.lives.script import Call, Fault
 from lowtide.leakcheck.targets.target import Capabilities
 
 ABLE = Capabilities(

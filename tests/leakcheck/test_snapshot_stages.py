@@ -14,8 +14,8 @@ import pytest
 from rich.cells import cell_len
 
 from lowtide.leakcheck.snapshots import allocator_snapshot
-from lowtide.leakcheck.snapshots.comparison import compare, sum_stages
-from lowtide.leakcheck.snapshots.stage_timeline import OUTSIDE, Annotation, StageTimeline
+from lowtide.leakcheck.snapshots.allocator_snapshot import compare, sum_stages
+from lowtide.leakcheck.snapshots.blocks_and_events import OUTSIDE, Annotation, StageTimeline
 from tests.leakcheck.torch_snapshots import FORWARD, LOAD, MIB, annotation, block, event, frame, read, segment, written
 
 MANY = 1500

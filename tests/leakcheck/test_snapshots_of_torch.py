@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot, read_snapshot
-from lowtide.leakcheck.snapshots.comparison import compare
-from lowtide.leakcheck.snapshots.stage_timeline import OUTSIDE
+from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot, compare, read_snapshot
+from lowtide.leakcheck.snapshots.blocks_and_events import OUTSIDE
 
 pytestmark = [
     pytest.mark.cuda,

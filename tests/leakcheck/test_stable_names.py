@@ -21,9 +21,9 @@ from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.storage_holders import Context, Explained
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks, with_stage
+from lowtide.leakcheck.judging.fingerprints import identity_of
 from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import LadderStep
-from lowtide.leakcheck.judging.stable_names import identity_of
 from lowtide.leakcheck.judging.tolerances import Reading, plain_metrics
 from lowtide.leakcheck.resources import child_processes
 from lowtide.leakcheck.resources.names import without_numbers

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lowtide.leakcheck.judging import ladder
-from lowtide.leakcheck.watching.waiting import wait_for_return
+from lowtide.leakcheck.watching.suspects import wait_for_return
 from lowtide.probes.host.counters import Counters
 
 

@@ -21,7 +21,7 @@ from lowtide.leakcheck.fuzzing import witness as module
 from lowtide.leakcheck.fuzzing.fault_sweep import Swept
 from lowtide.leakcheck.fuzzing.target_source import TargetSource
 from lowtide.leakcheck.fuzzing.witness import Killed, kill_in_each_stage
-from lowtide.leakcheck.lives.calls import Call
+from lowtide.leakcheck.lives.script import Call
 from lowtide.leakcheck.targets.faults import Seam
 from lowtide.leakcheck.targets.target import Capabilities, TargetError
 from lowtide.probes.device.driver import Driver, DriverReading

@@ -24,7 +24,7 @@ from lowtide.leakcheck.cli import commands as cli
 from lowtide.leakcheck.cli import fuzz_command, verify
 from lowtide.leakcheck.fuzzing.fuzz import Found
 from lowtide.leakcheck.lives import lifecycle
-from lowtide.leakcheck.lives.calls import Coverage
+from lowtide.leakcheck.lives.script import Coverage
 from lowtide.leakcheck.suppressions.entries import load
 from lowtide.reports import schema
 from tests.reports.terminals import lines_of, sent_to_terminal

@@ -1,4 +1,7 @@
-"""Draws lives on a terminal while they run, from the readings that their judge takes anyway."""
+"""Draws lives on a terminal while they run, from the readings that their judge takes anyway.
+
+Who watches the folder of a report is told the same.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,31 @@ from lowtide.reports.terminal.running_life import RunningLife
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.lives.script import Event
+
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowtide.leakcheck.lives.script import Event
+    from lowtide.reports.schema import Report
+
+
+@contextmanager
+def broadcast_live(folder: Path, make_report: Callable[[], Report]) -> Iterator[Callable[[Event], None]]:
+    """A listener for lives, which writes each event into a folder while somebody watches there.
+
+    Args:
+        folder: of the report.
+        make_report: makes what the report will have, without subjects.
+    """
+    from lowtide.reports.live.broadcast import Broadcast
+
+    broadcast = Broadcast(folder, make_report)
+    try:
+        yield lambda event: broadcast.stage_begins(event.text, event.latest_stages)
+    finally:
+        broadcast.close()
 
 
 @contextmanager

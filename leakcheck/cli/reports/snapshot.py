@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot
-    from lowtide.leakcheck.snapshots.comparison import By as ComparedBy
+    from lowtide.leakcheck.snapshots.allocator_snapshot import By as ComparedBy
 
 
 class By(str, Enum):

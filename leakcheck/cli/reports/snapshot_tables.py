@@ -7,10 +7,15 @@ from collections.abc import Iterator, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot, Survivors
-from lowtide.leakcheck.snapshots.blocks_and_events import Segment
-from lowtide.leakcheck.snapshots.comparison import By, Compared, compare, sum_stages
-from lowtide.leakcheck.snapshots.stage_timeline import OUTSIDE
+from lowtide.leakcheck.snapshots.allocator_snapshot import (
+    AllocatorSnapshot,
+    By,
+    Compared,
+    Survivors,
+    compare,
+    sum_stages,
+)
+from lowtide.leakcheck.snapshots.blocks_and_events import OUTSIDE, Segment
 from lowtide.probes.memory.stack_frames import StackFrame, telling_frames
 from lowtide.reports.figure_table import Column, FigureTable
 from lowtide.reports.hanging_text import HangingText
