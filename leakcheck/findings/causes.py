@@ -29,8 +29,9 @@ from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.stand_ins import stand_ins
 from lowtide.probes.objects.foreign import is_a
+from lowtide.probes.objects.opened_in_c import files_at
 from lowtide.probes.objects.thread_names import thread_key
-from lowtide.probes.originals import contents, gc, loaded, os, threading
+from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports.schema import Finding, Hop
 
 _EXPLAINED = 0.9
@@ -309,26 +310,16 @@ def _cause(holder: Holder | None, item: object) -> CommonCause | None:
 
 def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:
     """The descriptors of files in which tensors that are kept lie, by name, with the place of the tensors' finding."""
-    names = [
-        name
-        for draft in found
-        if isinstance(draft, ItemLeak) and draft.key == "file-descriptors"
-        for name in draft.names
-        if " -> /" in name
-    ]
-    if not names:
-        return {}
+    names: dict[str, list[str]] = {}
+    for draft in found:
+        if isinstance(draft, ItemLeak) and draft.key == "file-descriptors":
+            for name in draft.names:
+                names.setdefault(name.partition(" -> ")[2].removesuffix(" (deleted)"), []).append(name)
     places: dict[str, int] = {}
-    lines = [line.split(None, 5) for line in os.fsdecode(contents("/proc/self/maps")).split("\n")]
-    for name in names:
-        path = name.partition(" -> ")[2]
-        ranges = [line[0].split("-") for line in lines if len(line) > 5 and line[5] == path]
-        for turn, draft in enumerate(found):
-            addresses = (
-                [address for device, address in draft.keys if device == "cpu"] if isinstance(draft, TensorLeak) else []
-            )
-            if any(int(low, 16) <= address < int(high, 16) for low, high in ranges for address in addresses):
-                places[name] = turn
+    for turn, draft in enumerate(found if any(path.startswith("/") for path in names) else ()):
+        if isinstance(draft, TensorLeak):
+            paths = files_at([address for device, address in draft.keys if device == "cpu"])
+            places.update((name, turn) for path in paths for name in names.get(path, ()))
     # Where the graph of a loss is what is kept, that has a cause of its own.
     return {name: turn for name, turn in places.items() if _graph_of(found[turn]) is None}
 

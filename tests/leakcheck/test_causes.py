@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from lowtide.leakcheck.baseline.filled_caches import CachedItem
-from lowtide.leakcheck.findings import graph_parts, tensor_findings
+from lowtide.leakcheck.findings import grouping, tensor_findings
 from lowtide.leakcheck.findings.causes import Draft, with_causes, with_holders
 from lowtide.leakcheck.findings.grouping import by_cause
 from lowtide.leakcheck.findings.item_findings import ItemLeak
@@ -236,7 +236,7 @@ def blocks(*addresses: int) -> ItemLeak:
 @pytest.fixture
 def graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph is alive."""
-    monkeypatch.setattr(graph_parts, "any_graph_alive", lambda: True)
+    monkeypatch.setattr(grouping, "any_graph_alive", lambda: True)
 
 
 def test_the_state_of_a_graph_s_random_numbers_is_part_of_the_finding_about_it(graph: None) -> None:
@@ -260,7 +260,7 @@ def test_without_a_finding_about_a_graph_there_is_nothing_to_be_part_of(graph: N
 
 
 def test_without_a_graph_that_is_alive_it_is_a_leak_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_parts, "any_graph_alive", lambda: False)
+    monkeypatch.setattr(grouping, "any_graph_alive", lambda: False)
     assert grouped(blocks(0x1000), POOL) == [["tensors native 512"], ["reserved cuda-graph 80"]]
 
 
