@@ -85,7 +85,7 @@ def with_causes(found: Sequence[Draft], context: Context) -> tuple[list[Draft], 
             if cause is not None and len(apart) > 1:
                 # What a pool's threads do is one of its parts.
                 apart = [part]
-            drafts += [_with_places(each, context) for each in apart]
+            drafts += [_with_places(each, context) if isinstance(each, ItemLeak) else each for each in apart]
             causes += [cause] * len(apart)
     causes = _with_changes(drafts, _with_losses(drafts, causes))
     return drafts, _with_host_memory(drafts, _with_threads(drafts, causes), context.walk)
@@ -147,10 +147,10 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
         leak: the things.
         context: what is known around them.
     """
-    finding = leak.finding
     if leak.key == "threads":
         told = [with_work(leak, work).finding for work in works(leak.names, context)]
-        return told[0] if len(told) == 1 else finding
+        return told[0] if len(told) == 1 else leak.finding
+    finding = _with_places(leak, context).finding
     causes = _causes_by_name(_stand_ins({leak.key: [*leak.names]}, context), context)
     ways = {cause.holder: cause for cause in causes.values()}
     if not ways:
@@ -206,9 +206,9 @@ def _apart(draft: Draft, context: Context) -> list[Draft]:
     return [draft]
 
 
-def _with_places(draft: Draft, context: Context) -> Draft:
-    """A finding about things that the program's code was seen to make, with where it did."""
-    if not isinstance(draft, ItemLeak) or draft.key not in _MADE:
+def _with_places(draft: ItemLeak, context: Context) -> ItemLeak:
+    """Return a finding about things that the program's code was seen to make with where it did."""
+    if draft.key not in _MADE:
         return draft
     places = dict.fromkeys(filter(None, (context.made_at(draft.key, name) for name in sorted(draft.names))))
     if not places:

@@ -62,6 +62,7 @@ class ShutdownJudgement:
         read: takes a snapshot after a shutdown.
         explained: a finding with what is known of things outside of this process, by their names.
         tolerances: what one life may leave, by the metric's key, in place of the table's tolerance.
+        made_at: the line that made a thing, by its resource and name; empty if unknown.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class ShutdownJudgement:
         read: Callable[[], Snapshot],
         explained: Callable[[Finding, Collection[str]], Finding] = lambda finding, names: finding,
         tolerances: Mapping[str, int] | None = None,
+        made_at: Callable[[str, str], str] = lambda key, name: "",
     ) -> None:
         self._cycles = cycles
         self._record = record
@@ -85,6 +87,7 @@ class ShutdownJudgement:
         self._read = read
         self._explained = explained
         self._tolerances = tolerances or {}
+        self._made_at = made_at
         self._own_baseline: Snapshot | None = None
         self._types: TypeCounts | None = None
         self._first_baseline: Snapshot | None = None
@@ -203,7 +206,7 @@ class ShutdownJudgement:
         judgement = dataclasses.replace(judgement, findings=tuple(named))
         if not is_last:
             return judgement
-        context = self._leftovers.context(engine)
+        context = dataclasses.replace(self._leftovers.context(engine), made_at=self._made_at)
         judgement = _with_holders(judgement, start, steps[-1].reading, context)
         return with_arrays(judgement, context)
 

@@ -127,8 +127,9 @@ class Makers:
         if key == "threads":
             starting = (self._starting.get(id(each)) for each in threading.enumerate() if thread_key(each) == name)
             return next(starting, None) or self._named.get(name)
-        if key == "processes" and name.isdigit():
-            return self.of_process(int(name)) or self._forked(int(name))
+        if key == "processes":
+            pid = name.partition(" ")[0]
+            return (self.of_process(int(pid)) or self._forked(int(pid))) if pid.isdigit() else None
         number, _, target = name.partition(" -> ")
         if key != "file-descriptors" or not number.isdigit():
             return None
