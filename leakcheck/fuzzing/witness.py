@@ -26,8 +26,8 @@ from lowtide.leakcheck.fuzzing.fault_sweep import SweptCall, stages
 from lowtide.leakcheck.fuzzing.target_source import TargetSource, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.script import Call, simplest
-from lowtide.leakcheck.targets.faults import Injection, injecting_into
-from lowtide.leakcheck.targets.target import STANDING, Capabilities, Pause, TargetError, TargetFactory, make_target
+from lowtide.leakcheck.targets.faults import STANDING, Injection, Pause, injecting_into
+from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target
 from lowtide.probes.device.driver import Driver, DriverError
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName

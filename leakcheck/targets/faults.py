@@ -12,11 +12,12 @@ A checkpoint is damaged in a copy of its shards: cut short, or with a tensor of 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from typing import Any, Literal, TypeAlias, cast
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
 from lowtide.probes.memory.dispatch_modes import keep_from_compiler
 from lowtide.probes.originals import in_main_thread
 
@@ -64,6 +66,9 @@ if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
 
 Kind: TypeAlias = Literal["allocation", "reserve", "map", "pin", "copy", "transfer", "collective", "interrupt"] | Damage
+
+STANDING = "lowtide-standing "
+"""What a line begins with in which a process says that it stands, and where."""
 
 KINDS: Sequence[Kind] = (
     "allocation",
@@ -352,3 +357,35 @@ def _copy_failed(what: str, device: str) -> BaseException:
 
 def _timeout(what: str) -> BaseException:
     return torch.distributed.DistBackendError(f"{what}: timed out (injected)")
+
+
+class Pause(Injection):
+    """Stops where another injection would make something fail.
+
+    Args:
+        kind: of the points that are counted.
+        at: which one is not passed, from 0 on.
+        made: the shared memory that the process has made.
+        points: how many of them the stage has.
+    """
+
+    def __init__(self, kind: Kind, at: int, made: OwnSegments, points: int) -> None:
+        super().__init__(kind, at)
+        self.points = points
+        self._made = made
+
+    def reach(self, kind: Kind, what: str, error: Callable[[str], BaseException]) -> None:
+        """A fault point: returns, or never does."""
+        before = len(self.passed)
+        # The one that would be raised is where to stand.
+        with suppress(KeyboardInterrupt):
+            super().reach(kind, what, error)
+        if self.raised is not None and len(self.passed) > before:
+            self.stand()
+
+    def stand(self) -> None:
+        """Say where this is, and wait for the end."""
+        message = {"at": len(self.passed), "points": self.points, "segments": sorted(self._made.names)}
+        print(STANDING + json.dumps(message), flush=True)  # noqa: T201 - the witness reads it
+        while True:
+            signal.pause()

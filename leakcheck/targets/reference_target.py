@@ -46,8 +46,7 @@ from lowtide.engine.pages.cpu import CpuPages
 from lowtide.engine.pages.vmm import VmmPages
 from lowtide.engine.processes.remote_errors import RemoteError, describe_error, restore_error
 from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
-from lowtide.leakcheck.targets.faults import DamagedShardError, Kind, Passed, injecting
-from lowtide.leakcheck.targets.target import Pause
+from lowtide.leakcheck.targets.faults import DamagedShardError, Kind, Passed, Pause, injecting
 
 
 def reference_seams(device: str) -> Sequence[Seam | ShardSeam]:
