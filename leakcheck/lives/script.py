@@ -9,11 +9,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lowtide.leakcheck.targets.faults import Kind
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.reports.schema import Finding, Stage
+
+if TYPE_CHECKING:
+    from lowtide.leakcheck.targets.faults import Kind
 
 _KINDS: dict[tuple[str, str], type[LifeError]] = {}
 
