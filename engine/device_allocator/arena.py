@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -37,19 +38,26 @@ def padded(shape: Sequence[int], dtype: torch.dtype) -> int:
 class _Record:
     """What outlives the arena object for as long as a tensor holds its memory; it is what the probes read."""
 
-    def __init__(self, tag: str, backend: PageBackend, address: int, size: int) -> None:
+    def __init__(self, tag: str, backend: PageBackend, lease: Lease, size: int) -> None:
         self.tag = tag
         self.backend = backend
-        self.address = address
+        self.address = lease.address
+        self._lease = weakref.ref(lease)
         self.size = size
         self.parts: list[Part] = []
         self.error: BaseException | None = None
+        self.is_given_back = False
 
     @property
     def mapped(self) -> int:
         return sum(part.size for part in self.parts)
 
     def read_pools(self) -> tuple[stages.PoolReading, ...]:
+        if self._lease() is None:
+            # On its way back: who reads has the level that it comes to.
+            WhenDropped.wait()
+            if self.is_given_back:
+                return ()
         ranges = tuple((self.address + part.offset, part.size) for part in self.parts)
         device, span = str(self.backend.device), (self.address, self.size)
         return (stages.PoolReading("arena", self.tag, device, self.size, self.mapped, ranges, span),)
@@ -61,6 +69,7 @@ class _Record:
         except BaseException as error:  # noqa: BLE001 - nobody would see it; `Arena.close` hands the error on
             self.error = error
         else:
+            self.is_given_back = True
             stages.withdraw(self)
 
 
@@ -82,7 +91,7 @@ class Arena:
         self._used = 0
         self._failed = False
         self._lease: Lease | None = backend.reserve(self.capacity)
-        self._record = _Record(tag, backend, self._lease.address, self.capacity)
+        self._record = _Record(tag, backend, self._lease, self.capacity)
         # At exit the process gives everything back anyway, and the driver may be gone before us.
         self._dropped = WhenDropped(self._lease, self._record.dispose, at_exit=False)
         stages.announce(self._record)

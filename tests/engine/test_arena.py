@@ -146,7 +146,7 @@ def test_memory_of_a_leaked_tensor_goes_with_it_and_is_announced_until_then() ->
     assert [pool.mapped for pool in announced_pools()] == [PAGE]
     assert view.sum() == 24.0
     del view
-    wait_until(lambda: backend.disposed and not announced_pools())
+    assert announced_pools() == ()
     assert len(backend.disposed) == 1
 
 
@@ -183,6 +183,23 @@ def test_memory_that_is_on_its_way_back_is_waited_for_before_there_is_too_little
     assert arena.mapped == PAGE
     timer.join()
     arena.close()
+
+
+def test_memory_that_is_on_its_way_back_is_not_announced_any_more() -> None:
+    class Slow(Recorder):
+        def dispose(self, address: int, size: int, parts: list[Part]) -> None:
+            goes_on.wait(HANG_S)
+            super().dispose(address, size, parts)
+
+    goes_on = threading.Event()
+    arena = Arena("weights", PAGE, Slow())
+    arena.map_to(PAGE)
+    assert [pool.mapped for pool in announced_pools()] == [PAGE]
+    del arena
+    timer = threading.Timer(0.1, goes_on.set)
+    timer.start()
+    assert announced_pools() == ()
+    timer.join()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGALRM], ids=lambda each: each.name)
