@@ -34,6 +34,7 @@ class WhenDropped:
 
     def __init__(self, dropped: object, give_back: Callable[..., Any], *arguments: Any, at_exit: bool) -> None:
         self._give_back = partial(give_back, *arguments)
+        self._at_exit = at_exit
         self._unfinished = allocate_lock()
         self._unfinished.acquire()
         # `next` is called with the dead reference, which it takes for what to return at the end, that never comes.
@@ -56,21 +57,20 @@ class WhenDropped:
             self._unfinished.release()
 
     @classmethod
-    def wait(cls, timeout: float = GIVEN_BACK_S) -> bool:
-        """Wait until what was dropped so far is given back, at most `timeout` seconds; returns whether there was any.
+    def wait(cls, timeout: float = GIVEN_BACK_S) -> None:
+        """Wait until what was dropped so far is given back, at most `timeout` seconds; next to free where nothing was.
 
-        What the calling thread itself is giving back is not waited for.
+        Not for what outlives the process, as a child that takes its time to end, and not for what the calling thread
+        itself is giving back.
         """
-        waited = False
         end = time.monotonic() + timeout
         for dropped in {**cls._waiting, **cls._given_back_by}:
             watch = dropped._watch
             is_alive = watch is not None and watch() is not None
-            if not is_alive and cls._given_back_by.get(dropped) != get_ident():
-                waited = True
-                if dropped._unfinished.acquire(timeout=max(0, end - time.monotonic())):
-                    dropped._unfinished.release()
-        return waited
+            if is_alive or dropped._at_exit or cls._given_back_by.get(dropped) == get_ident():
+                continue
+            if dropped._unfinished.acquire(timeout=max(0, end - time.monotonic())):
+                dropped._unfinished.release()
 
     @classmethod
     def run_at_exit(cls) -> None:

@@ -132,23 +132,17 @@ class Arena:
 
     def map_part(self, target: int) -> None:
         """Map the next part on the way to `target` bytes; for a caller that fills one part while it maps the next."""
+        # What others have dropped may be all that there is.
+        WhenDropped.wait()
         offset = self.mapped
         size = min(PART_BYTES, round_up(target, self._backend.granularity) - offset)
         try:
-            part = self._map_once_there_is_room(offset, size)
+            part = self._backend.map(self._require_lease(), offset, size)
         except OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"arena {self.tag!r} cannot grow from {offset} to {target} bytes: {error}"
             ) from error
         self._record.parts.append(part)
-
-    def _map_once_there_is_room(self, offset: int, size: int) -> Part:
-        try:
-            return self._backend.map(self._require_lease(), offset, size)
-        except OutOfMemoryError:
-            if not WhenDropped.wait():
-                raise
-        return self._backend.map(self._require_lease(), offset, size)
 
     def unmap_to(self, size: int) -> None:
         """Give back the parts that lie wholly past the first `size` bytes."""

@@ -103,3 +103,49 @@ def test_a_dropped_process_that_does_not_end_is_killed(monkeypatch: pytest.Monke
     pid = child.pid
     del child
     wait_until(lambda: not psutil.pid_exists(pid))
+
+
+@pytest.mark.parametrize(("at_exit", "is_waited_for"), [(False, True), (True, False)])
+def test_what_the_process_takes_with_it_is_waited_for_and_what_outlives_it_is_not(
+    at_exit: bool, is_waited_for: bool
+) -> None:
+    goes_on, done = threading.Event(), threading.Event()
+
+    def give_back() -> None:
+        goes_on.wait(HANG_S)
+        done.set()
+
+    WhenDropped.wait()
+    owner = Owner()
+    WhenDropped(owner, give_back, at_exit=at_exit)
+    del owner
+    timer = threading.Timer(0.2, goes_on.set)
+    timer.start()
+    WhenDropped.wait()
+    assert done.is_set() == is_waited_for
+    timer.join()
+    assert done.wait(HANG_S)
+
+
+def test_nobody_waits_longer_than_asked_for() -> None:
+    goes_on = threading.Event()
+    owner = Owner()
+    WhenDropped(owner, goes_on.wait, HANG_S, at_exit=False)
+    del owner
+    WhenDropped.wait(0.05)
+    assert not goes_on.is_set()
+    goes_on.set()
+    WhenDropped.wait()
+
+
+def test_who_gives_back_does_not_wait_for_itself() -> None:
+    waited = threading.Event()
+
+    def give_back() -> None:
+        WhenDropped.wait()
+        waited.set()
+
+    owner = Owner()
+    WhenDropped(owner, give_back, at_exit=False)
+    del owner
+    assert waited.wait(HANG_S)
