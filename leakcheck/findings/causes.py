@@ -162,7 +162,6 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
         message=f"{finding.message}; {some}held by {first.holder}{others}",
         holder=first.holder,
         path=first.path,
-        cause=first.kind if finding.cause == "unknown" else finding.cause,
         advice=finding.advice or first.advice,
     )
 

@@ -322,9 +322,8 @@ def test_a_child_process_that_stays_is_named() -> None:
         child.kill()
         child.wait()
     assert (finding.resource, finding.count) == ("processes", 1)
-    assert finding.holder is not None
-    assert str(child.pid) in finding.holder
-    assert "sleep" in finding.holder
+    assert f"pid {child.pid} (sleep)" in finding.message
+    assert (finding.holder or "").endswith(".children[0]")
 
 
 class EndsAThreadLate(Sleeper):
