@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+# Also for who runs it: where there is no torch, that is said before the target is made.
+import torch
+
 from lowtide.leakcheck.judging.contract import holders
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import Event, simplest
@@ -13,8 +16,6 @@ from lowtide.leakcheck.tenant.tenant import tenant_of
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 
 if TYPE_CHECKING:
-    import torch
-
     from lowtide.probes.device.driver import Driver
 
 
