@@ -600,3 +600,18 @@ def imp_lock_is_held() -> bool:
     import _imp
 
     return _imp.lock_held()
+
+
+def test_a_process_that_has_ended_is_asked_about_once(agents: Agents, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    stat = module.stat
+    monkeypatch.setattr(module, "stat", lambda pid: (asked.append(pid), stat(pid))[1])
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        wait_until(lambda: agents.has_agent(child.pid))
+        child.communicate(b"\n")
+    # What has changed within a tick of the clock is listed anew.
+    time.sleep(0.2)
+    assert agents.elsewhere(()) == []
+    asked.clear()
+    assert agents.elsewhere(()) == []
+    assert asked == []
