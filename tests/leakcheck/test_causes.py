@@ -77,6 +77,33 @@ def test_what_lives_left_stays_one_finding_with_its_holders(opened: list[str]) -
     assert some.message.endswith(f"; 2 of them held by {__name__}.OPENED")
 
 
+class Receiver:
+    """Its thread holds it, and with it the socket."""
+
+    def __init__(self, own: socket.socket) -> None:
+        self.own = own
+        self.thread = threading.Thread(target=self.receive, daemon=True)
+        self.thread.start()
+
+    def receive(self) -> None:
+        self.own.recv(1)
+
+
+def test_what_a_running_thread_has_is_held_by_what_the_program_can_end() -> None:
+    own, others = socket.socketpair()
+    name = f"{own.fileno()} -> {Path(f'/proc/self/fd/{own.fileno()}').readlink()}"
+    receiver = Receiver(own)
+    OPENED.append(receiver)
+    del own
+    try:
+        assert with_holders(leak("file-descriptors", name), Context()).holder == f"{__name__}.OPENED"
+    finally:
+        OPENED.clear()
+        others.close()
+        receiver.thread.join()
+        receiver.own.close()
+
+
 def test_what_nothing_of_the_program_holds_has_no_holder(opened: list[str]) -> None:
     assert with_holders(leak("file-descriptors", opened[2]), Context()) == leak("file-descriptors", opened[2]).finding
 
