@@ -9,7 +9,7 @@ TORCH  := torch==2.13.0
 .PHONY: demo test test-all lint docs format clean echarts
 .DEFAULT_GOAL := demo
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml hatch_build.py $(wildcard probes/native/*.c)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "lowtide needs Python 3.10 or newer, $(PYTHON) is %d.%d: run make PYTHON=python3.11" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[dev]" "$(TORCH)"

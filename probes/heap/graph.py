@@ -1,53 +1,29 @@
 """The heap's references as arrays: one walk forward over all objects, frozen or not, which many questions share.
 
-The walk fills numpy arrays (addresses, edges in compressed sparse rows). It takes everything in, what the collector
-does not track, too, which most searches pass over.
+The references lie in numpy arrays (edges in compressed sparse rows).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import numpy.typing as npt
 
-from lowtide.probes.heap.roots import (
-    CHECKER,
-    FIRST,
-    LATER,
-    comes_later,
-    is_checkers,
-    roots,
-)
+from lowtide.probes.heap.roots import CHECKER, FIRST, LATER, comes_later, roots
+from lowtide.probes.heap.walk import checkers_frames, walk_from
 from lowtide.probes.memory.capsules import CAPSULE, ExportedMemory
 from lowtide.probes.objects.address_table import Indices, Ints
-from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
-from lowtide.probes.objects.foreign import dict_of_module, flags_of, is_a, module_of_class
-from lowtide.probes.objects.identities import (
-    Places,
-    are_tracked,
-    elements,
-    identities,
-    object_at,
-    objects_at,
-    places_of,
-    referents,
-    types_of,
-)
+from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class
+from lowtide.probes.objects.identities import are_tracked, identities
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census
 from lowtide.probes.original_numpy import np
 from lowtide.probes.originals import gc
 from lowtide.probes.references.edges import GENERATORS
-from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_kinds
+from lowtide.probes.references.unseen_references import reader_of
 
-# A graph's reader needs the kinds of its roots, too.
-
-
-# More at once takes more memory for what is in flight, which then is fetched anew from the kernel each time.
-_CHUNK = 8_000
-_MAY_BE_TRACKED = 1 << 14
 _PROBES = "lowtide.probes."
 
 
@@ -76,15 +52,17 @@ class Graph:
 
     def __init__(self, needed: Sequence[object] = ()) -> None:
         self.roots = list(roots())
-        self.objects = [root.held for root in self.roots]
-        self._table = places_of(identities(self.objects))
-        _extend(self.objects, gc.get_objects(), self._table)
-        self._table.add(identities(self.objects)[len(self.roots) :])
-        self._begin_walk()
-        self._list([item for item in needed if not gc.is_tracked(item) and not self.has(item)])
+        self._walk = walk_from(self.roots)
+        self.objects = self._walk.objects
+        found = gc.get_objects()
+        self._walk.add(found)
+        # The frame of this very call may be among them, and would keep them.
+        found.clear()
+        self._walk.add([item for item in needed if not gc.is_tracked(item)])
         self._own = {id(needed), id(self.objects)}
         self._listed = listed = len(self.objects)
-        self._walk_on()
+        self._walk.read()
+        self._take_over()
         # What is tracked, and was not listed but met by the walk, is frozen, if a program has frozen anything at all.
         # (To ask the collector how many are frozen takes it a walk over all of them.)
         met = np.count_nonzero(are_tracked(identities(self.objects[listed:])))
@@ -103,11 +81,11 @@ class Graph:
 
     def find(self, items: Sequence[object]) -> Indices:
         """The node of each object, shape [len(items)]; -1 for one that has none."""
-        return self._table.find(identities(list(items)))
+        return self._walk.find(identities(list(items)))
 
     def find_ids(self, ids: Collection[int]) -> Indices:
         """The nodes of those objects that have one, by their identities."""
-        found = self._table.find(np.fromiter(ids, np.int64, len(ids)))
+        found = self._walk.find(np.fromiter(ids, np.int64, len(ids)))
         return found[found >= 0]
 
     def census(self) -> Census:
@@ -143,9 +121,9 @@ class Graph:
         wanted = {id(self.objects[node]) for node in nodes}
         listed = gc.get_objects()
         ids = identities(listed)
-        new = np.flatnonzero(self._table.find(ids) < 0)
+        new = np.flatnonzero(self._walk.find(ids) < 0)
         # The frames of the checker are among them, one of them this function's own.
-        new = np.delete(new, _checkers_frames(ids[new]))
+        new = np.delete(new, checkers_frames(ids[new]))
         found = [listed[place] for place in new.tolist()]
         listed.clear()
         return [item for item in found if not wanted.isdisjoint(map(id, gc.get_referents(item)))]
@@ -185,137 +163,19 @@ class Graph:
         if not items:
             return
         first = len(self.objects)
-        self._list(list({id(item): item for item in items}.values()))
-        self._passed_over.append(np.arange(first, len(self.objects), dtype=np.int32))
-        self._walk_on()
-        new = len(self.objects) - len(self.turns)
-        self.turns = np.concatenate([self.turns, np.full(new, FIRST, np.uint8)])
+        self._walk.add(list({id(item): item for item in items}.values()))
+        listed = len(self.objects)
+        self._walk.read()
+        self._walk.pass_over(np.arange(first, listed, dtype=np.int32))
+        self._take_over()
+        self.turns = np.concatenate([self.turns, np.full(len(self.objects) - first, FIRST, np.uint8)])
 
-    def _list(self, items: Sequence[object]) -> None:
-        self._table.add(identities(list(items)))
-        self.objects.extend(items)
-
-    def _begin_walk(self) -> None:
-        self.types: dict[int, type] = {}
-        self._untracked_kinds = [id(kind) for kind in untracked_kinds()]
-        self._known_kinds = places_of(np.zeros(0, np.int64))
-        # The place of each node's type among those known, by chunks; by that place, how instances of the type are read,
-        # and whether they are modules.
-        self._kind_places: list[Indices] = []
-        self._readers: list[Reader | None] = []
-        self._has_reader = np.zeros(0, np.bool_)
-        self._is_module = np.zeros(0, np.bool_)
-        self._passed_over: list[Indices] = []
-        self._done = 0
-        self.kinds = np.zeros(0, np.int64)
-        self.offsets = np.zeros(1, np.int64)
-        self.edges = np.zeros(0, np.int32)
-
-    def _walk_on(self) -> None:
-        """Reads the references of all objects that were not read yet, adding those that it meets."""
-        counts: list[Ints] = []
-        edges: list[Indices] = [self.edges]
-        kinds: list[Ints] = [self.kinds]
-        while self._done < len(self.objects):
-            done = self._done
-            chunk = self.objects[done : done + _CHUNK]
-            kinds.append(types_of(identities(chunk)))
-            places_of_kinds = self._places_of(kinds[-1])
-            self._kind_places.append(places_of_kinds)
-            asked = list(chunk)
-            for place in np.flatnonzero(self._is_module[places_of_kinds]).tolist():
-                asked[place] = without_state(chunk[place])
-            sizes, ids, held = referents(asked)
-            asked.clear()
-            more = self._read_more(done, chunk, places_of_kinds, sizes)
-            if more:
-                sizes, ids = _with_more(sizes, ids, more)
-            nodes = self._table.find(ids)
-            unknown = np.flatnonzero(nodes < 0)
-            met = ids[unknown]
-            firsts = self._table.first_places(met)
-            first = np.flatnonzero(firsts == np.arange(len(met)))
-            worth, passed_over = self._are_worth(met[first])
-            added = first[worth]
-            if len(added):
-                places = np.full(len(met), -1, np.int32)
-                places[added] = np.arange(len(self.objects), len(self.objects) + len(added), dtype=np.int32)
-                nodes[unknown] = places[firsts]
-                self._passed_over.append(places[first[passed_over]])
-                self._table.add(met[added])
-                self.objects += objects_at(met[added])
-            held.clear()
-            more.clear()
-            known = nodes >= 0
-            counts.append(_sums(known, sizes))
-            edges.append(nodes[known])
-            self._done += len(chunk)
-        self.kinds = np.concatenate(kinds)
-        ends = len(self.edges) + np.cumsum(np.concatenate(counts)) if counts else np.zeros(0, np.int64)
-        self.offsets = np.concatenate([self.offsets, ends])
-        self.edges = np.concatenate(edges)
-        self.passed_over = np.concatenate([np.zeros(0, np.int32), *self._passed_over])
+    def _take_over(self) -> None:
+        """Takes what the walk has read."""
+        walk = self._walk
+        self.kinds, self.types, self.offsets, self.edges = walk.kinds, walk.types, walk.offsets, walk.edges
+        self.passed_over = walk.passed_over
         self.scratch = np.zeros(len(self.objects), np.int32)
-
-    def _places_of(self, kinds: Ints) -> Indices:
-        """The place of each type among those known, which those become that were not met before."""
-        places = self._known_kinds.find(kinds)
-        new = np.unique(kinds[places < 0])
-        if not len(new):
-            return places
-        met = {kind: object_at(kind) for kind in new.tolist()}
-        self._known_kinds.add(new)
-        self.types.update(met)
-        readers = [reader_of(cls) for cls in met.values()]
-        self._readers += readers
-        self._has_reader = np.append(self._has_reader, [reader is not None for reader in readers])
-        self._is_module = np.append(self._is_module, list(map(is_kind_of_module, met.values())))
-        return self._known_kinds.find(kinds)
-
-    def _read_more(self, first: int, chunk: list[object], kinds: Indices, sizes: Ints) -> dict[int, list[object]]:
-        """What objects refer to beyond what the collector shows, by their places in a chunk.
-
-        Args:
-            first: the node of the chunk's first object.
-            chunk: the objects.
-            kinds: the places of their types among those known.
-            sizes: how many referents of each are known.
-        """
-        more: dict[int, list[object]] = {}
-        for place in np.flatnonzero(self._has_reader[kinds]).tolist():
-            reader = self._readers[kinds[place]]
-            if reader is not None and (items := reader(chunk[place])):
-                more[place] = [*items]
-        if sys.version_info >= (3, 13):
-            # A dict that shares an instance's values shows none of them, and takes them over when that dies.
-            for place in np.flatnonzero(sizes == 0).tolist():
-                if type(chunk[place]) is dict and (items := [*dict.values(chunk[place])]):
-                    more.setdefault(place, []).extend(items)
-        for place in range(first, min(first + len(chunk), len(self.roots))):
-            if self.roots[place].also:
-                more.setdefault(place - first, []).extend(self.roots[place].also)
-        return more
-
-    def _are_worth(self, ids: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Which objects, met by the walk, can lead further, and which of these most searches pass over.
-
-        What is not tracked refers to nothing that is. But dicts and tuples of nothing that is tracked are not tracked
-        either, nor is, once it is made, what C calls a struct sequence (such as what `torch.max` returns).
-        """
-        worth = are_tracked(ids)
-        passed_over = np.zeros(len(ids), np.bool_)
-        rest = np.flatnonzero(~worth)
-        kinds = types_of(ids[rest])
-        for kind in self._untracked_kinds:
-            worth[rest[kinds == kind]] = True
-        asked = np.unique(kinds).tolist()
-        containers = [kind for kind in asked if flags_of(object_at(kind)) & _MAY_BE_TRACKED or kind == id(CAPSULE)]
-        passed_over[rest[np.isin(kinds, containers)]] = True
-        passed_over &= ~worth
-        worth |= passed_over
-        own = _checkers_frames(ids)
-        worth[own] = passed_over[own] = False
-        return worth, passed_over
 
     def _checkers_generators(self) -> Indices:
         """The checker's own suspended generators: like its frames, they hold what it looks at."""
@@ -335,7 +195,7 @@ class Graph:
     def _find_turns(self) -> npt.NDArray[np.uint8]:
         """In which of the search's queues each node waits."""
         later = np.array([LATER if comes_later(cls) else FIRST for cls in self.types.values()], np.uint8)
-        turns: npt.NDArray[np.uint8] = later.take(np.concatenate(self._kind_places))
+        turns: npt.NDArray[np.uint8] = later.take(self._walk.kind_places)
         turns[: len(self.roots)] = [root.turn for root in self.roots]
         # A module's namespace too: every function of the module holds it, without passing the module.
         modules = [place for place, root in enumerate(self.roots) if root.turn == LATER and is_a(root.held, ModuleType)]
@@ -354,39 +214,3 @@ def _checkers_files() -> set[object]:
 def _code_file(generator: Any) -> str:
     code: CodeType = getattr(generator, f"{GENERATORS[id(type(generator))]}_code")
     return code.co_filename
-
-
-def _with_more(sizes: Ints, ids: Ints, more: Mapping[int, list[object]]) -> tuple[Ints, Ints]:
-    """How many referents each object has, and the identities of all of them, with more for some of the objects."""
-    places = sorted(more)
-    counts, added = elements([more[place] for place in places])
-    behind = np.cumsum(sizes)[places]
-    sizes = sizes.copy()
-    sizes[places] += counts
-    return sizes, np.insert(ids, np.repeat(behind, counts), added)
-
-
-def _checkers_frames(ids: Ints) -> list[int]:
-    """The places of the objects that are frames of the checker's."""
-    places = np.flatnonzero(types_of(ids) == id(FrameType)).tolist()
-    return [place for place in places if is_checkers(object_at(int(ids[place])))]
-
-
-def _extend(objects: list[object], more: list[object], known: Places) -> None:
-    """Adds those of `more` whose identity is not known and that are no frames of the checker's; empties `more`."""
-    ids = identities(more)
-    unwanted = sorted({*np.flatnonzero(known.find(ids) >= 0).tolist(), *_checkers_frames(ids)})
-    begin = 0
-    # So few that whole parts of the list lie between them.
-    for place in (*unwanted, len(more)):
-        objects += more[begin:place]
-        begin = place + 1
-    # The frame of this very call may be among them, and would keep them.
-    more.clear()
-
-
-def _sums(is_counted: npt.NDArray[np.bool_], sizes: Ints) -> Ints:
-    """How many are counted in each of some runs that lie one behind the other, by the runs' sizes."""
-    before = np.zeros(len(is_counted) + 1, np.int32)
-    np.cumsum(is_counted, out=before[1:])
-    return np.diff(before[np.cumsum(sizes)], prepend=0).astype(np.int64)

@@ -48,7 +48,7 @@ def requirements(*extras: str) -> Iterator[Requirement]:
 def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of wheels."""
     folder = tmp_path_factory.mktemp("wheels")
-    wanted = ["hatchling>=1.27", *(str(each) for each in requirements(*REAL) if each.name != "torch")]
+    wanted = ["hatchling>=1.27", "setuptools>=68", *(str(each) for each in requirements(*REAL) if each.name != "torch")]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", "--dest", folder, *wanted]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode:
@@ -80,7 +80,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.mkdir()
     for name in ("engine", "leakcheck", "lowtide", "probes", "pytest_plugin", "reports"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("LICENSE", "README.md", "action.yml", "pyproject.toml"):
+    for name in (".gitignore", "LICENSE", "README.md", "action.yml", "hatch_build.py", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.example", "-C", folder]
     for command in (["init", "--quiet"], ["add", "--all"], ["commit", "--quiet", "--message", "All"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tarfile
@@ -57,6 +58,21 @@ def test_the_wheel_has_every_file_of_the_product(built: tuple[Path, Path]) -> No
     assert packaged == sources()
     schemas = {"lowtide-report-1.schema.json", "processes/lowtide-ps-1.schema.json"}
     assert {"lowtide/py.typed", *(f"lowtide/reports/{name}" for name in schemas)} <= packaged
+
+
+def test_without_a_compiler_there_is_a_wheel_all_the_same(built: tuple[Path, Path], tmp_path: Path) -> None:
+    with tarfile.open(built[0]) as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path / "dist", source]
+    done = subprocess.run(command, check=True, env={**os.environ, "CC": "false"}, capture_output=True, text=True)
+    assert "built without heap_walk.c" in done.stdout + done.stderr
+    (wheel,) = (tmp_path / "dist").glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as files, zipfile.ZipFile(built[1]) as whole:
+        missing = set(whole.namelist()) - set(files.namelist())
+    assert {name for name in missing if ".dist-info/" not in name} == {"lowtide/probes/native/heap_walk.abi3.so"}
+    assert built[1].name.startswith("lowtide-")
+    assert "-cp310-abi3-linux_" in built[1].name
 
 
 def test_the_wheel_has_no_other_top_level_name(built: tuple[Path, Path]) -> None:

@@ -1,0 +1,293 @@
+"""The walk forward over the heap: from some objects to all that they lead to, with the references as arrays.
+
+It takes everything in, what the collector does not track, too, which most searches pass over. It is there twice: in C
+(`native/heap_walk.c`), and in numpy for where that could not be built, which takes four times as long.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import FrameType
+from typing import ClassVar
+
+import numpy.typing as npt
+
+from lowtide.probes import native
+from lowtide.probes.heap.roots import Root, is_checkers
+from lowtide.probes.memory.capsules import CAPSULE
+from lowtide.probes.objects.address_table import Indices, Ints
+from lowtide.probes.objects.c_modules import is_kind_of_module, without_state
+from lowtide.probes.objects.foreign import flags_of
+from lowtide.probes.objects.identities import (
+    are_tracked,
+    elements,
+    identities,
+    object_at,
+    objects_at,
+    places_of,
+    referents,
+    types_of,
+)
+from lowtide.probes.original_numpy import np
+from lowtide.probes.references.unseen_references import Reader, reader_of, untracked_kinds
+
+# More at once takes more memory for what is in flight, which then is fetched anew from the kernel each time.
+_CHUNK = 8_000
+_MAY_BE_TRACKED = 1 << 14
+
+# How instances of a type are gone through; the same in heap_walk.c.
+HAS_READER, IS_MODULE, LEADS_ON_UNTRACKED, IS_PASSED_OVER, IS_FRAME = (1 << bit for bit in range(5))
+
+_DICTS_SHARE = sys.version_info >= (3, 13)
+"""Whether a dict that shares an instance's values shows none of them; it takes them over when the instance dies."""
+
+
+class Walk:
+    """Goes from some objects to all that they lead to; node `i` is `objects[i]`.
+
+    It keeps every object alive until it is closed.
+
+    Args:
+        roots: the first nodes, in their order.
+
+    Attributes:
+        objects: the object of each node.
+        types: the types of the nodes, and of what was met, by their identities.
+        kinds: the identity of each node's type.
+        kind_places: the place of each node's type among `types`.
+        offsets: where each node's edges begin, and where the last one's end.
+        edges: the nodes that each node refers to.
+        passed_over: the nodes that only a search goes through which asks for what is not tracked.
+    """
+
+    def __init__(self, roots: list[Root]) -> None:
+        self.objects: list[object] = [root.held for root in roots]
+        self.types: dict[int, type] = {}
+        self.kinds: Ints = np.zeros(0, np.int64)
+        self.kind_places: Indices = np.zeros(0, np.int32)
+        self.offsets: Ints = np.zeros(1, np.int64)
+        self.edges: Indices = np.zeros(0, np.int32)
+        self.passed_over: Indices = np.zeros(0, np.int32)
+        self._also = [root.also for root in roots]
+        self._untracked_kinds = untracked_kinds()
+        self._readers: dict[int, Reader] = {}
+
+    def add(self, items: list[object]) -> None:
+        """Makes nodes of those objects that are none, and that are no frames of the checker's."""
+        raise NotImplementedError
+
+    def read(self) -> None:
+        """Reads the references of all nodes that were not read yet, making nodes of what it meets."""
+        raise NotImplementedError
+
+    def find(self, ids: Ints) -> Indices:
+        """The node of each object, by its identity, shape [len(ids)]; -1 for one that has none."""
+        raise NotImplementedError
+
+    def pass_over(self, nodes: Indices) -> None:
+        """Has most searches pass over some nodes."""
+        self.passed_over = np.concatenate([self.passed_over, nodes])
+
+    def _manner_of(self, cls: type) -> int:
+        """How instances of a type are gone through; asked once for each type."""
+        self.types[id(cls)] = cls
+        reader = reader_of(cls)
+        if reader is not None:
+            self._readers[id(cls)] = reader
+        manner = HAS_READER if reader is not None else 0
+        if is_kind_of_module(cls):
+            manner |= IS_MODULE
+        # What is not tracked refers to nothing that is. But dicts and tuples of nothing that is tracked are not tracked
+        # either, nor is, once it is made, what C calls a struct sequence (such as what `torch.max` returns).
+        if any(cls is kind for kind in self._untracked_kinds):
+            manner |= LEADS_ON_UNTRACKED
+        if flags_of(cls) & _MAY_BE_TRACKED or cls is CAPSULE:
+            manner |= IS_PASSED_OVER
+        return manner | (IS_FRAME if cls is FrameType else 0)
+
+    def _more(self, item: object) -> list[object]:
+        """What an object with a reader refers to beyond what the collector shows."""
+        return [*self._readers[id(type(item))](item)]
+
+    def _grow(self, kind_places: Indices, ends: Ints, edges: Indices, passed_over: Indices) -> None:
+        """Adds what was read."""
+        self.kind_places = np.concatenate([self.kind_places, kind_places])
+        self.kinds = np.fromiter(self.types, np.int64, len(self.types)).take(self.kind_places)
+        self.offsets = np.concatenate([self.offsets, ends])
+        self.edges = np.concatenate([self.edges, edges])
+        self.passed_over = np.concatenate([self.passed_over, passed_over])
+
+
+class NativeWalk(Walk):
+    """The walk in C."""
+
+    _kind: ClassVar = native.Walk
+
+    def __init__(self, roots: list[Root]) -> None:
+        super().__init__(roots)
+        assert self._kind is not None
+        self._walk = self._kind()
+        self._walk.add_roots(self.objects)
+
+    def add(self, items: list[object]) -> None:
+        """See `Walk`."""
+        self._walk.add(self.objects, items, FrameType, is_checkers)
+
+    def read(self) -> None:
+        """See `Walk`."""
+        self._walk.read(self.objects, self._also, self._manner_of, without_state, self._more, is_checkers, _DICTS_SHARE)
+        kind_places, ends, edges, passed_over = self._walk.take()
+        self._grow(
+            np.frombuffer(kind_places, np.int32),
+            np.frombuffer(ends, np.int64),
+            np.frombuffer(edges, np.int32),
+            np.frombuffer(passed_over, np.int32),
+        )
+
+    def find(self, ids: Ints) -> Indices:
+        """See `Walk`."""
+        return np.frombuffer(self._walk.find(ids.astype(np.int64, copy=False).tobytes()), np.int32)
+
+
+class NumpyWalk(Walk):
+    """The walk in numpy."""
+
+    def __init__(self, roots: list[Root]) -> None:
+        super().__init__(roots)
+        self._table = places_of(identities(self.objects))
+        self._done = 0
+        self._known_kinds = places_of(np.zeros(0, np.int64))
+        self._manners = np.zeros(0, np.int64)
+
+    def add(self, items: list[object]) -> None:
+        """See `Walk`."""
+        ids = identities(items)
+        unwanted = sorted({*np.flatnonzero(self._table.find(ids) >= 0).tolist(), *checkers_frames(ids)})
+        begin, first = 0, len(self.objects)
+        # So few that whole parts of the list lie between them.
+        for place in (*unwanted, len(items)):
+            self.objects += items[begin:place]
+            begin = place + 1
+        self._table.add(identities(self.objects)[first:])
+
+    def read(self) -> None:
+        """See `Walk`."""
+        kind_places, counts, edges, passed_over = [], [], [], []
+        while self._done < len(self.objects):
+            done = self._done
+            chunk = self.objects[done : done + _CHUNK]
+            kinds = self._places_of_kinds(types_of(identities(chunk)))
+            kind_places.append(kinds)
+            asked = list(chunk)
+            for place in np.flatnonzero(self._manners[kinds] & IS_MODULE).tolist():
+                asked[place] = without_state(chunk[place])
+            sizes, ids, held = referents(asked)
+            asked.clear()
+            more = self._read_more(done, chunk, kinds, sizes)
+            if more:
+                sizes, ids = _with_more(sizes, ids, more)
+            nodes = self._table.find(ids)
+            unknown = np.flatnonzero(nodes < 0)
+            met = ids[unknown]
+            firsts = self._table.first_places(met)
+            first = np.flatnonzero(firsts == np.arange(len(met)))
+            leads_on, is_passed_over = self._which_lead_on(met[first])
+            added = first[leads_on]
+            if len(added):
+                places = np.full(len(met), -1, np.int32)
+                places[added] = np.arange(len(self.objects), len(self.objects) + len(added), dtype=np.int32)
+                nodes[unknown] = places[firsts]
+                passed_over.append(places[first[is_passed_over]])
+                self._table.add(met[added])
+                self.objects += objects_at(met[added])
+            held.clear()
+            more.clear()
+            known = nodes >= 0
+            counts.append(_sums(known, sizes))
+            edges.append(nodes[known])
+            self._done += len(chunk)
+        none = np.zeros(0, np.int32)
+        self._grow(
+            np.concatenate([none, *kind_places]),
+            len(self.edges) + np.cumsum(np.concatenate([none.astype(np.int64), *counts])),
+            np.concatenate([none, *edges]),
+            np.concatenate([none, *passed_over]),
+        )
+
+    def find(self, ids: Ints) -> Indices:
+        """See `Walk`."""
+        return self._table.find(ids)
+
+    def _places_of_kinds(self, kinds: Ints) -> Indices:
+        """The place of each type among those known, which those become that were not met before."""
+        places = self._known_kinds.find(kinds)
+        new = np.unique(kinds[places < 0])
+        if not len(new):
+            return places
+        manners = [self._manner_of(object_at(kind)) for kind in new.tolist()]
+        self._known_kinds.add(new)
+        self._manners = np.append(self._manners, np.array(manners, np.int64))
+        return self._known_kinds.find(kinds)
+
+    def _read_more(self, first: int, chunk: list[object], kinds: Indices, sizes: Ints) -> dict[int, list[object]]:
+        """What objects refer to beyond what the collector shows, by their places in a chunk.
+
+        Args:
+            first: the node of the chunk's first object.
+            chunk: the objects.
+            kinds: the places of their types among those known.
+            sizes: how many referents of each are known.
+        """
+        more: dict[int, list[object]] = {}
+        for place in np.flatnonzero(self._manners[kinds] & HAS_READER).tolist():
+            if items := self._more(chunk[place]):
+                more[place] = items
+        if _DICTS_SHARE:
+            for place in np.flatnonzero(sizes == 0).tolist():
+                item = chunk[place]
+                if type(item) is dict and (values := [*dict.values(item)]):
+                    more.setdefault(place, []).extend(values)
+        for place, also in enumerate(self._also[first : first + len(chunk)]):
+            if also:
+                more.setdefault(place, []).extend(also)
+        return more
+
+    def _which_lead_on(self, ids: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Which objects, met by the walk, can lead further, and which of these most searches pass over."""
+        kinds = self._places_of_kinds(types_of(ids))
+        manners = self._manners[kinds]
+        leads_on = are_tracked(ids) | (manners & LEADS_ON_UNTRACKED != 0)
+        passed_over = ~leads_on & (manners & IS_PASSED_OVER != 0)
+        leads_on |= passed_over
+        own = checkers_frames(ids)
+        leads_on[own] = passed_over[own] = False
+        return leads_on, passed_over
+
+
+def walk_from(roots: list[Root]) -> Walk:
+    """The fastest walk that there is here, before its first step."""
+    return NumpyWalk(roots) if native.Walk is None else NativeWalk(roots)
+
+
+def _with_more(sizes: Ints, ids: Ints, more: Mapping[int, list[object]]) -> tuple[Ints, Ints]:
+    """How many referents each object has, and the identities of all of them, with more for some of the objects."""
+    places = sorted(more)
+    counts, added = elements([more[place] for place in places])
+    behind = np.cumsum(sizes)[places]
+    sizes = sizes.copy()
+    sizes[places] += counts
+    return sizes, np.insert(ids, np.repeat(behind, counts), added)
+
+
+def checkers_frames(ids: Ints) -> list[int]:
+    """Return the places of those objects, given by their identities, that are frames of the checker's."""
+    places = np.flatnonzero(types_of(ids) == id(FrameType)).tolist()
+    return [place for place in places if is_checkers(object_at(int(ids[place])))]
+
+
+def _sums(is_counted: npt.NDArray[np.bool_], sizes: Ints) -> Ints:
+    """How many are counted in each of some runs that lie one behind the other, by the runs' sizes."""
+    before = np.zeros(len(is_counted) + 1, np.int32)
+    np.cumsum(is_counted, out=before[1:])
+    return np.diff(before[np.cumsum(sizes)], prepend=0).astype(np.int64)

@@ -1,0 +1,37 @@
+"""The walk over the heap's references, in C."""
+
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+class Walk:
+    """A walk over the heap; it keeps addresses, and no object alive."""
+
+    def add_roots(self, items: list[Any]) -> None:
+        """Make nodes of the first objects, in their order."""
+
+    def add(
+        self, objects: list[Any], items: list[Any], frame_type: type, is_hidden: Callable[[FrameType], bool]
+    ) -> None:
+        """Append those items to `objects` that are no nodes yet, and no hidden frames."""
+
+    def read(
+        self,
+        objects: list[Any],
+        also: list[list[Any]],
+        classify: Callable[[type], int],
+        stand_in: Callable[[Any], object],
+        more: Callable[[object], list[object]],
+        is_hidden: Callable[[FrameType], bool],
+        dicts_share: bool,
+    ) -> None:
+        """Read what all objects refer to that were not read yet, appending what is met."""
+
+    def find(self, ids: bytes) -> bytes:
+        """Return the nodes (int32) of objects by their identities (int64); -1 for none."""
+
+    def take(self) -> tuple[bytes, bytes, bytes, bytes]:
+        """Hand over what was read since the last time.
+
+        Kind places (int32), ends of edges (int64), edges (int32), nodes that are passed over (int32).
+        """
