@@ -10,8 +10,8 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-_NAME = "lowtide.probes.native.heap_walk"
-_SOURCE = Path("lowtide/probes/native/heap_walk.c")
+_NAME = "lowtide.probes.native.heap"
+_SOURCE = Path("lowtide/probes/native/heap.c")
 # One build serves this version of Python and all later ones.
 _FROM = "0x030A0000"
 _TAG = "cp310-abi3"

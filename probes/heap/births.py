@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowtide.probes import native
 from lowtide.probes.heap.caches import LRU_CACHE
 from lowtide.probes.heap.collection_record import CollectionRecord
 from lowtide.probes.objects.address_table import Ints
@@ -286,10 +287,9 @@ class Births:
             if self._record.is_incomplete:
                 self._note(map(id, _watched(self._old_objects())), self.label, self.turn)
             wanted = {key for key, noted in self._noted.items() if label is None or noted[0] == label}
-            if wanted - found.keys() and (self._moved or self._record.is_incomplete or self.froze_until_last_look):
-                for item in _watched(self._old_objects()) if census is None else _watched_among(census):
-                    if id(item) in wanted:
-                        found.setdefault(id(item), item)
+            wanted -= found.keys()
+            if wanted and (self._moved or self._record.is_incomplete or self.froze_until_last_look):
+                found.update((id(item), item) for item in self._old_among(wanted, census))
             self._reveal(found)
             # The oldest first: of a memory that several of them view, the first shows since when it is there.
             ordered = [(key, found.pop(key)) for key in self._noted if key in found] + list(found.items())
@@ -353,6 +353,23 @@ class Births:
         self._born_number = 0
         self._are_too_many = False
 
+    def _old_among(self, wanted: set[int], census: Census | None) -> Iterator[Any]:
+        """Those old objects that have one of some identities and are of a kind to watch.
+
+        Args:
+            wanted: the identities.
+            census: all objects, where they are known.
+        """
+        if census is not None:
+            old = _watched_among(census)
+        elif _followers_among is None or self._record.is_incomplete or self.froze_until_last_look:
+            old = _watched(self._old_objects())
+        else:
+            # They are behind the first one, unless a full collection has reordered them.
+            ids = np.fromiter(wanted, np.int64, len(wanted)).tobytes()
+            old = _watched(_followers_among(self._first[0], ids, -1 if self._full else self._moved + 1))
+        return (item for item in old if id(item) in wanted)
+
     def _old_objects(self) -> list[object]:
         """The old objects among which those are that were born since the mark."""
         if self.froze_until_last_look:
@@ -364,6 +381,18 @@ class Births:
             return old[places[0] :] if places else old
         # A full collection may reorder the old generation; the others append to it.
         return old if self._full else old[-self._moved :]
+
+
+def _lists_can_be_read() -> bool:
+    """Whether the collector has its objects in lists as `followers_among` takes them to be."""
+    if native.followers_among is None:
+        return False
+    with collector_paused():
+        first: list[object] = []
+        second: list[object] = []
+        ids = identities([second, first]).tobytes()
+        found = [native.followers_among(first, ids, most) for most in (0, 1, -1)]
+    return [list(map(id, items)) for items in found] == [[], [id(second)], [id(second)]]
 
 
 def _since(change: _Change, changes: list[_Change]) -> list[_Change]:
@@ -461,3 +490,6 @@ def _watched_kinds() -> Ints:
 
 def _watched_among(census: Census) -> Iterator[Any]:
     yield from census.instances_of(*_classes())
+
+
+_followers_among = native.followers_among if _lists_can_be_read() else None

@@ -1,7 +1,7 @@
 """The walk forward over the heap: from some objects to all that they lead to, with the references as arrays.
 
 It takes everything in, what the collector does not track, too, which most searches pass over. It is there twice: in C
-(`native/heap_walk.c`), and in numpy for where that could not be built, which takes four times as long.
+(`native/heap.c`), and in numpy for where that could not be built, which takes four times as long.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lowtide.probes.references.unseen_references import Reader, reader_of, untra
 _CHUNK = 8_000
 _MAY_BE_TRACKED = 1 << 14
 
-# How instances of a type are gone through; the same in heap_walk.c.
+# How instances of a type are gone through; the same in heap.c.
 HAS_READER, IS_MODULE, LEADS_ON_UNTRACKED, IS_PASSED_OVER, IS_FRAME = (1 << bit for bit in range(5))
 
 _DICTS_SHARE = sys.version_info >= (3, 13)

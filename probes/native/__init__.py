@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 try:
-    from lowtide.probes.native.heap_walk import Walk
+    from lowtide.probes.native import heap
 except ImportError:
     # No compiler, or a Python without the stable interface.
-    Walk = None  # type: ignore[assignment,misc]
+    heap = None  # type: ignore[assignment]
 
-__all__ = ["Walk"]
+Walk: Any = None if heap is None else heap.Walk
+followers_among: Callable[[object, bytes, int], list[Any]] | None = None if heap is None else heap.followers_among

@@ -23,13 +23,19 @@ pytestmark = pytest.mark.skipif(not young_generations_tell(), reason="this inter
 
 
 @pytest.fixture
-def births() -> Iterator[Births]:
+def births(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Births]:
+    if getattr(request, "param", "") == "without C":
+        monkeypatch.setattr(module, "_followers_among", None)
     watch = Births()
     watch.start()
     gc.collect()
     watch.mark("before")
     yield watch
     watch.stop()
+
+
+in_both_ways = pytest.mark.parametrize("births", ["in C", "without C"], indirect=True)
+"""For what goes through the old generation."""
 
 
 def seen(births: Births, wanted: object) -> list[str]:
@@ -65,6 +71,7 @@ def test_what_was_there_at_the_mark_is_not_newborn(births: Births) -> None:
     assert seen(births, item) == []
 
 
+@in_both_ways
 @pytest.mark.parametrize("generations", [(0,), (1,), (2,), (1, 1), (1, 2), (2, 1), (2, 2), (0, 1, 0, 2, 1)])
 def test_it_is_seen_after_any_collections(births: Births, generations: tuple[int, ...]) -> None:
     item = watched()
@@ -73,6 +80,7 @@ def test_it_is_seen_after_any_collections(births: Births, generations: tuple[int
     assert seen(births, item) == ["before"]
 
 
+@in_both_ways
 @pytest.mark.parametrize("generations", [(1,), (2,), (1, 2)])
 def test_what_was_known_stays_known_after_any_collections(births: Births, generations: tuple[int, ...]) -> None:
     item = watched()
@@ -82,6 +90,7 @@ def test_what_was_known_stays_known_after_any_collections(births: Births, genera
     assert seen(births, item) == []
 
 
+@in_both_ways
 def test_it_is_found_among_many_that_were_moved_with_it(births: Births) -> None:
     before = [[] for _ in range(50_000)]
     item = watched()
@@ -91,6 +100,7 @@ def test_it_is_found_among_many_that_were_moved_with_it(births: Births) -> None:
     assert seen(births, item) == ["before"]
 
 
+@in_both_ways
 def test_it_is_found_although_most_of_what_was_moved_with_it_died(births: Births) -> None:
     before = [[] for _ in range(50_000)]
     item = watched()
@@ -100,6 +110,7 @@ def test_it_is_found_although_most_of_what_was_moved_with_it_died(births: Births
     assert seen(births, item) == ["before"]
 
 
+@in_both_ways
 def test_a_collection_by_the_collector_itself_is_noticed(births: Births) -> None:
     item = watched()
     kept = [[] for _ in range(20_000)]
@@ -154,6 +165,7 @@ def test_what_was_seen_under_a_label_is_found_without_what_was_not(
 
 
 @pytest.mark.usefixtures("thaw")
+@in_both_ways
 def test_what_was_noted_is_found_although_it_is_frozen(births: Births) -> None:
     item = watched()
     births.survivors()
@@ -164,6 +176,7 @@ def test_what_was_noted_is_found_although_it_is_frozen(births: Births) -> None:
 
 
 @pytest.mark.usefixtures("thaw")
+@in_both_ways
 def test_what_was_noted_and_then_frozen_and_unfrozen_is_found(births: Births) -> None:
     item = watched()
     births.survivors()

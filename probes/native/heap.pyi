@@ -1,4 +1,4 @@
-"""The walk over the heap's references, in C."""
+"""What goes through the whole heap, in C."""
 
 from collections.abc import Callable
 from types import FrameType
@@ -35,3 +35,15 @@ class Walk:
 
         Kind places (int32), ends of edges (int64), edges (int32), nodes that are passed over (int32).
         """
+
+def followers_among(first: object, ids: bytes, most: int) -> list[Any]:
+    """Return those of the objects with these identities (int64) that come behind one in the collector's list.
+
+    Args:
+        first: where to begin; the collector tracks it.
+        ids: the identities.
+        most: how many places to look at; -1 for all that are in the list, also before the first.
+
+    Raises:
+        ValueError: the collector does not track the first object.
+    """

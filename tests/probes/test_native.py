@@ -1,0 +1,84 @@
+"""What is written in C and reads the collector's lists."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from lowtide.probes import native
+from lowtide.probes.heap import births
+
+if native.followers_among is None:
+    pytest.skip("what is written in C was not built here", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_collected() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def among(first: object, items: list[object], most: int = -1) -> list[object]:
+    assert native.followers_among is not None
+    return native.followers_among(first, np.array(list(map(id, items)), np.int64).tobytes(), most)
+
+
+def test_it_is_used_on_this_interpreter() -> None:
+    assert births._followers_among is native.followers_among
+
+
+def test_what_comes_behind_is_found_in_its_order() -> None:
+    first, *others = [[] for _ in range(5)]
+    found = among(first, [others[3], others[0], others[2]])
+    assert list(map(id, found)) == [id(others[0]), id(others[2]), id(others[3])]
+
+
+def test_of_so_many_places_no_more_are_looked_at() -> None:
+    items = [[] for _ in range(5)]
+    assert [len(among(items[0], items, most)) for most in range(5)] == [0, 1, 2, 3, 4]
+
+
+def test_what_comes_before_is_found_only_where_all_are_looked_at() -> None:
+    before: list[object] = []
+    first: list[object] = []
+    assert among(first, [before], 1) == []
+    assert among(first, [before])[0] is before
+
+
+def test_what_is_in_another_generation_is_not_found() -> None:
+    old: list[object] = []
+    gc.collect()
+    young: list[object] = []
+    assert among(young, [old]) == []
+    assert among(old, [young]) == []
+    gc.collect()
+    assert [item is young for item in among(old, [young])] == [True]
+
+
+def test_the_dead_are_not_found() -> None:
+    first: list[object] = []
+    dead = [[] for _ in range(100)]
+    ids = np.array(list(map(id, dead)), np.int64).tobytes()
+    dead.clear()
+    assert native.followers_among is not None
+    assert native.followers_among(first, ids, -1) == []
+
+
+def test_no_reference_is_left() -> None:
+    first, second = [[] for _ in range(2)]
+    before = sys.getrefcount(first), sys.getrefcount(second)
+    for _ in range(100):
+        among(first, [second, first])
+    assert (sys.getrefcount(first), sys.getrefcount(second)) == before
+
+
+@pytest.mark.parametrize("first", [1, "text", ()])
+def test_what_is_in_no_list_is_refused(first: object) -> None:
+    with pytest.raises(ValueError, match="does not track"):
+        among(first, [[]])
