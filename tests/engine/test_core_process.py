@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy
 import pytest
-import torch
 
 from lowtide.engine import (
     CheckpointError,
@@ -24,13 +22,12 @@ from lowtide.engine import (
     RequestOutput,
     SamplingParams,
 )
-from lowtide.engine.config import load_model_config
 from lowtide.engine.core_process import client, messages
 from lowtide.engine.core_process.core_process import CoreProcess
 from lowtide.engine.errors import EngineDeadError
-from lowtide.engine.model_executor.weights import parameter_shapes
 from tests.engine import core_extensions
 from tests.engine.process_watch import cores, is_running, nothing_stays, ranks
+from tests.engine.random_checkpoint import write_random_checkpoint
 
 ALONE = EngineConfig(kv_cache_bytes=1 << 20)
 APART = replace(ALONE, engine_process=True)
@@ -301,16 +298,7 @@ def test_a_fork_cannot_use_the_core(twins: Twins) -> None:
 
 def write_checkpoint(folder: Path) -> EngineConfig:
     """A checkpoint of random weights, and the settings of an engine of it."""
-    from safetensors.torch import save_file
-
-    shape = {"vocab_size": 99, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "max_position_embeddings": 64, "architectures": ["LlamaForCausalLM"]}
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**shape, **heads, "dtype": "float32"}))
-    config = replace(APART, model=str(folder))
-    shapes = parameter_shapes(load_model_config(config))
-    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, folder / "model.safetensors")
-    return config
+    return replace(APART, model=str(write_random_checkpoint(folder)))
 
 
 def test_a_create_that_fails_in_the_core_leaves_no_process_and_can_be_made_again(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from lowtide.engine.worker import Worker
 from lowtide.probes import stages
 from lowtide.probes.memory.tensors import read_tensors
 from lowtide.probes.stages import announced_pools
+from tests.engine.random_checkpoint import write_random_checkpoint
 
 PROMPTS = [[1, 2, 3], list(range(40)), [7] * 20]
 PARAMS = SamplingParams(max_tokens=8)
@@ -486,10 +487,8 @@ def test_a_shutdown_leaves_no_output_to_be_reported(engine: LLMEngine, monkeypat
     assert not engine.has_unfinished_requests()
 
 
-def test_level_2_refuses_to_drop_weights_that_cannot_be_loaded_again(
-    write_checkpoint: Callable[..., Path],
-) -> None:
-    folder = write_checkpoint("llama-grouped-heads")
+def test_level_2_refuses_to_drop_weights_that_cannot_be_loaded_again(tmp_path: Path) -> None:
+    folder = write_random_checkpoint(tmp_path / "model")
     with LLMEngine(EngineConfig(model=str(folder), num_blocks=64)) as engine:
         expected = tokens(engine)
         (folder / "model.safetensors").rename(folder / "moved")
@@ -499,10 +498,8 @@ def test_level_2_refuses_to_drop_weights_that_cannot_be_loaded_again(
         assert tokens(engine) == expected
 
 
-def test_a_sleep_keeps_the_weights_in_host_memory_unless_it_is_told_not_to(
-    write_checkpoint: Callable[..., Path],
-) -> None:
-    folder = write_checkpoint("llama-grouped-heads")
+def test_a_sleep_keeps_the_weights_in_host_memory_unless_it_is_told_not_to(tmp_path: Path) -> None:
+    folder = write_random_checkpoint(tmp_path / "model")
     with LLMEngine(EngineConfig(model=str(folder), num_blocks=64)) as engine:
         expected = tokens(engine)
         (folder / "model.safetensors").rename(folder / "moved")
@@ -511,8 +508,8 @@ def test_a_sleep_keeps_the_weights_in_host_memory_unless_it_is_told_not_to(
         assert tokens(engine) == expected
 
 
-def test_a_checkpoint_that_is_gone_at_wake_leaves_the_engine_asleep(write_checkpoint: Callable[..., Path]) -> None:
-    folder = write_checkpoint("llama-grouped-heads")
+def test_a_checkpoint_that_is_gone_at_wake_leaves_the_engine_asleep(tmp_path: Path) -> None:
+    folder = write_random_checkpoint(tmp_path / "model")
     with LLMEngine(EngineConfig(model=str(folder), num_blocks=64)) as engine:
         expected = tokens(engine)
         engine.sleep(2)
@@ -527,8 +524,8 @@ def test_a_checkpoint_that_is_gone_at_wake_leaves_the_engine_asleep(write_checkp
         assert tokens(engine) == expected
 
 
-def test_a_bad_checkpoint_takes_no_memory(write_checkpoint: Callable[..., Path]) -> None:
-    folder = write_checkpoint("llama-grouped-heads")
+def test_a_bad_checkpoint_takes_no_memory(tmp_path: Path) -> None:
+    folder = write_random_checkpoint(tmp_path / "model")
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(2000)
     gc.collect()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from lowtide.engine import CheckpointError, EngineConfig, EngineState, EngineStateError, LLMEngine, SamplingParams
 from lowtide.engine.model_executor.weights import RandomWeights
 from lowtide.probes.stages import announced_pools
+from tests.engine.random_checkpoint import write_random_checkpoint
 
 PROMPTS = [[1, 2, 3], list(range(40)), [7] * 20]
 SMALL = {"num_blocks": 64, "dtype": "float64"}
@@ -24,8 +24,8 @@ def on_host() -> int:
     return sum(pool.mapped for pool in announced_pools() if pool.kind == "host")
 
 
-def test_a_new_checkpoint_is_read_into_the_same_memory(write_checkpoint: Callable[..., Path]) -> None:
-    folder, other = (write_checkpoint("llama-grouped-heads", seed) for seed in (0, 1))
+def test_a_new_checkpoint_is_read_into_the_same_memory(tmp_path: Path) -> None:
+    folder, other = (write_random_checkpoint(tmp_path / f"model{seed}", seed) for seed in (0, 1))
     with LLMEngine(EngineConfig(model=str(other), **SMALL)) as engine:
         expected = tokens(engine)
     with LLMEngine(EngineConfig(model=str(folder), **SMALL)) as engine:

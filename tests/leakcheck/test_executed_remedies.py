@@ -165,9 +165,13 @@ def executed(programs: dict[str, Any], things: list[Any], made: list[object], *,
     return done
 
 
-def caches_of(module: Any) -> list[Any]:
+def caches_by_module() -> dict[str, list[Any]]:
     wrapped = functools._lru_cache_wrapper
-    return [item for item in gc.get_objects() if type(item) is wrapped and item.__module__ == module.__name__]
+    found: dict[str, list[Any]] = {}
+    for item in gc.get_objects():
+        if type(item) is wrapped:
+            found.setdefault(item.__module__, []).append(item)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +201,12 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Exe
                 things.append(Thing())
                 if name in SHAPES:
                     module.hold(things[-1])
-                    made += [part for cache in caches_of(module) for part in parts_of(cache)]
                 else:
                     made += CASES[name].hold(module, things[-1]) or ()
+            caches = caches_by_module()
+            shaped = [caches.get(module.__name__, ()) for name, module in modules.items() if name in SHAPES]
+            made += [part for found in shaped for cache in found for part in parts_of(cache)]
+            del caches, shaped
             if over:
                 for name, way in WAYS.items():
                     modules[name] = load(named[name], "")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowtide.probes import native
@@ -155,6 +155,7 @@ _heaps = st.recursive(
 
 
 @built
+@settings(max_examples=50)
 @given(_heaps, st.lists(_heaps, max_size=3))
 def test_in_a_random_heap_both_read_the_same(heap: object, more: list[object]) -> None:
     items = [item for item in (heap, *more) if gc.is_tracked(item)]
