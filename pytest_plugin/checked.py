@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
 from lowtide.leakcheck.findings.remedies import StorageWatch
 from lowtide.leakcheck.watching.verdict import Thing, Verdict
 from lowtide.reports.schema import Finding
+from lowtide.reports.statement import noted
 
 _BACK = "leakcheck.check() found it; it was back at the end of the test"
 
@@ -47,8 +46,4 @@ class CheckedLeaks:
 
     def missing_from(self, verdict: Verdict) -> list[Finding]:
         """What the verdict on the whole test does not report, since it was released after the check."""
-        return [
-            msgspec.structs.replace(known.finding, message=f"{known.finding.message}; {_BACK}")
-            for known in self._found
-            if not known.is_in(verdict)
-        ]
+        return [noted(known.finding, f"; {_BACK}") for known in self._found if not known.is_in(verdict)]

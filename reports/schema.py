@@ -239,6 +239,14 @@ class Finding(_Record, frozen=True, kw_only=True):
     process: ProcessName | None = None
 
 
+def as_written(finding: Finding) -> Finding:
+    """Return a finding with nothing but what a report has of it."""
+    if type(finding) is Finding and all(type(part) is Finding for part in finding.parts):
+        return finding
+    fields: dict[str, Any] = {name: getattr(finding, name) for name in Finding.__struct_fields__}
+    return Finding(**{**fields, "parts": tuple(map(as_written, finding.parts))})
+
+
 class Return(_Record, frozen=True, kw_only=True):
     """How one resource came back after a stage: at which rung of the ladder, and after how many seconds of waiting."""
 
@@ -294,6 +302,10 @@ class Subject(_Record, frozen=True, kw_only=True):
     returns: tuple[Return, ...] = ()
     not_measured: tuple[NotMeasured, ...] = ()
     type_growth: tuple[TypeGrowth, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Keep of the findings what is written."""
+        msgspec.structs.force_setattr(self, "findings", tuple(map(as_written, self.findings)))
 
 
 class Machine(_Record, frozen=True, kw_only=True):

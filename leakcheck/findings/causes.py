@@ -11,8 +11,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any, Union
 
-import msgspec
-
 from lowtide.leakcheck.explaining.cut import Cut
 from lowtide.leakcheck.explaining.explain import Holder, first_holders
 from lowtide.leakcheck.explaining.library_objects import advice_for_root
@@ -33,6 +31,7 @@ from lowtide.probes.objects.opened_in_c import files_at
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports.schema import Finding, Hop
+from lowtide.reports.statement import noted
 
 _EXPLAINED = 0.9
 """The share of the host memory that must lie behind another finding to be a part of it."""
@@ -157,13 +156,8 @@ def with_holders(leak: ItemLeak, context: Context) -> Finding:
         return finding
     first, others = next(iter(ways.values())), f" (and {len(ways) - 1} more)" if len(ways) > 1 else ""
     some = "" if len(causes) == len(leak.names) else f"{len(causes)} of them "
-    return msgspec.structs.replace(
-        finding,
-        message=f"{finding.message}; {some}held by {first.holder}{others}",
-        holder=first.holder,
-        path=first.path,
-        advice=finding.advice or first.advice,
-    )
+    advice = finding.advice or first.advice
+    return noted(finding, f"; {some}held by ", first.holder, others, path=first.path, advice=advice)
 
 
 def _main(members: Sequence[_Named]) -> str:
@@ -212,8 +206,8 @@ def _with_places(draft: ItemLeak, context: Context) -> ItemLeak:
     places = dict.fromkeys(filter(None, (context.made_at(draft.key, name) for name in sorted(draft.names))))
     if not places:
         return draft
-    message = f"{draft.finding.message}; {_MADE[draft.key]} in {first_of(list(places), _SHOWN_PLACES)}"
-    return replace(draft, finding=msgspec.structs.replace(draft.finding, message=message))
+    said = f"; {_MADE[draft.key]} in {first_of(list(places), _SHOWN_PLACES)}"
+    return replace(draft, finding=noted(draft.finding, said))
 
 
 def _caches_of(draft: ItemLeak) -> set[int]:

@@ -22,6 +22,7 @@ from lowtide.probes.objects.foreign import type_name
 from lowtide.probes.originals import loaded
 from lowtide.reports.schema import Cause, Finding, Remedy
 from lowtide.reports.sizes import format_bytes
+from lowtide.reports.statement import Note, noted, restated
 
 _POOL = re.compile(r"pool \((\d+), (\d+)\)")
 _SHOWN = 3
@@ -119,19 +120,24 @@ def of_cached_pools(pools: Finding, others: Finding | None) -> Finding:
     if others is not None and others.remedy is not None:
         size, returned = size + others.bytes, returned + others.remedy.returns_bytes
     action = pools.remedy.action
-    finding = msgspec.structs.replace(pools if others is None else others, former_fingerprint=pools.fingerprint)
-    return msgspec.structs.replace(
-        finding,
-        bytes=size,
+    finding = pools if others is None else others
+    changes = {
+        "bytes": size,
         # That of the default pool's finding, also in a life in which nothing of that pool is reported.
-        fingerprint=fingerprint(
+        "fingerprint": fingerprint(
             resource=finding.resource, device=finding.device, stage=finding.stage, suspects=("", finding.cause)
         ),
-        holder=ALLOCATOR_HOLDER,
-        remedy=Remedy(action=action, returns_bytes=returned),
-        message=f"{format_bytes(size)} of reserved on {finding.device} did not come back at {finding.stage}, "
-        f"{of_pools}; "
-        f"{action} returns {format_bytes(returned)}",
+        "former_fingerprint": pools.fingerprint,
+        "holder": ALLOCATOR_HOLDER,
+        "remedy": Remedy(action=action, returns_bytes=returned),
+    }
+    return restated(
+        finding,
+        changes,
+        what=f"reserved on {finding.device}",
+        is_since=False,
+        things=(),
+        notes=(Note(f", {of_pools}; {action} returns {format_bytes(returned)}"),),
     )
 
 
@@ -141,14 +147,13 @@ def _of_pools(leak: ItemLeak, names: Mapping[str, int], mapped: Sequence[Range] 
     size = sum(sizes.values())
     pools = first_of([f"{pool}: {format_bytes(amount)}" for pool, amount in sizes.items()], _SHOWN)
     word = "a private pool" if len(sizes) == 1 else f"{len(sizes)} private pools"
-    since = f", since {finding.stage}"
-    when = since if since in finding.message else f" at {finding.stage}"
-    finding = msgspec.structs.replace(
+    finding = restated(
         finding,
-        bytes=size,
-        message=f"{format_bytes(size)} reserved on {finding.device} in {word} of torch's allocator, in which nothing "
-        f"lives, did not come back{when} ({pools}){_without_memory(names, mapped)}",
-        holder=first_of(list(sizes), _SHOWN),
+        {"bytes": size, "holder": first_of(list(sizes), _SHOWN)},
+        amount=f"{format_bytes(size)} reserved on {finding.device} in {word} of torch's allocator, in which nothing "
+        "lives,",
+        things=(),
+        notes=(Note(f" ({pools}){_without_memory(names, mapped)}"),),
     )
     return replace(leak, finding=finding, names=names)
 
@@ -197,13 +202,13 @@ def _with_holder(leak: ItemLeak, held: HeldPools) -> ItemLeak:
     if explanation is None:
         return leak
     is_one = len({_pool_of(name) for name in held.names}) == 1
-    finding = msgspec.structs.replace(
+    finding = noted(
         leak.finding,
+        f"; the {'pool is' if is_one else 'pools are'} held by ",
+        explanation.holder or "",
         cause=held.cause,
         verdict=explanation.verdict,
-        holder=explanation.holder,
         path=explanation.path,
-        message=f"{leak.finding.message}; the {'pool is' if is_one else 'pools are'} held by {explanation.holder}",
     )
     return replace(leak, finding=finding, explanation=explanation)
 

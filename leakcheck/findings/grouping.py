@@ -20,6 +20,7 @@ from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Hop
+from lowtide.reports.statement import noted
 
 _CAPTURE = re.compile(r"(?:^|[\\/])torch[\\/]cuda[\\/]graphs\.py$")
 _BEGINS = ("capture_begin", "CUDAGraph.capture_begin")
@@ -86,14 +87,11 @@ def _as_one(group: Sequence[Finding], cause: CommonCause | None) -> Finding:
     advice = first.advice or cause.advice or of_setting
     if not cause.holder:
         return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
-    # One that was explained by itself knows more of its way.
-    message = first.message if first.path else f"{first.message}, held by {cause.holder}"
-    path = first.path or cause.path
-    holder = first.holder if first.path else cause.holder
-    kind = first.cause if first.path or first.cause != "unknown" else cause.kind
-    return msgspec.structs.replace(
-        first, parts=tuple(parts), message=message, holder=holder, path=path, advice=advice, cause=kind
-    )
+    if first.path:
+        # One that was explained by itself knows more of its way.
+        return msgspec.structs.replace(first, parts=tuple(parts), advice=advice)
+    kind = first.cause if first.cause != "unknown" else cause.kind
+    return noted(first, ", held by ", cause.holder, parts=tuple(parts), path=cause.path, advice=advice, cause=kind)
 
 
 def _rank(finding: Finding) -> tuple[int, bool, bool, bool]:

@@ -13,8 +13,8 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
 from lowtide.probes.memory.buffers import Buffer, large_buffers
 from lowtide.probes.objects.foreign import type_name
-from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import format_bytes
+from lowtide.reports.statement import HolderFacts, Note, with_holder
 
 _NEAR = 0.1
 """By what share the arrays may differ from the host memory that they are said to be."""
@@ -57,19 +57,18 @@ def with_array_holder(leak: ItemLeak, context: Context) -> ItemLeak:
     """
     if leak.key != "host-memory" or not leak.finding.bytes:
         return leak
-    found = held_by_arrays(leak.finding, leak.finding.bytes, context)
+    found = held_by_arrays(leak.finding.bytes, context)
     if found is None:
         return leak
-    finding, explanation = found
-    finding = msgspec.structs.replace(finding, former_fingerprint=leak.finding.fingerprint)
+    facts, explanation = found
+    finding = msgspec.structs.replace(with_holder(leak.finding, facts), former_fingerprint=leak.finding.fingerprint)
     return with_fingerprint(replace(leak, finding=finding, explanation=explanation), leak.module)
 
 
-def held_by_arrays(finding: Finding, size: int, context: Context) -> tuple[Finding, Explanation] | None:
-    """A finding about host memory with the arrays that are of a size, and their holder; None where none are.
+def held_by_arrays(size: int, context: Context) -> tuple[HolderFacts, Explanation] | None:
+    """Who holds the arrays that are of a size, for a finding about host memory; None where none are.
 
     Args:
-        finding: about host memory; its fingerprint is left as it is.
         size: bytes of the arrays, of one alone or of several in one place.
         context: what is known around it.
     """
@@ -79,16 +78,14 @@ def held_by_arrays(finding: Finding, size: int, context: Context) -> tuple[Findi
     first, amount = found[0], sum(each.bytes for each in found)
     arrays = f"{format_bytes(amount)} in {'a' if len(found) == 1 else len(found)} {first.kind}{'s' * (len(found) > 1)}"
     explanation = first.explanation
-    named = msgspec.structs.replace(
-        finding,
+    facts = HolderFacts(
+        note=Note(f"; {arrays} held by ", explanation.holder or ""),
         cause=explanation.cause,
         verdict=explanation.verdict,
-        holder=explanation.holder,
         path=explanation.path,
-        message=f"{finding.message}; {arrays} held by {explanation.holder}",
         advice=_advice(explanation),
     )
-    return named, explanation
+    return facts, explanation
 
 
 def _advice(explanation: Explanation) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,6 +24,7 @@ from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.probes.originals import gc
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_amount, format_bytes
+from lowtide.reports.statement import Note, noted, restated
 
 UNFROZEN = "the heap is not frozen any more"
 """What is different after `gc.unfreeze()`."""
@@ -77,8 +77,7 @@ class ItemLeak:
         # What goes with a tensor is no library's workspace, of whatever size it is.
         finding = self.finding if self.finding.cause != "library-workspace" else _as_native(self, self.names)
         gave = format_bytes(returned) if returned else "" if names else "it"
-        message = f"{finding.message}; {action} returns {gave}" if gave else finding.message
-        finding = msgspec.structs.replace(finding, remedy=remedy, tried=(remedy,), message=message)
+        finding = noted(finding, f"; {action} returns {gave}" if gave else "", remedy=remedy, tried=(remedy,))
         return replace(self, finding=finding, names=names)
 
     def among(self, left: Mapping[str, int]) -> ItemLeak:
@@ -117,12 +116,13 @@ def with_changes(leak: ItemLeak, changes: Sequence[SettingChange], place_of: Cal
     places = {change: place_of(change.name) for change in changes}
     sentences = [describe_change(change) + (f" ({place})" if place else "") for change, place in places.items()]
     settings = tuple(dict.fromkeys(change.setting for change in changes))
-    finding = msgspec.structs.replace(
+    finding = restated(
         leak.finding,
-        message=f"{format_amount(len(changes), 'process-wide settings')} did not come back at {leak.finding.stage}: "
-        + first_of(sentences, _TOLD_SETTINGS),
-        holder=first_of(settings, _SHOWN_SETTINGS),
-        advice=advice(changes),
+        {"holder": first_of(settings, _SHOWN_SETTINGS), "advice": advice(changes)},
+        amount=format_amount(len(changes), "process-wide settings"),
+        is_since=False,
+        things=tuple(sentences),
+        most=_TOLD_SETTINGS,
     )
     return replace(leak, finding=finding, changes=tuple(changes))
 
@@ -160,19 +160,16 @@ def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:
 def only(leak: ItemLeak, names: dict[str, int]) -> ItemLeak:
     """The leak of some of the things, with the fingerprint that they would have alone."""
     finding = leak.finding
-    head, marker, tail = finding.message.partition(" did not come back")
-    size = sum(names.values()) if finding.bytes else 0
-    if finding.bytes:
-        head = re.sub(r"^[\d.]+ [KMGT]?i?B", format_bytes(size), head)
-    else:
-        head = format_amount(len(names), re.sub(r"^\d+ ", "", head) if finding.count > 1 else head)
-    since = tail.partition(": ")[0]
-    finding = msgspec.structs.replace(
+    finding = restated(
         finding,
-        bytes=size,
-        count=len(names) if not finding.bytes else finding.count,
-        message=f"{head}{marker}{since}: {', '.join(sorted(names))}",
-        holder=listed(leak.key, names),
+        {
+            "bytes": sum(names.values()) if finding.bytes else 0,
+            "count": len(names) if not finding.bytes else finding.count,
+            "holder": listed(leak.key, names),
+        },
+        things=tuple(sorted(names)),
+        most=None,
+        notes=(),
     )
     return with_fingerprint(replace(leak, finding=finding, names=names), leak.module)
 
@@ -206,26 +203,30 @@ def _as_native(leak: ItemLeak, names: Mapping[str, int]) -> Finding:
     """A finding about blocks of a workspace's size that turned out to be something else."""
     size = sum(names.values())
     blocks = [name.replace("workspace", "block", 1) for name in names]
-    message = f"{format_bytes(size)} of memory that native code holds on {leak.finding.device} did not come back"
-    return msgspec.structs.replace(
+    mark = fingerprint_of_items(
+        f"native {leak.finding.device}",
+        blocks,
+        resource="tensors",
+        device=leak.finding.device,
+        stage=leak.finding.stage,
+        suspects=("native",),
+        allocated_in=allocating_function(_stack(leak.finding)),
+        module=leak.module,
+    )
+    former = fingerprint(resource="tensors", device=leak.finding.device, stage=leak.finding.stage, suspects=("native",))
+    return restated(
         leak.finding,
-        cause="native",
-        bytes=size,
-        holder=listed(leak.key, blocks),
-        message=f"{message}, since {leak.finding.stage}: {', '.join(sorted(blocks))} (of a BLAS workspace's size)",
-        fingerprint=fingerprint_of_items(
-            f"native {leak.finding.device}",
-            blocks,
-            resource="tensors",
-            device=leak.finding.device,
-            stage=leak.finding.stage,
-            suspects=("native",),
-            allocated_in=allocating_function(_stack(leak.finding)),
-            module=leak.module,
-        ),
-        former_fingerprint=fingerprint(
-            resource="tensors", device=leak.finding.device, stage=leak.finding.stage, suspects=("native",)
-        ),
+        {
+            "cause": "native",
+            "bytes": size,
+            "holder": listed(leak.key, blocks),
+            "fingerprint": mark,
+            "former_fingerprint": former,
+        },
+        what=f"memory that native code holds on {leak.finding.device}",
+        is_since=True,
+        things=tuple(sorted(blocks)),
+        notes=(Note(" (of a BLAS workspace's size)"),),
     )
 
 

@@ -29,6 +29,7 @@ from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread
 from lowtide.probes.originals import gc, threading, time
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
+from lowtide.reports.statement import noted
 
 _LONGEST_CODE = 1000
 """Characters of code that puts settings back, beyond which it is shortened."""
@@ -160,7 +161,7 @@ def try_actions(
         changed += [action.effect] if action.effect else []
         helped += [action.code] if gone else []
         names = still
-    remedy, message = finding.remedy, finding.message
+    finding = msgspec.structs.replace(finding, tried=tuple(tried), changed=tuple(changed))
     if helped:
         came = sum(item.returns_bytes for item in tried)
         remedy = Remedy(action="; ".join([*before_that, *helped]), returns_bytes=came)
@@ -168,9 +169,9 @@ def try_actions(
         if not {action.code for action in actions if not action.is_code}.isdisjoint(helped):
             # What is no code that runs is advice.
             advice = f"{remedy.action}: tried, it returns {gave}"
-            return msgspec.structs.replace(finding, advice=advice, tried=tuple(tried), changed=tuple(changed))
-        message = f"{message}; {remedy.action} returns {gave}"
-    return msgspec.structs.replace(finding, message=message, remedy=remedy, tried=tuple(tried), changed=tuple(changed))
+            return msgspec.structs.replace(finding, advice=advice)
+        return noted(finding, f"; {remedy.action} returns {gave}", remedy=remedy)
+    return finding
 
 
 def _trimming(index: int) -> list[Change]:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-import msgspec
-
 from lowtide.leakcheck.baseline.owner_levels import Count, Key
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.explaining.explain import Explanation
@@ -25,6 +23,7 @@ from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.stack_frames import allocating_function
 from lowtide.reports.schema import Finding, Hop, ResourceName
 from lowtide.reports.sizes import format_amount, format_bytes
+from lowtide.reports.statement import Note, StatedFinding, Statement, noted
 
 COUNTED: tuple[ResourceName, ...] = ("threads", "processes", "file-descriptors", "shared-memory")
 """What is counted by name and may grow under an owner, besides the bytes of tensors."""
@@ -104,8 +103,8 @@ def merged(finding: Finding, grown: Sequence[Finding]) -> Finding:
     growth = next((growth for growth in grown if _is_of(growth, finding)), None)
     if growth is None:
         return finding
-    message = f"{finding.message}; it grew by {growth.message.partition(',')[0]}"
-    return msgspec.structs.replace(finding, trend="growth", message=message)
+    said = growth.statement.amount if isinstance(growth, StatedFinding) else growth.message
+    return noted(finding, f"; it grew by {said}", trend="growth")
 
 
 def rest_of(grown: Sequence[Finding], findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -136,20 +135,21 @@ def _of_tensors(owner: Owner, key: str, stacks: Stacks, past: int | None = None)
     total = sum(steps[turn - 1] for turn in ledger.adding_turns(key))
     stack = tuple(stacks(device, [largest[1]]).get(largest[1], ()))
     holder = explanation.holder if explanation is not None else ""
-    message = f"{rate(steps, allowed, format_bytes)} under {owner.name}, {format_bytes(total)} on {device} in all"
+    notes = [Note(f", {format_bytes(total)} on {device} in all")]
     if past is not None:
-        message += f", past the limit of {format_bytes(past)}"
+        notes.append(Note(f", past the limit of {format_bytes(past)}"))
     if holder:
-        message += f", held by {holder}"
+        notes.append(Note(", held by ", holder))
+    said = f"{rate(steps, allowed, format_bytes)} under {owner.name}"
     suspects = () if explanation is None else explanation.suspects[:1]
-    return Finding(
+    return StatedFinding(
         resource="tensors",
         cause="unknown" if explanation is None else explanation.cause,
         bytes=total,
         count=len(held),
         device=device,
         stage=f"tests with {owner.name}",
-        message=message,
+        statement=Statement(amount=said, came=None, notes=tuple(notes)),
         fingerprint=fingerprint(
             resource="tensors",
             device=device,
@@ -239,15 +239,16 @@ def _of_items(owner: Owner, resource: ResourceName, now: Counters) -> Finding:
     names = sorted(owner.items.get(resource, set()) & now.items.get(resource, {}).keys())
     amount: Callable[[int], str] = lambda count: format_amount(count, resource.replace("-", " "))  # noqa: E731
     holder = listed(resource, names)
-    message = f"{rate(steps, allowed, amount)} under {owner.name}, {amount(total)} in all"
-    return Finding(
+    said = f"{rate(steps, allowed, amount)} under {owner.name}"
+    notes = (Note(f", {amount(total)} in all"), *([Note(": ", holder)] if holder else []))
+    return StatedFinding(
         resource=resource,
         cause="thread" if resource == "threads" else "unknown",
         bytes=0,
         count=total,
         device="",
         stage=f"tests with {owner.name}",
-        message=f"{message}: {holder}" if holder else message,
+        statement=Statement(amount=said, came=None, notes=notes),
         fingerprint=fingerprint_of_items(
             resource,
             names,

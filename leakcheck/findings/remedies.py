@@ -34,6 +34,7 @@ from lowtide.probes.objects.thread_names import thread_ident, thread_name
 from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports.schema import Finding, Remedy
 from lowtide.reports.sizes import format_bytes
+from lowtide.reports.statement import noted
 
 _MOST_ROUNDS = 3
 """Holders that are cut one after the other, where each of them alone keeps something alive."""
@@ -140,8 +141,7 @@ class _Attempt:
             advice = f"{'; '.join(map(self._with_error, actions))}: tried, it returns {format_bytes(total)}"
             return msgspec.structs.replace(finding, advice=advice)
         remedy = Remedy(action="; ".join(actions), returns_bytes=total)
-        message = f"{finding.message}; {remedy.action} returns {format_bytes(total)}"
-        return msgspec.structs.replace(finding, remedy=remedy, message=message)
+        return noted(finding, f"; {remedy.action} returns {format_bytes(total)}", remedy=remedy)
 
     def _with_error(self, action: str) -> str:
         return f"{action} (raised {self.raised[action]})" if action in self.raised else action

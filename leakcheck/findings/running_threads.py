@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-import msgspec
-
 from lowtide.leakcheck.explaining.explain import Holder, first_holders
 from lowtide.leakcheck.explaining.library_objects import Offer, offered_method
 from lowtide.leakcheck.explaining.path_names import way_text
@@ -25,6 +23,7 @@ from lowtide.probes.objects.foreign import attribute, code_of, is_a, mro_of, nam
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.originals import threading, weakref
 from lowtide.reports.schema import Hop
+from lowtide.reports.statement import noted, restated
 
 _SHOWN = 3
 """Threads of one cause that are named."""
@@ -103,16 +102,8 @@ def works(names: Collection[str], context: Context) -> list[Work]:
 
 def with_work(leak: ItemLeak, work: Work) -> ItemLeak:
     """A finding about threads, with what they do."""
-    finding = leak.finding
-    names = sorted(work.names)
-    message = finding.message.replace(", ".join(names), first_of(names, _SHOWN))
-    finding = msgspec.structs.replace(
-        finding,
-        message=f"{message}; {work.text}" + (f", held by {work.holder}" if work.holder else ""),
-        holder=work.holder or finding.holder,
-        path=work.path or finding.path,
-        advice=work.advice,
-    )
+    finding = restated(leak.finding, {"path": work.path or leak.finding.path, "advice": work.advice}, most=_SHOWN)
+    finding = noted(finding, f"; {work.text}{', held by ' if work.holder else ''}", work.holder or "")
     return replace(leak, finding=finding, endings=work.endings)
 
 

@@ -29,6 +29,7 @@ from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
 from lowtide.probes.originals import lines_of
 from lowtide.reports.schema import Finding, Frame, Hop, Remedy
 from lowtide.reports.sizes import format_bytes
+from lowtide.reports.statement import Note, StatedFinding, Statement, noted, restated
 
 _LEAST_FREE = 2 << 20
 """Bytes that are reported as free beside a leak; small tensors share segments of this size with all others."""
@@ -69,8 +70,7 @@ def with_free_beside(leaks: Sequence[TensorLeak]) -> list[TensorLeak]:
         groups = [[address for of, address in leak.sizes if of == device] for leak in here]
         for leak, free in zip(here, free_beside(int(device.partition(":")[2]), groups), strict=True):
             if free >= _LEAST_FREE:
-                message = f"{leak.finding.message}; {format_bytes(free)} more stay reserved in its segments"
-                finding = msgspec.structs.replace(leak.finding, message=message)
+                finding = noted(leak.finding, f"; {format_bytes(free)} more stay reserved in its segments")
                 by_identity[id(leak)] = replace(leak, finding=finding)
     return [by_identity[id(leak)] for leak in leaks]
 
@@ -123,12 +123,11 @@ def tensor_leaks(
 
 def with_stage(finding: Finding, stage: str) -> Finding:
     """The same finding, said to be there since `stage`; its former fingerprint is that which it had for that."""
-    parts: tuple[str, ...] = (finding.cause, finding.verdict or "")
-    message = finding.message.replace(f" did not come back at {finding.stage}", f" did not come back, since {stage}")
-    former = fingerprint(resource=finding.resource, device=finding.device, stage=stage, suspects=parts)
     if finding.stage == stage:
-        message, former = finding.message, finding.former_fingerprint or finding.fingerprint
-    return msgspec.structs.replace(finding, stage=stage, message=message, former_fingerprint=former)
+        return msgspec.structs.replace(finding, former_fingerprint=finding.former_fingerprint or finding.fingerprint)
+    parts: tuple[str, ...] = (finding.cause, finding.verdict or "")
+    former = fingerprint(resource=finding.resource, device=finding.device, stage=stage, suspects=parts)
+    return restated(finding, {"stage": stage, "former_fingerprint": former}, is_since=True)
 
 
 def frames(stack: Sequence[StackFrame]) -> tuple[Frame, ...]:
@@ -220,16 +219,21 @@ def _leak(
     size = sum(row.held.bytes for row in group)
     things = "1 tensor" if len(group) == 1 else f"{len(group)} tensors"
     stage = largest.held.stage
-    message = f"{format_bytes(size)} in {things} on {device}, since {stage} ({largest.held.text})"
+    statement = Statement(
+        amount=f"{format_bytes(size)} in {things} on {device}",
+        came="",
+        is_since=True,
+        notes=(Note(f" ({largest.held.text})"),),
+    )
     explanation = _whole(largest, group)
-    finding = Finding(
+    finding: Finding = StatedFinding(
         resource="tensors",
         cause="unknown",
         bytes=size,
         count=len(group),
         device=device,
         stage=stage,
-        message=message,
+        statement=statement,
         fingerprint=marks.now,
         former_fingerprint=marks.former,
         verdict="unexplained",
@@ -241,12 +245,13 @@ def _leak(
             f"; {text}" for text in sorted({advised[row.held.key] for row in group if row.held.key in advised})
         )
         holder = common_holder([row.explanation for row in group if row.explanation is not None])
-        finding = msgspec.structs.replace(
+        finding = noted(
             finding,
+            ", held by " if holder else "",
+            holder or "",
+            advice,
             cause=explanation.cause,
-            message=message + (f", held by {holder}" if holder else "") + advice,
             verdict=explanation.verdict,
-            holder=holder,
             advice=explanation.advice or None,
             path=_with_sizes(explanation, explained, sizes),
             shared_bytes=_shared(group, explained),
@@ -275,12 +280,12 @@ def _returned_at(finding: Finding, rung: Rung, explanation: Explanation | None) 
     """A finding about storages that came back at a rung of the ladder."""
     action = ACTIONS[rung]
     known = explanation is not None and bool(explanation.path)
-    return msgspec.structs.replace(
+    finding = msgspec.structs.replace(finding, holder=finding.holder or HOLDER_OF_RUNG.get(rung))
+    return noted(
         finding,
+        f"; {action} returns {format_bytes(finding.bytes)}",
         cause=finding.cause if known else CAUSE_OF_RUNG[rung],
-        message=f"{finding.message}; {action} returns {format_bytes(finding.bytes)}",
         verdict=finding.verdict if known else VERDICT_OF_RUNG.get(rung),
-        holder=finding.holder or HOLDER_OF_RUNG.get(rung),
         remedy=Remedy(action=action, returns_bytes=finding.bytes),
     )
 

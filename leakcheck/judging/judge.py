@@ -14,6 +14,7 @@ from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.reports.schema import Cause, Finding, NotMeasured, Remedy, Return, Verdict
 from lowtide.reports.sizes import format_amount
+from lowtide.reports.statement import Note, StatedFinding, Statement
 
 # What it means that a resource came back at a rung only: the rung is the diagnosis.
 CAUSE_OF_RUNG: dict[Rung, Cause] = {
@@ -157,7 +158,7 @@ def _finding(
     cause: Cause = metric.cause
     verdict: Verdict | None = metric.verdict
     remedy = advice = None
-    returns = ""
+    notes: tuple[Note, ...] = ()
     of_rung = None if back is None else HOLDER_OF_RUNG.get(steps[back].rung)
     if back is not None:
         rung = steps[back].rung
@@ -168,7 +169,7 @@ def _finding(
         if rung in actions:
             came = above[back - 1] - above[back]
             remedy = Remedy(action=actions[rung], returns_bytes=_bytes(metric, came))
-            returns = f"; {remedy.action} returns {format_amount(came, metric.unit)}"
+            notes = (Note(f"; {remedy.action} returns {format_amount(came, metric.unit)}"),)
     new = sorted(metric.new_items(baseline, steps[due].reading))
     holder = listed(metric.resource, new) or of_rung
     if cause == "library-workspace" and remedy is not None:
@@ -179,19 +180,16 @@ def _finding(
         advice = f"release or deregister it at {stage}, where its owner ends"
     elif (kind := resource_of(metric.key)) is not None:
         advice = kind.advice(new) or None
-    message = f"{named_amount(metric, left)} did not come back at {stage}"
-    if new:
-        message += ": " + ", ".join(described(metric.resource, new))
-    message += returns
+    things = tuple(described(metric.resource, new)) if new else ()
     mark, former = _fingerprints(metric, stage, cause, new)
-    return Finding(
+    return StatedFinding(
         resource=metric.resource,
         cause=cause,
         bytes=_bytes(metric, left),
         count=left if metric.unit != "bytes" else 1,
         device=metric.device,
         stage=stage,
-        message=message,
+        statement=Statement(unit=metric.unit, what=_name(metric), things=things, notes=notes),
         fingerprint=mark,
         former_fingerprint=former if former != mark else "",
         verdict=verdict,

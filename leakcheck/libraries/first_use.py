@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import date
 
 import msgspec
@@ -67,6 +67,7 @@ def excused_by_libraries(
     now: Counters,
     first_use: FirstUse,
     any_graph_alive: Callable[[], bool] = lambda: False,
+    descriptors: Callable[[Finding], Collection[str]] = lambda finding: (),
 ) -> tuple[tuple[Finding, ...], tuple[NotMeasured, ...]]:
     """Tells apart what a library that was first used in a test may have taken for good.
 
@@ -76,12 +77,18 @@ def excused_by_libraries(
         now: the counters now.
         first_use: what was in use before.
         any_graph_alive: whether captured graphs are, for which the driver keeps memory, too; asked where it matters.
+        descriptors: gives those that a finding is about, as the counters name them.
 
     Returns:
         The findings, with the library as their holder where it is known to keep memory (these are suppressed by the
         shipped list); and what may be a library's or a leak, which cannot be distinguished.
     """
-    may_be = [finding for finding in findings if _may_be_a_library(finding)]
+    may_be = [
+        finding
+        for finding in findings
+        if finding.resource == "driver"
+        or (finding.resource == "file-descriptors" and all(map(may_be_a_drivers, descriptors(finding))))
+    ]
     # Loaded they are with a torch that was built for cards, used only where a card is.
     is_open = driver_is_open(now) or any(finding.resource == "driver" for finding in may_be)
     if not may_be or not is_open:
@@ -144,13 +151,6 @@ def _known(finding: Finding, holders: Sequence[str]) -> Finding | None:
 def driver_is_open(counters: Counters) -> bool:
     """Whether the process has a descriptor of a card's driver."""
     return any(" -> /dev/nvidia" in name or "/dev/kfd" in name for name in counters.items["file-descriptors"])
-
-
-def _may_be_a_library(finding: Finding) -> bool:
-    if finding.resource == "driver":
-        return True
-    names = re.findall(r"\d+ -> \S+", finding.message)
-    return finding.resource == "file-descriptors" and all(map(may_be_a_drivers, names))
 
 
 def may_be_a_drivers(name: str) -> bool:

@@ -25,7 +25,7 @@ from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.settings.setting_remedies import advice
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.reports.schema import Finding
-from lowtide.reports.sizes import format_amount
+from lowtide.reports.statement import StatedFinding, Statement, restated
 
 
 class ProcessState:
@@ -132,8 +132,8 @@ class ProcessState:
 
     def _changed(self, change: SettingChange, stage: str, *, remedies: bool) -> Finding:
         leak = _leak(rule_of("globals"), {change.setting: 1}, stage)
-        finding = msgspec.structs.replace(
-            leak.finding, message=f"{changed_settings.describe_change(change)}, and not restored at {stage}"
+        finding = restated(
+            leak.finding, amount=changed_settings.describe_change(change), came=", and not restored", things=()
         )
         _, function = self._left.get(change.name, (change, self._functions.get(change.name)))
         actions = [_putting_back(change.name, function)] if function is not None else []
@@ -155,14 +155,14 @@ def _leak(rule: Rule, names: Mapping[str, int], stage: str) -> ItemLeak:
     mark = former
     if resource != "globals":
         mark = fingerprint_of_items(resource, names, resource=resource, device="", stage=stage, suspects=(cause,))
-    finding = Finding(
+    finding = StatedFinding(
         resource=resource,
         cause=cause,
         bytes=0,
         count=len(names),
         device="",
         stage=stage,
-        message=f"{format_amount(len(names), rule.unit)} did not come back at {stage}: {holder}",
+        statement=Statement(unit=rule.unit, things=(holder,) if holder else ()),
         fingerprint=mark,
         former_fingerprint=former if former != mark else "",
         holder=holder,

@@ -34,6 +34,7 @@ from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.statement import restated_as
 
 _NO_SECOND_LIFE = "libraries move it in a first life, and no whole second life followed to compare it with"
 
@@ -375,9 +376,8 @@ def less(finding: Finding, rest: Finding) -> Finding:
     """A finding with what is left of it; as it was where that is no less."""
     if (rest.bytes, rest.count) >= (finding.bytes, finding.count):
         return finding
-    return msgspec.structs.replace(
-        finding, bytes=rest.bytes, count=rest.count, message=rest.message, holder=rest.holder
-    )
+    facts = {"bytes": rest.bytes, "count": rest.count, "holder": rest.holder}
+    return restated_as(finding, rest, facts)
 
 
 def _is_cached_like(finding: Finding, other: Finding) -> bool:

@@ -21,6 +21,7 @@ from lowtide.leakcheck.processes.messages import (
     ExplainHostMemory,
     ExplainLeft,
     Findings,
+    HostHolder,
     Left,
     Levels,
     PreservedAnswer,
@@ -84,8 +85,8 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
             from lowtide.leakcheck.findings.storage_holders import Context
 
         # Which of this process's arrays are the memory that the other one has seen grow.
-        by_arrays = held_by_arrays(question.finding, question.bytes, Context(living=True))
-        return encode(Findings(findings=() if by_arrays is None else (by_arrays[0],)))
+        by_arrays = held_by_arrays(question.bytes, Context(living=True))
+        return encode(HostHolder(facts=None if by_arrays is None else by_arrays[0]))
     if isinstance(question, RememberPreserved | ComparePreserved):
         return encode(_preserved(question, importing))
     levels = Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()

@@ -28,6 +28,7 @@ from lowtide.leakcheck.processes.messages import (
     ExplainHostMemory,
     ExplainLeft,
     Findings,
+    HostHolder,
     Left,
     Levels,
     PreservedAnswer,
@@ -49,6 +50,7 @@ from lowtide.probes.processes.agents import AgentError, Agents, NoAgentError
 from lowtide.probes.processes.outside_view import by_process
 from lowtide.reports.processes.stage_processes import ProcessName, ProcessStage
 from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.statement import HolderFacts, with_holder
 
 SHOWN = 16 << 20
 """Bytes of host memory from which on a process without torch and without a card is listed: a bare Python has less."""
@@ -158,7 +160,7 @@ class EngineProcesses:
     _silent: list[ProcessLevels] = field(default_factory=list)
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
     _imported: dict[int, int] = field(default_factory=dict)
-    _holders: dict[str, tuple[Finding, str]] = field(default_factory=dict)
+    _holders: dict[str, HolderFacts] = field(default_factory=dict)
     _searched: dict[str, int] = field(default_factory=dict)
     _has_inferred: bool = False
     _preserving: list[int] = field(default_factory=list)
@@ -257,13 +259,17 @@ class EngineProcesses:
 
     def named_by_arrays(self, finding: Finding, size: int) -> Finding:
         """A finding about the host memory of a process with the holder of arrays of a size, if there are such."""
+        facts = self._holder_of_arrays(finding, size)
+        return finding if facts is None else with_holder(finding, facts)
+
+    def _holder_of_arrays(self, finding: Finding, size: int) -> HolderFacts | None:
         if finding.process is None or finding.resource != "host-memory":
-            return finding
+            return None
         pid = finding.process.pid
         if pid in self.not_measured or not self.agents.has_agent(pid):
-            return finding
-        answer = self._each([pid], ExplainHostMemory(finding=finding, bytes=size), Findings, EXPLAIN_S)
-        return next(iter(answer[pid].findings), finding) if pid in answer else finding
+            return None
+        answer = self._each([pid], ExplainHostMemory(bytes=size), HostHolder, EXPLAIN_S)
+        return answer[pid].facts if pid in answer else None
 
     def end_stage(self, stage: str) -> None:
         """Read what each holds after a stage."""
@@ -313,31 +319,23 @@ class EngineProcesses:
             if finding.bytes < 2 * self._searched.get(finding.fingerprint, 0):
                 continue
             self._searched[finding.fingerprint] = finding.bytes
-            named = self._asked_for_holder(finding)
-            if named.holder:
-                self._holders[finding.fingerprint] = named, named.message.removeprefix(finding.message)
+            facts = self._asked_for_holder(finding)
+            if facts is not None:
+                self._holders[finding.fingerprint] = facts
 
-    def _asked_for_holder(self, finding: Finding) -> Finding:
-        """A finding with its holder; what the process has taken for good to answer is none of its own growth."""
+    def _asked_for_holder(self, finding: Finding) -> HolderFacts | None:
+        """Who holds what a finding is about; what the process has taken for good to answer is none of its growth."""
         before = private_bytes(finding)
-        named = self.named_by_arrays(finding, finding.bytes // finding.count)
+        facts = self._holder_of_arrays(finding, finding.bytes // finding.count)
         if finding.process is not None and self.trim(finding.process.pid) is not None:
             # What an earlier search has left may be given back by this one.
             taken = self._imported[finding.process.pid] + private_bytes(finding) - before
             self._imported[finding.process.pid] = max(0, taken)
-        return named
+        return facts
 
     def _with_holder(self, finding: Finding) -> Finding:
-        if finding.fingerprint not in self._holders:
-            return finding
-        known, by_whom = self._holders[finding.fingerprint]
-        return msgspec.structs.replace(
-            known,
-            bytes=finding.bytes,
-            count=finding.count,
-            message=finding.message + by_whom,
-            process=finding.process,
-        )
+        facts = self._holders.get(finding.fingerprint)
+        return finding if facts is None else with_holder(finding, facts)
 
     def after_sleep(self, stage: str, cycle: int, *, empties: bool) -> list[Finding]:
         """What each has kept that a sleep gives up; right after `end_stage`.

@@ -6,7 +6,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, as_written
+from lowtide.reports.statement import HolderFacts
 from lowtide.reports.whole_texts import encoded
 
 
@@ -79,14 +80,12 @@ class ClearCaches(_Message, frozen=True, kw_only=True, tag="clear-caches"):
 
 
 class ExplainHostMemory(_Message, frozen=True, kw_only=True, tag="explain-host-memory"):
-    """Which arrays are some new host memory, by their size; answered by `Findings`, empty where none is of that size.
+    """Which arrays are some new host memory, by their size; answered by `HostHolder`.
 
     Attributes:
-        finding: about the host memory; the answer is the same with a holder.
         bytes: of the arrays.
     """
 
-    finding: Finding
     bytes: int
 
 
@@ -169,6 +168,16 @@ class Findings(_Message, frozen=True, kw_only=True):
 
     findings: tuple[Finding, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Keep of the findings what is written."""
+        msgspec.structs.force_setattr(self, "findings", tuple(map(as_written, self.findings)))
+
+
+class HostHolder(_Message, frozen=True, kw_only=True):
+    """Who holds the arrays of a size; None where there are none."""
+
+    facts: HolderFacts | None = None
+
 
 class PreservedAnswer(_Message, frozen=True, kw_only=True):
     """What a process says must survive a sleep.
@@ -190,6 +199,10 @@ class Left(_Message, frozen=True, kw_only=True):
 
     findings: tuple[Finding, ...] = ()
     by_cycle: tuple[dict[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Keep of the findings what is written."""
+        msgspec.structs.force_setattr(self, "findings", tuple(map(as_written, self.findings)))
 
 
 class Trimmed(_Message, frozen=True, kw_only=True):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
-import msgspec
-
 from lowtide.probes.host.process_files import name_of, rollup, stat
 from lowtide.probes.processes.outside_view import read_role_of
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding
+from lowtide.reports.statement import in_process
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -43,4 +42,4 @@ def private_bytes(finding: Finding) -> int:
 
 def placed(finding: Finding, process: ProcessName) -> Finding:
     """A finding as one of a process's, which its message names."""
-    return msgspec.structs.replace(finding, message=f"{process.text}: {finding.message}", process=process)
+    return in_process(finding, process)

@@ -26,6 +26,7 @@ from lowtide.probes.processes.tree_traces import SystemVObject, TreeTraces
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName
 from lowtide.reports.sizes import format_bytes
+from lowtide.reports.statement import restated
 
 STAGE = "end"
 
@@ -190,18 +191,16 @@ def with_running(finding: Finding, running: Sequence[Running]) -> Finding:
     """
     if not running:
         return finding
-    head = finding.message.partition(": ")[0]
     pids = " ".join(str(each.process.pid) for each in running)
     many = len(running) > 1
-    return msgspec.structs.replace(
-        finding,
-        bytes=sum(each.bytes for each in running),
-        message=f"{head}: "
-        + ", and ".join(f"{each.process.text} runs on and holds {each.amounts}" for each in running),
-        advice=f"end {'them' if many else 'it'} in {finding.stage}, and wait until {'they have' if many else 'it has'} "
-        f"ended; now: kill {pids}",
-        process=max(running, key=lambda each: each.bytes).process,
-    )
+    said = ", and ".join(f"{each.process.text} runs on and holds {each.amounts}" for each in running)
+    advice = f"end {'them' if many else 'it'} in {finding.stage}, and wait until {'they have' if many else 'it has'} "
+    changes = {
+        "bytes": sum(each.bytes for each in running),
+        "advice": f"{advice}ended; now: kill {pids}",
+        "process": max(running, key=lambda each: each.bytes).process,
+    }
+    return restated(finding, changes, things=(said,), notes=())
 
 
 def with_dead_files(finding: Finding, files: Sequence[SharedMemoryFile]) -> Finding:
@@ -214,18 +213,17 @@ def with_dead_files(finding: Finding, files: Sequence[SharedMemoryFile]) -> Find
     if not files:
         return finding
     told = files[:_TOLD_FILES]
-    head = finding.message.partition(": ")[0]
     parts = [
         f"{each.path}{_amount(each.bytes, _made_by(each))} is left, and no living process uses it" for each in told
     ]
     commands = "; ".join(each.remove for each in told)
     more = len(files) - len(told)
-    return msgspec.structs.replace(
-        finding,
-        message=f"{head}: " + ", and ".join(parts) + (f", and {more} more" if more else ""),
-        holder=first_of([each.path for each in files], _SHOWN_NAMES),
-        advice=f"remove it where its process ends, however it ends; now: {commands}",
-    )
+    said = ", and ".join(parts) + (f", and {more} more" if more else "")
+    changes = {
+        "holder": first_of([each.path for each in files], _SHOWN_NAMES),
+        "advice": f"remove it where its process ends, however it ends; now: {commands}",
+    }
+    return restated(finding, changes, things=(said,), notes=())
 
 
 def held_by_a_gone(process: ProcessName, by_card: ByCard) -> Finding:

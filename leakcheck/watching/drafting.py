@@ -37,6 +37,7 @@ from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import Finding, Frame
+from lowtide.reports.statement import noted
 
 
 class Drafting:
@@ -105,7 +106,7 @@ class Drafting:
                 stack = self._stack_of(finding.device, key, names)
                 changed = (UNFROZEN,) if key == FROZEN and finding.remedy is not None else ()
                 more = "" if distinguished is None else distinguished.addition(key, names)
-                dated = msgspec.structs.replace(dated, message=dated.message + more)
+                dated = noted(dated, more) if more else dated
                 dated = msgspec.structs.replace(dated, holder=listed(key, names), allocated_at=stack, changed=changed)
                 leak = ItemLeak(dated, key, names, turn, cached=self._caches.of(names))
                 if key == "globals":

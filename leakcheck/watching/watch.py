@@ -365,7 +365,14 @@ class Watch:
         # What a card's first use takes is known where the card was warmed up.
         before = now if self._arrival.came_in_this_test else self._ownership.baseline
         about = judged.about()
-        own, excused = excused_by_libraries(judged.findings[0], before, now, self._first_use, any_graph_alive)
+        own, excused = excused_by_libraries(
+            judged.findings[0],
+            before,
+            now,
+            self._first_use,
+            any_graph_alive,
+            lambda finding: [str(name) for _, key, name in about[finding.fingerprint] if key == "file-descriptors"],
+        )
         findings = judged.findings_by_cause(own)
         for finding in findings[0]:
             for part in finding.parts:

@@ -26,19 +26,19 @@ from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak, with_free_beside
 from lowtide.probes.memory.stack_frames import StackFrame
 from lowtide.reports.schema import Finding, Hop, ResourceName
+from lowtide.reports.statement import StatedFinding, Statement
 from tests.waiting import HANG_S
 
 
 def leak(resource: ResourceName, *names: str, size: int = 0) -> ItemLeak:
-    reported = f": {', '.join(names)}" if names else ""
-    finding = Finding(
+    finding = StatedFinding(
         resource=resource,
         cause="unknown",
         bytes=size,
         count=len(names) or 1,
         device="",
         stage="call",
-        message=f"{len(names)} {resource.replace('-', ' ')} did not come back, since call{reported}",
+        statement=Statement(unit=resource.replace("-", " "), is_since=True, things=names),
         fingerprint=resource,
     )
     return ItemLeak(finding, resource, dict.fromkeys(names, 1), 0)

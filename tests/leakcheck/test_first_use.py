@@ -128,6 +128,13 @@ def test_a_library_is_named_for_descriptors_only_if_it_has_some(
     assert (findings, excused.what, excused.why) == ((), PIPES.message, why)
 
 
+def test_what_no_library_opens_is_not_excused(uses: FirstUse, memory: Memory) -> None:
+    memory.resident["libnccl.so.2"] = MUCH
+    opened = ["7 -> pipe:[1]", "8 -> /etc/hostname"]
+    assert excused_by_libraries([PIPES], DRIVER, DRIVER, uses, descriptors=lambda finding: opened) == ((PIPES,), ())
+    assert excused_by_libraries([PIPES], DRIVER, DRIVER, uses, descriptors=lambda finding: opened[:1])[0] == ()
+
+
 def test_without_a_card_libraries_are_loaded_and_not_used(memory: Memory) -> None:
     """A torch that was built for cards loads them; nobody adopts what is loaded where there is no card."""
     memory.resident["libnccl.so.2"] = MUCH
