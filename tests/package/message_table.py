@@ -16,10 +16,17 @@ ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_name("messages.txt")
 HOUSES = ("engine", "leakcheck", "probes", "pytest_plugin", "reports")
 
-_SAID = frozenset({"advice", "message", "reason", "why"})
-"""Arguments and variables that hold a text for people."""
+_SAID = frozenset({"advice", "amount", "came", "message", "reason", "said", "what", "why"})
+"""Arguments, variables and entries that hold a text for people."""
 
-_SAYING = {"refuse": "refused", "say": "printed", "typer.echo": "printed", "warnings.warn": "warning"}
+_SAYING = {
+    "Note": "note",
+    "noted": "note",
+    "refuse": "refused",
+    "say": "printed",
+    "typer.echo": "printed",
+    "warnings.warn": "warning",
+}
 """Functions whose arguments are for people, and what to call them."""
 
 _FEWEST_WORDS = 3
@@ -49,12 +56,17 @@ def messages(tree: ast.Module) -> Iterator[str]:
             called = ast.unparse(node.func)
             for argument in node.args if called in _SAYING else ():
                 yield from _line(_SAYING[called], argument)
+        elif isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Constant) and key.value in _SAID:
+                    yield from _line(str(key.value), value)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in _SAID:
             yield from _line(node.targets[0].id, node.value)
 
 
 def _line(kind: str, value: ast.expr) -> Iterator[str]:
-    words = _text(value).split()
+    # (A note has the mark before it that joins it to its sentence.)
+    words = _text(value).lstrip(" ,;:").split()
     if len(words) >= _FEWEST_WORDS:
         yield f"{kind}: {' '.join(words)}"
 

@@ -40,6 +40,8 @@ def test_the_messages_are_plain() -> None:
         ("refuse(f'--cycles {n} is not possible')", "refused: --cycles {n} is not possible"),
         ("typer.echo('interrupted before the end', err=True)", "printed: interrupted before the end"),
         ("say(f'{n} of', 'interrupted before the end', err=True)", "printed: interrupted before the end"),
+        ("noted(finding, f'; {some} of them held by ', holder)", "note: {some} of them held by"),
+        ("restated(finding, {'advice': 'end it where its owner ends'})", "advice: end it where its owner ends"),
         ("warnings.warn('this name is old', DeprecationWarning)", "warning: this name is old"),
     ],
 )
