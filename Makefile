@@ -31,8 +31,12 @@ HEAPS := $(filter tests/probes/% tests/leakcheck/%,$(ALL))
 WITHOUT_TORCH := $(shell grep -LE 'import torch|from torch|torch\.zeros|importorskip..torch|transformers|small_target|checked_life|test_driver|from lowtide\.engine|import lowtide\.engine|check_run' $(HEAPS))
 WALKS := $(shell grep -lE '^import gc|lowtide\.probes\.heap|lowtide\.leakcheck\.explaining|findings\.host_arrays' $(WITHOUT_TORCH))
 WALKS_WITH_TORCH := $(filter-out $(WITHOUT_TORCH) $(LOADING_MORE),$(HEAPS))
-ENGINE := $(filter-out $(LOADING_MORE),$(filter tests/engine/%,$(ALL))) $(filter-out $(WITHOUT_TORCH),$(LOADING_MORE))
-OTHERS := $(filter-out $(WALKS) $(WALKS_WITH_TORCH) $(ENGINE),$(ALL))
+# Inner runs load in processes of their own; those that take longest come first, or one worker waits for the other.
+RUNS_OF_ITS_OWN := $(filter tests/pytest_plugin/%,$(LOADING_MORE))
+ENGINE := $(RUNS_OF_ITS_OWN) $(filter-out $(LOADING_MORE),$(filter tests/engine/%,$(ALL))) \
+	$(filter-out $(RUNS_OF_ITS_OWN) $(WITHOUT_TORCH),$(LOADING_MORE))
+OTHERS := tests/pytest_plugin/test_leaks.py \
+	$(filter-out tests/pytest_plugin/test_leaks.py $(WALKS) $(WALKS_WITH_TORCH) $(ENGINE),$(ALL))
 # Whole lives, commands, kernels in Triton's interpreter and other runners' suites, which take 40 % of the time of all
 # tests: `make test-all` runs them, every night.
 NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/package/test_install.py tests/probes/test_buffers.py tests/probes/test_kernels.py \
