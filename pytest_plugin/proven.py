@@ -9,7 +9,7 @@ import msgspec
 
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.watching.watch import Watch
-from lowtide.reports.schema import Finding, Subject
+from lowtide.reports.schema import Finding, Subject, as_written
 from lowtide.reports.whole_texts import json_bytes
 
 
@@ -23,6 +23,11 @@ class Proven(msgspec.Struct, frozen=True):
 
     id: str
     findings: dict[str, Finding]
+
+    def __post_init__(self) -> None:
+        """Keep of the findings what is written: a worker of xdist sends them."""
+        written = {mark: as_written(finding) for mark, finding in self.findings.items()}
+        msgspec.structs.force_setattr(self, "findings", written)
 
 
 class DeferredProofs:
