@@ -10,6 +10,7 @@ import msgspec
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
 from lowtide.leakcheck.watching.watch import Watch
 from lowtide.reports.schema import Finding, Subject, as_written
+from lowtide.reports.statement import reworded
 from lowtide.reports.whole_texts import json_bytes
 
 
@@ -95,12 +96,12 @@ def _with_remedy(finding: Finding, proven: Mapping[str, Finding]) -> Finding:
     if known.fingerprint != finding.fingerprint:
         # It turned out to be something else, and so is not known.
         return msgspec.structs.replace(known, parts=parts)
-    return msgspec.structs.replace(
+    return reworded(
         finding,
+        known.message,
         remedy=known.remedy,
         tried=known.tried,
         changed=known.changed,
-        message=known.message,
         advice=known.advice or finding.advice,
         parts=parts,
     )

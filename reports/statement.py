@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from lowtide.reports.processes.stage_processes import ProcessName
-from lowtide.reports.schema import Cause, Finding, Hop, Verdict
+from lowtide.reports.schema import Cause, Finding, Hop, Verdict, as_written
 from lowtide.reports.sizes import format_amount, format_bytes
 
 
@@ -112,6 +112,14 @@ def restated(finding: Finding, changes: dict[str, Any] | None = None, **of_state
     facts: dict[str, Any] = {name: getattr(finding, name) for name in Finding.__struct_fields__}
     statement = msgspec.structs.replace(_statement_of(finding), **of_statement)
     return StatedFinding(**{**facts, **(changes or {}), "statement": statement})
+
+
+def reworded(finding: Finding, message: str, **changes: Any) -> Finding:
+    """Return a finding of which another sentence is said, as a whole, and with other facts.
+
+    (`replace` is not for that: where something is stated, the message follows from it.)
+    """
+    return msgspec.structs.replace(as_written(finding), message=message, **changes)
 
 
 def restated_as(finding: Finding, other: Finding, changes: dict[str, Any]) -> Finding:

@@ -11,6 +11,7 @@ import msgspec
 from IPython.core.interactiveshell import InteractiveShell
 
 from lowtide.reports.schema import Finding, Report
+from lowtide.reports.statement import reworded
 
 _SHOWN_VALUE = re.compile(r"^(?:_{1,3}|_\d+|(?:_oh|Out)\[\d+\])(?!\w)")
 """The start of an expression for a value that a cell has shown, which IPython keeps under several names."""
@@ -147,15 +148,15 @@ def _of_the_last_error(finding: Finding, holder: str) -> Finding:
 
 
 def _renamed(finding: Finding, holder: str, name: str) -> Finding:
-    return msgspec.structs.replace(finding, holder=name, message=finding.message.replace(holder, name))
+    return reworded(finding, finding.message.replace(holder, name), holder=name)
 
 
 def _with_texts(finding: Finding, change: Callable[[str], str]) -> Finding:
     """The finding with its texts for people changed; its path and its fingerprint stay."""
     remedy = finding.remedy
-    return msgspec.structs.replace(
+    return reworded(
         finding,
-        message=change(finding.message),
+        change(finding.message),
         holder=None if finding.holder is None else change(finding.holder),
         advice=None if finding.advice is None else change(finding.advice),
         remedy=None if remedy is None else msgspec.structs.replace(remedy, action=change(remedy.action)),

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE
 from lowtide.leakcheck.processes.messages import Levels
@@ -14,6 +12,7 @@ from lowtide.leakcheck.processes.process_growth import role_of
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import format_amount, format_bytes
+from lowtide.reports.statement import reworded
 
 
 @dataclass(frozen=True)
@@ -164,12 +163,12 @@ def explain_kept(
     mark = fingerprint(resource="tensors", device=kind, stage=stage, suspects=suspects)
     largest = max(holders, key=lambda finding: finding.bytes, default=None)
     if largest is not None:
-        return msgspec.structs.replace(
+        return reworded(
             largest,
+            f"{message}; {format_bytes(stays)} stay, the largest held by {largest.holder or 'no name'}",
             bytes=stays,
             count=sum(finding.count for finding in holders),
             stage=stage,
-            message=f"{message}; {format_bytes(stays)} stay, the largest held by {largest.holder or 'no name'}",
             fingerprint=mark,
             former_fingerprint="",
             process=now.process,

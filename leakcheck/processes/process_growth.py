@@ -20,6 +20,7 @@ from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS, adding_turns, g
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import format_bytes
+from lowtide.reports.statement import reworded
 
 HOST = "host-memory"
 """The key of the level that is no card's."""
@@ -287,12 +288,12 @@ def growing_tensors(
         message = f"{rate(steps, allowed, format_bytes)}, {format_bytes(total)} on {finding.device} in all"
         held = f", held by {finding.holder}" if finding.holder else ""
         found.append(
-            msgspec.structs.replace(
+            reworded(
                 finding,
+                f"{process.text}: {message}{held}",
                 bytes=total,
                 count=len(adding),
                 stage=stage,
-                message=f"{process.text}: {message}{held}",
                 fingerprint=fingerprint(
                     resource="tensors",
                     device=finding.device,

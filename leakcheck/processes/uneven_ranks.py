@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE
 from lowtide.leakcheck.processes.process_growth import role_of
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding
 from lowtide.reports.sizes import format_bytes
+from lowtide.reports.statement import reworded
 
 LEAST_ON_HOST = 1 << 20
 """Bytes of tensors and arenas on the CPU that a rank may keep more than its peers: these are counted exactly."""
@@ -115,11 +114,11 @@ def explain_uneven_rank(
     holder, more = _own_holder(held_by(rank.process.pid), held_by(peer.process.pid))
     tag, mapped = _own_arena(rank.arenas, peer.arenas)
     if holder is not None and more >= mapped:
-        return msgspec.structs.replace(
+        return reworded(
             holder,
+            f"{message}; {format_bytes(more)} held by {holder.holder}",
             bytes=uneven.excess,
             stage=stage,
-            message=f"{message}; {format_bytes(more)} held by {holder.holder}",
             fingerprint=mark,
             former_fingerprint="",
             process=rank.process,

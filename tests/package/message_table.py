@@ -23,6 +23,7 @@ _SAYING = {
     "Note": "note",
     "noted": "note",
     "refuse": "refused",
+    "reworded": "message",
     "say": "printed",
     "typer.echo": "printed",
     "warnings.warn": "warning",

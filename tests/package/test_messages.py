@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +27,30 @@ def test_the_messages_are_plain() -> None:
     assert [line for line in lines if any(riddle in line for riddle in RIDDLES)] == []
     # An empty slot: nothing between two marks.
     assert [line for line in lines if " :" in line.partition(": ")[2] or ": ;" in line or ",," in line] == []
+
+
+def test_no_message_is_replaced_where_it_follows_from_what_is_stated() -> None:
+    """`replace` would lose it: a finding of which something is stated makes its message anew."""
+    assert [place for file in sources() for place in replaced_in(file)] == []
+
+
+def test_a_message_that_is_replaced_is_found(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text("found = msgspec.structs.replace(\n    found, bytes=1, message='other'\n)\n")
+    assert replaced_in(tmp_path / "module.py") == ["module.py:1"]
+
+
+def sources() -> list[Path]:
+    files = [file for house in message_table.HOUSES for file in (message_table.ROOT / house).rglob("*.py")]
+    return [file for file in files if file.parts[-2:] != ("reports", "statement.py")]
+
+
+def replaced_in(file: Path) -> list[str]:
+    calls = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    return [
+        f"{file.name}:{call.lineno}"
+        for call in calls
+        if ast.unparse(call.func).endswith("structs.replace") and "message" in [each.arg for each in call.keywords]
+    ]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from lowtide.reports.statement import (
     noted,
     restated,
     restated_as,
+    reworded,
     with_holder,
 )
 
@@ -98,6 +99,12 @@ def test_of_a_finding_from_elsewhere_its_message_is_stated_as_a_whole() -> None:
     assert noted(read, "; seen").message == "3 threads did not come back at call; seen"
     assert in_process(read, process).message == f"{process.text}: 3 threads did not come back at call"
     assert in_process(read, process).process == process
+
+
+def test_another_sentence_stays_though_something_was_stated() -> None:
+    told = reworded(in_process(finding(Statement(unit="threads")), ProcessName(pid=7, name="worker")), "grows", count=5)
+    assert (told.message, told.count) == ("grows", 5)
+    assert msgspec.structs.replace(told, stage="shutdown").message == "grows"
 
 
 def test_what_is_written_is_the_finding_alone() -> None:
