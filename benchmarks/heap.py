@@ -5,7 +5,8 @@ holder on the way, the same after `gc.freeze()`, one in which all objects refer 
 search backwards meets the whole heap (wide fan-in), and a larger bushy one. Each case in a process of its own;
 `extra_bytes` is the growth of the process's peak since before the first walk. `explain` is a walk that also says, for
 each of the leaks, what each edge of its path retains: a sweep over the heap per leak, as no two share their first edge.
-`floor_seconds` is one `gc.get_referents` over the whole heap, below which no forward walk can be.
+`floor_seconds` is one `gc.get_referents` over the whole heap, below which no forward walk can be, `collect_seconds` one
+full collection of it, and `without_c` the same paths by the walk in numpy.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import objgraph
 import psutil
 import torch
 
+from lowtide.probes import native
 from lowtide.probes.heap.holders import find_paths, trace
 from lowtide.probes.objects.listed import collector_paused
 
@@ -128,7 +131,26 @@ def measure(objects: int, shape: str, frozen: bool, limit: int) -> dict[str, Any
             map(str, paths)
         )
     result["floor_seconds"] = statistics.median(_floor() for _ in range(REPEATS))
+    result["collect_seconds"] = statistics.median(_seconds(gc.collect) for _ in range(REPEATS))
+    result["without_c"] = _without_c(tensors, result["seconds"])
     return result
+
+
+def _without_c(tensors: list[Any], with_c: float) -> dict[str, Any]:
+    """Seconds for the same paths where nothing written in C was built, and how many times as long that is."""
+    built, native.Walk = native.Walk, None
+    try:
+        seconds = [_seconds(lambda: find_paths(tensors, ignore={id(tensors)})) for _ in range(REPEATS)]
+    finally:
+        native.Walk = built
+    median = statistics.median(seconds)
+    return {"is_built": built is not None, "seconds": median, "ratio": median / with_c}
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
 
 
 def _floor() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -385,7 +386,7 @@ class Births:
 
 def _lists_can_be_read() -> bool:
     """Whether the collector has its objects in lists as `followers_among` takes them to be."""
-    if native.followers_among is None:
+    if native.followers_among is None or sys.maxsize < 1 << 32:
         return False
     with collector_paused():
         first: list[object] = []

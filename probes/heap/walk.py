@@ -1,12 +1,13 @@
 """The walk forward over the heap: from some objects to all that they lead to, with the references as arrays.
 
 It takes everything in, what the collector does not track, too, which most searches pass over. It is there twice: in C
-(`native/heap.c`), and in numpy for where that could not be built, which takes four times as long.
+(`native/heap.c`), and in numpy for where that could not be built, which takes twice as long.
 """
 
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import FrameType
 from typing import ClassVar
@@ -43,7 +44,7 @@ _DICTS_SHARE = sys.version_info >= (3, 13)
 """Whether a dict that shares an instance's values shows none of them; it takes them over when the instance dies."""
 
 
-class Walk:
+class Walk(ABC):
     """Goes from some objects to all that they lead to; node `i` is `objects[i]`.
 
     It keeps every object alive until it is closed.
@@ -73,17 +74,17 @@ class Walk:
         self._untracked_kinds = untracked_kinds()
         self._readers: dict[int, Reader] = {}
 
+    @abstractmethod
     def add(self, items: list[object]) -> None:
         """Makes nodes of those objects that are none, and that are no frames of the checker's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self) -> None:
         """Reads the references of all nodes that were not read yet, making nodes of what it meets."""
-        raise NotImplementedError
 
+    @abstractmethod
     def find(self, ids: Ints) -> Indices:
         """The node of each object, by its identity, shape [len(ids)]; -1 for one that has none."""
-        raise NotImplementedError
 
     def pass_over(self, nodes: Indices) -> None:
         """Has most searches pass over some nodes."""

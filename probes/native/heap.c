@@ -427,7 +427,7 @@ walk_add(PyObject *self, PyObject *args)
         return NULL;
     for (Py_ssize_t at = 0; at < PyList_Size(items); at++) {
         PyObject *item = PyList_GetItem(items, at);
-        if (at + AHEAD < PyList_Size(items)) {
+        if (at + AHEAD < PyList_Size(items) && walk->nodes.slots != NULL) {
             PyObject *next = PyList_GetItem(items, at + AHEAD);
             PREFETCH(next);
             PREFETCH(&walk->nodes.slots[home_of(&walk->nodes, (uintptr_t)next)]);
@@ -543,9 +543,16 @@ static PyType_Spec walk_spec = {"lowtide.probes.native.heap.Walk", sizeof(Walk),
 
 /* The collector's lists ----------------------------------------------------------------------------------------- */
 
-/* Each object that the collector tracks is in a ring, with the head of its generation; its links lie before it
- * (CPython 3.10 to 3.13). Of what is in the ring nothing is looked at but its address, so that the head does no harm.
+/* Each object that the collector tracks is in a ring, with the head of its generation; its links lie before it, in
+ * whose lowest bits later versions of Python keep marks. Of what is in the ring nothing is looked at but its address, so
+ * that the head does no harm.
  */
+static uintptr_t *
+next_in_ring(const uintptr_t *link)
+{
+    return (uintptr_t *)(*link & ~(uintptr_t)3);
+}
+
 static PyObject *
 followers_among(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -567,9 +574,9 @@ followers_among(PyObject *Py_UNUSED(module), PyObject *args)
         memcpy(&id, numbers + at * (Py_ssize_t)sizeof(id), sizeof(id));
         failed = table_add(&wanted, (void *)(uintptr_t)id, 0) < 0;
     }
-    uintptr_t *begin = (uintptr_t *)first - 2, *link = (uintptr_t *)*begin;
-    for (Py_ssize_t at = 0; !failed && link != begin && (most < 0 || at < most); at++, link = (uintptr_t *)*link) {
-        PREFETCH((uintptr_t *)*link);
+    uintptr_t *begin = (uintptr_t *)first - 2, *link = next_in_ring(begin);
+    for (Py_ssize_t at = 0; !failed && link != begin && (most < 0 || at < most); at++, link = next_in_ring(link)) {
+        PREFETCH(next_in_ring(link));
         PyObject *item = (PyObject *)(link + 2);
         if (table_find(&wanted, item) != UNKNOWN)
             failed = array_push(&met, &item) < 0;

@@ -27,21 +27,16 @@ from lowtide.engine.model_executor.weights import CheckpointWeights, RandomWeigh
 from lowtide.engine.request import Request, RequestOutput, SamplingParams
 from lowtide.engine.runner import ModelRunner
 from lowtide.engine.scheduler import Scheduler, SchedulerOutput
+from tests.engine import random_checkpoint
 
 if TYPE_CHECKING:
     import transformers
 
 NUM_GOLDEN_TOKENS = 64
-VOCAB_SIZE = 199
+VOCAB_SIZE = random_checkpoint.SHAPE["vocab_size"]
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB_SIZE,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
+    **random_checkpoint.SHAPE,
     # Large, so that the likeliest token leads by far more than what the order of additions changes.
     "initializer_range": 0.3,
     "bos_token_id": None,

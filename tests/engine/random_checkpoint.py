@@ -13,7 +13,7 @@ from lowtide.engine.config import read_model_config
 from lowtide.engine.model_executor.checkpoint import SINGLE_FILE
 from lowtide.engine.model_executor.weights import parameter_shapes
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 199,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -33,7 +33,7 @@ def write_random_checkpoint(folder: Path, seed: int = 0, **changes: Any) -> Path
         changes: to the model's `config.json`.
     """
     folder.mkdir()
-    config = {**_SHAPE, "architectures": ["LlamaForCausalLM"], "dtype": "float32", **changes}
+    config = {**SHAPE, "architectures": ["LlamaForCausalLM"], "dtype": "float32", **changes}
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(seed)
     shapes = parameter_shapes(read_model_config(folder))

@@ -61,6 +61,8 @@ def test_the_wheel_has_every_file_of_the_product(built: tuple[Path, Path]) -> No
 
 
 def test_without_a_compiler_there_is_a_wheel_all_the_same(built: tuple[Path, Path], tmp_path: Path) -> None:
+    if built[1].name.endswith("-py3-none-any.whl"):
+        pytest.skip("nothing can be compiled here: this is the wheel without")
     with tarfile.open(built[0]) as sdist:
         sdist.extractall(tmp_path, filter="data")
     (source,) = tmp_path.iterdir()
