@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 import pytest
 import torch
 
+from lowtide import LeakCheck
 from lowtide.leakcheck.libraries import first_use
 from lowtide.leakcheck.libraries.first_use import VENDOR_LIBRARIES, FirstUse, excused_by_libraries
 from lowtide.probes.device.graphs import any_graph_alive
@@ -133,6 +135,21 @@ def test_what_no_library_opens_is_not_excused(uses: FirstUse, memory: Memory) ->
     opened = ["7 -> pipe:[1]", "8 -> /etc/hostname"]
     assert excused_by_libraries([PIPES], DRIVER, DRIVER, uses, descriptors=lambda finding: opened) == ((PIPES,), ())
     assert excused_by_libraries([PIPES], DRIVER, DRIVER, uses, descriptors=lambda finding: opened[:1])[0] == ()
+
+
+@pytest.mark.parametrize(("path", "outcome"), [("/etc/hostname", "leak"), ("", "clean")])
+def test_a_block_excuses_a_library_s_pipes_and_no_file(
+    monkeypatch: pytest.MonkeyPatch, path: str, outcome: str
+) -> None:
+    monkeypatch.setattr(first_use, "driver_is_open", lambda counters: True)
+    monkeypatch.setattr(FirstUse, "libraries", lambda self: ["libnccl.so.2"])
+    opened: list[int] = []
+    with LeakCheck("block") as check:
+        opened += [os.open(path, os.O_RDONLY)] if path else os.pipe()
+    (subject,) = check.report.subjects
+    for number in opened:
+        os.close(number)
+    assert (subject.outcome, len(subject.not_measured)) == (outcome, int(not path))
 
 
 def test_without_a_card_libraries_are_loaded_and_not_used(memory: Memory) -> None:

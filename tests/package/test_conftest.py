@@ -76,6 +76,27 @@ def test_a_shared_fixture_that_fails_is_one_error_and_its_other_tests_are_skippe
     assert "no card here" in done.stdout
 
 
+def test_files_run_in_the_order_in_which_they_are_given(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
+    # pytest alone would put those together that share a parameter of the whole run.
+    shared = "import pytest\n\n@pytest.mark.parametrize('shared', [1, 2], indirect=True)\ndef test_it(shared): pass\n"
+    fixture = "\n\n@pytest.fixture(scope='session')\ndef shared(request): return request.param\n"
+    (tmp_path / "conftest.py").write_text((tmp_path / "conftest.py").read_text() + fixture)
+    for name, text in {"c": shared, "b": "def test_it(): pass\n", "a": shared}.items():
+        (tmp_path / f"test_{name}.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "--rootdir", "."]
+    done = subprocess.run(
+        [*command, "test_c.py", "test_b.py", "test_a.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    files = [line.partition(".py")[0] for line in done.stdout.splitlines() if "::" in line]
+    assert files == ["test_c", "test_c", "test_b", "test_a", "test_a"], done.stdout + done.stderr
+
+
 def test_an_inner_run_that_cannot_collect_fails_with_its_output(run_inner: RunInner) -> None:
     with pytest.raises(AssertionError, match="No module named 'no_such_module'"):
         run_inner({"test_it.py": "import no_such_module"}, leakcheck=False)

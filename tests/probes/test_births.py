@@ -81,6 +81,23 @@ def test_it_is_seen_after_any_collections(births: Births, generations: tuple[int
 
 
 @in_both_ways
+def test_it_is_found_wherever_a_full_collection_has_put_it(births: Births) -> None:
+    # What comes before all that refers to it is put at the end, where that is come across.
+    around: list[list[object]] = []
+    for _ in range(10_000):
+        inner: list[object] = []
+        around.append([inner])
+    del inner
+    gc.collect()
+    births.mark("before")
+    item = watched()
+    around.append([item])
+    del item
+    gc.collect()
+    assert seen(births, around[-1][0]) == ["before"]
+
+
+@in_both_ways
 @pytest.mark.parametrize("generations", [(1,), (2,), (1, 2)])
 def test_what_was_known_stays_known_after_any_collections(births: Births, generations: tuple[int, ...]) -> None:
     item = watched()
