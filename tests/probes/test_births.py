@@ -82,13 +82,12 @@ def test_it_is_seen_after_any_collections(births: Births, generations: tuple[int
 
 @in_both_ways
 def test_it_is_found_wherever_a_full_collection_has_put_it(births: Births) -> None:
-    # What comes before all that refers to it is put at the end, where that is come across.
-    around: list[list[object]] = []
-    for _ in range(10_000):
-        inner: list[object] = []
-        around.append([inner])
-    del inner
+    # What comes before all that refers to it is put at the end, where that is come across: 10,000 that were there
+    # before, and only then what was born.
+    older: list[list[object]] = [[] for _ in range(10_000)]
     gc.collect()
+    around: list[list[object]] = [[older.pop()] for _ in range(10_000)]
+    gc.collect(1)
     births.mark("before")
     item = watched()
     around.append([item])
