@@ -14,7 +14,6 @@ import pytest
 from lowtide.leakcheck.baseline.owner_levels import ANYTHING
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
-from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.processes.process_exit import awaited
 from lowtide.leakcheck.watching.verdict import Verdict
 from lowtide.probes.originals import weakref
@@ -41,6 +40,7 @@ from lowtide.pytest_plugin.spent import Spent
 from lowtide.pytest_plugin.stage_records import StageRecords
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Finding, NotMeasured, Subject
+from lowtide.reports.sizes import first_of
 
 
 class Checker:

@@ -1,8 +1,9 @@
-"""Sizes as people read them."""
+"""Sizes, numbers and lists as people read them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -45,3 +46,9 @@ def parse_bytes(size: object) -> int:
     step = 1024 if found[3] else 1000
     power = " KMGT".index(found[2].upper()) if found[2] else 0
     return round(float(found[1]) * float(step**power))
+
+
+def first_of(names: Sequence[str], most: int | None) -> str:
+    """`a, b and 3 more`: the first of some names, `most` at the most; all of them for None."""
+    more = 0 if most is None else max(0, len(names) - most)
+    return ", ".join(names[:most]) + (f" and {more} more" if more else "")

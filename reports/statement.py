@@ -8,7 +8,7 @@ import msgspec
 
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Cause, Finding, Hop, Verdict, as_written
-from lowtide.reports.sizes import format_amount, format_bytes
+from lowtide.reports.sizes import first_of, format_amount, format_bytes
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -61,9 +61,7 @@ class Statement(msgspec.Struct, frozen=True):
         when = ""
         if self.came is not None:
             when = self.came + (f", since {finding.stage}" if self.is_since else f" at {finding.stage}")
-        shown = ", ".join(self.things[: self.most])
-        if self.most is not None and len(self.things) > self.most:
-            shown += f" and {len(self.things) - self.most} more"
+        shown = first_of(self.things, self.most)
         notes = "".join(f"{note.text}{note.holder}{note.rest}" for note in self.notes)
         return f"{where}{amount}{when}{': ' if shown else ''}{shown}{notes}"
 

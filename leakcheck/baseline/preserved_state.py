@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.items import first_of
 from lowtide.probes.memory.contents import Contents, changed, take_fingerprints
 from lowtide.probes.memory.pointers import LabelledRange, Moved, PointerHit, find_pointers, gone_since, moved
 from lowtide.probes.memory.ranges import Range
 from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Cause, Finding, ResourceName
-from lowtide.reports.sizes import format_amount, format_bytes
+from lowtide.reports.sizes import first_of, format_amount, format_bytes
 
 if TYPE_CHECKING:
     import torch

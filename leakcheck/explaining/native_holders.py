@@ -11,13 +11,13 @@ import msgspec
 from lowtide.leakcheck.explaining.cut import Names
 from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import MOST_STEPS, Explanation
-from lowtide.leakcheck.judging.items import first_of
 from lowtide.probes.heap.holders import SharedWalk, census_of
 from lowtide.probes.heap.paths import Link
 from lowtide.probes.memory.autograd import GraphPath, Saved, nodes_behind, saved_behind
 from lowtide.probes.memory.tensors import plain_tensors, survey_storages, torch_member
 from lowtide.probes.originals import loaded
 from lowtide.reports.schema import Hop
+from lowtide.reports.sizes import first_of
 
 _SHOWN_HOLDERS = 4
 

@@ -21,7 +21,6 @@ from lowtide.leakcheck.findings.item_findings import ItemLeak, only
 from lowtide.leakcheck.findings.running_threads import with_work, works
 from lowtide.leakcheck.findings.storage_holders import Context, older_than
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
-from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.resources import RESOURCES, resource_of
 from lowtide.probes.heap.holders import SharedWalk, census_of, objects_of
 from lowtide.probes.heap.reach import reach
@@ -31,6 +30,7 @@ from lowtide.probes.objects.opened_in_c import files_at
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports.schema import Finding, Hop
+from lowtide.reports.sizes import first_of
 from lowtide.reports.statement import noted
 
 _EXPLAINED = 0.9

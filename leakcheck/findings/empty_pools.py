@@ -13,7 +13,6 @@ from lowtide.leakcheck.explaining.explain import Explanation, explain
 from lowtide.leakcheck.findings.item_findings import ItemLeak, with_fingerprint
 from lowtide.leakcheck.findings.storage_holders import Context, names_known, older_than
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.judging.metrics import ALLOCATOR_HOLDER
 from lowtide.probes.device.allocations import AllocationsError, read_allocations
 from lowtide.probes.heap.holders import SharedWalk, census_of
@@ -21,7 +20,7 @@ from lowtide.probes.memory.ranges import Range, common, total
 from lowtide.probes.objects.foreign import type_name
 from lowtide.probes.originals import loaded
 from lowtide.reports.schema import Cause, Finding, Remedy
-from lowtide.reports.sizes import format_bytes
+from lowtide.reports.sizes import first_of, format_bytes
 from lowtide.reports.statement import Note, noted, restated
 
 _POOL = re.compile(r"pool \((\d+), (\d+)\)")

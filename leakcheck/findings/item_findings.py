@@ -11,7 +11,7 @@ from lowtide.leakcheck.baseline.device_memory import MEMORY_POOL
 from lowtide.leakcheck.baseline.filled_caches import CachedItem
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_items
-from lowtide.leakcheck.judging.items import FROZEN, first_of, listed
+from lowtide.leakcheck.judging.items import FROZEN, listed
 from lowtide.leakcheck.judging.ladder import release
 from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.rule import Rung
@@ -23,7 +23,7 @@ from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.probes.originals import gc
 from lowtide.reports.schema import Finding, Remedy
-from lowtide.reports.sizes import format_amount, format_bytes
+from lowtide.reports.sizes import first_of, format_amount, format_bytes
 from lowtide.reports.statement import Note, noted, restated
 
 UNFROZEN = "the heap is not frozen any more"

@@ -22,7 +22,6 @@ from lowtide.leakcheck.findings.item_findings import UNFROZEN
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import TensorLeak
 from lowtide.leakcheck.judging.budget import untried
-from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.judging.ladder import ACTIONS, collect, compiled_anything, release, reset_compiled
 from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.rule import Rung
@@ -33,7 +32,7 @@ from lowtide.probes.objects.listed import FROZEN_AT_STARTUP
 from lowtide.probes.objects.thread_names import thread_ident, thread_name
 from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports.schema import Finding, Remedy
-from lowtide.reports.sizes import format_bytes
+from lowtide.reports.sizes import first_of, format_bytes
 from lowtide.reports.statement import noted
 
 _MOST_ROUNDS = 3

@@ -15,7 +15,6 @@ from lowtide.leakcheck.explaining.teardown_methods import class_named, ending_of
 from lowtide.leakcheck.findings.item_findings import ItemLeak
 from lowtide.leakcheck.findings.storage_holders import Context, older_than
 from lowtide.leakcheck.judging.fingerprints import identity_of
-from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.resources.change import Change
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.described import name_of
@@ -23,6 +22,7 @@ from lowtide.probes.objects.foreign import attribute, code_of, is_a, mro_of, nam
 from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.originals import threading, weakref
 from lowtide.reports.schema import Hop
+from lowtide.reports.sizes import first_of
 from lowtide.reports.statement import noted, restated
 
 _SHOWN = 3

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from lowtide.leakcheck.resources import resource_of
+from lowtide.reports.sizes import first_of
 
 FROZEN = "gc-frozen"
 """The key of the metric of frozen objects, which is a level and has no items."""
@@ -28,8 +29,3 @@ def described(key: str, names: Iterable[str]) -> list[str]:
     """
     resource = resource_of(key)
     return sorted(names if resource is None else map(resource.describe, names))
-
-
-def first_of(names: Sequence[str], most: int) -> str:
-    """`a, b and 3 more`: the first of some names, `most` at the most."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

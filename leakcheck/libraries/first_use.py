@@ -8,11 +8,11 @@ from datetime import date
 
 import msgspec
 
-from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.host.libraries import resident_code
 from lowtide.reports.schema import Finding, NotMeasured
+from lowtide.reports.sizes import first_of
 
 VENDOR_LIBRARIES = (
     r"lib(cublas|cublasLt|cudnn\w*|cusolver\w*|cusparse\w*|cufft\w*|curand|cutensor|magma\w*|nccl|nvrtc|nvJitLink|nvshmem\w*"

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
-from lowtide.leakcheck.judging.items import first_of
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.heap.stand_ins import owned
 from lowtide.probes.host.counters import Counters
@@ -32,7 +31,7 @@ from lowtide.probes.objects.thread_names import thread_key
 from lowtide.probes.objects.whose_code import is_library, program_modules
 from lowtide.probes.originals import gc, os, threading, weakref
 from lowtide.reports.schema import NotMeasured
-from lowtide.reports.sizes import format_amount
+from lowtide.reports.sizes import first_of, format_amount
 
 _MOST_BYTES = 1 << 20
 """The size up to which a file may be such books; what holds data is larger, and is reported at once."""

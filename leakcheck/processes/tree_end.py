@@ -12,7 +12,6 @@ import msgspec
 
 from lowtide.leakcheck.judging.exemptions import exempt
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.processes.messages import Levels, Read, encode
 from lowtide.leakcheck.processes.process_growth import role_of
 from lowtide.leakcheck.processes.process_names import describe_process
@@ -25,7 +24,7 @@ from lowtide.probes.processes.shared_memory_files import SharedMemoryFile
 from lowtide.probes.processes.tree_traces import SystemVObject, TreeTraces
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName
-from lowtide.reports.sizes import format_bytes
+from lowtide.reports.sizes import first_of, format_bytes
 from lowtide.reports.statement import restated
 
 STAGE = "end"

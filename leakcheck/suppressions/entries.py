@@ -16,7 +16,6 @@ import msgspec
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion, Version
 
-from lowtide.leakcheck.judging.items import first_of
 from lowtide.leakcheck.suppressions.toml import (
     OWN_TABLE,
     PYPROJECT_TABLE,
@@ -30,6 +29,7 @@ from lowtide.leakcheck.suppressions.toml import (
 from lowtide.probes.objects.described import constant_text
 from lowtide.reports.outcomes import judged_as
 from lowtide.reports.schema import Cause, Finding, ResourceName, Subject
+from lowtide.reports.sizes import first_of
 
 KEYS = ("fingerprint", "path", "resource", "cause", "reason", "owner", "expires", "when")
 """What an entry may say; the shipped list also has `evidence`."""
