@@ -50,6 +50,7 @@ ResourceName = Literal[
     "temporary-files",
     "process-groups",
     "asyncio-tasks",
+    "address-space",
     "globals",
     "teardown",
     "state",

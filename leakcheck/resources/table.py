@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lowtide.leakcheck.resources.address_space import AddressSpace
 from lowtide.leakcheck.resources.asyncio_tasks import AsyncioTasks
 from lowtide.leakcheck.resources.child_processes import ChildProcesses
 from lowtide.leakcheck.resources.descriptors import Descriptors
@@ -21,6 +22,7 @@ RESOURCES: tuple[Resource, ...] = (
     SharedMemory(),
     Descriptors(),
     TemporaryFiles(),
+    AddressSpace(),
 )
 """That which says most of a cause that several share comes first."""
 

@@ -91,6 +91,15 @@ def test_array(is_kept):
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
+def test_reserved(is_kept):
+    reserved = mmap.mmap(-1, 2 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=0)
+    if is_kept:
+        LEFT.append(reserved)
+    else:
+        reserved.close()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
 def test_at_exit(is_kept):
     segment = shared_memory.SharedMemory(create=True, size=4096)
     atexit.register(segment.close)
@@ -165,6 +174,8 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ("test_one[make_worker-True]", "threads", "test_inner.LEFT[4]", "it runs test_inner.Worker.serve (test_inner"),
         ("test_one[make_worker-True]", "threads", "test_inner.LEFT[4]", "started in Worker.__init__, test_inner.py:"),
         ("test_array[True]", "file-descriptors", "test_inner.LEFT[5]", "pym-"),
+        ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "2.0 GiB at 0x"),
+        ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "LEFT[6].close()"),
         ("test_at_exit[True]", "shared-memory", "atexit.register(", "close(); atexit.register("),
         ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "call close() of each"),
         ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "(sleep 1000)"),
@@ -187,7 +198,10 @@ def test_a_thing_is_told_by_what_it_is_and_who_holds_it(
     "name",
     [
         *(f"test_one[make_{kind}-False]" for kind in ("epoll", "scandir", "mmap", "database", "worker")),
-        *(f"test_{kind}[False]" for kind in ("array", "at_exit", "segments", "processes", "process_of_a_class")),
+        *(
+            f"test_{kind}[False]"
+            for kind in ("array", "reserved", "at_exit", "segments", "processes", "process_of_a_class")
+        ),
     ],
 )
 def test_what_is_ended_is_no_leak(run: InnerRun, name: str) -> None:

@@ -1,0 +1,141 @@
+"""Large ranges of addresses that are reserved, with no memory behind them: no level of memory shows them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Collection, Iterable, Iterator, Mapping
+
+from lowtide.leakcheck.resources.names import Name
+from lowtide.leakcheck.resources.resource import Items, Resource
+from lowtide.leakcheck.resources.rule import Bound, Rule
+from lowtide.probes.objects.listed import Census, all_objects
+from lowtide.probes.objects.opened_in_c import addresses_of_mappings
+from lowtide.probes.originals import contents, lines_of
+from lowtide.reports.sizes import format_bytes
+
+LEAST = 1 << 30
+"""Bytes of a range that is told: allocators of C reserve 64 MiB for each of their arenas, and stacks less."""
+
+_MOVED = LEAST // 4
+"""Bytes by which the process's addresses have to change before they are listed again, which takes milliseconds."""
+
+_CARDS = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+"""What a process maps that uses a card."""
+
+Range = tuple[int, int]
+
+
+class AddressSpace(Resource):
+    """The ranges of addresses that may be neither read nor written, of no file, by where they lie.
+
+    What comes with the first use of a card is its driver's, which keeps it for the process.
+    """
+
+    rule = Rule(
+        "address-space",
+        "address-space",
+        "process",
+        "ranges of addresses of 1 GiB and more that are reserved, with no memory behind them",
+        test=Bound(),
+        life=Bound(),
+        unit="reserved ranges of addresses",
+    )
+
+    def __init__(self) -> None:
+        self._listed_at = 0
+        self._known: list[Range] = []
+        self._cards: frozenset[str] = frozenset()
+        self._of_drivers: frozenset[str] = frozenset()
+
+    def read(self) -> Items:
+        """Return the ranges; listed anew only where the size of the process has changed by much."""
+        size = int(contents("/proc/self/statm").split()[0]) * mmap.PAGESIZE
+        if abs(size - self._listed_at) >= _MOVED:
+            lines = lines_of("/proc/self/maps")
+            before = set(self._known)
+            self._known = parts_of(self._known, reserved_ranges(lines))
+            self._listed_at = size
+            cards = frozenset(line.split(None, 5)[5] for line in lines if any(card in line for card in _CARDS))
+            if not cards <= self._cards:
+                self._cards |= cards
+                self._of_drivers |= set(map(_name_of, set(self._known) - before))
+        return dict.fromkeys(map(_name_of, self._known), 1)
+
+    def staying(self, names: Collection[str]) -> Collection[str]:
+        """Return those that came with the first use of a card."""
+        return self._of_drivers & set(names)
+
+    def objects(self, names: Collection[str]) -> Mapping[str, object]:
+        """Return the `mmap.mmap` that has reserved each range."""
+        if not names:
+            return {}
+        mappings = Census(all_objects()).exactly(mmap.mmap)
+        placed = list(zip(addresses_of_mappings(mappings), mappings, strict=True))
+        ranges = {name: _range_of(name) for name in names}
+        return {
+            name: mapping for name, (low, high) in ranges.items() for at, mapping in placed if at and low <= at < high
+        }
+
+    def describe(self, name: str) -> str:
+        """Return `4.0 GiB at 0x7f5e80000000`."""
+        low, high = _range_of(name)
+        return f"{format_bytes(high - low)} at {low:#x}"
+
+    def identity(self, name: str) -> Name:
+        """Return its size: where it lies is another place in each run."""
+        low, high = _range_of(name)
+        return Name(format_bytes(high - low), is_given=False)
+
+    def advice(self, names: Collection[str]) -> str:
+        """Return what gives addresses back that no object of Python's stands for."""
+        if self.objects(names):
+            return ""
+        return "give the addresses back where their owner ends: munmap, cuMemAddressFree"
+
+
+def reserved_ranges(lines: Iterable[str]) -> Iterator[Range]:
+    """Return the large ranges without access that belong to no file, the lowest first.
+
+    Args:
+        lines: of `/proc/PID/maps`.
+    """
+    for line in lines:
+        where, access, _, _, _, *path = line.split(None, 5)
+        if access[:3] == "---" and (not path or path[0].startswith(("/dev/zero", "["))):
+            low, high = (int(address, 16) for address in where.split("-"))
+            if high - low >= LEAST:
+                yield low, high
+
+
+def parts_of(known: Iterable[Range], now: Iterable[Range]) -> list[Range]:
+    """Return the ranges that there are now, in the parts in which they came.
+
+    The kernel makes neighbours one: what was reserved later, beside what was there, is a range of its own all the same.
+
+    Args:
+        known: the parts that there were, the lowest first.
+        now: the ranges, the lowest first.
+    """
+    parts: list[Range] = []
+    earlier = list(known)
+    for low, high in now:
+        at = low
+        for begin, end in earlier:
+            begin, end = max(begin, at), min(end, high)
+            if end - begin >= LEAST:
+                if begin - at >= LEAST:
+                    parts.append((at, begin))
+                parts.append((begin, end))
+                at = end
+        if high - at >= LEAST:
+            parts.append((at, high))
+    return parts
+
+
+def _name_of(part: Range) -> str:
+    return f"{part[0]:#x}-{part[1]:#x}"
+
+
+def _range_of(name: str) -> Range:
+    low, _, high = name.partition("-")
+    return int(low, 16), int(high, 16)
