@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from lowtide.leakcheck.resources.names import Name
 from lowtide.leakcheck.resources.resource import Items, Resource
 from lowtide.leakcheck.resources.rule import Bound, Rule
 from lowtide.probes.objects.listed import Census, all_objects
 from lowtide.probes.objects.opened_in_c import addresses_of_mappings
-from lowtide.probes.originals import contents, lines_of
+from lowtide.probes.originals import contents
 from lowtide.reports.sizes import format_bytes
 
 LEAST = 1 << 30
@@ -30,6 +30,9 @@ class AddressSpace(Resource):
 
     Not judged where the process uses a card: its driver reserves addresses with every gigabyte that is allocated there
     (8.5 GiB for eight tensors of one), and keeps some.
+
+    Args:
+        contents: reads a file of `/proc`.
     """
 
     rule = Rule(
@@ -42,16 +45,17 @@ class AddressSpace(Resource):
         unit="reserved ranges of addresses",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, contents: Callable[[str], bytes] = contents) -> None:
+        self._contents = contents
         self._listed_at = 0
         self._known: list[Range] = []
         self._uses_card = False
 
     def read(self) -> Items:
         """Return the ranges; listed anew only where the size of the process has changed by much."""
-        size = int(contents("/proc/self/statm").split()[0]) * mmap.PAGESIZE
+        size = int(self._contents("/proc/self/statm").split()[0]) * mmap.PAGESIZE
         if abs(size - self._listed_at) >= _MOVED:
-            lines = lines_of("/proc/self/maps")
+            lines = self._contents("/proc/self/maps").decode(errors="replace").split("\n")[:-1]
             self._known = parts_of(self._known, reserved_ranges(lines))
             self._listed_at = size
             self._uses_card = any(card in line for line in lines for card in _CARDS)

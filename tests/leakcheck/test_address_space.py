@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.leakcheck.lives.process_state import ProcessState
-from lowtide.leakcheck.resources import address_space
 from lowtide.leakcheck.resources.address_space import LEAST, AddressSpace, Range, parts_of, reserved_ranges
 
 GIB = 1 << 30
@@ -34,13 +33,11 @@ class Memory:
         self.pages = 0
 
     def contents(self, path: str) -> bytes:
-        assert path == "/proc/self/statm"
-        return f"{self.pages} 1 1 1 0 1 0\n".encode()
-
-    def lines_of(self, path: str) -> list[str]:
+        if path == "/proc/self/statm":
+            return f"{self.pages} 1 1 1 0 1 0\n".encode()
         assert path == "/proc/self/maps"
         self.listed += 1
-        return self.maps.splitlines()
+        return self.maps.encode()
 
     def map(self, *ranges: Range, and_more: str = "") -> None:
         self.maps = "".join(f"{low:x}-{high:x} ---p 00000000 00:00 0\n" for low, high in ranges) + and_more
@@ -48,11 +45,8 @@ class Memory:
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
-    memory = Memory()
-    monkeypatch.setattr(address_space, "contents", memory.contents)
-    monkeypatch.setattr(address_space, "lines_of", memory.lines_of)
-    return memory
+def memory() -> Memory:
+    return Memory()
 
 
 @pytest.fixture
@@ -94,7 +88,7 @@ def test_what_is_small_or_may_be_written_is_not_seen(size: int, access: int) -> 
 
 
 def test_they_are_listed_only_where_the_process_has_changed_by_much(memory: Memory) -> None:
-    space = AddressSpace()
+    space = AddressSpace(memory.contents)
     memory.map((0, GIB))
     assert len(space.read()) == len(space.read()) == 1
     assert memory.listed == 1
@@ -107,7 +101,7 @@ def test_they_are_listed_only_where_the_process_has_changed_by_much(memory: Memo
 
 
 def test_what_comes_beside_another_is_one_of_its_own(memory: Memory) -> None:
-    space = AddressSpace()
+    space = AddressSpace(memory.contents)
     memory.map((4 * GIB, 6 * GIB))
     first = set(space.read())
     memory.map((2 * GIB, 8 * GIB))
@@ -121,7 +115,7 @@ def test_what_comes_beside_another_is_one_of_its_own(memory: Memory) -> None:
 
 
 def test_where_a_card_is_used_none_is_judged(memory: Memory) -> None:
-    space = AddressSpace()
+    space = AddressSpace(memory.contents)
     memory.map((0, GIB))
     assert list(space.staying(space.read())) == []
     memory.map((0, GIB), (4 * GIB, 300 * GIB), and_more=CARD)
@@ -130,7 +124,7 @@ def test_where_a_card_is_used_none_is_judged(memory: Memory) -> None:
 
 
 def test_what_no_object_stands_for_has_advice(memory: Memory) -> None:
-    space = AddressSpace()
+    space = AddressSpace(memory.contents)
     memory.map((0, GIB))
     assert space.advice(list(space.read())) == "give the addresses back where their owner ends: munmap"
 
