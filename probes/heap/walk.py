@@ -1,7 +1,7 @@
 """The walk forward over the heap: from some objects to all that they lead to, with the references as arrays.
 
 It takes everything in, what the collector does not track, too, which most searches pass over. It is there twice: in C
-(`native/heap.c`), and in numpy for where that could not be built, which takes twice as long.
+(`native/heap.c`), and in numpy for where that could not be built, which takes up to twice as long.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 /* What goes through the whole heap, in C: the walk over its references, and the lists in which the collector has it.
  *
  * It is written against the stable interface of Python 3.10, so that one build serves all later versions. Each function
- * has its equal in Python, which takes several times as long; what it rests on beyond that interface is said with it.
+ * has its equal in Python, which takes longer; what it rests on beyond that interface is said with it.
  */
 
 #define PY_SSIZE_T_CLEAN
