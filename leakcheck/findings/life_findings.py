@@ -126,18 +126,20 @@ class LeftoverTensors:
         if not devices:
             return []
         self.read(Rung.RAW)
-        leaks = self._leaks(self.context(engine), devices, only=cycle)
+        leaks = self._leaks(self.context(engine), devices, only={cycle})
         self._found = _Found()
         findings = [leak.finding for leak in leaks]
         self._earlier.update((finding.fingerprint, finding) for finding in findings)
         return findings
 
-    def explain_asleep(self, engine: object, cycle: int, device: str, pools: Sequence[PoolReading]) -> list[Finding]:
+    def explain_asleep(
+        self, engine: object, turns: Collection[int], device: str, pools: Sequence[PoolReading]
+    ) -> list[Finding]:
         """Says of what an engine still has on its device from inferring, while it sleeps, who holds it.
 
         Args:
             engine: the one that sleeps.
-            cycle: which life this is.
+            turns: which life this is, or which beginnings of its stages, as `stage` was told.
             device: where it keeps its memory.
             pools: those that were announced before it slept or are now: what lies in them is judged by them.
         """
@@ -147,18 +149,20 @@ class LeftoverTensors:
             tuple(held for held in row if held.stage == "infer" and not is_pooled(held.key[1]))
             for row in self._found.rows
         ]
-        leaks = self._leaks(replace(self.context(engine), living=True), {device}, only=cycle)
+        leaks = self._leaks(replace(self.context(engine), living=True), {device}, only=turns)
         self._found = _Found()
         return [_advised(leak.finding) for leak in leaks]
 
-    def explain_turns(self, cycle: int | None, pools: Sequence[PoolReading]) -> list[tuple[Finding, dict[int, int]]]:
-        """Says of what appeared in one cycle, or in any, and is there, who holds it; with its bytes by cycle.
+    def explain_turns(
+        self, wanted: Collection[int], pools: Sequence[PoolReading]
+    ) -> list[tuple[Finding, dict[int, int]]]:
+        """Says of what appeared in some turns and is there, who holds it; with its bytes by turn.
 
         Args:
-            cycle: which; None: all of them.
+            wanted: the turns, as `stage` was told them.
             pools: those that are announced: what lies in them is judged by them.
         """
-        leaks, turns, _ = self._leaks_of_turns(cycle, pools)
+        leaks, turns, _ = self._leaks_of_turns(wanted, pools)
         found = []
         for leak in leaks:
             sizes: dict[int, int] = {}
@@ -168,7 +172,7 @@ class LeftoverTensors:
         return found
 
     def clear_caches(self, holders: Collection[str], pools: Sequence[PoolReading]) -> list[Finding]:
-        """The findings of some `lru_cache` holders of what appeared in any cycle, each cleared and measured.
+        """The findings of some `lru_cache` holders of what appeared in any turn, each cleared and measured.
 
         Clearing one is the only remedy that no program notices but by its time: the process goes on.
 
@@ -180,13 +184,13 @@ class LeftoverTensors:
         return prove([each for each in leaks if is_cached(each.finding) and each.finding.holder in holders], context)
 
     def _leaks_of_turns(
-        self, cycle: int | None, pools: Sequence[PoolReading]
+        self, wanted: Collection[int] | None, pools: Sequence[PoolReading]
     ) -> tuple[list[TensorLeak], dict[Key, int], Context]:
-        """What appeared in one cycle, or in any, and is there, with the cycle of each storage."""
+        """What appeared in some turns (None: in any) and is there, with the turn of each storage."""
         is_pooled = _within(pools)
         self.read(Rung.RAW)
         self._found.rows = [
-            tuple(held for held in row if not is_pooled(held.key[1]) and (cycle is None or held.turn == cycle))
+            tuple(held for held in row if not is_pooled(held.key[1]) and (wanted is None or held.turn in wanted))
             for row in self._found.rows
         ]
         turns = {held.key: held.turn for row in self._found.rows for held in row}
@@ -216,9 +220,11 @@ class LeftoverTensors:
         actions = dict.fromkeys(finding.remedy.action for finding in findings if finding.changed and finding.remedy)
         return findings, tuple(actions)
 
-    def _leaks(self, context: Context, devices: Collection[str], only: int | None = None) -> list[TensorLeak]:
+    def _leaks(
+        self, context: Context, devices: Collection[str], only: Collection[int] | None = None
+    ) -> list[TensorLeak]:
         rows = [
-            [held for held in row if held.key[0] in devices and (only is None or held.turn == only)]
+            [held for held in row if held.key[0] in devices and (only is None or held.turn in only)]
             for row in self._found.rows
         ]
         if not rows or not rows[0]:

@@ -245,7 +245,7 @@ class LifecycleRun:
                 known = len(self._record.findings)
                 engine = getattr(life, "engine", life)
                 pools = (*before.pools, *after.pools)
-                self._record.findings += self._leftovers.explain_asleep(engine, cycle, self._device, pools)
+                self._record.findings += self._leftovers.explain_asleep(engine, {cycle}, self._device, pools)
                 self._record.findings += contract.after_sleep(name, self._device, baseline, after)
                 self._record.findings += self._processes.after_sleep(name, cycle, empties=name in self._emptying)
                 if self._tenant is not None:

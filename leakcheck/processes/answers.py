@@ -74,8 +74,8 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
         found = [] if own is None else own.held(question.stage, question.kind, question.most)
         return encode(Findings(findings=tuple(found)))
     if isinstance(question, ExplainLeft):
-        left = [] if own is None else own.left(question.cycle)
-        return encode(Left(findings=tuple(each for each, _ in left), by_cycle=tuple(sizes for _, sizes in left)))
+        left = [] if own is None else own.left(question.cycle, question.stage)
+        return encode(Left(findings=tuple(each for each, _ in left), by_turn=tuple(sizes for _, sizes in left)))
     if isinstance(question, ClearCaches):
         cleared = [] if own is None else own.clear_caches(question.holders)
         return encode(Findings(findings=tuple(cleared)))

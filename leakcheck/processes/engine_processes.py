@@ -39,7 +39,7 @@ from lowtide.leakcheck.processes.messages import (
     Trimmed,
     encode,
 )
-from lowtide.leakcheck.processes.process_growth import ProcessGrowth
+from lowtide.leakcheck.processes.process_growth import ProcessGrowth, growing_holder, held_by, levels_of, role_of
 from lowtide.leakcheck.processes.process_names import describe_process, placed, private_bytes
 from lowtide.leakcheck.processes.uneven_ranks import RankLevels, explain_uneven_rank, uneven_ranks
 from lowtide.probes.device.driver import Driver
@@ -162,7 +162,10 @@ class EngineProcesses:
     _imported: dict[int, int] = field(default_factory=dict)
     _holders: dict[str, HolderFacts] = field(default_factory=dict)
     _searched: dict[str, int] = field(default_factory=dict)
+    # The names of processes that have slept with tensors of their inferences, and who held these.
+    _kept_asleep: dict[str, set[str]] = field(default_factory=dict)
     _has_inferred: bool = False
+    _cycle: int = 0
     _preserving: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -187,8 +190,15 @@ class EngineProcesses:
         return frozenset(self._growth.noted) - self.not_measured.keys()
 
     def findings_at_end(self) -> list[Finding]:
-        """What grows from inference to inference."""
-        return [self._with_holder(finding) for finding in self._growth.findings()]
+        """What grows from inference to inference, and is not reported as what a sleep has kept."""
+        found = [self._with_holder(finding) for finding in self._growth.findings()]
+        return [finding for finding in found if not self._is_kept_asleep(finding)]
+
+    def _is_kept_asleep(self, finding: Finding) -> bool:
+        if finding.resource != "tensors" or finding.process is None:
+            return False
+        holders = self._kept_asleep.get(role_of(finding.process.name), set())
+        return bool(holders) if finding.holder is None else finding.holder in holders
 
     @property
     def readings(self) -> tuple[ProcessStage, ...]:
@@ -206,6 +216,7 @@ class EngineProcesses:
 
     def begin_stage(self, stage: str, cycle: int) -> None:
         """What appears in any of them from here on, appeared in this stage."""
+        self._cycle = cycle
         self.announce(self._pids(), stage, cycle)
 
     def before_sleep(self) -> bool:
@@ -230,7 +241,7 @@ class EngineProcesses:
         asked = [] if pid in self.not_measured else [pid]
         answer = self._each(asked, ExplainLeft(cycle=cycle), Left, EXPLAIN_S).get(pid, Left())
         found = [placed(finding, describe_process(pid)) for finding in answer.findings]
-        return list(zip(found, answer.by_cycle, strict=True))
+        return list(zip(found, answer.by_turn, strict=True))
 
     def with_caches_cleared(self, pid: int, findings: Sequence[Finding]) -> list[Finding]:
         """Some findings about a process that lives, with what clearing gives back where an `lru_cache` is the cause."""
@@ -286,10 +297,7 @@ class EngineProcesses:
         if stage == "infer":
             for pid, now in self._now.items():
                 # After the question, whose own memory is in the first level then, too.
-                host = rollup(pid)
-                if host is not None:
-                    private = host.private - self._imported.get(pid, 0)
-                    self._growth.note(now.process, private, now.levels.resident, again=self._has_inferred)
+                self._growth.note(now.process, self._levels(pid, now.levels), again=self._has_inferred)
             self._find_holders()
             self._has_inferred = True
         elif stage.startswith(FILLING):
@@ -298,6 +306,7 @@ class EngineProcesses:
     def infer_again(self, infer: Callable[[], object]) -> str:
         """Let an engine with other processes infer some times more, for growth; says what went wrong, if anything."""
         for _ in range(MORE_INFERENCES if self._now else 0):
+            self.begin_stage("infer", self._cycle)
             try:
                 infer()
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
@@ -308,11 +317,11 @@ class EngineProcesses:
     def _find_holders(self) -> None:
         """Looks for who holds what has grown by now: at the end its process is gone."""
         for process in self._growth.suspects:
-            imported = self.trim(process.pid) if process.pid in self._now else None
-            host = rollup(process.pid)
-            if imported is not None and host is not None:
-                resident = self._now[process.pid].levels.resident
-                self._growth.correct(process, host.private - imported, resident)
+            if process.pid in self._now and self.trim(process.pid) is not None:
+                # Garbage that waits for the collector looks like what is kept, too.
+                now = self._each([process.pid], Read(), Levels, EXPLAIN_S)
+                for pid, levels in now.items():
+                    self._growth.correct(process, self._levels(pid, levels))
         for finding in self._growth.findings():
             # Each search leaves pieces of the heap in use that are given back at some later time: that looks like
             # growth, and like the opposite.
@@ -323,19 +332,37 @@ class EngineProcesses:
             if facts is not None:
                 self._holders[finding.fingerprint] = facts
 
+    def _levels(self, pid: int, levels: Levels) -> dict[str, int]:
+        """The levels by which a process's growth is judged, without what it has taken to answer."""
+        host = rollup(pid)
+        private = None if host is None else host.private - self._imported.get(pid, 0)
+        return levels_of(private, levels.resident, levels.tensors)
+
     def _asked_for_holder(self, finding: Finding) -> HolderFacts | None:
         """Who holds what a finding is about; what the process has taken for good to answer is none of its growth."""
         before = private_bytes(finding)
-        facts = self._holder_of_arrays(finding, finding.bytes // finding.count)
+        if finding.resource == "tensors":
+            facts = self._holder_of_tensors(finding)
+        else:
+            facts = self._holder_of_arrays(finding, finding.bytes // finding.count)
         if finding.process is not None and self.trim(finding.process.pid) is not None:
             # What an earlier search has left may be given back by this one.
             taken = self._imported[finding.process.pid] + private_bytes(finding) - before
             self._imported[finding.process.pid] = max(0, taken)
         return facts
 
+    def _holder_of_tensors(self, finding: Finding) -> HolderFacts | None:
+        """Who holds the tensors of most inferences of the process that a finding is about."""
+        if finding.process is None:
+            return None
+        pid = finding.process.pid
+        asked = [] if pid in self.not_measured else [pid]
+        answer = self._each(asked, ExplainLeft(stage="infer"), Left, EXPLAIN_S).get(pid, Left())
+        return growing_holder(list(zip(answer.findings, answer.by_turn, strict=True)), finding.device)
+
     def _with_holder(self, finding: Finding) -> Finding:
         facts = self._holders.get(finding.fingerprint)
-        return finding if facts is None else with_holder(finding, facts)
+        return finding if facts is None else held_by(finding, facts)
 
     def after_sleep(self, stage: str, cycle: int, *, empties: bool) -> list[Finding]:
         """What each has kept that a sleep gives up; right after `end_stage`.
@@ -350,6 +377,8 @@ class EngineProcesses:
         for pid, answer in of_inferring.items():
             process = self._now[pid].process
             found += [placed(finding, process) for finding in answer.findings]
+            holders = {finding.holder or "" for finding in answer.findings}
+            self._kept_asleep.setdefault(role_of(process.name), set()).update(holders)
         # What inferring left is reported by itself.
         left = {pid: sum(finding.bytes for finding in answer.findings) for pid, answer in of_inferring.items()}
         reported_pids: set[int] = set()

@@ -64,9 +64,11 @@ class ExplainLeft(_Message, frozen=True, kw_only=True, tag="explain-left"):
 
     Attributes:
         cycle: which; None: all since the first `Begin`.
+        stage: of which stage, counted by how often that has begun; empty: of all, counted by cycle.
     """
 
     cycle: int | None = None
+    stage: str = ""
 
 
 class ClearCaches(_Message, frozen=True, kw_only=True, tag="clear-caches"):
@@ -194,11 +196,12 @@ class Left(_Message, frozen=True, kw_only=True):
 
     Attributes:
         findings: one for each holder.
-        by_cycle: for each of them, its bytes by the cycle in which they appeared.
+        by_turn: for each of them, its bytes by the cycle in which they appeared, or by the turn of the stage that was
+            asked for, from 1.
     """
 
     findings: tuple[Finding, ...] = ()
-    by_cycle: tuple[dict[int, int], ...] = ()
+    by_turn: tuple[dict[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         """Keep of the findings what is written."""

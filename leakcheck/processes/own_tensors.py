@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import msgspec
 
@@ -25,13 +26,23 @@ from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Finding
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One time that a stage has begun: in which cycle, and the how manieth time."""
+
+    cycle: int
+    stage: str
+    times: int
+
+
 class OwnTensors:
     """Follows this process's tensors through the stages of a life that another process tells of."""
 
     def __init__(self) -> None:
         self._leftovers: LeftoverTensors | None = None
         self._imported: dict[str, int] = {}
-        self._cycle = 0
+        # Of each turn, which no two beginnings share: the cycle, the stage, and how often that had begun by then.
+        self._turns: list[_Turn] = []
 
     def begin(self, stage: str, cycle: int) -> None:
         """From here on, what appears belongs to this stage."""
@@ -39,8 +50,9 @@ class OwnTensors:
             self._leftovers = LeftoverTensors(card=_uses_cards())
             self._leftovers.open()
         self._note_imports()
-        self._cycle = cycle
-        self._leftovers.stage(stage, cycle)
+        times = sum(turn.stage == stage for turn in self._turns) + 1
+        self._turns.append(_Turn(cycle, stage, times))
+        self._leftovers.stage(stage, len(self._turns))
 
     def asleep(self, cycle: int, kind: str) -> list[Finding]:
         """Who holds what is left of inferring."""
@@ -49,19 +61,38 @@ class OwnTensors:
         pools = announced_pools()
         found: list[Finding] = []
         for device in _devices(kind):
-            found += self._leftovers.explain_asleep(None, cycle, device, pools)
+            found += self._leftovers.explain_asleep(None, self._of(cycle, ""), device, pools)
         return found
 
-    def left(self, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:
-        """Who holds what appeared in one cycle, or in any, and is not garbage; with its bytes by cycle."""
+    def _of(self, cycle: int | None, stage: str) -> dict[int, _Turn]:
+        """The turns of a cycle and of a stage, by their number; None and empty: of all."""
+        return {
+            number: turn
+            for number, turn in enumerate(self._turns, 1)
+            if cycle in (None, turn.cycle) and stage in ("", turn.stage)
+        }
+
+    def left(self, cycle: int | None, stage: str = "") -> list[tuple[Finding, dict[int, int]]]:
+        """Who holds what appeared in one cycle, or in any, and is not garbage; with its bytes by cycle.
+
+        Args:
+            cycle: which; None: any.
+            stage: of which stage alone, with the bytes by how often that had begun; empty: of all stages.
+        """
         if self._leftovers is None:
             return []
         gc.collect()
         self._note_imports()
         found = []
-        for finding, sizes in self._leftovers.explain_turns(cycle, announced_pools()):
+        turns = self._of(cycle, stage)
+        for finding, sizes in self._leftovers.explain_turns(turns, announced_pools()):
             imported_in = self._imported_in(finding)
-            left = {turn: size for turn, size in sizes.items() if turn != imported_in}
+            left: dict[int, int] = {}
+            for number, size in sizes.items():
+                turn = turns[number]
+                if turn.cycle != imported_in:
+                    counted = turn.times if stage else turn.cycle
+                    left[counted] = left.get(counted, 0) + size
             if left:
                 found.append((msgspec.structs.replace(finding, bytes=sum(left.values())), left))
         return found
@@ -73,7 +104,7 @@ class OwnTensors:
     def _note_imports(self) -> None:
         """What is new among the modules was imported in the cycle that goes on."""
         for name in list(sys.modules):
-            self._imported.setdefault(name, self._cycle)
+            self._imported.setdefault(name, self._turns[-1].cycle if self._turns else 0)
 
     def _imported_in(self, finding: Finding) -> int | None:
         """In which cycle the module was imported that has it in its namespace: what it made then is the import's."""

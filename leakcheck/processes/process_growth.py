@@ -1,4 +1,4 @@
-"""Whether an engine's other processes grow from inference to inference, by their host memory as seen from outside.
+"""Whether an engine's other processes grow from inference to inference: their tensors, and host memory beside them.
 
 The first inference of a process fills what is filled once, and so does the first one after a sleep: what an inference
 adds is judged where it comes right after another one. Each life may have processes of its own: those of one name are
@@ -20,11 +20,15 @@ from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS, adding_turns, g
 from lowtide.reports.processes.stage_processes import ProcessName
 from lowtide.reports.schema import Finding, ResourceName
 from lowtide.reports.sizes import format_bytes
-from lowtide.reports.statement import reworded
+from lowtide.reports.statement import HolderFacts, Note, reworded, with_holder
 
 HOST = "host-memory"
 """The key of the level that is no card's."""
 
+_OF_REQUESTS = "let go of what each request adds when it ends, or bound what is kept"
+
+_TENSORS = "tensors "
+"""What the key of a level begins with that is counted under tensors, with the device behind it."""
 
 ALLOWED = 4 << 20
 """Bytes of host memory that an inference may add for good: allocators take memory in pieces of this order."""
@@ -32,14 +36,16 @@ ALLOWED = 4 << 20
 
 @dataclass
 class _Role:
-    """The processes of one name.
+    """One level of the processes of one name.
 
     Attributes:
+        allowed: bytes that an inference may add for good: tensors are counted to the byte.
         levels: of each process, in the order in which they were first seen, the levels after its inferences.
         again: for each of these, whether the inference came right after another one.
         processes: each of them as it was described last: its device may be known only later.
     """
 
+    allowed: int
     levels: dict[int, list[int]] = field(default_factory=dict)
     again: dict[int, list[bool]] = field(default_factory=dict)
     processes: dict[int, ProcessName] = field(default_factory=dict)
@@ -63,56 +69,65 @@ class _Role:
         One rank of several may grow alone; and of lives with few inferences each, no process shows growth by itself.
         """
         steps = self.steps
-        alone = {process: own for process, own in steps.items() if _grows(own)}
+        alone = {process: own for process, own in steps.items() if self._grows(own)}
         if alone:
             process = max(alone, key=lambda each: sum(alone[each]))
             return process, alone[process]
         together = [step for own in steps.values() for step in own]
         # That steps of different processes alternate with others says nothing: what fills once in each does so, too.
-        often = sum(step > ALLOWED for step in together) * 3 > len(together)
-        return (list(steps)[-1], together) if often and _grows(together) else None
+        often = sum(step > self.allowed for step in together) * 3 > len(together)
+        return (list(steps)[-1], together) if often and self._grows(together) else None
 
-
-def _grows(steps: list[int]) -> bool:
-    return grows(steps, [ALLOWED] * len(steps))
+    def _grows(self, steps: list[int]) -> bool:
+        return grows(steps, [self.allowed] * len(steps))
 
 
 class ProcessGrowth:
     """Collects the levels of processes after inferences, and judges them at the end."""
 
     def __init__(self) -> None:
-        self._roles: dict[str, _Role] = {}
+        # By the processes' name, and the level.
+        self._roles: dict[tuple[str, str], _Role] = {}
 
-    def note(self, process: ProcessName, host: int, named: int, *, again: bool = True) -> None:
-        """A process's level after an inference.
+    def note(self, process: ProcessName, levels: Mapping[str, int], *, again: bool = True) -> None:
+        """A process's levels after an inference.
 
         Args:
             process: which.
-            host: bytes of host memory that only it has.
-            named: bytes of that under live tensors and in announced pools: what stays of them is followed by itself.
+            levels: bytes, as of `levels_of`.
             again: whether the inference came right after another one.
         """
-        role = self._roles.setdefault(role_of(process.name), _Role())
-        role.levels.setdefault(process.pid, []).append(host - named)
-        role.again.setdefault(process.pid, []).append(again)
-        role.processes[process.pid] = process
+        for key, size in self._with_gone(process, levels).items():
+            role = self._roles.setdefault((role_of(process.name), key), _Role(ALLOWED if key == HOST else 0))
+            role.levels.setdefault(process.pid, []).append(size)
+            role.again.setdefault(process.pid, []).append(again)
+            role.processes[process.pid] = process
 
-    def correct(self, process: ProcessName, host: int, named: int) -> None:
+    def correct(self, process: ProcessName, levels: Mapping[str, int]) -> None:
         """Another reading after the same inference, as of a heap that was trimmed; as `note`."""
-        self._roles[role_of(process.name)].levels[process.pid][-1] = host - named
+        for key, size in self._with_gone(process, levels).items():
+            role = self._roles.get((role_of(process.name), key))
+            if role is not None and process.pid in role.levels:
+                role.levels[process.pid][-1] = size
+
+    def _with_gone(self, process: ProcessName, levels: Mapping[str, int]) -> Mapping[str, int]:
+        """The levels, with 0 for a device on which there is no tensor any more."""
+        name = role_of(process.name)
+        known = [key for (of, key), role in self._roles.items() if of == name and process.pid in role.levels]
+        return {**{key: 0 for key in known if key.startswith(_TENSORS)}, **levels}
 
     @property
     def noted(self) -> Collection[int]:
-        """The processes whose level is known."""
-        return {pid for role in self._roles.values() for pid in role.levels}
+        """The processes whose host memory is known."""
+        return {pid for (_, key), role in self._roles.items() if key == HOST for pid in role.levels}
 
     @property
     def judged(self) -> Collection[int]:
         """The processes of which there were enough turns to say whether they grow."""
         return {
             pid
-            for role in self._roles.values()
-            if sum(map(len, role.steps.values())) >= FEWEST_TURNS
+            for (_, key), role in self._roles.items()
+            if key == HOST and sum(map(len, role.steps.values())) >= FEWEST_TURNS
             for pid in role.levels
         }
 
@@ -120,40 +135,93 @@ class ProcessGrowth:
     def suspects(self) -> Collection[ProcessName]:
         """The processes of all names that grow."""
         growing = [role for role in self._roles.values() if role.growing() is not None]
-        return [process for role in growing for process in role.processes.values()]
+        return list({process.pid: process for role in growing for process in role.processes.values()}.values())
 
     def findings(self) -> list[Finding]:
-        """One for each name whose processes grow."""
+        """One for each name whose processes grow, and for each of their levels that does."""
         found = []
-        for name, role in self._roles.items():
+        for (name, key), role in self._roles.items():
             growing = role.growing()
-            if growing is None:
-                continue
-            process, steps = growing
-            kept = [step for step in steps if step > ALLOWED]
-            usual = sorted(kept)[len(kept) // 2]
-            found.append(
-                Finding(
-                    resource="host-memory",
-                    cause="unknown",
-                    bytes=sum(kept),
-                    count=len(kept),
-                    device="cpu",
-                    stage="infer",
-                    message=(
-                        f"{process.text}: host memory that is under no tensor grows by "
-                        f"{format_bytes(usual)} with each infer, {format_bytes(sum(kept))} in "
-                        f"{len(kept)} of {len(steps)} that followed another one"
-                    ),
-                    fingerprint=fingerprint(
-                        resource="host-memory", device="cpu", stage="infer", suspects=("other process", name)
-                    ),
-                    trend="growth",
-                    advice="look in that process for what keeps bytes of each request, as with `memray attach`",
-                    process=process,
-                )
-            )
+            if growing is not None:
+                found.append(_of_inferences(name, key, *growing, role.allowed))
         return found
+
+
+def levels_of(private: int | None, resident: int, tensors: Mapping[str, int]) -> dict[str, int]:
+    """Return the levels by which a process's growth is judged.
+
+    Args:
+        private: bytes of host memory that only it has; None where that is not known.
+        resident: bytes of that under live tensors and in announced pools, which are followed by themselves.
+        tensors: bytes under its tensors outside pools, by device.
+    """
+    host = {} if private is None else {HOST: private - resident}
+    return {**host, **{f"{_TENSORS}{device}": size for device, size in tensors.items()}}
+
+
+def _of_inferences(name: str, key: str, process: ProcessName, steps: Sequence[int], allowed: int) -> Finding:
+    kept = [step for step in steps if step > allowed]
+    usual = sorted(kept)[len(kept) // 2]
+    is_host = key == HOST
+    device = "cpu" if is_host else key.removeprefix(_TENSORS)
+    what = "host memory that is under no tensor grows" if is_host else f"tensors on {device} grow"
+    looking = "look in that process for what keeps bytes of each request, as with `memray attach`"
+    return Finding(
+        resource="host-memory" if is_host else "tensors",
+        cause="unknown",
+        bytes=sum(kept),
+        count=len(kept),
+        device=device,
+        stage="infer",
+        message=(
+            f"{process.text}: {what} by {format_bytes(usual)} with each infer, {format_bytes(sum(kept))} in "
+            f"{len(kept)} of {len(steps)} that followed another one"
+        ),
+        fingerprint=_fingerprint_of("host-memory" if is_host else "tensors", device, name),
+        trend="growth",
+        advice=looking if is_host else _OF_REQUESTS,
+        process=process,
+    )
+
+
+def _fingerprint_of(resource: ResourceName, device: str, role: str, *holder: str) -> str:
+    return fingerprint(resource=resource, device=device, stage="infer", suspects=("other process", role, *holder))
+
+
+def growing_holder(left: Sequence[tuple[Finding, Mapping[int, int]]], device: str) -> HolderFacts | None:
+    """Return who keeps most of what each inference leaves on a device; None where nobody keeps some of most of them.
+
+    Args:
+        left: each holder of tensors that inferences of a process have made, with their bytes by the inference, from 1;
+            the first one fills what is filled once.
+        device: on which the tensors grow.
+    """
+    last = max((turn for _, by_turn in left for turn in by_turn), default=0)
+    kept = [
+        (sum(later.values()), finding)
+        for finding, by_turn in left
+        for later in [{turn: size for turn, size in by_turn.items() if turn > 1}]
+        if finding.device == device and finding.holder and later and 2 * len(later) >= last - 1
+    ]
+    if not kept:
+        return None
+    largest = max(kept, key=lambda each: each[0])[1]
+    return HolderFacts(
+        note=Note(", held by ", largest.holder or ""),
+        cause=largest.cause,
+        verdict=largest.verdict,
+        path=largest.path,
+        advice=largest.advice or _OF_REQUESTS,
+    )
+
+
+def held_by(finding: Finding, facts: HolderFacts) -> Finding:
+    """Return a finding of this module with who holds what grows."""
+    found = with_holder(finding, facts)
+    if found.resource != "tensors" or found.process is None:
+        return found
+    mark = _fingerprint_of(found.resource, found.device, role_of(found.process.name), facts.note.holder)
+    return msgspec.structs.replace(found, fingerprint=mark)
 
 
 def role_of(name: str) -> str:

@@ -1,10 +1,14 @@
-"""What another process keeps is named by its own agent, with the cycle in which it appeared."""
+"""What another process keeps is named by its own agent, with when it appeared; and whether it grows."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
+import pytest
 import torch
 
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
@@ -17,40 +21,97 @@ KEPT: list[torch.Tensor] = []
 
 
 def serve(requests: Connection) -> None:
+    gc.disable()
     requests.send("ready")
-    while requests.recv() == "keep":
-        KEPT.append(torch.ones(8 * MIB, dtype=torch.uint8))
-        requests.send("kept")
+    while (asked := requests.recv()) != "end":
+        made = torch.ones(8 * MIB, dtype=torch.uint8)
+        if asked == "keep":
+            KEPT.append(made)
+        elif asked == "keep the last":
+            KEPT[:] = [made]
+        elif asked == "leave to the collector":
+            cycle: list[object] = [made]
+            cycle.append(cycle)
+        del made
+        requests.send("done")
 
 
-def test_what_a_process_keeps_is_named_and_nothing_where_it_keeps_nothing() -> None:
+@dataclass
+class Child:
+    """A process that keeps what it is told to, and who asks it."""
+
+    asked: EngineProcesses
+    pid: int
+    requests: Connection
+
+    def infer(self, what: str, cycle: int = 1) -> None:
+        """Have it infer once, from beginning to end."""
+        self.asked.begin_stage("infer", cycle)
+        self.requests.send(what)
+        assert self.requests.recv() == "done"
+        self.asked.end_stage("infer")
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
     tree, agents = ProcessTree(), Agents()
     tree.start()
     agents.start()
     context = get_context("spawn")
     requests, there = context.Pipe()
-    child = context.Process(target=serve, args=(there,), name="engine-core")
-    child.start()
+    process = context.Process(target=serve, args=(there,), name="engine-core")
+    process.start()
     try:
         assert requests.recv() == "ready"
-        asked = EngineProcesses(tree, agents, "cpu", None)
-        asked.begin_stage("infer", 1)
-        assert child.pid is not None
-        assert asked.left(child.pid, None) == []
-        asked.begin_stage("infer", 2)
-        requests.send("keep")
-        assert requests.recv() == "kept"
-        ((finding, by_cycle),) = asked.left(child.pid, None)
-        assert by_cycle == {2: 8 * MIB}
-        assert finding.holder is not None
-        assert finding.holder.endswith("test_left_in_a_process.KEPT[0]")
-        assert finding.process is not None
-        assert (finding.process.pid, finding.process.name) == (child.pid, "engine-core")
+        assert process.pid is not None
+        yield Child(EngineProcesses(tree, agents, "cpu", None), process.pid, requests)
     finally:
         requests.send("end")
-        child.join()
-        child.close()
+        process.join()
+        process.close()
         requests.close()
         there.close()
         agents.stop()
         tree.stop()
+
+
+def test_what_a_process_keeps_is_named_and_nothing_where_it_keeps_nothing(child: Child) -> None:
+    child.asked.begin_stage("infer", 1)
+    assert child.asked.left(child.pid, None) == []
+    child.infer("keep", cycle=2)
+    ((finding, by_cycle),) = child.asked.left(child.pid, None)
+    assert by_cycle == {2: 8 * MIB}
+    assert child.asked.left(child.pid, 1) == []
+    assert finding.holder is not None
+    assert finding.holder.endswith("test_left_in_a_process.KEPT[0]")
+    assert finding.process is not None
+    assert (finding.process.pid, finding.process.name) == (child.pid, "engine-core")
+
+
+def test_tensors_that_each_inference_leaves_are_growth_with_their_holder(child: Child) -> None:
+    for _ in range(5):
+        child.infer("keep")
+    (finding,) = child.asked.findings_at_end()
+    assert (finding.resource, finding.stage, finding.trend) == ("tensors", "infer", "growth")
+    assert (finding.bytes, finding.count) == (4 * 8 * MIB, 4)
+    assert finding.holder is not None
+    assert finding.holder.endswith("test_left_in_a_process.KEPT")
+    assert finding.message.startswith(f"pid {child.pid} (engine-core): tensors on cpu grow by 8.0 MiB with each infer")
+
+
+@pytest.mark.parametrize("what", ["keep the last", "leave to the collector", "keep nothing"])
+def test_what_is_replaced_or_garbage_is_no_growth(child: Child, what: str) -> None:
+    for _ in range(6):
+        child.infer(what)
+    assert child.asked.findings_at_end() == []
+    assert child.asked.not_measured == {}
+
+
+def test_what_a_sleep_has_kept_is_told_by_that_alone(child: Child) -> None:
+    for _ in range(5):
+        child.infer("keep")
+    child.asked.begin_stage("sleep(1)", 1)
+    child.asked.end_stage("sleep(1)")
+    (kept,) = child.asked.after_sleep("sleep(1)", 1, empties=False)
+    assert (kept.resource, kept.bytes) == ("tensors", 5 * 8 * MIB)
+    assert child.asked.findings_at_end() == []

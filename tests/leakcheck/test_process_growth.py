@@ -7,11 +7,12 @@ import pytest
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.kept_asleep import ProcessLevels
 from lowtide.leakcheck.processes.messages import Levels
-from lowtide.leakcheck.processes.process_growth import ProcessGrowth
+from lowtide.leakcheck.processes.process_growth import HOST, ProcessGrowth, growing_holder, held_by, levels_of
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.reports.processes.stage_processes import ProcessName
+from lowtide.reports.schema import Finding
 
 MIB = 1 << 20
 
@@ -22,7 +23,7 @@ def grown(*lives: tuple[int, ...], tensors: int = 0) -> ProcessGrowth:
     for number, levels in enumerate(lives):
         for turn, level in enumerate(levels):
             process = ProcessName(pid=100 + number, name=f"worker {number}")
-            growth.note(process, level * MIB, turn * tensors * MIB)
+            growth.note(process, levels_of(level * MIB, turn * tensors * MIB, {}))
     return growth
 
 
@@ -77,7 +78,7 @@ def test_one_rank_may_grow_alone() -> None:
     for turn in range(4):
         for rank in range(4):
             level = 100 + (16 * turn if rank == 1 else 0)
-            growth.note(ProcessName(pid=100 + rank, name=f"VLLM::Worker_TP{rank}"), level * MIB, 0)
+            growth.note(ProcessName(pid=100 + rank, name=f"VLLM::Worker_TP{rank}"), {HOST: level * MIB})
     (finding,) = growth.findings()
     assert (finding.bytes, finding.count) == (48 * MIB, 3)
     assert finding.process == ProcessName(pid=101, name="VLLM::Worker_TP1")
@@ -86,7 +87,7 @@ def test_one_rank_may_grow_alone() -> None:
 def test_a_heap_that_is_trimmed_corrects_what_came_before() -> None:
     growth = grown((100, 116, 132, 148))
     (process,) = growth.suspects
-    growth.correct(process, 101 * MIB, 0)
+    growth.correct(process, {HOST: 101 * MIB})
     assert (growth.findings(), list(growth.suspects)) == ([], [])
 
 
@@ -133,6 +134,103 @@ def test_the_first_inference_after_a_sleep_is_no_growth_and_stages_inside_one_do
     for life in range(3):
         process = ProcessName(pid=100 + life, name="core")
         for level, again in ((100, False), (3000, False), (3000, True), (3001, True)):
-            growth.note(process, level * MIB, 0, again=again)
+            growth.note(process, {HOST: level * MIB}, again=again)
     assert growth.findings() == []
     assert set(growth.judged) == {100, 101, 102}
+
+
+WORKER = ProcessName(pid=100, name="worker 0")
+
+
+def grown_tensors(*sizes: dict[str, int]) -> ProcessGrowth:
+    """Bytes under tensors by device, after each of some inferences."""
+    growth = ProcessGrowth()
+    for tensors in sizes:
+        growth.note(WORKER, levels_of(100 * MIB, 0, tensors))
+    return growth
+
+
+def test_tensors_that_each_inference_leaves_are_growth_however_small() -> None:
+    (finding,) = grown_tensors(*({"cpu": MIB, "cuda:0": MIB + 2048 * turn} for turn in range(8))).findings()
+    assert (finding.resource, finding.device, finding.trend) == ("tensors", "cuda:0", "growth")
+    assert (finding.bytes, finding.count) == (7 * 2048, 7)
+    told = "tensors on cuda:0 grow by 2.0 KiB with each infer, 14.0 KiB in 7 of 7 that followed another one"
+    assert finding.message == f"{WORKER.text}: {told}"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([64, 64, 64, 64, 64], id="the same"),
+        pytest.param([64, 128, 128, 128, 128], id="fills once"),
+        pytest.param([64, 128, 64, 128, 64], id="comes and goes"),
+        pytest.param([64, 96, 128, 0, 96], id="goes"),
+    ],
+)
+def test_tensors_that_do_not_repeat_are_none(sizes: list[int]) -> None:
+    growth = grown_tensors(*({"cpu": size} if size else {} for size in sizes))
+    assert (growth.findings(), growth.suspects) == ([], [])
+
+
+def test_garbage_that_a_collection_frees_is_no_growth() -> None:
+    growth = grown_tensors(*({"cpu": size} for size in (64, 128, 192, 256)))
+    assert growth.suspects == [WORKER]
+    growth.correct(WORKER, levels_of(100 * MIB, 0, {}))
+    assert (growth.findings(), growth.suspects) == ([], [])
+
+
+def holder(name: str, *turns: int, device: str = "cpu", size: int = 8) -> tuple[Finding, dict[int, int]]:
+    finding = Finding(
+        resource="tensors",
+        cause="module-global",
+        bytes=size * len(turns),
+        count=len(turns),
+        device=device,
+        stage="infer",
+        message="",
+        fingerprint=name,
+        holder=name,
+    )
+    return finding, dict.fromkeys(turns, size)
+
+
+FIRST_ALONE, CACHE_OF_ONE, EACH, LARGER = (
+    holder("workspace", 1, size=1 << 30),
+    holder("cache", 6, size=1 << 20),
+    holder("KEPT", 1, 2, 3, 4, 5, 6),
+    holder("engine.kept", 2, 3, 5, 6, size=16),
+)
+
+
+@pytest.mark.parametrize(
+    ("left", "named"),
+    [
+        ([FIRST_ALONE, CACHE_OF_ONE, EACH], "KEPT"),
+        ([EACH, LARGER], "engine.kept"),
+        ([holder("KEPT", 2, 3, 4, device="cuda:0")], None),
+        ([holder("", 2, 3, 4)], None),
+        ([FIRST_ALONE, CACHE_OF_ONE], None),
+        ([], None),
+    ],
+    ids=[
+        "what is filled once, or replaced, is not to blame",
+        "the largest",
+        "another device",
+        "nobody",
+        "once",
+        "none",
+    ],
+)
+def test_to_blame_is_who_keeps_some_of_most_inferences(
+    left: list[tuple[Finding, dict[int, int]]], named: str | None
+) -> None:
+    facts = growing_holder(left, "cpu")
+    assert (None if facts is None else facts.note.holder) == named
+
+
+def test_growth_that_two_holders_keep_has_two_fingerprints() -> None:
+    (finding,) = grown_tensors(*({"cpu": turn} for turn in range(1, 6))).findings()
+    facts = [growing_holder([each], "cpu") for each in (EACH, LARGER)]
+    named = [held_by(finding, each) for each in facts if each is not None]
+    assert [each.holder for each in named] == ["KEPT", "engine.kept"]
+    assert len({finding.fingerprint, *(each.fingerprint for each in named)}) == 3

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import msgspec
 
 from lowtide.leakcheck.processes.messages import Levels, Read, encode
-from lowtide.leakcheck.processes.process_growth import ProcessGrowth
+from lowtide.leakcheck.processes.process_growth import HOST, ProcessGrowth
 from lowtide.leakcheck.processes.process_names import describe_process
 from lowtide.probes.processes.agents import Agents
 from lowtide.reports.processes.stage_processes import ProcessName
@@ -102,7 +102,7 @@ def test_a_finding_names_the_rank() -> None:
     for level in (100, 116, 132, 148):
         # The device is known from the second turn on: it is one process all the same.
         device = "cuda:1" if level > 100 else ""
-        growth.note(ProcessName(pid=7, name="VLLM::Worker_TP1", rank=1, device=device), level << 20, 0)
+        growth.note(ProcessName(pid=7, name="VLLM::Worker_TP1", rank=1, device=device), {HOST: level << 20})
     (finding,) = growth.findings()
     assert finding.message.startswith("pid 7 (VLLM::Worker_TP1, rank 1): host memory")
     assert finding.process is not None

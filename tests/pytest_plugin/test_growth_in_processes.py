@@ -102,6 +102,48 @@ def test_life():
             pool.submit(worker.stops, 0).result()
 """
 
+IN_A_LIFE = """
+from multiprocessing import get_context
+
+from lowtide import stage
+
+def core(pipe, keeps):
+    import torch
+    kept = []
+    while pipe.recv():
+        kept.append(torch.ones(2048, dtype=torch.uint8))
+        if not keeps:
+            del kept[:-1]
+        pipe.send("done")
+
+class Engine:
+    def __init__(self, keeps):
+        self.pipe, other = get_context("spawn").Pipe()
+        self.process = get_context("spawn").Process(target=core, args=(other, keeps), name="EngineCore")
+        self.process.start()
+
+    def infer(self):
+        self.pipe.send(True)
+        self.pipe.recv()
+
+    def close(self):
+        self.pipe.send(False)
+        self.process.join()
+
+def test_marked():
+    engine = Engine({keeps})
+    for _ in range(6):
+        with stage("infer"):
+            engine.infer()
+    engine.close()
+
+def test_watched(leakcheck):
+    engine = leakcheck.engine(Engine({keeps}), infer="infer", shutdown="close")
+    for _ in range(6):
+        engine.infer()
+    engine.close()
+"""
+
 OF_NOBODY = """
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -218,3 +260,20 @@ def test_without_agents_it_is_not_judged(run_inner: RunInner) -> None:
     subject = run.subject("test_it.py::test_infer[3]")
     assert subject.outcome == "unsupported"
     assert "memory of pid" in subject.reason
+
+
+def test_tensors_that_grow_by_2_kb_an_inference_are_a_leak_of_the_life_though_its_process_ends(
+    run_inner: RunInner,
+) -> None:
+    run = run_inner({"test_it.py": IN_A_LIFE.replace("{keeps}", "True")})
+    for name in ("test_marked", "test_watched"):
+        (finding,) = run.subject(f"test_it.py::{name}").findings
+        assert (finding.resource, finding.trend, finding.stage) == ("tensors", "growth", "infer")
+        assert "EngineCore): tensors on cpu grow by 2.0 KiB with each infer" in finding.message
+        assert finding.holder is not None
+        assert "local 'kept' of core()" in finding.holder
+
+
+def test_what_it_keeps_of_the_last_inference_is_none(run_inner: RunInner) -> None:
+    run = run_inner({"test_it.py": IN_A_LIFE.replace("{keeps}", "False")})
+    assert all(run.is_clean(f"test_it.py::{name}") for name in ("test_marked", "test_watched"))
