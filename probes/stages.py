@@ -107,11 +107,28 @@ def listening(listener: StageListener) -> Iterator[None]:
             _listeners = _without_last(_listeners, listener)
 
 
+def _is_alone(listener: object) -> bool:
+    """Whether no other one than this listener is told of stages now."""
+    return all(other is listener for other in _listeners)
+
+
 def _without_last(listeners: tuple[StageListener, ...], gone: StageListener) -> tuple[StageListener, ...]:
     for index in range(len(listeners) - 1, -1, -1):
         if listeners[index] is gone:
             return listeners[:index] + listeners[index + 1 :]
     return listeners
+
+
+def _tell_command() -> None:
+    """Tell stages from here on to the command that runs this program, if it wants to know them."""
+    global _listeners
+    # The variable of the agents in a program's processes, in whose folder the command's socket is.
+    path = f"{os.environ.get('LOWTIDE_AGENTS', '')}/stages"
+    if os.access(path, os.F_OK):
+        from lowtide.probes.reported_stages import StagesOfCommand
+
+        with _listeners_lock:
+            _listeners = (*_listeners, StagesOfCommand(path, _is_alone))
 
 
 class _OpenStage:
@@ -338,3 +355,6 @@ def _asked(source: object, method: str) -> Any:
             f"{type(source).__name__}.{method}() raised {type(error).__name__}: {error}; "
             "withdraw(source) if it can no longer tell what it holds"
         ) from error
+
+
+_tell_command()

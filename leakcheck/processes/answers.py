@@ -90,7 +90,7 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
     if isinstance(question, RememberPreserved | ComparePreserved):
         return encode(_preserved(question, importing))
     levels = Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
-    return encode(msgspec.structs.replace(levels, variables=_rank_variables()))
+    return encode(msgspec.structs.replace(levels, variables=_rank_variables(), called=_called()))
 
 
 def _preserved(question: RememberPreserved | ComparePreserved, importing: Importing) -> PreservedAnswer | Findings:
@@ -111,6 +111,13 @@ def _preserved(question: RememberPreserved | ComparePreserved, importing: Import
 
 def _rank_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+
+
+def _called() -> str:
+    """This process's name in `multiprocessing`, where another process has started it by that."""
+    process = loaded("multiprocessing.process")
+    own = None if process is None or process.parent_process() is None else process.current_process()
+    return str(own.name) if own is not None else ""
 
 
 def _trim(importing: Importing) -> int:

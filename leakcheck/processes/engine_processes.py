@@ -145,6 +145,7 @@ class EngineProcesses:
         ended: those that have held memory on a card, for when they have ended.
         context: gives the bytes of a context alone on a card; None where that is not known.
         passed_over: those that are findings already, as what an earlier life has left running.
+        drivers: those that use the engine and are not it: what they keep of its results is theirs.
     """
 
     tree: ProcessTree
@@ -155,6 +156,7 @@ class EngineProcesses:
     ended: EndedHolders = field(default_factory=lambda: EndedHolders(None))
     context: Callable[[str], int | None] = lambda device: None
     passed_over: Collection[int] = ()
+    drivers: set[int] = field(default_factory=set)
     _now: dict[int, ProcessLevels] = field(default_factory=dict)
     _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
     _silent: list[ProcessLevels] = field(default_factory=list)
@@ -438,7 +440,7 @@ class EngineProcesses:
     def _pids(self) -> list[int]:
         """Whom to ask; not again who has not answered once: the engine would wait at each stage."""
         self.tree.adopt(self.agents.elsewhere(self.tree.descendants()))
-        without = {*self.not_measured, *self.tree.with_descendants(self.passed_over)}
+        without = {*self.not_measured, *self.drivers, *self.tree.with_descendants(self.passed_over)}
         return [pid for pid in self.tree.descendants() if pid not in without and self.agents.has_agent(pid)]
 
     def _each(self, pids: Sequence[int], question: Question, kind: type[_Answer], limit: float) -> dict[int, _Answer]:
@@ -473,5 +475,8 @@ def _levels_of(pid: int, levels: Levels, cards: Mapping[str, int | None]) -> Pro
     held = {device for device, size in levels.tensors.items() if size} | levels.arenas.keys()
     # Each process numbers the cards that it may use from 0; the driver's number is this process's.
     devices = {*cards, *(device for device in held if device == "cpu" or not cards)}
-    process, memory = describe_process(pid, variables=levels.variables, devices=devices), rollup(pid)
+    process, memory = (
+        describe_process(pid, variables=levels.variables, devices=devices, called=levels.called),
+        rollup(pid),
+    )
     return ProcessLevels(process, levels, cards, None if memory is None else memory.private)

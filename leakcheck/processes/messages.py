@@ -145,6 +145,7 @@ class Levels(_Message, frozen=True, kw_only=True):
             memory.
         variables: those of its environment that say its rank, as they are now: an engine may set them in the process.
         communicators: its process groups of several ranks that have buffers on a card, as `0 (nccl, 2 ranks)`.
+        called: its name in `multiprocessing`; empty for a main process.
     """
 
     tensors: dict[str, int]
@@ -154,6 +155,7 @@ class Levels(_Message, frozen=True, kw_only=True):
     resident: int = 0
     variables: dict[str, str] = {}
     communicators: tuple[str, ...] = ()
+    called: str = ""
 
     def of(self, kind: str) -> int:
         """Bytes on all devices of a kind, `cpu` or `cuda`: in arenas, and under tensors that lie in none."""

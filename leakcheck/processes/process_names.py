@@ -14,18 +14,21 @@ from lowtide.reports.statement import in_process
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
-def describe_process(pid: int, *, variables: Mapping[str, str] = _NONE, devices: Iterable[str] = ()) -> ProcessName:
+def describe_process(
+    pid: int, *, variables: Mapping[str, str] = _NONE, devices: Iterable[str] = (), called: str = ""
+) -> ProcessName:
     """A process that is there, as a report names it.
 
     Args:
         pid: its process identifier.
         variables: those of its environment that it says itself: what an engine sets in the process is not seen outside.
         devices: where it holds memory.
+        called: its name in `multiprocessing`, as it says itself.
     """
     process, role = stat(pid), read_role_of(pid, variables)
     return ProcessName(
         pid=pid,
-        name=name_of(pid),
+        name=name_of(pid, called),
         parent=None if process is None else process.parent,
         role=role.part,
         rank=role.rank,

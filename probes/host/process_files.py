@@ -268,8 +268,13 @@ def runs_python(process: ProcessStat) -> bool:
         return process.command.startswith(_OF_PYTHON)
 
 
-def name_of(pid: int) -> str:
-    """How a person knows a process: its own title, its name in `multiprocessing`, its module, or its command."""
+def name_of(pid: int, called: str = "") -> str:
+    """How a person knows a process: its own title, its name in `multiprocessing`, its module, or its command.
+
+    Args:
+        pid: its process identifier.
+        called: its name in `multiprocessing` as it says itself; who has not started it does not know that.
+    """
     command = _words(pid)
     try:
         program = os.path.basename(os.readlink(f"/proc/{pid}/exe"))
@@ -284,7 +289,7 @@ def name_of(pid: int) -> str:
     if is_python and not first.startswith("python") and command[0] != sys.executable and not is_inherited:
         # By `setproctitle`, as `VLLM::EngineCore`.
         return command[0].strip()[:_TITLE_LENGTH] or fallback
-    known = _multiprocessing_name(pid)
+    known = _multiprocessing_name(pid) or called
     if known:
         return known
     if is_python and "-m" in command[:-1]:

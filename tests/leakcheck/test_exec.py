@@ -351,3 +351,68 @@ def test_processes_of_the_command_have_agents_and_the_command_sees_nothing_of_it
     folder = Path(done.stdout.strip())
     assert folder.name.startswith("lowtide-agents-")
     assert not folder.exists()
+
+
+LIFE = """
+import multiprocessing as mp
+from lowtide import stage
+
+def core(pipe):
+    import torch
+    kept = []
+    while (asked := pipe.recv()) != "end":
+        if asked == "keep":
+            kept.append(torch.ones(1 << 20, dtype=torch.uint8))
+        elif asked == "keep the last":
+            kept = [torch.ones(1 << 20, dtype=torch.uint8)]
+        pipe.send(torch.ones(1 << 20, dtype=torch.uint8).numpy())
+
+if __name__ == "__main__":
+    pipe, other = mp.get_context("spawn").Pipe()
+    process = mp.get_context("spawn").Process(target=core, args=(other,), name="EngineCore")
+    process.start()
+    results = []
+    for asked in ("keep nothing", *[{asked!r}] * 6):
+        with stage("infer"):
+            pipe.send(asked)
+            results.append(pipe.recv())
+    pipe.send("end")
+    process.join()
+    print("over")
+"""
+
+
+@pytest.mark.parametrize(("asked", "leaks"), [("keep", True), ("keep the last", False)])
+def test_a_program_that_marks_inferences_is_judged_by_what_they_keep_in_its_processes(
+    tmp_path: Path, asked: str, leaks: bool
+) -> None:
+    script = tmp_path / "serve.py"
+    script.write_text(LIFE.replace("{asked!r}", repr(asked)))
+    done = execute("--json", "--", sys.executable, str(script))
+    assert "over" in done.stderr
+    (subject,) = decode(done.stdout.encode()).subjects
+    if not leaks:
+        assert (done.returncode, subject.outcome, subject.findings) == (0, "clean", ())
+        return
+    (finding,) = subject.findings
+    assert (done.returncode, finding.resource, finding.trend) == (1, "tensors", "growth")
+    assert "(EngineCore): tensors on cpu grow by 1.0 MiB with each infer" in finding.message
+    assert finding.holder is not None
+    assert "local 'kept' of core()" in finding.holder
+
+
+ASLEEP = """
+    with stage("sleep(1)"):
+        pass
+    pipe.send("end")
+"""
+
+
+def test_what_a_marked_sleep_keeps_there_is_told_once(tmp_path: Path) -> None:
+    script = tmp_path / "serve.py"
+    script.write_text(LIFE.replace("{asked!r}", "'keep'").replace('    pipe.send("end")\n', ASLEEP))
+    done = execute("--json", "--", sys.executable, str(script))
+    (finding,) = decode(done.stdout.encode()).subjects[0].findings
+    assert (done.returncode, finding.resource, finding.bytes) == (1, "tensors", 6 << 20)
+    assert finding.process is not None
+    assert finding.process.name == "EngineCore"

@@ -1,4 +1,8 @@
-"""Runs a program with agents in its tree, passes signals on to it, and judges what its tree leaves."""
+"""Runs a program with agents in its tree, passes signals on to it, and judges what its tree leaves.
+
+A program that marks its stages (`lowtide.stage`) is judged as a life, too: by what grows from inference to inference in
+the processes that it has started, and by what a sleep keeps there.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +14,17 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
+from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import EndJudgement, TreeEnd
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.probes.processes.tree_traces import TreeTraces
+from lowtide.probes.reported_stages import StageReport, StageReports
+from lowtide.reports.schema import Finding
 
 LOOK_S = 0.2
 """Seconds between two looks at the tree: a process that lives shorter is known by its agent, if it is a Python."""
@@ -76,6 +83,37 @@ class _Signals:
             self._process.send_signal(number)
 
 
+@dataclass
+class _MarkedLife:
+    """Judges the processes of a program by the stages that it marks.
+
+    Attributes:
+        engine: the processes.
+        found: what sleeps have kept.
+    """
+
+    engine: EngineProcesses
+    found: list[Finding] = field(default_factory=list)
+
+    def take(self, report: StageReport) -> None:
+        """A stage begins or ends, and the program waits."""
+        name = report.path[-1]
+        self.engine.drivers.add(report.pid)
+        if report.begins:
+            self.engine.begin_stage(name, 1)
+            return
+        if not report.failed:
+            self.engine.end_stage(name)
+            if name.startswith("sleep"):
+                self.found += self.engine.after_sleep(name, 1, empties=False)
+        self.engine.begin_stage(report.path[-2] if len(report.path) > 1 else "program", 1)
+
+    def added_to(self, end: TreeEnd) -> TreeEnd:
+        """Return what its tree has left, with what the life has shown."""
+        findings = (*self.found, *self.engine.findings_at_end(), *end.findings)
+        return replace(end, findings=findings, not_measured=(*end.not_measured, *self.engine.not_measured.values()))
+
+
 def _is_in_foreground() -> bool:
     """Whether a terminal sends its signals to this process's group: the command is in it, and has had them."""
     try:
@@ -105,14 +143,20 @@ def run_command(command: Sequence[str], driver: Driver, *, settle: float, to_std
         agents.start()
         traces = TreeTraces(tree, driver, agents=agents.folder)
         traces.start()
+        life = _MarkedLife(EngineProcesses(tree, agents, None, lambda: driver))
+        assert agents.folder is not None
+        reports = StageReports(agents.folder, life.take)
+        stack.callback(reports.stop)
+        reports.start()
         signals = _Signals()
         with signals.passed_on():
             process = _started(command, to_stderr)
             traces.note_root(process.pid)
             signals.started(process)
-            _wait(process, traces)
+            _wait(process, traces, reports)
+            reports.stop()
             judgement = EndJudgement(tree, traces, agents, settle, lambda: signals.is_cut)
-            end = judgement.judge()
+            end = life.added_to(judgement.judge())
     status = process.returncode
     return CommandEnd(128 - status if status < 0 else status, end)
 
@@ -128,10 +172,19 @@ def _started(command: Sequence[str], to_stderr: bool) -> subprocess.Popen[bytes]
         raise CommandError(f"{command[0]} cannot be started: {getattr(error, 'strerror', None) or error}") from error
 
 
-def _wait(process: subprocess.Popen[bytes], traces: TreeTraces) -> None:
+def _wait(process: subprocess.Popen[bytes], traces: TreeTraces, reports: StageReports) -> None:
     # A thread, so that the end is seen at once and the tree is looked at meanwhile.
-    waiting = threading.Thread(target=process.wait, name="lowtide-exec", daemon=True)
+    ended, end = os.pipe()
+
+    def wait() -> None:
+        process.wait()
+        os.close(end)
+
+    waiting = threading.Thread(target=wait, name="lowtide-exec", daemon=True)
     waiting.start()
-    while waiting.is_alive():
-        traces.look()
-        waiting.join(LOOK_S)
+    try:
+        while waiting.is_alive():
+            traces.look()
+            reports.serve(LOOK_S, ended)
+    finally:
+        os.close(ended)

@@ -40,7 +40,8 @@ def execute(
     """Run a command with agents in all its processes, and judge what they leave when it has ended.
 
     Signals are passed on to it. What it leaves: orphans, files in /dev/shm that no living process uses, sockets and
-    temporary files of ended processes, semaphores, memory on cards that the driver counts for ended processes.
+    temporary files of ended processes, semaphores, memory on cards that the driver counts for ended processes. Where it
+    marks its stages, what grows in its processes with each `infer`, and what a `sleep` keeps there, is judged, too.
 
     Exit codes: 1 something stays, 2 it could not be measured or bad input; else the command's own.
     """

@@ -1,0 +1,175 @@
+"""Stages that a program tells the command that runs it, so that this can look at the tree in between.
+
+The program waits at the beginning and the end of each stage until the command has looked. It does so only where it
+marks stages, and where a command that wants to know has started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import select
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from lowtide.probes.originals import os, time
+
+SOCKET = "stages"
+"""The name of the socket in the agents' folder."""
+
+WAITS_S = 120.0
+"""Seconds for which a program waits for the command, which may ask it who holds what has grown."""
+
+_MOST_BYTES = 4096
+_TAKES_S = 1.0
+"""Seconds that a report may take to arrive, once its connection is there."""
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One report.
+
+    Attributes:
+        pid: the process that marks the stage.
+        path: the names from the outermost stage to this one.
+        begins: whether it begins; else it ends.
+        failed: whether it ended by an exception.
+    """
+
+    pid: int
+    path: tuple[str, ...]
+    begins: bool
+    failed: bool = False
+
+
+class _Stage(Protocol):
+    """What is needed of an `EnteredStage`."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The names from the outermost stage to this one."""
+
+
+class StagesOfCommand:
+    """Hears of the stages in a program, and reports them; silent from the first report that nobody takes.
+
+    Args:
+        path: the command's socket.
+        is_alone: whether nobody in this process judges by the same stages.
+    """
+
+    def __init__(self, path: str, is_alone: Callable[[object], bool]) -> None:
+        self._path = path
+        self._is_alone = is_alone
+        self._is_heard = True
+
+    def stage_entered(self, stage: _Stage) -> None:
+        """See `StageListener`."""
+        self._report(StageReport(os.getpid(), stage.path, begins=True))
+
+    def stage_left(self, stage: _Stage, error: BaseException | None) -> None:
+        """See `StageListener`."""
+        self._report(StageReport(os.getpid(), stage.path, begins=False, failed=error is not None))
+
+    def _report(self, report: StageReport) -> None:
+        if not self._is_heard or not self._is_alone(self):
+            return
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(WAITS_S)
+                connection.connect(self._path)
+                connection.sendall(_encoded(report))
+                connection.recv(1)
+        except OSError:  # the command has ended, or is stuck
+            self._is_heard = False
+
+
+@dataclass
+class StageReports:
+    """Takes the reports of one program, in the command that runs it.
+
+    The first process that reports is the one that is listened to: an engine's own processes may mark stages, too.
+
+    Attributes:
+        folder: the agents' folder.
+        take: called for each report; the program waits meanwhile.
+    """
+
+    folder: Path
+    take: Callable[[StageReport], object]
+    _listening: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    _pid: int | None = None
+
+    def start(self) -> None:
+        """Listen."""
+        self._listening.bind(str(self.folder / SOCKET))
+        self._listening.listen(128)
+        self._listening.setblocking(False)
+
+    def stop(self) -> None:
+        """End it; legal twice, and without a start."""
+        self._listening.close()
+        with contextlib.suppress(FileNotFoundError):
+            (self.folder / SOCKET).unlink()
+
+    def serve(self, seconds: float, wake: int) -> None:
+        """Take what is reported within some seconds; ends as soon as a descriptor can be read.
+
+        Args:
+            seconds: how long.
+            wake: the descriptor.
+        """
+        until = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self._listening.fileno(), select.POLLIN)
+        poll.register(wake, select.POLLIN)
+        while (left := until - time.monotonic()) > 0:
+            ready = {number for number, _ in poll.poll(left * 1000)}
+            if self._listening.fileno() in ready:
+                self._take_one()
+            if wake in ready:
+                return
+
+    def _take_one(self) -> None:
+        try:
+            connection, _ = self._listening.accept()
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.ECONNABORTED, errno.EINTR):
+                raise
+            return
+        with connection:
+            report = _received(connection)
+            if report is None:
+                return
+            if self._pid in (None, report.pid):
+                self._pid = report.pid
+                self.take(report)
+            with contextlib.suppress(OSError):  # the program has ended meanwhile
+                connection.sendall(b"=")
+
+
+def _encoded(report: StageReport) -> bytes:
+    names = [name[: _MOST_BYTES // 32] for name in report.path[-8:]]
+    return json.dumps([report.pid, names, report.begins, report.failed]).encode() + b"\n"
+
+
+def _received(connection: socket.socket) -> StageReport | None:
+    """What comes over a connection; None where that is no report of this user's."""
+    connection.settimeout(_TAKES_S)
+    data = b""
+    try:
+        while not data.endswith(b"\n") and len(data) < _MOST_BYTES * 8:
+            more = connection.recv(_MOST_BYTES)
+            if not more:
+                return None
+            data += more
+        pid, path, begins, failed = json.loads(data)
+    except (OSError, ValueError, TypeError):
+        return None
+    if type(pid) is not int or type(path) is not list or not path or not all(type(name) is str for name in path):
+        return None
+    return StageReport(pid, tuple(path), bool(begins), bool(failed))
