@@ -32,6 +32,21 @@ _IMPORT = "by the "
 """How the births of an import are called, with its owner's name after it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One time that a stage has begun, in any life.
+
+    Attributes:
+        cycle: the life, from 1.
+        stage: its name.
+        times: how often it had begun by then, this time included.
+    """
+
+    cycle: int
+    stage: str
+    times: int
+
+
 @dataclass
 class _Found:
     """What was left after a life, at each rung that was tried."""
@@ -49,6 +64,8 @@ class LeftoverTensors:
 
     def __init__(self, *, card: bool) -> None:
         self._births = Births()
+        # By its number less 1, which the births of a turn bear.
+        self._turns: list[_Turn] = []
         self._around_import = ("", 1)
         self._stacks = AllocationStacks(card=card)
         self._seen: frozenset[Key] = frozenset()
@@ -82,7 +99,9 @@ class LeftoverTensors:
         """What appears from here on, appeared in this stage of this life."""
         # Not once a life: what a stage makes takes the address of what an earlier one of the same life let go.
         self._births.forget_dead()
-        self._births.begin(name, cycle)
+        times = sum(turn.stage == name for turn in self._turns) + 1
+        self._turns.append(_Turn(cycle, name, times))
+        self._births.begin(name, len(self._turns))
 
     def importing(self, owner: Owner) -> None:
         """A module that a life imports is about to run: what it makes from here on is its own."""
@@ -126,20 +145,18 @@ class LeftoverTensors:
         if not devices:
             return []
         self.read(Rung.RAW)
-        leaks = self._leaks(self.context(engine), devices, only={cycle})
+        leaks = self._leaks(self.context(engine), devices, only=cycle)
         self._found = _Found()
         findings = [leak.finding for leak in leaks]
         self._earlier.update((finding.fingerprint, finding) for finding in findings)
         return findings
 
-    def explain_asleep(
-        self, engine: object, turns: Collection[int], device: str, pools: Sequence[PoolReading]
-    ) -> list[Finding]:
+    def explain_asleep(self, engine: object, cycle: int, device: str, pools: Sequence[PoolReading]) -> list[Finding]:
         """Says of what an engine still has on its device from inferring, while it sleeps, who holds it.
 
         Args:
             engine: the one that sleeps.
-            turns: which life this is, or which beginnings of its stages, as `stage` was told.
+            cycle: which life this is.
             device: where it keeps its memory.
             pools: those that were announced before it slept or are now: what lies in them is judged by them.
         """
@@ -149,25 +166,28 @@ class LeftoverTensors:
             tuple(held for held in row if held.stage == "infer" and not is_pooled(held.key[1]))
             for row in self._found.rows
         ]
-        leaks = self._leaks(replace(self.context(engine), living=True), {device}, only=turns)
+        leaks = self._leaks(replace(self.context(engine), living=True), {device}, only=cycle)
         self._found = _Found()
         return [_advised(leak.finding) for leak in leaks]
 
     def explain_turns(
-        self, wanted: Collection[int], pools: Sequence[PoolReading]
+        self, cycle: int | None, stage: str, pools: Sequence[PoolReading], engine: object = None
     ) -> list[tuple[Finding, dict[int, int]]]:
-        """Says of what appeared in some turns and is there, who holds it; with its bytes by turn.
+        """Says of what appeared in one life, or in any, and is there, who holds it; with its bytes by when it appeared.
 
         Args:
-            wanted: the turns, as `stage` was told them.
+            cycle: which life; None: any.
+            stage: in which stage, whose beginnings are counted, from 1; empty: in any, and the lives are counted.
             pools: those that are announced: what lies in them is judged by them.
+            engine: the one that lives, where this process has it.
         """
-        leaks, turns, _ = self._leaks_of_turns(wanted, pools)
+        leaks, turns, _ = self._leaks_of_turns(cycle, stage, pools, engine)
         found = []
         for leak in leaks:
             sizes: dict[int, int] = {}
             for key, size in leak.sizes.items():
-                sizes[turns[key]] = sizes.get(turns[key], 0) + size
+                counted = turns[key].times if stage else turns[key].cycle
+                sizes[counted] = sizes.get(counted, 0) + size
             found.append((leak.finding, sizes))
         return found
 
@@ -180,24 +200,28 @@ class LeftoverTensors:
             holders: as the findings name them.
             pools: as for `explain_turns`.
         """
-        leaks, _, context = self._leaks_of_turns(None, pools)
+        leaks, _, context = self._leaks_of_turns(None, "", pools)
         return prove([each for each in leaks if is_cached(each.finding) and each.finding.holder in holders], context)
 
     def _leaks_of_turns(
-        self, wanted: Collection[int] | None, pools: Sequence[PoolReading]
-    ) -> tuple[list[TensorLeak], dict[Key, int], Context]:
-        """What appeared in some turns (None: in any) and is there, with the turn of each storage."""
+        self, cycle: int | None, stage: str, pools: Sequence[PoolReading], engine: object = None
+    ) -> tuple[list[TensorLeak], dict[Key, _Turn], Context]:
+        """As `explain_turns`: what is there, and when each storage appeared."""
         is_pooled = _within(pools)
         self.read(Rung.RAW)
         self._found.rows = [
-            tuple(held for held in row if not is_pooled(held.key[1]) and (wanted is None or held.turn in wanted))
+            tuple(held for held in row if not is_pooled(held.key[1]) and stage in ("", self._turn_of(held).stage))
             for row in self._found.rows
         ]
-        turns = {held.key: held.turn for row in self._found.rows for held in row}
-        context = replace(self.context(None), living=True)
-        leaks = self._leaks(context, {key[0] for key in turns})
+        turns = {held.key: self._turn_of(held) for row in self._found.rows for held in row}
+        context = replace(self.context(engine), living=True)
+        leaks = self._leaks(context, {key[0] for key in turns}, only=cycle)
         self._found = _Found()
         return leaks, turns, context
+
+    def _turn_of(self, held: HeldStorage) -> _Turn:
+        """When a storage appeared; before the first stage is its life's beginning."""
+        return self._turns[held.turn - 1] if held.turn <= len(self._turns) else _Turn(1, held.stage, 1)
 
     def conclude(self, engine: object, cycle: int, devices: Collection[str]) -> tuple[list[Finding], tuple[str, ...]]:
         """The findings of all lives, what gives each back tried; and the changes that this made, as actions.
@@ -220,11 +244,15 @@ class LeftoverTensors:
         actions = dict.fromkeys(finding.remedy.action for finding in findings if finding.changed and finding.remedy)
         return findings, tuple(actions)
 
-    def _leaks(
-        self, context: Context, devices: Collection[str], only: Collection[int] | None = None
-    ) -> list[TensorLeak]:
+    def _leaks(self, context: Context, devices: Collection[str], only: int | None = None) -> list[TensorLeak]:
+        """Explain what was read of some devices, of one life or of all."""
         rows = [
-            [held for held in row if held.key[0] in devices and (only is None or held.turn in only)]
+            [
+                replace(held, turn=cycle)
+                for held in row
+                for cycle in [self._turn_of(held).cycle]
+                if held.key[0] in devices and only in (None, cycle)
+            ]
             for row in self._found.rows
         ]
         if not rows or not rows[0]:

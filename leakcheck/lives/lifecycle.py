@@ -18,6 +18,7 @@ from lowtide.leakcheck.judging.metrics import shutdown_metrics
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.life_metrics import LifeMetrics
 from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, Lived
+from lowtide.leakcheck.lives.own_growth import OwnGrowth, levels_now, levels_of_snapshot
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.lives.script import (
     SCRIPT,
@@ -42,6 +43,9 @@ from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announced_pools, listening
 from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import Finding, NotMeasured, Return, Subject
+
+MORE_INFERENCES = 2
+"""Inferences at the end of a life by which growth is judged, besides those of the script."""
 
 
 class LifecycleRun:
@@ -124,6 +128,7 @@ class LifecycleRun:
         self._processes = self._probes.engine_processes(device)
         self._preserved_state = PreservedState(device)
         self._growth = GrowthWatch(device)
+        self._own_growth = OwnGrowth(self._leftovers)
         self._cycle = 0
         self._failure = ""
         self.keep: Callable[[Subject], None] | None = None
@@ -164,6 +169,7 @@ class LifecycleRun:
         self._record.findings += self._processes.findings_at_end()
         if not self._judgement.is_concluded:
             self._record.findings += self._leftovers.earlier
+        self._record.findings += self._own_growth.findings(self._record.findings)
         compared = self._judgement.not_compared(self._emptying if self._indices else ())
         more = (*compared, *self._metrics.once_so_far, *self._unseen())
         return self._record.subject(self._failure, more, self._metrics.used_before)
@@ -213,6 +219,9 @@ class LifecycleRun:
 
     def _walk(self, life: Life, cycle: int, baseline: Snapshot) -> None:
         before = at_work = before_sleep = baseline
+        engine = getattr(life, "engine", life)
+        may_grow = False
+        self._own_growth.begin_life(cycle)
         for turn, name in enumerate(self._script[:-1]):
             self._announce(cycle, turn)
             self._leftovers.stage(name, cycle)
@@ -236,6 +245,9 @@ class LifecycleRun:
             elif name == "wake" and self._script[turn - 1] == "sleep(1)":
                 moved = after.arena_mapped("weights", self._device)
             self._processes.end_stage(name)
+            levels, levels_before = levels_of_snapshot(after), levels_of_snapshot(before)
+            self._own_growth.after(name, levels, engine)
+            may_grow = name == "infer" and any(size > levels_before.get(key, 0) for key, size in levels.items())
             others = self._processes.readings
             self._record.stages.append(Lived(name, cycle, seconds, before, after, sum(map(len, tokens)), moved, others))
             if name.startswith("sleep"):
@@ -243,9 +255,8 @@ class LifecycleRun:
                 at_work = before if before_sleep is baseline else at_work
                 before_sleep = before
                 known = len(self._record.findings)
-                engine = getattr(life, "engine", life)
                 pools = (*before.pools, *after.pools)
-                self._record.findings += self._leftovers.explain_asleep(engine, {cycle}, self._device, pools)
+                self._record.findings += self._leftovers.explain_asleep(engine, cycle, self._device, pools)
                 self._record.findings += contract.after_sleep(name, self._device, baseline, after)
                 self._record.findings += self._processes.after_sleep(name, cycle, empties=name in self._emptying)
                 if self._tenant is not None:
@@ -269,8 +280,21 @@ class LifecycleRun:
                 grown = self._growth.finding(name)
                 self._record.findings += [] if grown is None else [grown]
             before = after
-        failure = self._processes.infer_again(lambda: perform(life, "infer"))
-        self._failure = f"cycle {cycle}: {failure}" if failure else self._failure
+        if may_grow or self._processes.has_answered:
+            self._infer_again(life, cycle)
+
+    def _infer_again(self, life: Life, cycle: int) -> None:
+        """Infer some times more, for growth, which takes several inferences in a row to show."""
+        for _ in range(MORE_INFERENCES):
+            self._leftovers.stage("infer", cycle)
+            self._processes.begin_stage("infer", cycle)
+            try:
+                perform(life, "infer")
+            except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
+                self._failure = f"cycle {cycle}: infer, made again, raised {type(error).__name__}: {error}"
+                return
+            self._processes.end_stage("infer")
+            self._own_growth.after("infer", levels_now(), getattr(life, "engine", life))
 
     def _performed(self, life: Life, name: str, cycle: int, before: Snapshot) -> tuple[Sequence[Sequence[int]], float]:
         """One stage: its tokens, and the seconds that it took; a wake that finds no memory is made again."""

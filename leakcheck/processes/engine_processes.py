@@ -126,9 +126,6 @@ LEAST = 1 << 20
 FILLING = ("create", "sleep", "wake", "reload", "shutdown")
 """What the names of stages begin with after which the next inference may fill something once."""
 
-MORE_INFERENCES = 2
-"""Inferences at the end of a life by which growth of other processes is judged, besides those of the script."""
-
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 
 
@@ -167,7 +164,6 @@ class EngineProcesses:
     # The names of processes that have slept with tensors of their inferences, and who held these.
     _kept_asleep: dict[str, set[str]] = field(default_factory=dict)
     _has_inferred: bool = False
-    _cycle: int = 0
     _preserving: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -218,7 +214,6 @@ class EngineProcesses:
 
     def begin_stage(self, stage: str, cycle: int) -> None:
         """What appears in any of them from here on, appeared in this stage."""
-        self._cycle = cycle
         self.announce(self._pids(), stage, cycle)
 
     def before_sleep(self) -> bool:
@@ -304,17 +299,6 @@ class EngineProcesses:
             self._has_inferred = True
         elif stage.startswith(FILLING):
             self._has_inferred = False
-
-    def infer_again(self, infer: Callable[[], object]) -> str:
-        """Let an engine with other processes infer some times more, for growth; says what went wrong, if anything."""
-        for _ in range(MORE_INFERENCES if self._now else 0):
-            self.begin_stage("infer", self._cycle)
-            try:
-                infer()
-            except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
-                return f"infer, made again, raised {type(error).__name__}: {error}"
-            self.end_stage("infer")
-        return ""
 
     def _find_holders(self) -> None:
         """Looks for who holds what has grown by now: at the end its process is gone."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -19,20 +18,11 @@ from lowtide.probes.device.sleeping_segments import sleeping_bytes
 from lowtide.probes.device.torch_allocator import AllocatorReading, read_allocators, read_pinned
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
-from lowtide.probes.memory.tensors import StorageReading, summarize, survey_storages
+from lowtide.probes.memory.tensors import StorageReading, TensorReading, summarize, survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc, torch_with_cuda
-from lowtide.probes.stages import announced_pools
+from lowtide.probes.stages import PoolReading, announced_pools
 from lowtide.reports.schema import Finding
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """One time that a stage has begun: in which cycle, and the how manieth time."""
-
-    cycle: int
-    stage: str
-    times: int
 
 
 class OwnTensors:
@@ -41,8 +31,7 @@ class OwnTensors:
     def __init__(self) -> None:
         self._leftovers: LeftoverTensors | None = None
         self._imported: dict[str, int] = {}
-        # Of each turn, which no two beginnings share: the cycle, the stage, and how often that had begun by then.
-        self._turns: list[_Turn] = []
+        self._cycle = 0
 
     def begin(self, stage: str, cycle: int) -> None:
         """From here on, what appears belongs to this stage."""
@@ -50,9 +39,8 @@ class OwnTensors:
             self._leftovers = LeftoverTensors(card=_uses_cards())
             self._leftovers.open()
         self._note_imports()
-        times = sum(turn.stage == stage for turn in self._turns) + 1
-        self._turns.append(_Turn(cycle, stage, times))
-        self._leftovers.stage(stage, len(self._turns))
+        self._cycle = cycle
+        self._leftovers.stage(stage, cycle)
 
     def asleep(self, cycle: int, kind: str) -> list[Finding]:
         """Who holds what is left of inferring."""
@@ -61,16 +49,8 @@ class OwnTensors:
         pools = announced_pools()
         found: list[Finding] = []
         for device in _devices(kind):
-            found += self._leftovers.explain_asleep(None, self._of(cycle, ""), device, pools)
+            found += self._leftovers.explain_asleep(None, cycle, device, pools)
         return found
-
-    def _of(self, cycle: int | None, stage: str) -> dict[int, _Turn]:
-        """The turns of a cycle and of a stage, by their number; None and empty: of all."""
-        return {
-            number: turn
-            for number, turn in enumerate(self._turns, 1)
-            if cycle in (None, turn.cycle) and stage in ("", turn.stage)
-        }
 
     def left(self, cycle: int | None, stage: str = "") -> list[tuple[Finding, dict[int, int]]]:
         """Who holds what appeared in one cycle, or in any, and is not garbage; with its bytes by cycle.
@@ -84,15 +64,10 @@ class OwnTensors:
         gc.collect()
         self._note_imports()
         found = []
-        turns = self._of(cycle, stage)
-        for finding, sizes in self._leftovers.explain_turns(turns, announced_pools()):
-            imported_in = self._imported_in(finding)
-            left: dict[int, int] = {}
-            for number, size in sizes.items():
-                turn = turns[number]
-                if turn.cycle != imported_in:
-                    counted = turn.times if stage else turn.cycle
-                    left[counted] = left.get(counted, 0) + size
+        for finding, sizes in self._leftovers.explain_turns(cycle, stage, announced_pools()):
+            # A stage alone is asked for where something grows: that is no import's.
+            imported_in = None if stage else self._imported_in(finding)
+            left = {turn: size for turn, size in sizes.items() if turn != imported_in}
             if left:
                 found.append((msgspec.structs.replace(finding, bytes=sum(left.values())), left))
         return found
@@ -104,7 +79,7 @@ class OwnTensors:
     def _note_imports(self) -> None:
         """What is new among the modules was imported in the cycle that goes on."""
         for name in list(sys.modules):
-            self._imported.setdefault(name, self._turns[-1].cycle if self._turns else 0)
+            self._imported.setdefault(name, self._cycle)
 
     def _imported_in(self, finding: Finding) -> int | None:
         """In which cycle the module was imported that has it in its namespace: what it made then is the import's."""
@@ -152,9 +127,7 @@ class OwnTensors:
         present = resident_in(on_host)
         return Levels(
             # Of a tensor in a pool the pool's own pages count: an engine that sleeps keeps it, and they are gone.
-            tensors={
-                each.device: total(without(each.ranges, pooled.get(each.device, ()))) for each in tensors.per_device
-            },
+            tensors=outside_pools(tensors, pools),
             arenas=arenas,
             reserved={each.device: _with_pages(each) for each in allocators},
             has_torch=True,
@@ -162,6 +135,14 @@ class OwnTensors:
             resident=present.anonymous + present.shared + _pinned_for_later(on_host),
             communicators=_communicators(),
         )
+
+
+def outside_pools(tensors: TensorReading, pools: Sequence[PoolReading]) -> dict[str, int]:
+    """Return the bytes under tensors that lie in no announced pool, by device."""
+    pooled: dict[str, list[Range]] = {}
+    for pool in pools:
+        pooled.setdefault(pool.device, []).extend(pool.addresses)
+    return {each.device: total(without(each.ranges, pooled.get(each.device, ()))) for each in tensors.per_device}
 
 
 def _communicators() -> tuple[str, ...]:

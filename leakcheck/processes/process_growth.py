@@ -166,6 +166,8 @@ def _of_inferences(name: str, key: str, process: ProcessName, steps: Sequence[in
     device = "cpu" if is_host else key.removeprefix(_TENSORS)
     what = "host memory that is under no tensor grows" if is_host else f"tensors on {device} grow"
     looking = "look in that process for what keeps bytes of each request, as with `memray attach`"
+    # An engine in this process has none.
+    where = f"{process.text}: " if process.name else ""
     return Finding(
         resource="host-memory" if is_host else "tensors",
         cause="unknown",
@@ -174,13 +176,13 @@ def _of_inferences(name: str, key: str, process: ProcessName, steps: Sequence[in
         device=device,
         stage="infer",
         message=(
-            f"{process.text}: {what} by {format_bytes(usual)} with each infer, {format_bytes(sum(kept))} in "
+            f"{where}{what} by {format_bytes(usual)} with each infer, {format_bytes(sum(kept))} in "
             f"{len(kept)} of {len(steps)} that followed another one"
         ),
         fingerprint=_fingerprint_of("host-memory" if is_host else "tensors", device, name),
         trend="growth",
         advice=looking if is_host else _OF_REQUESTS,
-        process=process,
+        process=process if process.name else None,
     )
 
 
@@ -188,20 +190,22 @@ def _fingerprint_of(resource: ResourceName, device: str, role: str, *holder: str
     return fingerprint(resource=resource, device=device, stage="infer", suspects=("other process", role, *holder))
 
 
-def growing_holder(left: Sequence[tuple[Finding, Mapping[int, int]]], device: str) -> HolderFacts | None:
+def growing_holder(
+    left: Sequence[tuple[Finding, Mapping[int, int]]], device: str, first: int = 1
+) -> HolderFacts | None:
     """Return who keeps most of what each inference leaves on a device; None where nobody keeps some of most of them.
 
     Args:
-        left: each holder of tensors that inferences of a process have made, with their bytes by the inference, from 1;
-            the first one fills what is filled once.
+        left: each holder of tensors that inferences have made, with their bytes by the inference's number.
         device: on which the tensors grow.
+        first: the number of the first inference, which fills what is filled once.
     """
     last = max((turn for _, by_turn in left for turn in by_turn), default=0)
     kept = [
         (sum(later.values()), finding)
         for finding, by_turn in left
-        for later in [{turn: size for turn, size in by_turn.items() if turn > 1}]
-        if finding.device == device and finding.holder and later and 2 * len(later) >= last - 1
+        for later in [{turn: size for turn, size in by_turn.items() if turn > first}]
+        if finding.device == device and finding.holder and later and 2 * len(later) >= last - first
     ]
     if not kept:
         return None
@@ -218,9 +222,10 @@ def growing_holder(left: Sequence[tuple[Finding, Mapping[int, int]]], device: st
 def held_by(finding: Finding, facts: HolderFacts) -> Finding:
     """Return a finding of this module with who holds what grows."""
     found = with_holder(finding, facts)
-    if found.resource != "tensors" or found.process is None:
+    if found.resource != "tensors":
         return found
-    mark = _fingerprint_of(found.resource, found.device, role_of(found.process.name), facts.note.holder)
+    role = "" if found.process is None else role_of(found.process.name)
+    mark = _fingerprint_of(found.resource, found.device, role, facts.note.holder)
     return msgspec.structs.replace(found, fingerprint=mark)
 
 

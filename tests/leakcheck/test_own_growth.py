@@ -1,0 +1,107 @@
+"""What an engine in this process keeps of each inference is a leak of its life, though its shutdown gives it back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.leakcheck.lives.lifecycle import MORE_INFERENCES, LifecycleRun
+from lowtide.probes.device.driver.none import NoDriver
+from lowtide.reports.schema import Subject
+
+KIB = 1 << 10
+LEFT: list[torch.Tensor] = []
+
+
+class Engine:
+    """Keeps what `keeps` says, and infers with 2 KiB."""
+
+    def __init__(self, keeps: str) -> None:
+        self.keeps = keeps
+        self.kept: list[torch.Tensor] = []
+        self.results: list[torch.Tensor] | None = None
+        self.inferred = 0
+
+    def create(self, config: Mapping[str, Any]) -> None: ...
+
+    def infer(self, prompt_lengths: Sequence[int] = (3,), max_tokens: int = 2) -> list[list[int]]:
+        self.inferred += 1
+        made = torch.ones(2 * KIB, dtype=torch.uint8)
+        if self.keeps == "each" or (self.keeps == "the first" and not self.kept):
+            self.kept.append(made)
+        elif self.keeps == "the last":
+            self.kept = [made]
+        elif self.keeps == "in a module":
+            LEFT.append(made)
+        elif self.keeps == "garbage":
+            cycle: list[object] = [made]
+            cycle.append(cycle)
+        return [list(range(max_tokens)) for _ in prompt_lengths]
+
+    def shutdown(self) -> None:
+        self.kept = []
+
+
+class Life:
+    """As `check` drives a target."""
+
+    def __init__(self, keeps: str, engines: list[Engine]) -> None:
+        self.engine = Engine(keeps)
+        engines.append(self.engine)
+
+    def create(self) -> None: ...
+
+    def infer(self) -> list[list[int]]:
+        return self.engine.infer()
+
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+
+
+def lived(keeps: str, cycles: int = 3, infers: int = 1) -> tuple[Subject, list[Engine]]:
+    engines: list[Engine] = []
+    script = ("create", *["infer"] * infers, "shutdown")
+    run = LifecycleRun(
+        "engine", lambda: Life(keeps, engines), device="cpu", driver=NoDriver("a test"), cycles=cycles, script=script
+    )
+    return run.run(), engines
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> None:
+    LEFT.clear()
+
+
+@pytest.mark.parametrize(("cycles", "infers", "steps"), [(3, 1, 6), (1, 5, 6), (1, 2, 3)])
+def test_what_each_inference_adds_to_an_engine_is_growth(cycles: int, infers: int, steps: int) -> None:
+    subject, _ = lived("each", cycles, infers)
+    (finding,) = subject.findings
+    assert (subject.outcome, finding.resource, finding.trend) == ("leak", "tensors", "growth")
+    assert (finding.bytes, finding.count, finding.stage) == (steps * 2 * KIB, steps, "infer")
+    assert finding.holder == "engine.kept"
+    told = (
+        f"tensors on cpu grow by 2.0 KiB with each infer, {steps * 2}.0 KiB in {steps} of {steps} that followed another"
+    )
+    assert finding.message.startswith(told)
+    assert finding.process is None
+
+
+@pytest.mark.parametrize("keeps", ["nothing", "the first", "the last", "garbage"])
+def test_what_does_not_add_up_is_none(keeps: str) -> None:
+    subject, _ = lived(keeps, infers=2)
+    assert (subject.outcome, subject.findings) == ("clean", ())
+
+
+def test_it_infers_more_only_where_the_last_inference_has_left_more() -> None:
+    assert {engine.inferred for engine in lived("the last", infers=2)[1]} == {2}
+    assert {engine.inferred for engine in lived("each", infers=2)[1]} == {2 + MORE_INFERENCES}
+
+
+def test_what_is_left_after_the_shutdown_is_told_by_that_alone() -> None:
+    subject, _ = lived("in a module", infers=3)
+    (finding,) = subject.findings
+    assert (finding.resource, finding.holder) == ("tensors", f"{__name__}.LEFT")
+    assert finding.message.startswith("30.0 KiB in 15 tensors on cpu")
