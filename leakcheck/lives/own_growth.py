@@ -37,6 +37,7 @@ class OwnGrowth:
         self._life = ProcessName(pid=0, name="")
         self._inferences = self._first = 0
         self._has_inferred = False
+        self._last: Mapping[str, int] = {}
         self._searched: dict[str, int] = {}
         self._holders: dict[str, HolderFacts] = {}
 
@@ -57,6 +58,11 @@ class OwnGrowth:
         """
         if stage == "infer":
             self._inferences += 1
+            if any(size > self._last.get(device, 0) for device, size in levels.items()):
+                # Garbage that waits for the collector looks like what is kept.
+                gc.collect()
+                levels = levels_now()
+            self._last = levels
             self._growth.note(self._life, levels_of(None, 0, levels), again=self._has_inferred)
             self._has_inferred = True
             if self._growth.suspects:
@@ -66,9 +72,6 @@ class OwnGrowth:
 
     def _search(self, engine: object) -> None:
         """Look for who holds what grows by now: at the end its engine is gone."""
-        # Garbage that waits for the collector looks like what is kept, too.
-        gc.collect()
-        self._growth.correct(self._life, levels_of(None, 0, levels_now()))
         for finding in self._growth.findings():
             if finding.bytes < 2 * self._searched.get(finding.fingerprint, 0):
                 continue

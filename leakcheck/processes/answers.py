@@ -89,6 +89,8 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
         return encode(HostHolder(facts=None if by_arrays is None else by_arrays[0]))
     if isinstance(question, RememberPreserved | ComparePreserved):
         return encode(_preserved(question, importing))
+    if question.collects:
+        gc.collect()
     levels = Levels(tensors={}, arenas={}, reserved={}, has_torch=False) if own is None else own.levels()
     return encode(msgspec.structs.replace(levels, variables=_rank_variables(), called=_called()))
 

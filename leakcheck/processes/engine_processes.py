@@ -161,6 +161,8 @@ class EngineProcesses:
     _imported: dict[int, int] = field(default_factory=dict)
     _holders: dict[str, HolderFacts] = field(default_factory=dict)
     _searched: dict[str, int] = field(default_factory=dict)
+    # By process, the bytes under tensors after its last inference, by device.
+    _after_infer: dict[int, Mapping[str, int]] = field(default_factory=dict)
     # The names of processes that have slept with tensors of their inferences, and who held these.
     _kept_asleep: dict[str, set[str]] = field(default_factory=dict)
     _has_inferred: bool = False
@@ -294,17 +296,25 @@ class EngineProcesses:
         if stage == "infer":
             for pid, now in self._now.items():
                 # After the question, whose own memory is in the first level then, too.
-                self._growth.note(now.process, self._levels(pid, now.levels), again=self._has_inferred)
+                self._growth.note(now.process, self._levels(pid, self._collected(now)), again=self._has_inferred)
             self._find_holders()
             self._has_inferred = True
         elif stage.startswith(FILLING):
             self._has_inferred = False
 
+    def _collected(self, now: ProcessLevels) -> Levels:
+        """The levels after an inference, without garbage where tensors have become more since the one before."""
+        pid, before = now.process.pid, self._after_infer.get(now.process.pid, {})
+        levels = now.levels
+        if any(size > before.get(device, 0) for device, size in levels.tensors.items()):
+            levels = self._each([pid], Read(collects=True), Levels, EXPLAIN_S).get(pid, levels)
+        self._after_infer[pid] = levels.tensors
+        return levels
+
     def _find_holders(self) -> None:
         """Looks for who holds what has grown by now: at the end its process is gone."""
         for process in self._growth.suspects:
             if process.pid in self._now and self.trim(process.pid) is not None:
-                # Garbage that waits for the collector looks like what is kept, too.
                 now = self._each([process.pid], Read(), Levels, EXPLAIN_S)
                 for pid, levels in now.items():
                     self._growth.correct(process, self._levels(pid, levels))

@@ -28,7 +28,13 @@ class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
 
 
 class Read(_Message, frozen=True, kw_only=True, tag="read"):
-    """How much the process holds; answered by `Levels`."""
+    """How much the process holds; answered by `Levels`.
+
+    Attributes:
+        collects: whether it collects its garbage first, which looks like what is kept.
+    """
+
+    collects: bool = False
 
 
 class ExplainAsleep(_Message, frozen=True, kw_only=True, tag="explain-asleep"):

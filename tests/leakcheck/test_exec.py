@@ -371,11 +371,12 @@ if __name__ == "__main__":
     pipe, other = mp.get_context("spawn").Pipe()
     process = mp.get_context("spawn").Process(target=core, args=(other,), name="EngineCore")
     process.start()
+    import torch
     results = []
     for asked in ("keep nothing", *[{asked!r}] * 6):
         with stage("infer"):
             pipe.send(asked)
-            results.append(pipe.recv())
+            results.append(torch.from_numpy(pipe.recv()))
     pipe.send("end")
     process.join()
     print("over")

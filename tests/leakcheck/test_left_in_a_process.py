@@ -25,12 +25,12 @@ def serve(requests: Connection) -> None:
     requests.send("ready")
     while (asked := requests.recv()) != "end":
         made = torch.ones(8 * MIB, dtype=torch.uint8)
-        if asked == "keep":
+        if asked.startswith("keep one"):
             KEPT.append(made)
         elif asked == "keep the last":
             KEPT[:] = [made]
-        elif asked == "leave to the collector":
-            cycle: list[object] = [made]
+        if asked.endswith("leave one to the collector"):
+            cycle: list[object] = [torch.ones(32 * MIB, dtype=torch.uint8)]
             cycle.append(cycle)
         del made
         requests.send("done")
@@ -78,7 +78,7 @@ def child() -> Iterator[Child]:
 def test_what_a_process_keeps_is_named_and_nothing_where_it_keeps_nothing(child: Child) -> None:
     child.asked.begin_stage("infer", 1)
     assert child.asked.left(child.pid, None) == []
-    child.infer("keep", cycle=2)
+    child.infer("keep one", cycle=2)
     ((finding, by_cycle),) = child.asked.left(child.pid, None)
     assert by_cycle == {2: 8 * MIB}
     assert child.asked.left(child.pid, 1) == []
@@ -90,7 +90,7 @@ def test_what_a_process_keeps_is_named_and_nothing_where_it_keeps_nothing(child:
 
 def test_tensors_that_each_inference_leaves_are_growth_with_their_holder(child: Child) -> None:
     for _ in range(5):
-        child.infer("keep")
+        child.infer("keep one")
     (finding,) = child.asked.findings_at_end()
     assert (finding.resource, finding.stage, finding.trend) == ("tensors", "infer", "growth")
     assert (finding.bytes, finding.count) == (4 * 8 * MIB, 4)
@@ -99,7 +99,14 @@ def test_tensors_that_each_inference_leaves_are_growth_with_their_holder(child: 
     assert finding.message.startswith(f"pid {child.pid} (engine-core): tensors on cpu grow by 8.0 MiB with each infer")
 
 
-@pytest.mark.parametrize("what", ["keep the last", "leave to the collector", "keep nothing"])
+def test_garbage_is_no_part_of_it(child: Child) -> None:
+    for _ in range(5):
+        child.infer("keep one and leave one to the collector")
+    (finding,) = child.asked.findings_at_end()
+    assert (finding.resource, finding.bytes, finding.count) == ("tensors", 4 * 8 * MIB, 4)
+
+
+@pytest.mark.parametrize("what", ["keep the last", "leave one to the collector", "keep nothing"])
 def test_what_is_replaced_or_garbage_is_no_growth(child: Child, what: str) -> None:
     for _ in range(6):
         child.infer(what)
@@ -109,7 +116,7 @@ def test_what_is_replaced_or_garbage_is_no_growth(child: Child, what: str) -> No
 
 def test_what_a_sleep_has_kept_is_told_by_that_alone(child: Child) -> None:
     for _ in range(5):
-        child.infer("keep")
+        child.infer("keep one")
     child.asked.begin_stage("sleep(1)", 1)
     child.asked.end_stage("sleep(1)")
     (kept,) = child.asked.after_sleep("sleep(1)", 1, empties=False)

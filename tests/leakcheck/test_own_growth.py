@@ -14,6 +14,7 @@ from lowtide.reports.schema import Subject
 
 KIB = 1 << 10
 LEFT: list[torch.Tensor] = []
+RESULTS: list[torch.Tensor] = []
 
 
 class Engine:
@@ -30,19 +31,23 @@ class Engine:
     def infer(self, prompt_lengths: Sequence[int] = (3,), max_tokens: int = 2) -> list[list[int]]:
         self.inferred += 1
         made = torch.ones(2 * KIB, dtype=torch.uint8)
-        if self.keeps == "each" or (self.keeps == "the first" and not self.kept):
+        if self.keeps.startswith("each") or (self.keeps == "the first" and not self.kept):
             self.kept.append(made)
         elif self.keeps == "the last":
             self.kept = [made]
         elif self.keeps == "in a module":
             LEFT.append(made)
-        elif self.keeps == "garbage":
-            cycle: list[object] = [made]
+        elif self.keeps == "in a module for a life":
+            RESULTS.append(made)
+        if "garbage" in self.keeps:
+            cycle: list[object] = [torch.ones(8 * KIB, dtype=torch.uint8)]
             cycle.append(cycle)
         return [list(range(max_tokens)) for _ in prompt_lengths]
 
     def shutdown(self) -> None:
-        self.kept = []
+        RESULTS.clear()
+        if self.keeps != "each, for good":
+            self.kept = []
 
 
 class Life:
@@ -89,7 +94,12 @@ def test_what_each_inference_adds_to_an_engine_is_growth(cycles: int, infers: in
     assert finding.process is None
 
 
-@pytest.mark.parametrize("keeps", ["nothing", "the first", "the last", "garbage"])
+def test_garbage_is_no_part_of_it() -> None:
+    (finding,) = lived("each, and garbage")[0].findings
+    assert (finding.bytes, finding.holder) == (6 * 2 * KIB, "engine.kept")
+
+
+@pytest.mark.parametrize("keeps", ["nothing", "the first", "the last", "garbage", "in a module for a life"])
 def test_what_does_not_add_up_is_none(keeps: str) -> None:
     subject, _ = lived(keeps, infers=2)
     assert (subject.outcome, subject.findings) == ("clean", ())
@@ -98,6 +108,13 @@ def test_what_does_not_add_up_is_none(keeps: str) -> None:
 def test_it_infers_more_only_where_the_last_inference_has_left_more() -> None:
     assert {engine.inferred for engine in lived("the last", infers=2)[1]} == {2}
     assert {engine.inferred for engine in lived("each", infers=2)[1]} == {2 + MORE_INFERENCES}
+
+
+def test_what_the_engine_still_keeps_after_its_shutdown_is_told_once() -> None:
+    subject, _ = lived("each, for good", cycles=1, infers=5)
+    (finding,) = subject.findings
+    assert (finding.holder, finding.stage) == ("engine.kept", "infer")
+    assert finding.message.startswith("14.0 KiB in 7 tensors on cpu")
 
 
 def test_what_is_left_after_the_shutdown_is_told_by_that_alone() -> None:
