@@ -337,6 +337,17 @@ class Checker:
             finally:
                 self._session.watch.full_phase(self._session.watch.stage_now)
 
+    @contextlib.contextmanager
+    def stage_of(self, engine: object, name: str) -> Iterator[None]:
+        """A stage of an engine's, which is looked at for what it keeps of each inference."""
+        with self._session.guarded():
+            self._session.engines.before(name, engine)
+        with self.stage(name):
+            label = self._session.watch.stage_now
+            yield
+        with self._session.guarded():
+            self._session.engines.after(name, engine, label)
+
     def check(self) -> tuple[Finding, ...]:
         """Judge in the middle of a test what was made since its call began.
 
@@ -374,6 +385,7 @@ class Checker:
             self._has_judged = True
             verdict = self._session.watch.end([*own_setup, *ended], let_go=self._let_go, hints=tuple(hints(item)))
         dangling = self._session.sleeps.take()
+        grown = self._session.engines.take(verdict.findings)
         if self._session.failure:
             return [self._not_judged(item)]
         if excused or self._debugged:
@@ -382,7 +394,7 @@ class Checker:
         else:
             of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
             missing = self._checked.missing_from(verdict)
-            own = self._results.subject(item.nodeid, [*verdict.findings, *of_setup, *missing, *dangling])
+            own = self._results.subject(item.nodeid, [*verdict.findings, *of_setup, *missing, *dangling, *grown])
             outcome, reason = judged_as(own.outcome, verdict.not_measured)
             own = msgspec.structs.replace(own, outcome=outcome, reason=reason)
         later = sum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,8 @@ class Leakcheck:
                     f"leakcheck.engine({name}={method!r}): {type(engine).__name__} has no method {method!r}; "
                     f"it has {', '.join(_public_methods(engine)) or 'none that is public'}"
                 )
-        return StagedEngine(engine, methods, self.stage)
+        stage = self.stage if self._checker is None else functools.partial(self._checker.stage_of, engine)
+        return StagedEngine(engine, methods, stage)
 
 
 class LeakcheckUsageError(TypeError):

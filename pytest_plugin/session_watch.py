@@ -11,6 +11,7 @@ import pytest
 
 from lowtide.leakcheck.baseline.import_watch import ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
+from lowtide.leakcheck.watching.engine_growth import EngineGrowth
 from lowtide.leakcheck.watching.sleep_watch import SleepWatch
 from lowtide.leakcheck.watching.verdict import Policy
 from lowtide.leakcheck.watching.watch import Watch
@@ -33,6 +34,7 @@ class SessionWatch:
         watch: the watch itself.
         imports: reports imports to it.
         sleeps: what engines leave behind that sleep.
+        engines: what they keep of each inference.
         is_open: whether it reads anything yet.
         failure: the first error in a guarded block since this was emptied; empty if there was none.
         replaced: functions of Python's that the program had replaced when that error came.
@@ -42,6 +44,7 @@ class SessionWatch:
         self.watch = Watch(policy)
         self.imports = ImportWatch(self._import_entered, self._import_left)
         self.sleeps = SleepWatch()
+        self.engines = EngineGrowth(self.watch)
         self.is_open = False
         self.failure = ""
         self.replaced: list[str] = []

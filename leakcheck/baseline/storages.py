@@ -100,7 +100,7 @@ def read_heap(
             newborn = {**_newborn_and_frozen(births, old, {*seen, *owned}), **newborn}
             old = [item for item in old if id(item) not in newborn]
         older = {_key(storage): storage for storage in survey_storages(old).storages}
-        readings, unreadable = _new_storages(newborn.values(), older)
+        readings, unreadable = new_storages(newborn.values(), older)
         claimed = _claimed(torch, claims, newborn) if readings else {}
         claimed = {**claimed, **_claimed_with_parts(readings, claimed)}
         held = _held_anew(readings, claimed, {owner.label: owner for owner in (*claims.owners, *ended)}, ended)
@@ -292,7 +292,7 @@ def text_of(storage: StorageReading) -> str:
     return f"{storage.dtype} [{storage.shape}]" if storage.dtype else "storage"
 
 
-def _new_storages(
+def new_storages(
     newborn: Iterable[Newborn], older: Mapping[Key, StorageReading]
 ) -> tuple[dict[Key, tuple[StorageReading, str, int]], dict[str, Newborn]]:
     """The storages that only newborn tensors view, with stage and turn of the first; and what cannot be read."""

@@ -28,6 +28,9 @@ from lowtide.probes.originals import gc
 from lowtide.probes.stages import PoolReading
 from lowtide.reports.schema import Finding
 
+ENGINE = "engine"
+"""How paths name the engine that they begin at."""
+
 _IMPORT = "by the "
 """How the births of an import are called, with its owner's name after it."""
 
@@ -276,7 +279,7 @@ class LeftoverTensors:
         return Context(
             born=self._births.born(),
             # Whoever called shutdown still has the engine, and may.
-            roots=[("engine", engine)],
+            roots=[(ENGINE, engine)],
             is_over=True,
             stacks=self._stacks.stacks_at,
             lives=lives,

@@ -18,7 +18,7 @@ from lowtide.leakcheck.judging.metrics import shutdown_metrics
 from lowtide.leakcheck.lives.interrupts import Interrupts
 from lowtide.leakcheck.lives.life_metrics import LifeMetrics
 from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, Lived
-from lowtide.leakcheck.lives.own_growth import OwnGrowth, levels_now, levels_of_snapshot
+from lowtide.leakcheck.lives.own_growth import OwnGrowth, leaves_more
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.lives.script import (
     SCRIPT,
@@ -45,7 +45,7 @@ from lowtide.reports.outcomes import largest_of_each
 from lowtide.reports.schema import Finding, NotMeasured, Return, Subject
 
 MORE_INFERENCES = 2
-"""Inferences at the end of a life by which growth is judged, besides those of the script."""
+"""Inferences at the end of a life by which growth of other processes is judged, besides those of the script."""
 
 
 class LifecycleRun:
@@ -221,7 +221,7 @@ class LifecycleRun:
         before = at_work = before_sleep = baseline
         engine = getattr(life, "engine", life)
         may_grow = False
-        self._own_growth.begin_life(cycle)
+        self._own_growth.begin_life()
         for turn, name in enumerate(self._script[:-1]):
             self._announce(cycle, turn)
             self._leftovers.stage(name, cycle)
@@ -245,9 +245,8 @@ class LifecycleRun:
             elif name == "wake" and self._script[turn - 1] == "sleep(1)":
                 moved = after.arena_mapped("weights", self._device)
             self._processes.end_stage(name)
-            levels, levels_before = levels_of_snapshot(after), levels_of_snapshot(before)
-            self._own_growth.after(name, levels, engine)
-            may_grow = name == "infer" and any(size > levels_before.get(key, 0) for key, size in levels.items())
+            self._own_growth.after(name)
+            may_grow = leaves_more(before, after) if name == "infer" else may_grow
             others = self._processes.readings
             self._record.stages.append(Lived(name, cycle, seconds, before, after, sum(map(len, tokens)), moved, others))
             if name.startswith("sleep"):
@@ -280,12 +279,16 @@ class LifecycleRun:
                 grown = self._growth.finding(name)
                 self._record.findings += [] if grown is None else [grown]
             before = after
-        if may_grow or self._processes.has_answered:
-            self._infer_again(life, cycle)
+        # Of an engine in this process one life shows it.
+        is_looked_at = may_grow and cycle == self._cycles
+        wanted = MORE_INFERENCES if self._processes.has_answered else 0
+        self._infer_again(life, cycle, max(wanted, self._own_growth.missing if is_looked_at else 0))
+        if is_looked_at:
+            self._own_growth.look(cycle, engine)
 
-    def _infer_again(self, life: Life, cycle: int) -> None:
+    def _infer_again(self, life: Life, cycle: int, times: int) -> None:
         """Infer some times more, for growth, which takes several inferences in a row to show."""
-        for _ in range(MORE_INFERENCES):
+        for _ in range(times):
             self._leftovers.stage("infer", cycle)
             self._processes.begin_stage("infer", cycle)
             try:
@@ -294,7 +297,7 @@ class LifecycleRun:
                 self._failure = f"cycle {cycle}: infer, made again, raised {type(error).__name__}: {error}"
                 return
             self._processes.end_stage("infer")
-            self._own_growth.after("infer", levels_now(), getattr(life, "engine", life))
+            self._own_growth.after("infer")
 
     def _performed(self, life: Life, name: str, cycle: int, before: Snapshot) -> tuple[Sequence[Sequence[int]], float]:
         """One stage: its tokens, and the seconds that it took; a wake that finds no memory is made again."""

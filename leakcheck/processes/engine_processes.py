@@ -39,7 +39,14 @@ from lowtide.leakcheck.processes.messages import (
     Trimmed,
     encode,
 )
-from lowtide.leakcheck.processes.process_growth import ProcessGrowth, growing_holder, held_by, levels_of, role_of
+from lowtide.leakcheck.processes.process_growth import (
+    FILLING,
+    ProcessGrowth,
+    growing_holder,
+    held_by,
+    levels_of,
+    role_of,
+)
 from lowtide.leakcheck.processes.process_names import describe_process, placed, private_bytes
 from lowtide.leakcheck.processes.uneven_ranks import RankLevels, explain_uneven_rank, uneven_ranks
 from lowtide.probes.device.driver import Driver
@@ -122,9 +129,6 @@ KEPT_PART = 0.5
 
 LEAST = 1 << 20
 """Bytes at work below which a process is no engine's."""
-
-FILLING = ("create", "sleep", "wake", "reload", "shutdown")
-"""What the names of stages begin with after which the next inference may fill something once."""
 
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 

@@ -190,33 +190,80 @@ def _fingerprint_of(resource: ResourceName, device: str, role: str, *holder: str
     return fingerprint(resource=resource, device=device, stage="infer", suspects=("other process", role, *holder))
 
 
-def growing_holder(
-    left: Sequence[tuple[Finding, Mapping[int, int]]], device: str, first: int = 1
-) -> HolderFacts | None:
+FILLING = ("create", "sleep", "wake", "reload", "shutdown")
+"""What the names of stages begin with after which the next inference may fill something once."""
+
+
+@dataclass
+class Inferences:
+    """Counts inferences, and those that came right after another one, by which growth is judged.
+
+    Attributes:
+        count: how many there were.
+        again: the numbers, from 1, of those that followed another one.
+    """
+
+    count: int = 0
+    again: list[int] = field(default_factory=list)
+    _has_inferred: bool = False
+
+    def after(self, stage: str) -> None:
+        """A stage has ended."""
+        if stage == "infer":
+            self.count += 1
+            self.again += [self.count] if self._has_inferred else []
+            self._has_inferred = True
+        elif stage.startswith(FILLING):
+            self._has_inferred = False
+
+
+Left = Sequence[tuple[Finding, Mapping[int, int]]]
+"""Each holder of tensors that inferences have made, with their bytes by the inference's number, from 1."""
+
+
+def growing_holder(left: Left, device: str) -> HolderFacts | None:
     """Return who keeps most of what each inference leaves on a device; None where nobody keeps some of most of them.
 
     Args:
-        left: each holder of tensors that inferences have made, with their bytes by the inference's number.
+        left: who keeps something; the first inference fills what is filled once.
         device: on which the tensors grow.
-        first: the number of the first inference, which fills what is filled once.
     """
     last = max((turn for _, by_turn in left for turn in by_turn), default=0)
     kept = [
         (sum(later.values()), finding)
         for finding, by_turn in left
-        for later in [{turn: size for turn, size in by_turn.items() if turn > first}]
-        if finding.device == device and finding.holder and later and 2 * len(later) >= last - first
+        for later in [{turn: size for turn, size in by_turn.items() if turn > 1}]
+        if finding.device == device and finding.holder and later and 2 * len(later) >= last - 1
     ]
-    if not kept:
-        return None
-    largest = max(kept, key=lambda each: each[0])[1]
+    return _facts_of(max(kept, key=lambda each: each[0])[1]) if kept else None
+
+
+def _facts_of(finding: Finding) -> HolderFacts:
     return HolderFacts(
-        note=Note(", held by ", largest.holder or ""),
-        cause=largest.cause,
-        verdict=largest.verdict,
-        path=largest.path,
-        advice=largest.advice or _OF_REQUESTS,
+        note=Note(", held by " if finding.holder else "", finding.holder or ""),
+        cause=finding.cause,
+        verdict=finding.verdict,
+        path=finding.path,
+        advice=finding.advice or _OF_REQUESTS,
     )
+
+
+def grown_under(root: str, left: Left, again: Sequence[int]) -> list[Finding]:
+    """Return what has grown under one root, as an engine in this process, for each of its parts that keeps it.
+
+    Args:
+        root: the name of what the paths of the root's own begin at: what others keep of the results is theirs.
+        left: what the inferences have left.
+        again: the numbers of those that followed another one.
+    """
+    nobody = ProcessName(pid=0, name="")
+    found = []
+    for finding, sizes in left:
+        steps = [sizes.get(turn, 0) for turn in again]
+        if finding.path and finding.path[0].edge == root and grows(steps, [0] * len(steps)):
+            grown = _of_inferences("", f"{_TENSORS}{finding.device}", nobody, steps, 0)
+            found.append(held_by(grown, _facts_of(finding)))
+    return found
 
 
 def held_by(finding: Finding, facts: HolderFacts) -> Finding:
@@ -333,7 +380,7 @@ def _what(key: str) -> str:
 
 
 def growing_tensors(
-    left: Sequence[tuple[Finding, Mapping[int, int]]],
+    left: Left,
     turns: Collection[int],
     tolerance: int,
     process: ProcessName,

@@ -7,7 +7,7 @@ appears while a module is imported belongs to the process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lowtide.leakcheck.baseline.deep_reading import devices_of
@@ -16,9 +16,20 @@ from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.baseline.owners import Claims, Owner
 from lowtide.leakcheck.baseline.records import Ownership
-from lowtide.leakcheck.baseline.storages import HeapReading, Key, live_keys, read_heap
+from lowtide.leakcheck.baseline.storages import (
+    HeapReading,
+    HeldStorage,
+    Key,
+    is_tensor,
+    live_keys,
+    new_storages,
+    read_heap,
+    text_of,
+)
 from lowtide.leakcheck.explaining.cut import NamespaceSizes, namespace_sizes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
+from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
+from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.ladder import collect, release, trim_heap
 from lowtide.leakcheck.libraries.blas_handles import BlasHandles
@@ -42,13 +53,16 @@ from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import LRU_CACHE
+from lowtide.probes.heap.holders import sharing_walk
 from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_events import ProcessEvents
 from lowtide.probes.host.process_tree import ProcessTree
+from lowtide.probes.memory.ranges import common, merge
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc
+from lowtide.probes.stages import announced_pools
 from lowtide.reports.schema import Finding, NotMeasured
 
 
@@ -219,6 +233,41 @@ class Watch:
         ):
             self._adopt(now, read_heap(self._births, Claims(()), (), ()))
         self._arrival.begin_test()
+
+    @property
+    def turns(self) -> Mapping[str, int]:
+        """How often each stage has begun since the test began."""
+        return self._attribution.turns
+
+    def kept_of(self, label: str, name: str, root: object) -> list[tuple[Finding, dict[int, int]]]:
+        """Say who holds what appeared in a stage and is there, with its bytes by the stage's turn; changes nothing.
+
+        Args:
+            label: the stage.
+            name: how paths call the root.
+            root: what lives, and may be asked by its own parts who holds what.
+        """
+        if not any(is_tensor(born.item) for born in self._births.survivors(label)):
+            return []
+        gc.collect()
+        pooled = merge(part for pool in announced_pools() for part in pool.addresses)
+        readings, _ = new_storages([born for born in self._births.survivors(label) if is_tensor(born.item)], {})
+        held = [
+            HeldStorage(key, storage.bytes, text_of(storage), stage, None, turn)
+            for key, (storage, stage, turn) in readings.items()
+            if storage.bytes and not common([(storage.address, 1)], pooled)
+        ]
+        turns = {each.key: each.turn for each in held}
+        with sharing_walk() as walk:
+            context = Context(born=self._births.born(), roots=[(name, root)], living=True, walk=walk)
+            leaks = tensor_leaks([held], [Rung.RAW], explain_storages(turns, context), context)
+        found = []
+        for leak in leaks:
+            sizes: dict[int, int] = {}
+            for key, size in leak.sizes.items():
+                sizes[turns[key]] = sizes.get(turns[key], 0) + size
+            found.append((leak.finding, sizes))
+        return found
 
     def forget_settings(self) -> None:
         """Whoever judges has put the process-wide settings back."""

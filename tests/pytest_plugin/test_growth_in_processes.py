@@ -277,3 +277,50 @@ def test_tensors_that_grow_by_2_kb_an_inference_are_a_leak_of_the_life_though_it
 def test_what_it_keeps_of_the_last_inference_is_none(run_inner: RunInner) -> None:
     run = run_inner({"test_it.py": IN_A_LIFE.replace("{keeps}", "False")})
     assert all(run.is_clean(f"test_it.py::{name}") for name in ("test_marked", "test_watched"))
+
+
+IN_PROCESS = """
+import torch
+
+class Engine:
+    def __init__(self, keeps):
+        self.keeps, self.kept = keeps, []
+
+    def infer(self):
+        made = torch.ones(2048, dtype=torch.uint8)
+        if self.keeps == "each":
+            self.kept.append(made)
+        if self.keeps == "the last":
+            self.kept = [made]
+        return made
+
+    def close(self):
+        self.kept = []
+
+def live(leakcheck, keeps, shutdown="close"):
+    engine, results = leakcheck.engine(Engine(keeps), infer="infer", shutdown=shutdown), []
+    for _ in range(6):
+        results.append(engine.infer())
+    engine.close()
+
+def test_each(leakcheck):
+    live(leakcheck, "each")
+
+def test_each_without_a_marked_end(leakcheck):
+    live(leakcheck, "each", None)
+
+def test_the_last(leakcheck):
+    live(leakcheck, "the last")
+
+def test_nothing(leakcheck):
+    live(leakcheck, "nothing")
+"""
+
+
+def test_what_an_engine_in_the_tests_process_adds_with_each_inference_is_growth(run_inner: RunInner) -> None:
+    run = run_inner({"test_it.py": IN_PROCESS})
+    assert run.blamed == ["test_it.py::test_each", "test_it.py::test_each_without_a_marked_end"]
+    for name, steps in (("test_each", 5), ("test_each_without_a_marked_end", 3)):
+        (finding,) = run.subject(f"test_it.py::{name}").findings
+        assert (finding.resource, finding.holder, finding.count) == ("tensors", "engine.kept", steps)
+        assert finding.message.startswith("tensors on cpu grow by 2.0 KiB with each infer")
