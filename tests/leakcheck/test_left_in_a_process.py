@@ -24,10 +24,11 @@ def serve(requests: Connection) -> None:
     gc.disable()
     requests.send("ready")
     while (asked := requests.recv()) != "end":
-        made = torch.ones(8 * MIB, dtype=torch.uint8)
+        device = "cuda" if asked.endswith("on a card") else "cpu"
+        made = torch.ones(8 * MIB, dtype=torch.uint8, device=device)
         if asked.startswith("keep one"):
             KEPT.append(made)
-        elif asked == "keep the last":
+        elif asked.startswith("keep the last"):
             KEPT[:] = [made]
         if asked.endswith("leave one to the collector"):
             cycle: list[object] = [torch.ones(32 * MIB, dtype=torch.uint8)]
@@ -121,4 +122,23 @@ def test_what_a_sleep_has_kept_is_told_by_that_alone(child: Child) -> None:
     child.asked.end_stage("sleep(1)")
     (kept,) = child.asked.after_sleep("sleep(1)", 1, empties=False)
     assert (kept.resource, kept.bytes) == ("tensors", 5 * 8 * MIB)
+    assert child.asked.findings_at_end() == []
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
+def test_tensors_that_each_inference_leaves_on_a_card_are_growth(child: Child) -> None:
+    for _ in range(6):
+        child.infer("keep one on a card")
+    (finding,) = child.asked.findings_at_end()
+    assert (finding.resource, finding.device, finding.count) == ("tensors", "cuda:0", 5)
+    assert finding.holder is not None
+    assert finding.holder.endswith("test_left_in_a_process.KEPT")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
+def test_what_is_replaced_on_a_card_is_none(child: Child) -> None:
+    for _ in range(6):
+        child.infer("keep the last, on a card")
     assert child.asked.findings_at_end() == []

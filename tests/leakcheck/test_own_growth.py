@@ -20,8 +20,8 @@ RESULTS: list[torch.Tensor] = []
 class Engine:
     """Keeps what `keeps` says, and infers with 2 KiB."""
 
-    def __init__(self, keeps: str) -> None:
-        self.keeps = keeps
+    def __init__(self, keeps: str, device: str) -> None:
+        self.keeps, self.device = keeps, device
         self.kept: list[torch.Tensor] = []
         self.results: list[torch.Tensor] | None = None
         self.inferred = 0
@@ -30,7 +30,7 @@ class Engine:
 
     def infer(self, prompt_lengths: Sequence[int] = (3,), max_tokens: int = 2) -> list[list[int]]:
         self.inferred += 1
-        made = torch.ones(2 * KIB, dtype=torch.uint8)
+        made = torch.ones(2 * KIB, dtype=torch.uint8, device=self.device)
         if self.keeps.startswith("each") or (self.keeps == "the first" and not self.kept):
             self.kept.append(made)
         elif self.keeps == "the last":
@@ -53,8 +53,8 @@ class Engine:
 class Life:
     """As `check` drives a target."""
 
-    def __init__(self, keeps: str, engines: list[Engine]) -> None:
-        self.engine = Engine(keeps)
+    def __init__(self, keeps: str, engines: list[Engine], device: str) -> None:
+        self.engine = Engine(keeps, device)
         engines.append(self.engine)
 
     def create(self) -> None: ...
@@ -66,11 +66,16 @@ class Life:
         self.engine.shutdown()
 
 
-def lived(keeps: str, cycles: int = 3, infers: int = 1) -> tuple[Subject, list[Engine]]:
+def lived(keeps: str, cycles: int = 3, infers: int = 1, device: str = "cpu") -> tuple[Subject, list[Engine]]:
     engines: list[Engine] = []
     script = ("create", *["infer"] * infers, "shutdown")
     run = LifecycleRun(
-        "engine", lambda: Life(keeps, engines), device="cpu", driver=NoDriver("a test"), cycles=cycles, script=script
+        "engine",
+        lambda: Life(keeps, engines, device),
+        device=device,
+        driver=NoDriver("a test"),
+        cycles=cycles,
+        script=script,
     )
     return run.run(), engines
 
@@ -122,3 +127,11 @@ def test_what_is_left_after_the_shutdown_is_told_by_that_alone() -> None:
     (finding,) = subject.findings
     assert (finding.resource, finding.holder) == ("tensors", f"{__name__}.LEFT")
     assert finding.message.startswith("20.0 KiB in 10 tensors on cpu")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
+@pytest.mark.parametrize("keeps", ["each", "the last"])
+def test_the_same_on_a_card(keeps: str) -> None:
+    found = [finding for finding in lived(keeps, device="cuda:0")[0].findings if finding.resource == "tensors"]
+    assert [(finding.device, finding.holder) for finding in found] == [("cuda:0", "engine.kept")] * (keeps == "each")
