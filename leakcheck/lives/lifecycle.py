@@ -178,7 +178,7 @@ class LifecycleRun:
         """What other processes and the tenant could not be judged by."""
         untaken = () if self._tenant is None else self._tenant.not_measured.values()
         unseen = largest_of_each(self._probes.unseen.besides(self._processes.judged, self._processes.answering))
-        return (*unseen, *untaken, *self._processes.not_measured.values())
+        return (*unseen, *untaken, *self._processes.not_measured.values(), *self._processes.not_judged_asleep)
 
     def _open_device(self) -> None:
         """Make the card's context before the first reading, so that it is a line of its own in the ledger."""
@@ -280,7 +280,7 @@ class LifecycleRun:
                 self._record.findings += [] if grown is None else [grown]
             before = after
         # Of an engine in this process one life shows it.
-        is_looked_at = may_grow and cycle == self._cycles
+        is_looked_at = may_grow and cycle == self._cycles and self._own_growth.keeps_any(cycle, engine)
         wanted = MORE_INFERENCES if self._processes.has_answered else 0
         self._infer_again(life, cycle, max(wanted, self._own_growth.missing if is_looked_at else 0))
         if is_looked_at:

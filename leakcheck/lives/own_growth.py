@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors
+from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS
 from lowtide.leakcheck.processes.own_tensors import outside_pools
-from lowtide.leakcheck.processes.process_growth import Inferences, grown_under
+from lowtide.leakcheck.processes.process_growth import Inferences, Left, grown_under, is_under
 from lowtide.probes.originals import gc
 from lowtide.probes.snapshot import Snapshot
 from lowtide.probes.stages import announced_pools
@@ -42,12 +43,21 @@ class OwnGrowth:
         """How many inferences in a row would show growth, at the end of this life."""
         return max(0, FEWEST_TURNS - len(self._inferences.again))
 
+    def keeps_any(self, cycle: int, engine: object) -> bool:
+        """Whether an engine keeps anything that it has made while it inferred in this life."""
+        return any(is_under(ENGINE, finding) for finding, _ in self._left(cycle, engine))
+
     def look(self, cycle: int, engine: object) -> None:
         """Look for what an engine keeps that is about to be shut down."""
+        self._found = grown_under(ENGINE, self._left(cycle, engine), self._inferences.again)
+
+    def _left(self, cycle: int, engine: object) -> Left:
         # Garbage that waits for the collector looks like what is kept.
         gc.collect()
         left = self._leftovers.explain_turns(cycle, "infer", announced_pools(), engine)
-        self._found = grown_under(ENGINE, left, self._inferences.again)
+        # What the walk has taken is free, and none of the engine's.
+        trim_heap()
+        return left
 
     def findings(self, known: Sequence[Finding]) -> list[Finding]:
         """What has grown under the engine, and is not known as what it has kept asleep or left."""

@@ -14,6 +14,7 @@ import msgspec
 
 from lowtide.leakcheck.processes.messages import (
     Begin,
+    Begun,
     ClearCaches,
     ComparePreserved,
     ExplainAsleep,
@@ -64,7 +65,7 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
     if isinstance(question, Begin):
         if own is not None:
             own.begin(question.stage, question.cycle)
-        return encode(Findings())
+        return encode(Begun(watches=own is not None))
     if isinstance(question, Trim):
         return encode(Trimmed(imported=_trim(importing)))
     if isinstance(question, ExplainAsleep):

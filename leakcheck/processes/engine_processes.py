@@ -21,6 +21,7 @@ from lowtide.leakcheck.processes.kept_asleep import (
 )
 from lowtide.leakcheck.processes.messages import (
     Begin,
+    Begun,
     ClearCaches,
     ComparePreserved,
     ExplainAsleep,
@@ -171,6 +172,10 @@ class EngineProcesses:
     _kept_asleep: dict[str, set[str]] = field(default_factory=dict)
     _has_inferred: bool = False
     _preserving: list[int] = field(default_factory=list)
+    # Those that followed their tensors when the last inference began.
+    _watched_inference: Collection[int] = ()
+    _unwatched: dict[int, ProcessName] = field(default_factory=dict)
+    _slept_unwatched: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         """Ask the same driver about those that have ended."""
@@ -220,7 +225,9 @@ class EngineProcesses:
 
     def begin_stage(self, stage: str, cycle: int) -> None:
         """What appears in any of them from here on, appeared in this stage."""
-        self.announce(self._pids(), stage, cycle)
+        watching = self.announce(self._pids(), stage, cycle)
+        if stage == "infer":
+            self._watched_inference = watching
 
     def before_sleep(self) -> bool:
         """Remember what must survive the sleep that begins; whether any of them has said that something must."""
@@ -234,10 +241,11 @@ class EngineProcesses:
         answers = self._each(pids, ComparePreserved(stage=stage), Findings, EXPLAIN_S)
         return [placed(lost, self._now[pid].process) for pid, answer in answers.items() for lost in answer.findings]
 
-    def announce(self, pids: Collection[int], stage: str, cycle: int) -> None:
-        """What appears in some of them from here on, appeared in this stage."""
+    def announce(self, pids: Collection[int], stage: str, cycle: int) -> Collection[int]:
+        """What appears in some of them from here on, appeared in this stage; returns those that follow it."""
         asked = [pid for pid in pids if pid not in self.not_measured]
-        self._each(asked, Begin(stage=stage, cycle=cycle), Findings, EXPLAIN_S)
+        answers = self._each(asked, Begin(stage=stage, cycle=cycle), Begun, EXPLAIN_S)
+        return {pid for pid, answer in answers.items() if answer.watches}
 
     def left(self, pid: int, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:
         """What appeared in a process in one cycle, or in any, and is there; with its bytes by cycle."""
@@ -298,6 +306,7 @@ class EngineProcesses:
         if not stage.startswith("sleep"):
             self._at_work = self._now
         if stage == "infer":
+            self._note_unwatched()
             for pid, now in self._now.items():
                 # After the question, whose own memory is in the first level then, too.
                 self._growth.note(now.process, self._levels(pid, self._collected(now)), again=self._has_inferred)
@@ -305,6 +314,21 @@ class EngineProcesses:
             self._has_inferred = True
         elif stage.startswith(FILLING):
             self._has_inferred = False
+
+    def _note_unwatched(self) -> None:
+        """Note the processes that hold tensors after an inference at whose beginning they were not followed."""
+        for pid, now in self._now.items():
+            if pid not in self._watched_inference and now.levels.of(self.kind):
+                self._unwatched.setdefault(pid, now.process)
+
+    @property
+    def not_judged_asleep(self) -> tuple[NotMeasured, ...]:
+        """The processes of which it is not known what inferring has left while the engine slept."""
+        why = "it was not ready when the first inference began: let create return once it is"
+        return tuple(
+            NotMeasured(what=f"what inferring has left asleep in {self._unwatched[pid].text}", why=why)
+            for pid in self._slept_unwatched
+        )
 
     def _collected(self, now: ProcessLevels) -> Levels:
         """The levels after an inference, without garbage where tensors have become more since the one before."""
@@ -373,6 +397,9 @@ class EngineProcesses:
             empties: whether it leaves nothing on the engine's device.
         """
         found: list[Finding] = []
+        self._slept_unwatched |= self._unwatched.keys() & {
+            pid for pid, now in self._now.items() if now.levels.of(self.kind)
+        }
         of_inferring = self._each(list(self._now), ExplainAsleep(cycle=cycle, kind=self.kind), Findings, EXPLAIN_S)
         for pid, answer in of_inferring.items():
             process = self._now[pid].process

@@ -16,7 +16,9 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
-    """A stage begins: what appears from here on, appeared in it. The first one of a process opens its watch.
+    """A stage begins: what appears from here on, appeared in it; answered by `Begun`.
+
+    The first one of a process with torch opens its watch.
 
     Attributes:
         stage: its name.
@@ -181,6 +183,16 @@ class Findings(_Message, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """Keep of the findings what is written."""
         msgspec.structs.force_setattr(self, "findings", tuple(map(as_written, self.findings)))
+
+
+class Begun(_Message, frozen=True, kw_only=True):
+    """What appears from here on is known to have appeared in the stage.
+
+    Attributes:
+        watches: whether the process follows its tensors: it has torch.
+    """
+
+    watches: bool = False
 
 
 class HostHolder(_Message, frozen=True, kw_only=True):

@@ -284,7 +284,8 @@ class OtherProcesses:
             if self._is_unknown(item)
         ]
         listed = {item.process.pid for item in kept if item.process is not None}
-        return (*kept, *(why for pid, why in silent.items() if pid not in listed), *self._unexplained)
+        silent_ones = (why for pid, why in silent.items() if pid not in listed)
+        return (*kept, *silent_ones, *self._engine.not_judged_asleep, *self._unexplained)
 
     def _is_unknown(self, item: NotMeasured) -> bool:
         """Whether nobody has judged a process: one that has begun and ended within a test may have leaked all along."""

@@ -248,6 +248,11 @@ def _facts_of(finding: Finding) -> HolderFacts:
     )
 
 
+def is_under(root: str, finding: Finding) -> bool:
+    """Return whether what a finding is about is held by a part of a root."""
+    return bool(finding.path) and finding.path[0].edge == root
+
+
 def grown_under(root: str, left: Left, again: Sequence[int]) -> list[Finding]:
     """Return what has grown under one root, as an engine in this process, for each of its parts that keeps it.
 
@@ -260,7 +265,7 @@ def grown_under(root: str, left: Left, again: Sequence[int]) -> list[Finding]:
     found = []
     for finding, sizes in left:
         steps = [sizes.get(turn, 0) for turn in again]
-        if finding.path and finding.path[0].edge == root and grows(steps, [0] * len(steps)):
+        if is_under(root, finding) and grows(steps, [0] * len(steps)):
             grown = _of_inferences("", f"{_TENSORS}{finding.device}", nobody, steps, 0)
             found.append(held_by(grown, _facts_of(finding)))
     return found

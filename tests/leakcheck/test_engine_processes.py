@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -73,9 +74,14 @@ class Model:
 
 
 def serve(connection: Connection, faults: frozenset[str]) -> None:
+    if "not ready" in faults:
+        # As one that still imports torch: without it nobody follows its tensors.
+        sys.modules["torch.hidden"] = sys.modules.pop("torch")
     model = Model(faults)
     while True:
         name, *arguments = connection.recv()
+        if name == "infer" and "torch.hidden" in sys.modules:
+            sys.modules["torch"] = sys.modules.pop("torch.hidden")
         if name == "shutdown":
             return
         if name == "stop yourself":
@@ -97,7 +103,8 @@ class ClientLife:
         self.child = context.Process(target=serve, args=(there, self.faults), name="engine-core")
         self.child.start()
         there.close()
-        self.asked("wake")
+        if "not ready" not in self.faults:
+            self.asked("wake")
 
     def asked(self, *call: object) -> Any:
         self.connection.send(call)
@@ -158,6 +165,15 @@ def test_what_infer_leaves_in_a_child_is_named_with_its_path() -> None:
     assert finding.process is not None
     assert finding.process.name == "engine-core"
     assert f"pid {finding.process.pid} (engine-core)" in finding.message
+
+
+def test_a_child_that_was_not_ready_when_create_returned_is_not_judged_asleep() -> None:
+    subject = lived(lambda: ClientLife("not ready", "infer leaks"), script=("create", "infer", "sleep(1)", "shutdown"))
+    assert (subject.outcome, subject.findings) == ("unsupported", ())
+    (missing,) = [
+        item for item in subject.not_measured if item.what.startswith("what inferring has left asleep in pid")
+    ]
+    assert "not ready when the first inference began" in missing.why
 
 
 class NothingLeaks(SpawnedTarget):

@@ -111,7 +111,8 @@ class _MarkedLife:
     def added_to(self, end: TreeEnd) -> TreeEnd:
         """Return what its tree has left, with what the life has shown."""
         findings = (*self.found, *self.engine.findings_at_end(), *end.findings)
-        return replace(end, findings=findings, not_measured=(*end.not_measured, *self.engine.not_measured.values()))
+        unknown = (*self.engine.not_measured.values(), *self.engine.not_judged_asleep)
+        return replace(end, findings=findings, not_measured=(*end.not_measured, *unknown))
 
 
 def _is_in_foreground() -> bool:
