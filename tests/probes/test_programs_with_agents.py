@@ -14,7 +14,7 @@ import pytest
 
 from lowtide.leakcheck.processes.messages import Read, encode
 from lowtide.probes.host.process_files import waits_for_a_signal
-from lowtide.probes.processes.agents import AgentError, Agents
+from lowtide.probes.processes.agents import BOOTSTRAP, AgentError, Agents
 from tests.probes.agent_programs import PROGRAMS, Outcome, outcomes
 
 QUICK = [name for name, program in PROGRAMS.items() if program.quick]
@@ -30,7 +30,9 @@ def agents() -> Iterator[Agents]:
 
 def without(agents: Agents) -> dict[str, str]:
     """This process's variables as if there were no agents."""
-    return {name: value for name, value in os.environ.items() if name not in agents.environment()}
+    before = {name: value for name, value in os.environ.items() if name not in agents.environment()}
+    path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry not in ("", str(BOOTSTRAP))]
+    return {**before, **({"PYTHONPATH": os.pathsep.join(path)} if path else {})}
 
 
 def test_programs_do_not_notice_an_agent(agents: Agents, tmp_path: Path) -> None:
