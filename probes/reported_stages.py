@@ -13,7 +13,6 @@ import select
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from lowtide.probes.originals import os, time
@@ -99,14 +98,18 @@ class StageReports:
         take: called for each report; the program waits meanwhile.
     """
 
-    folder: Path
+    folder: str
     take: Callable[[StageReport], object]
     _listening: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
     _pid: int | None = None
 
+    @property
+    def _path(self) -> str:
+        return f"{self.folder}/{SOCKET}"
+
     def start(self) -> None:
         """Listen."""
-        self._listening.bind(str(self.folder / SOCKET))
+        self._listening.bind(self._path)
         self._listening.listen(128)
         self._listening.setblocking(False)
 
@@ -114,7 +117,7 @@ class StageReports:
         """End it; legal twice, and without a start."""
         self._listening.close()
         with contextlib.suppress(FileNotFoundError):
-            (self.folder / SOCKET).unlink()
+            os.unlink(self._path)
 
     def serve(self, seconds: float, wake: int) -> None:
         """Take what is reported within some seconds; ends as soon as a descriptor can be read.

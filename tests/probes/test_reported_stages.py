@@ -39,7 +39,7 @@ def folder() -> Iterator[Path]:
 def heard(folder: Path) -> Iterator[Callable[[], list[StageReport]]]:
     """Ends the listening when it is called; returns what was reported."""
     found: list[StageReport] = []
-    reports = StageReports(folder, found.append)
+    reports = StageReports(str(folder), found.append)
     reports.start()
     ended, end = os.pipe()
     serving = threading.Thread(target=reports.serve, args=(600, ended))
@@ -81,7 +81,7 @@ def test_a_program_reports_where_each_stage_begins_and_ends(
 
 def test_a_program_waits_until_the_command_has_looked(folder: Path) -> None:
     order: list[str] = []
-    reports = StageReports(folder, lambda report: order.append("looked"))
+    reports = StageReports(str(folder), lambda report: order.append("looked"))
     reports.start()
 
     def mark() -> None:
@@ -115,7 +115,7 @@ def test_only_the_first_process_that_marks_stages_is_listened_to(
 
 
 def test_where_no_command_listens_any_more_a_program_goes_on(folder: Path) -> None:
-    reports = StageReports(folder, lambda report: None)
+    reports = StageReports(str(folder), lambda report: None)
     reports.start()
     reports._listening.close()
     assert run(folder).stdout == "inferred\nover\n"

@@ -146,7 +146,7 @@ def run_command(command: Sequence[str], driver: Driver, *, settle: float, to_std
         traces.start()
         life = _MarkedLife(EngineProcesses(tree, agents, None, lambda: driver))
         assert agents.folder is not None
-        reports = StageReports(agents.folder, life.take)
+        reports = StageReports(str(agents.folder), life.take)
         stack.callback(reports.stop)
         reports.start()
         signals = _Signals()
