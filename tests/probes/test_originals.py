@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -51,11 +51,6 @@ KEPT = [name for name, value in vars(originals).items() if type(value) is origin
 
 def modules() -> list[Path]:
     return [file for room in JUDGING for file in sorted((ROOT / room).rglob("*.py")) if "bootstrap" not in file.parts]
-
-
-@functools.cache
-def parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_bytes())
 
 
 def replaceable(tree: ast.Module) -> Iterator[str]:
@@ -101,23 +96,42 @@ def taken_for_modules(tree: ast.Module) -> Iterator[str]:
             yield f"{node.lineno}: {ast.unparse(node)}"
 
 
-def test_the_originals_are_taken_for_no_modules() -> None:
-    found = {str(file.relative_to(ROOT)): list(taken_for_modules(parsed(file))) for file in modules()}
-    # Reads an attribute by its name.
-    found["probes/host/interpreter_settings.py"].clear()
-    found["probes/references/interpreter_holders.py"].clear()
-    assert {name: lines for name, lines in found.items() if lines} == {}
+def makes_an_object_for_a_thread(tree: ast.Module) -> Iterator[str]:
+    """Where a module asks for the running thread's object, which Python makes for a thread of C."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("current_thread", "currentThread"):
+            yield f"{node.lineno}: {ast.unparse(node)}"
 
 
-def test_no_module_that_judges_looks_up_what_a_test_may_have_replaced() -> None:
-    found = {str(file.relative_to(ROOT)): list(replaceable(parsed(file))) for file in modules()}
-    assert {name: lines for name, lines in found.items() if lines and name not in MAY_LOOK_UP} == {}
-    assert [name for name in MAY_LOOK_UP if not found[name]] == []
+@functools.cache
+def found_by(*rules: Callable[[ast.Module], Iterator[str]]) -> list[dict[str, list[str]]]:
+    """What each rule finds in each module; of the trees, which are large, nothing is kept."""
+    found: list[dict[str, list[str]]] = [{} for _ in rules]
+    for file in modules():
+        tree = ast.parse(file.read_bytes())
+        for rule, of_rule in zip(rules, found, strict=True):
+            of_rule[str(file.relative_to(ROOT))] = list(rule(tree))
+    return found
 
 
-def test_no_module_that_judges_makes_an_object_for_a_thread_of_c() -> None:
-    calls = (node for file in modules() for node in ast.walk(parsed(file)) if isinstance(node, ast.Attribute))
-    assert [ast.unparse(node) for node in calls if node.attr in ("current_thread", "currentThread")] == []
+@pytest.fixture
+def found() -> list[dict[str, list[str]]]:
+    return found_by(taken_for_modules, replaceable, makes_an_object_for_a_thread)
+
+
+def test_the_originals_are_taken_for_no_modules(found: list[dict[str, list[str]]]) -> None:
+    # These read an attribute by its name.
+    by_name = ("probes/host/interpreter_settings.py", "probes/references/interpreter_holders.py")
+    assert {name: lines for name, lines in found[0].items() if lines and name not in by_name} == {}
+
+
+def test_no_module_that_judges_looks_up_what_a_test_may_have_replaced(found: list[dict[str, list[str]]]) -> None:
+    assert {name: lines for name, lines in found[1].items() if lines and name not in MAY_LOOK_UP} == {}
+    assert [name for name in MAY_LOOK_UP if not found[1][name]] == []
+
+
+def test_no_module_that_judges_makes_an_object_for_a_thread_of_c(found: list[dict[str, list[str]]]) -> None:
+    assert {name: lines for name, lines in found[2].items() if lines} == {}
 
 
 def test_what_a_test_replaces_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
