@@ -332,9 +332,9 @@ class EngineProcesses:
 
     def _collected(self, now: ProcessLevels) -> Levels:
         """The levels after an inference, without garbage where tensors have become more since the one before."""
-        pid, before = now.process.pid, self._after_infer.get(now.process.pid, {})
+        pid, before = now.process.pid, self._after_infer.get(now.process.pid)
         levels = now.levels
-        if any(size > before.get(device, 0) for device, size in levels.tensors.items()):
+        if before is not None and any(size > before.get(device, 0) for device, size in levels.tensors.items()):
             levels = self._each([pid], Read(collects=True), Levels, EXPLAIN_S).get(pid, levels)
         self._after_infer[pid] = levels.tensors
         return levels
