@@ -45,7 +45,7 @@ class StageReport:
     failed: bool = False
 
 
-class _Stage(Protocol):
+class _MarkedStage(Protocol):
     """What is needed of an `EnteredStage`."""
 
     @property
@@ -66,11 +66,11 @@ class StagesOfCommand:
         self._is_alone = is_alone
         self._is_heard = True
 
-    def stage_entered(self, stage: _Stage) -> None:
+    def stage_entered(self, stage: _MarkedStage) -> None:
         """See `StageListener`."""
         self._report(StageReport(os.getpid(), stage.path, begins=True))
 
-    def stage_left(self, stage: _Stage, error: BaseException | None) -> None:
+    def stage_left(self, stage: _MarkedStage, error: BaseException | None) -> None:
         """See `StageListener`."""
         self._report(StageReport(os.getpid(), stage.path, begins=False, failed=error is not None))
 

@@ -14,7 +14,6 @@ import msgspec
 
 from lowtide.leakcheck.processes.messages import (
     Begin,
-    Begun,
     ClearCaches,
     ComparePreserved,
     ExplainAsleep,
@@ -22,6 +21,7 @@ from lowtide.leakcheck.processes.messages import (
     ExplainHostMemory,
     ExplainLeft,
     Findings,
+    Followed,
     HostHolder,
     Left,
     Levels,
@@ -65,7 +65,7 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
     if isinstance(question, Begin):
         if own is not None:
             own.begin(question.stage, question.cycle)
-        return encode(Begun(watches=own is not None))
+        return encode(Followed(watches=own is not None))
     if isinstance(question, Trim):
         return encode(Trimmed(imported=_trim(importing)))
     if isinstance(question, ExplainAsleep):

@@ -21,7 +21,6 @@ from lowtide.leakcheck.processes.kept_asleep import (
 )
 from lowtide.leakcheck.processes.messages import (
     Begin,
-    Begun,
     ClearCaches,
     ComparePreserved,
     ExplainAsleep,
@@ -29,6 +28,7 @@ from lowtide.leakcheck.processes.messages import (
     ExplainHostMemory,
     ExplainLeft,
     Findings,
+    Followed,
     HostHolder,
     Left,
     Levels,
@@ -244,7 +244,7 @@ class EngineProcesses:
     def announce(self, pids: Collection[int], stage: str, cycle: int) -> Collection[int]:
         """What appears in some of them from here on, appeared in this stage; returns those that follow it."""
         asked = [pid for pid in pids if pid not in self.not_measured]
-        answers = self._each(asked, Begin(stage=stage, cycle=cycle), Begun, EXPLAIN_S)
+        answers = self._each(asked, Begin(stage=stage, cycle=cycle), Followed, EXPLAIN_S)
         return {pid for pid, answer in answers.items() if answer.watches}
 
     def left(self, pid: int, cycle: int | None) -> list[tuple[Finding, dict[int, int]]]:

@@ -16,7 +16,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Begin(_Message, frozen=True, kw_only=True, tag="begin"):
-    """A stage begins: what appears from here on, appeared in it; answered by `Begun`.
+    """A stage begins: what appears from here on, appeared in it; answered by `Followed`.
 
     The first one of a process with torch opens its watch.
 
@@ -185,7 +185,7 @@ class Findings(_Message, frozen=True, kw_only=True):
         msgspec.structs.force_setattr(self, "findings", tuple(map(as_written, self.findings)))
 
 
-class Begun(_Message, frozen=True, kw_only=True):
+class Followed(_Message, frozen=True, kw_only=True):
     """What appears from here on is known to have appeared in the stage.
 
     Attributes:

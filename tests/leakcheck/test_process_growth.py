@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.kept_asleep import ProcessLevels
 from lowtide.leakcheck.processes.messages import Levels
-from lowtide.leakcheck.processes.process_growth import HOST, ProcessGrowth, growing_holder, held_by, levels_of
+from lowtide.leakcheck.processes.process_growth import (
+    HOST,
+    Inferences,
+    ProcessGrowth,
+    growing_holder,
+    grown_under,
+    held_by,
+    levels_of,
+)
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.processes.agents import Agents
 from lowtide.reports.processes.stage_processes import ProcessName
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, Hop
 
 MIB = 1 << 20
 
@@ -234,3 +243,34 @@ def test_growth_that_two_holders_keep_has_two_fingerprints() -> None:
     named = [held_by(finding, each) for each in facts if each is not None]
     assert [each.holder for each in named] == ["KEPT", "engine.kept"]
     assert len({finding.fingerprint, *(each.fingerprint for each in named)}) == 3
+
+
+def under(root: str, name: str, *turns: int) -> tuple[Finding, dict[int, int]]:
+    finding, sizes = holder(name, *turns)
+    return msgspec.structs.replace(finding, path=(Hop(type="object", edge=root),)), sizes
+
+
+def test_growth_under_an_engine_is_told_by_each_of_its_parts_that_keeps_it() -> None:
+    left = [
+        under("engine", "engine.kept", 1, 2, 3, 4, 5),
+        under("engine", "engine.log", 2, 3, 4, 5),
+        under("engine", "engine.last", 5),
+        under("engine", "engine.first", 1),
+        under("test_it", "test_it.RESULTS", 1, 2, 3, 4, 5),
+    ]
+    found = grown_under("engine", left, [2, 3, 4, 5])
+    assert [(each.holder, each.bytes, each.count, each.process) for each in found] == [
+        ("engine.kept", 4 * 8, 4, None),
+        ("engine.log", 4 * 8, 4, None),
+    ]
+    assert found[0].message == (
+        "tensors on cpu grow by 8 B with each infer, 32 B in 4 of 4 that followed another one, held by engine.kept"
+    )
+    assert grown_under("engine", left, [2, 3]) == []
+
+
+def test_of_inferences_count_those_that_followed_another_one() -> None:
+    inferences = Inferences()
+    for stage in ("create", "infer", "infer", "sleep(1)", "wake", "infer", "step", "infer", "infer"):
+        inferences.after(stage)
+    assert (inferences.count, inferences.again) == (5, [2, 4, 5])

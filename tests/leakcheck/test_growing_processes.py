@@ -1,0 +1,67 @@
+"""What grows in another process, what does not, and what is not known; `make test` has one case of each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.leakcheck.growing_child import MIB, Child, child
+
+__all__ = ["child"]
+
+
+@pytest.mark.parametrize("what", ["leave one to the collector", "keep nothing"])
+def test_what_is_replaced_or_garbage_is_no_growth(child: Child, what: str) -> None:
+    for _ in range(6):
+        child.infer(what)
+    assert child.asked.findings_at_end() == []
+    assert child.asked.not_measured == {}
+
+
+def test_what_a_sleep_has_kept_is_told_by_that_alone(child: Child) -> None:
+    for _ in range(5):
+        child.infer("keep one")
+    child.asked.begin_stage("sleep(1)", 1)
+    child.asked.end_stage("sleep(1)")
+    (kept,) = child.asked.after_sleep("sleep(1)", 1, empties=False)
+    assert (kept.resource, kept.bytes) == ("tensors", 5 * 8 * MIB)
+    assert child.asked.findings_at_end() == []
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("what", ["keep one", "keep nothing"])
+def test_what_was_not_ready_when_inferring_began_is_not_judged_asleep(child: Child, what: str, ready: bool) -> None:
+    if ready:
+        child.asked.begin_stage("infer", 1)
+    child.requests.send(what)
+    assert child.requests.recv() == "done"
+    child.asked.end_stage("infer")
+    child.asked.begin_stage("sleep(1)", 1)
+    child.asked.end_stage("sleep(1)")
+    found = child.asked.after_sleep("sleep(1)", 1, empties=False)
+    keeps = what == "keep one"
+    assert len(found) == (keeps and ready)
+    assert len(child.asked.not_judged_asleep) == (keeps and not ready)
+    if keeps and not ready:
+        (missing,) = child.asked.not_judged_asleep
+        assert missing.what == f"what inferring has left asleep in pid {child.pid} (engine-core)"
+        assert "let create return once it is" in missing.why
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
+def test_tensors_that_each_inference_leaves_on_a_card_are_growth(child: Child) -> None:
+    for _ in range(6):
+        child.infer("keep one on a card")
+    (finding,) = child.asked.findings_at_end()
+    assert (finding.resource, finding.device, finding.count) == ("tensors", "cuda:0", 5)
+    assert finding.holder is not None
+    assert finding.holder.endswith("growing_child.KEPT")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm card; torch sees none")
+def test_what_is_replaced_on_a_card_is_none(child: Child) -> None:
+    for _ in range(6):
+        child.infer("keep the last, on a card")
+    assert child.asked.findings_at_end() == []
