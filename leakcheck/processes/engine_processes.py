@@ -41,7 +41,7 @@ from lowtide.leakcheck.processes.messages import (
     encode,
 )
 from lowtide.leakcheck.processes.process_growth import (
-    FILLING,
+    Inferences,
     ProcessGrowth,
     growing_holder,
     held_by,
@@ -170,7 +170,7 @@ class EngineProcesses:
     _after_infer: dict[int, Mapping[str, int]] = field(default_factory=dict)
     # The names of processes that have slept with tensors of their inferences, and who held these.
     _kept_asleep: dict[str, set[str]] = field(default_factory=dict)
-    _has_inferred: bool = False
+    _inferences: Inferences = field(default_factory=Inferences)
     _preserving: list[int] = field(default_factory=list)
     # Those that followed their tensors when the last inference began.
     _watched_inference: Collection[int] = ()
@@ -305,15 +305,13 @@ class EngineProcesses:
         self._now = {pid: _levels_of(pid, levels[pid], cards.get(pid, {})) for pid in sorted(levels)}
         if not stage.startswith("sleep"):
             self._at_work = self._now
+        self._inferences.after(stage)
         if stage == "infer":
             self._note_unwatched()
             for pid, now in self._now.items():
                 # After the question, whose own memory is in the first level then, too.
-                self._growth.note(now.process, self._levels(pid, self._collected(now)), again=self._has_inferred)
+                self._growth.note(now.process, self._levels(pid, self._collected(now)), again=self._inferences.follows)
             self._find_holders()
-            self._has_inferred = True
-        elif stage.startswith(FILLING):
-            self._has_inferred = False
 
     def _note_unwatched(self) -> None:
         """Note the processes that hold tensors after an inference at whose beginning they were not followed."""

@@ -207,6 +207,11 @@ class Inferences:
     again: list[int] = field(default_factory=list)
     _has_inferred: bool = False
 
+    @property
+    def follows(self) -> bool:
+        """Whether the last one came right after another one."""
+        return self.again[-1:] == [self.count]
+
     def after(self, stage: str) -> None:
         """A stage has ended."""
         if stage == "infer":
