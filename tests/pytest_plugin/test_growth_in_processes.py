@@ -314,12 +314,24 @@ def test_the_last(leakcheck):
 
 def test_nothing(leakcheck):
     live(leakcheck, "nothing")
+
+ENGINES = []
+
+def test_an_engine_that_stays(leakcheck):
+    ENGINES.append(Engine("each"))
+    engine = leakcheck.engine(ENGINES[0], infer="infer")
+    for _ in range(6):
+        engine.infer()
 """
 
 
 def test_what_an_engine_in_the_tests_process_adds_with_each_inference_is_growth(run_inner: RunInner) -> None:
     run = run_inner({"test_it.py": IN_PROCESS})
-    assert run.blamed == ["test_it.py::test_each", "test_it.py::test_each_without_a_marked_end"]
+    stays = "test_it.py::test_an_engine_that_stays"
+    assert run.blamed == ["test_it.py::test_each", "test_it.py::test_each_without_a_marked_end", stays]
+    # What is left of it says all.
+    (left,) = run.subject(stays).findings
+    assert (left.resource, left.count) == ("tensors", 6)
     for name, steps in (("test_each", 5), ("test_each_without_a_marked_end", 3)):
         (finding,) = run.subject(f"test_it.py::{name}").findings
         assert (finding.resource, finding.holder, finding.count) == ("tensors", "engine.kept", steps)
