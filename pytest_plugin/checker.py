@@ -342,9 +342,13 @@ class Checker:
         """A stage of an engine's, which is looked at for what it keeps of each inference."""
         with self._session.guarded():
             self._session.engines.before(name, engine)
-        with self.stage(name):
-            label = self._session.watch.stage_now
-            yield
+        self._session.sleeps.engine = engine
+        try:
+            with self.stage(name):
+                label = self._session.watch.stage_now
+                yield
+        finally:
+            self._session.sleeps.engine = None
         with self._session.guarded():
             self._session.engines.after(name, engine, label)
 
@@ -385,6 +389,7 @@ class Checker:
             self._has_judged = True
             verdict = self._session.watch.end([*own_setup, *ended], let_go=self._let_go, hints=tuple(hints(item)))
         dangling = self._session.sleeps.take()
+        not_measured = (*verdict.not_measured, *self._session.sleeps.take_unjudged())
         grown = self._session.engines.take(verdict.findings)
         if self._session.failure:
             return [self._not_judged(item)]
@@ -395,17 +400,17 @@ class Checker:
             of_setup = [finding for owner in own_setup for finding in verdict.of_owners.get(owner.label, ())]
             missing = self._checked.missing_from(verdict)
             own = self._results.subject(item.nodeid, [*verdict.findings, *of_setup, *missing, *dangling, *grown])
-            outcome, reason = judged_as(own.outcome, verdict.not_measured)
+            outcome, reason = judged_as(own.outcome, not_measured)
             own = msgspec.structs.replace(own, outcome=outcome, reason=reason)
         later = sum(
             (verdict.unproven_of_owners.get(owner.label, DeferredRemedies()) for owner in own_setup), verdict.unproven
         )
         self._deferred.add(own, later)
-        own = msgspec.structs.replace(own, not_measured=verdict.not_measured)
         if self._records is not None:
-            not_measured = (*verdict.not_measured, *self._records.not_measured())
-            own = msgspec.structs.replace(own, stages=tuple(self._records.stages), not_measured=not_measured)
+            not_measured = (*not_measured, *self._records.not_measured())
+            own = msgspec.structs.replace(own, stages=tuple(self._records.stages))
             self._records.close()
+        own = msgspec.structs.replace(own, not_measured=not_measured)
         return [self._results.with_snapshot(own), *self._owner_subjects(verdict, ended)]
 
     def _not_judged(self, item: pytest.Item) -> Subject:

@@ -43,7 +43,7 @@ class SessionWatch:
     def __init__(self, policy: Policy, spent: Spent) -> None:
         self.watch = Watch(policy)
         self.imports = ImportWatch(self._import_entered, self._import_left)
-        self.sleeps = SleepWatch()
+        self.sleeps = SleepWatch(lambda: bool(self.watch.others.readings))
         self.engines = EngineGrowth(self.watch)
         self.is_open = False
         self.failure = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from lowtide.probes.memory.tensors import StorageReading, keys_of_each, plain_te
 from lowtide.probes.objects.foreign import mro_of, type_name
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc, loaded
+from lowtide.probes.stages import PoolReading
 
 Key = tuple[str, int]
 """A storage: its device and its address."""
@@ -366,3 +367,15 @@ def _without_overlaps(held: Iterable[HeldStorage]) -> tuple[HeldStorage, ...]:
             ends[device] = address + item.bytes
             result.append(replace(item, bytes=left))
     return tuple(result)
+
+
+def within(pools: Sequence[PoolReading]) -> Callable[[int], bool]:
+    """Return a function that says whether an address lies in one of some pools, whose pages may be gone."""
+    pooled = merge(part for pool in pools for part in pool.addresses)
+    starts = [start for start, _ in pooled]
+
+    def is_pooled(address: int) -> bool:
+        place = bisect.bisect_right(starts, address) - 1
+        return place >= 0 and address < sum(pooled[place])
+
+    return is_pooled

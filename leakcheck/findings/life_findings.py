@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from lowtide.leakcheck.baseline.owners import Claims, Owner
-from lowtide.leakcheck.baseline.storages import HeldStorage, Key, is_tensor, read_heap, thaw
+from lowtide.leakcheck.baseline.storages import HeldStorage, Key, is_tensor, read_heap, thaw, within
 from lowtide.leakcheck.findings.remedies import prove
 from lowtide.leakcheck.findings.storage_holders import (
     Context,
@@ -21,7 +20,6 @@ from lowtide.leakcheck.findings.tensor_findings import TensorLeak, tensor_leaks
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.allocation_stacks import AllocationStacks
 from lowtide.probes.heap.births import Births
-from lowtide.probes.memory.ranges import merge
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.listed import FROZEN_AT_STARTUP, Census, all_objects
 from lowtide.probes.originals import gc
@@ -81,6 +79,11 @@ class LeftoverTensors:
     def earlier(self) -> tuple[Finding, ...]:
         """What lives that are not the last have left, and was explained."""
         return tuple(self._earlier.values())
+
+    @property
+    def seen(self) -> frozenset[Key]:
+        """The storages that were there before the first life."""
+        return self._seen
 
     def open(self) -> None:
         """Begin: what is there now is not the engine's."""
@@ -163,7 +166,7 @@ class LeftoverTensors:
             device: where it keeps its memory.
             pools: those that were announced before it slept or are now: what lies in them is judged by them.
         """
-        is_pooled = _within(pools)
+        is_pooled = within(pools)
         self.read(Rung.RAW)
         self._found.rows = [
             tuple(held for held in row if held.stage == "infer" and not is_pooled(held.key[1]))
@@ -210,7 +213,7 @@ class LeftoverTensors:
         self, cycle: int | None, stage: str, pools: Sequence[PoolReading], engine: object = None
     ) -> tuple[list[TensorLeak], dict[Key, _Turn], Context]:
         """As `explain_turns`: what is there, and when each storage appeared."""
-        is_pooled = _within(pools)
+        is_pooled = within(pools)
         self.read(Rung.RAW)
         self._found.rows = [
             tuple(held for held in row if not is_pooled(held.key[1]) and stage in ("", self._turn_of(held).stage))
@@ -284,18 +287,6 @@ class LeftoverTensors:
             stacks=self._stacks.stacks_at,
             lives=lives,
         )
-
-
-def _within(pools: Sequence[PoolReading]) -> Callable[[int], bool]:
-    """Whether an address lies in one of some pools; the pages behind it may be gone."""
-    pooled = merge(part for pool in pools for part in pool.addresses)
-    starts = [start for start, _ in pooled]
-
-    def is_pooled(address: int) -> bool:
-        place = bisect.bisect_right(starts, address) - 1
-        return place >= 0 and address < sum(pooled[place])
-
-    return is_pooled
 
 
 def _advised(finding: Finding) -> Finding:

@@ -118,8 +118,11 @@ class CheckedLife(LifeChecks):
             self._preserved_state.before_sleep(self._preserved())
             self._lives.processes.before_sleep()
 
+        self._begin_stage("sleep")
+
         def slept(finished: Mapping[str, Sequence[int]] | None) -> None:
             self._finished(finished or {})
+            self._check_slept(level)
             if mode == "wait" and self.model.unfinished:
                 left = ", ".join(self.model.unfinished)
                 self._fail("state", f"sleep(mode='wait') lost the outputs of unfinished requests: {left}")
@@ -131,8 +134,11 @@ class CheckedLife(LifeChecks):
     def wake(self, tags: Sequence[str] | None = None, fault: Fault | None = None) -> bool:
         """Wake all of it, or the parts named; once it runs, what had to survive is compared."""
 
+        self._begin_stage("wake")
+
         def woke(result: None) -> None:
             self.model.woke(tags)
+            self._check_woke()
             if self.model.phase == "running":
                 lost = self._preserved_state.after_wake("wake", self._preserved(), self._graph_buffers())
                 self._raise([*lost, *self._lives.processes.after_wake()])

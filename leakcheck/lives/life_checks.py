@@ -11,11 +11,15 @@ from datetime import date
 from typing import Any
 
 from lowtide.leakcheck.baseline.preserved_state import PreservedState
+from lowtide.leakcheck.findings.life_findings import ENGINE
+from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import trim_heap
 from lowtide.leakcheck.lives.script import Call, failure_of
 from lowtide.leakcheck.lives.shared_lives import SharedLives
+from lowtide.leakcheck.processes.kept_asleep import explain_kept
 from lowtide.leakcheck.suppressions.entries import shipped
 from lowtide.leakcheck.targets.life_model import LifeModel
 from lowtide.leakcheck.targets.target import Capabilities, LifecycleTarget, Unjudged, make_target
@@ -49,6 +53,7 @@ class LifeChecks:
         self._pages_at_work: dict[str, int] = {}
         # Where earlier lives' memory is that did not come back.
         self._others: frozenset[int] = frozenset()
+        self._slept = SleptTensors(self._device.partition(":")[0])
         self.model = LifeModel(self._capabilities)
         self.calls: list[Call] = []
 
@@ -113,6 +118,28 @@ class LifeChecks:
                     f"arena {tag!r} has {format_bytes(now.get(tag, 0))} mapped after {name}, not {format_bytes(wanted)}"
                 )
                 self._fail("arena", said, tag, cause, abs(now.get(tag, 0) - wanted), f"arena {tag!r}")
+
+    def _begin_stage(self, name: str) -> None:
+        """Note the tensors before a sleep or a wake, of an engine that announces no arenas, by which it is judged."""
+        if not self._pages_at_work:
+            self._slept.begin(name)
+
+    def _check_slept(self, level: int) -> None:
+        """Judge what an engine without arenas has given back in a sleep of a level."""
+        stage = f"sleep({level})"
+        sizes = self._slept.kept_asleep()
+        if sizes is not None and level in self._capabilities.emptying_levels:
+            holders = self._slept.explain_kept(stage, self._context())
+            self._raise([explain_kept(stage, self._device, sizes, None, {}, holders)])
+        elif sizes is not None:
+            self._lives.not_measured[not_judged(stage, sizes, self._slept.kind)] = None
+
+    def _check_woke(self) -> None:
+        """An engine without arenas has no more after a wake than before the sleep."""
+        self._raise(self._slept.more_awake("wake", self._context))
+
+    def _context(self) -> Context:
+        return Context(roots=[(ENGINE, getattr(self._target, "engine", self._target))], living=True)
 
     def _host_outside(self) -> int:
         """Bytes of the process's own host memory beyond announced pools and what imported modules took."""

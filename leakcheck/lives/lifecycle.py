@@ -9,6 +9,7 @@ from lowtide.leakcheck.baseline.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.preserved_state import PreservedState
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
+from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
@@ -31,6 +32,7 @@ from lowtide.leakcheck.lives.script import (
     was_interrupted,
 )
 from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
+from lowtide.leakcheck.processes.kept_asleep import explain_kept
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.targets.target import TargetError
 from lowtide.leakcheck.tenant import Tenant, freed_between
@@ -222,6 +224,7 @@ class LifecycleRun:
         engine = getattr(life, "engine", life)
         may_grow = False
         self._own_growth.begin_life()
+        slept = SleptTensors(self._device.partition(":")[0], self._leftovers.seen)
         for turn, name in enumerate(self._script[:-1]):
             self._announce(cycle, turn)
             self._leftovers.stage(name, cycle)
@@ -229,6 +232,7 @@ class LifecycleRun:
             if name in self._preserving and name.startswith("sleep"):
                 preserved = self._record.note_preserved(life, elsewhere=self._processes.before_sleep())
                 self._preserved_state.before_sleep(preserved)
+            slept.begin(name)
             try:
                 tokens, seconds = self._performed(life, name, cycle, before)
             except Exception as error:  # noqa: BLE001 - any engine may raise anything; it is the run's result
@@ -262,9 +266,13 @@ class LifecycleRun:
                     self._record.findings += self._tenant.after_sleep(name, freed_between(before, after, self._device))
                 if name in self._emptying and cycle > 1:
                     self._record.findings += contract.after_deep_sleep(name, self._device, baseline, at_work, after)
+                if len(self._record.findings) == known:
+                    self._record.findings += self._kept_asleep(slept, name, engine)
                 self._keep_snapshot(cycle, name, leaves=len(self._record.findings) > known)
             elif name == "wake":
                 self._record.findings += contract.after_wake(name, self._device, before_sleep, after)
+                self._record.findings += slept.more_awake(name, lambda: self._leftovers.context(engine))
+                self._record.findings += self._processes.more_awake(name)
                 lost = self._processes.after_wake(name)
                 lost += self._preserved_state.after_wake(name, asked(life, "preserved"), asked(life, "graph_buffers"))
                 self._record.findings += lost
@@ -285,6 +293,19 @@ class LifecycleRun:
         self._infer_again(life, cycle, max(wanted, self._own_growth.missing if is_looked_at else 0))
         if is_looked_at:
             self._own_growth.look(cycle, engine)
+
+    def _kept_asleep(self, slept: SleptTensors, stage: str, engine: object) -> list[Finding]:
+        """What an engine of this process holds asleep, if that is most of what it held; noted if nobody forbids it."""
+        sizes = slept.kept_asleep()
+        if sizes is None:
+            return []
+        # On a card each sleep gives up what it keeps on the host.
+        if not self._indices and stage not in self._emptying:
+            missing = not_judged(stage, sizes, slept.kind)
+            self._record.not_measured[missing.what] = missing
+            return []
+        holders = slept.explain_kept(stage, self._leftovers.context(engine))
+        return [explain_kept(stage, self._device, sizes, None, {}, holders)]
 
     def _infer_again(self, life: Life, cycle: int, times: int) -> None:
         """Infer some times more, for growth, which takes several inferences in a row to show."""

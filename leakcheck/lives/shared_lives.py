@@ -115,6 +115,8 @@ class LifeProcesses:
         self._answered.update(self._engine.has_answered)
         if level is not None:
             found += self._engine.after_sleep(stage, self._life, empties=stage in self._emptying)
+        elif name == "wake":
+            found += self._engine.more_awake(stage)
         found += [left for reading in self._engine.readings if (left := self._nobodys(reading, stage)) is not None]
         return found
 

@@ -17,6 +17,7 @@ from lowtide.leakcheck.processes.messages import (
     ClearCaches,
     ComparePreserved,
     ExplainAsleep,
+    ExplainAwake,
     ExplainHeld,
     ExplainHostMemory,
     ExplainLeft,
@@ -71,6 +72,8 @@ def answer(data: bytes, importing: Importing = nullcontext) -> bytes:
     if isinstance(question, ExplainAsleep):
         found = [] if own is None else own.asleep(question.cycle, question.kind)
         return encode(Findings(findings=tuple(found)))
+    if isinstance(question, ExplainAwake):
+        return encode(Findings(findings=() if own is None else tuple(own.more_awake(question.stage))))
     if isinstance(question, ExplainHeld):
         found = [] if own is None else own.held(question.stage, question.kind, question.most)
         return encode(Findings(findings=tuple(found)))

@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from lowtide.leakcheck.findings.life_findings import is_cached
+from lowtide.leakcheck.findings.slept_tensors import KEPT_PART, LEAST, not_judged
 from lowtide.leakcheck.processes.ended_holders import EndedHolders
 from lowtide.leakcheck.processes.kept_asleep import (
     ProcessLevels,
@@ -24,6 +25,7 @@ from lowtide.leakcheck.processes.messages import (
     ClearCaches,
     ComparePreserved,
     ExplainAsleep,
+    ExplainAwake,
     ExplainHeld,
     ExplainHostMemory,
     ExplainLeft,
@@ -125,12 +127,6 @@ def _left(levels: Levels, device: str, size: int | None) -> int | None:
 EXPLAIN_S = 60.0
 """Seconds that a process may take to find who holds something: it goes through its whole heap."""
 
-KEPT_PART = 0.5
-"""The part of what a process held at work from which on it has not slept."""
-
-LEAST = 1 << 20
-"""Bytes at work below which a process is no engine's."""
-
 _Answer = TypeVar("_Answer", bound=msgspec.Struct)
 
 
@@ -161,6 +157,8 @@ class EngineProcesses:
     drivers: set[int] = field(default_factory=set)
     _now: dict[int, ProcessLevels] = field(default_factory=dict)
     _at_work: dict[int, ProcessLevels] = field(default_factory=dict)
+    # What each held when it went to sleep.
+    _before_sleep: dict[int, ProcessLevels] = field(default_factory=dict)
     _silent: list[ProcessLevels] = field(default_factory=list)
     _growth: ProcessGrowth = field(default_factory=ProcessGrowth)
     _imported: dict[int, int] = field(default_factory=dict)
@@ -176,6 +174,8 @@ class EngineProcesses:
     _watched_inference: Collection[int] = ()
     _unwatched: dict[int, ProcessName] = field(default_factory=dict)
     _slept_unwatched: set[int] = field(default_factory=set)
+    # By role and stage, the sleeps that gave back little, and of which nobody says what they should.
+    _undeclared: dict[tuple[str, str], NotMeasured] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Ask the same driver about those that have ended."""
@@ -241,6 +241,17 @@ class EngineProcesses:
         answers = self._each(pids, ComparePreserved(stage=stage), Findings, EXPLAIN_S)
         return [placed(lost, self._now[pid].process) for pid, answer in answers.items() for lost in answer.findings]
 
+    def more_awake(self, stage: str) -> list[Finding]:
+        """What each holds more under tensors than before the sleep, after a wake; right after its `end_stage`."""
+        pids = [
+            pid
+            for pid, now in self._now.items()
+            if pid in self._before_sleep
+            and sum(now.levels.tensors.values()) >= sum(self._before_sleep[pid].levels.tensors.values()) + LEAST
+        ]
+        answers = self._each(pids, ExplainAwake(stage=stage), Findings, EXPLAIN_S)
+        return [placed(more, self._now[pid].process) for pid, answer in answers.items() for more in answer.findings]
+
     def announce(self, pids: Collection[int], stage: str, cycle: int) -> Collection[int]:
         """What appears in some of them from here on, appeared in this stage; returns those that follow it."""
         asked = [pid for pid in pids if pid not in self.not_measured]
@@ -303,7 +314,9 @@ class EngineProcesses:
             self.ended.note(pid)
         self._silent = [_levels_of(pid, NOTHING_SAID, cards.get(pid, {})) for pid in family if pid not in levels]
         self._now = {pid: _levels_of(pid, levels[pid], cards.get(pid, {})) for pid in sorted(levels)}
-        if not stage.startswith("sleep"):
+        if stage.startswith("sleep"):
+            self._before_sleep = self._at_work
+        else:
             self._at_work = self._now
         self._inferences.after(stage)
         if stage == "infer":
@@ -321,12 +334,13 @@ class EngineProcesses:
 
     @property
     def not_judged_asleep(self) -> tuple[NotMeasured, ...]:
-        """The processes of which it is not known what inferring has left while the engine slept."""
+        """What is not known of sleeps: what inferring has left in a process, and whether as much as came is enough."""
         why = "it was not ready when the first inference began: let create return once it is"
-        return tuple(
+        unwatched = [
             NotMeasured(what=f"what inferring has left asleep in {self._unwatched[pid].text}", why=why)
             for pid in self._slept_unwatched
-        )
+        ]
+        return (*unwatched, *self._undeclared.values())
 
     def _collected(self, now: ProcessLevels) -> Levels:
         """The levels after an inference, without garbage where tensors have become more since the one before."""
@@ -407,13 +421,18 @@ class EngineProcesses:
         # What inferring left is reported by itself.
         left = {pid: sum(finding.bytes for finding in answer.findings) for pid, answer in of_inferring.items()}
         reported_pids: set[int] = set()
-        # On a card each sleep gives up what it keeps on the host.
-        if empties or self.kind == "cuda":
-            for pid, before in self._at_work.items():
-                now = self._now.get(pid)
-                kept = [] if now is None else self.kept(stage, before, now, left.get(pid, 0))
-                reported_pids.update([pid] if kept else ())
-                found += kept
+        for pid, before in self._at_work.items():
+            now = self._now.get(pid)
+            sizes = None if now is None else self.kept(before, now, left.get(pid, 0))
+            if now is None or sizes is None:
+                continue
+            # On a card each sleep gives up what it keeps on the host.
+            if empties or self.kind == "cuda":
+                reported_pids.add(pid)
+                found.append(self._explain_kept(stage, sizes, now))
+            else:
+                role = role_of(now.process.name)
+                self._undeclared[role, stage] = not_judged(stage, sizes, self.kind, now.process.text)
         kept_groups = communicators_kept(stage, self._at_work, self._now) if empties else []
         return [*found, *kept_groups, *self._uneven(stage, left, reported_pids)]
 
@@ -450,15 +469,17 @@ class EngineProcesses:
         excused = left + (before.of_libraries if self.kind == "cuda" else 0)
         return held - excused, holds - excused
 
-    def kept(self, stage: str, before: ProcessLevels, now: ProcessLevels, left: int) -> list[Finding]:
-        """Whether one process has given back less than half of what it held; with the holders of the largest."""
+    def kept(self, before: ProcessLevels, now: ProcessLevels, left: int) -> tuple[int, int] | None:
+        """What `_asked_and_kept` says of a process that has not given back its part; None where it has."""
         sizes = self._asked_and_kept(before, now, left)
-        if sizes is None or sizes[0] < LEAST or sizes[1] <= sizes[0] * KEPT_PART:
-            return []
+        return None if sizes is None or sizes[0] < LEAST or sizes[1] <= sizes[0] * KEPT_PART else sizes
+
+    def _explain_kept(self, stage: str, sizes: tuple[int, int], now: ProcessLevels) -> Finding:
+        """What one process has kept, with the holders of the largest."""
         question = ExplainHeld(stage=stage, kind=self.kind)
         answers = self._each([now.process.pid], question, Findings, EXPLAIN_S)
         holders = answers[now.process.pid].findings if now.process.pid in answers else ()
-        return [explain_kept(stage, self.device or self.kind, sizes, now, holders)]
+        return explain_kept(stage, self.device or self.kind, sizes, now.process, now.arenas(self.kind), holders)
 
     def _pids(self) -> list[int]:
         """Whom to ask; not again who has not answered once: the engine would wait at each stage."""

@@ -144,7 +144,12 @@ def mapped_by_failed_wake(
 
 
 def explain_kept(
-    stage: str, device: str, sizes: tuple[int, int], now: ProcessLevels, holders: Sequence[Finding]
+    stage: str,
+    device: str,
+    sizes: tuple[int, int],
+    process: ProcessName | None,
+    arenas: Mapping[str, int],
+    holders: Sequence[Finding],
 ) -> Finding:
     """What a process has kept that a sleep gives up, with the largest of its holders.
 
@@ -152,14 +157,17 @@ def explain_kept(
         stage: the sleep.
         device: where the engine keeps its memory.
         sizes: bytes that the sleep asks the process for, and those of them that are there.
-        now: what the process holds.
+        process: which it is; None: this one.
+        arenas: bytes that arenas have mapped there, by tag.
         holders: of its tensors, as it has found them itself.
     """
     kind = device.partition(":")[0]
     asked_for, stays = sizes
+    who = "the engine" if process is None else process.text
+    where = "" if process is None else ", in that process"
     back = format_bytes(max(0, asked_for - stays))
-    message = f"{stage} gave back {back} of {format_bytes(asked_for)} that {now.process.text} held at work"
-    suspects = ("kept asleep", role_of(now.process.name))
+    message = f"{stage} gave back {back} of {format_bytes(asked_for)} that {who} held at work"
+    suspects = ("kept asleep", "" if process is None else role_of(process.name))
     mark = fingerprint(resource="tensors", device=kind, stage=stage, suspects=suspects)
     largest = max(holders, key=lambda finding: finding.bytes, default=None)
     if largest is not None:
@@ -171,10 +179,9 @@ def explain_kept(
             stage=stage,
             fingerprint=mark,
             former_fingerprint="",
-            process=now.process,
-            advice=f"let go of {largest.holder or 'it'} in {stage}, in that process",
+            process=process,
+            advice=f"let go of {largest.holder or 'it'} in {stage}{where}",
         )
-    arenas = now.arenas(kind)
     holder = f"arena {max(arenas, key=lambda tag: arenas[tag])!r}" if arenas else None
     return Finding(
         resource="arena" if arenas else "driver" if kind == "cuda" else "tensors",
@@ -186,6 +193,6 @@ def explain_kept(
         message=f"{message}; {format_bytes(stays)} stay, held by {holder}" if holder else message,
         fingerprint=mark,
         holder=holder,
-        advice=f"let go of it in {stage}, in that process",
-        process=now.process,
+        advice=f"let go of it in {stage}{where}",
+        process=process,
     )

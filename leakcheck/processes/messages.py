@@ -51,6 +51,16 @@ class ExplainAsleep(_Message, frozen=True, kw_only=True, tag="explain-asleep"):
     kind: str
 
 
+class ExplainAwake(_Message, frozen=True, kw_only=True, tag="explain-awake"):
+    """Who holds what there is more after a wake than before the sleep; answered by `Findings`.
+
+    Attributes:
+        stage: the wake, which has ended.
+    """
+
+    stage: str
+
+
 class ExplainHeld(_Message, frozen=True, kw_only=True, tag="explain-held"):
     """Who holds the largest tensors; answered by `Findings`.
 
@@ -130,6 +140,7 @@ Question: TypeAlias = (
     Begin
     | Read
     | ExplainAsleep
+    | ExplainAwake
     | ExplainHeld
     | ExplainLeft
     | ClearCaches

@@ -181,6 +181,8 @@ class OtherProcesses:
             self._engine.end_stage(stage.name)
             if stage.name.startswith("sleep"):
                 self._found += self._engine.after_sleep(stage.name, self._turn, empties=False)
+            elif error is None and stage.name.startswith("wake"):
+                self._found += self._engine.more_awake(stage.name)
         outer = stage.path[-2] if len(stage.path) > 1 else "test"
         self._engine.begin_stage(outer, self._turn)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import msgspec
 
-from lowtide.leakcheck.baseline.storages import HeldStorage, Key, text_of
+from lowtide.leakcheck.baseline.storages import HeldStorage, Key, text_of, within
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
+from lowtide.leakcheck.findings.slept_tensors import SleptTensors
 from lowtide.leakcheck.findings.storage_holders import explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.processes.messages import Levels
@@ -30,6 +32,7 @@ class OwnTensors:
 
     def __init__(self) -> None:
         self._leftovers: LeftoverTensors | None = None
+        self._slept = SleptTensors()
         self._imported: dict[str, int] = {}
         self._cycle = 0
 
@@ -41,9 +44,11 @@ class OwnTensors:
         self._note_imports()
         self._cycle = cycle
         self._leftovers.stage(stage, cycle)
+        self._slept.begin(stage)
 
     def asleep(self, cycle: int, kind: str) -> list[Finding]:
-        """Who holds what is left of inferring."""
+        """Who holds what is left of inferring; the sleep has ended."""
+        self._slept.end()
         if self._leftovers is None:
             return []
         pools = announced_pools()
@@ -51,6 +56,13 @@ class OwnTensors:
         for device in _devices(kind):
             found += self._leftovers.explain_asleep(None, cycle, device, pools)
         return found
+
+    def more_awake(self, stage: str) -> list[Finding]:
+        """Return who holds what there is more after a wake than before the sleep."""
+        if self._leftovers is None:
+            return []
+        context = self._leftovers.context(None)
+        return self._slept.more_awake(stage, lambda: replace(context, living=True))
 
     def left(self, cycle: int | None, stage: str = "") -> list[tuple[Finding, dict[int, int]]]:
         """Who holds what appeared in one cycle, or in any, and is not garbage; with its bytes by cycle.
@@ -95,12 +107,12 @@ class OwnTensors:
         context = leftovers.context(None)
         with collector_paused():
             survey = survey_storages(Census(all_objects()))
-        pooled = [part for pool in announced_pools() for part in pool.addresses]
+        is_pooled = within(announced_pools())
         rows: dict[str, list[HeldStorage]] = {}
         for storage in sorted(survey.storages, key=lambda each: -each.bytes):
             device = storage.device
-            inside = any(start <= storage.address < start + length for start, length in pooled)
-            if device.partition(":")[0] == kind and not inside and len(rows.setdefault(device, [])) < most:
+            is_asked = device.partition(":")[0] == kind and not is_pooled(storage.address)
+            if is_asked and len(rows.setdefault(device, [])) < most:
                 rows[device].append(_held(storage, stage))
         keys: set[Key] = {held.key for row in rows.values() for held in row}
         explained = explain_storages(keys, context)

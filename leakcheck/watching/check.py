@@ -70,7 +70,7 @@ class LeakCheck:
         self._stack = ExitStack()
         self._report: Report | None = None
         self._outer: list[str] = []
-        self._sleeps = SleepWatch()
+        self._sleeps = SleepWatch(lambda: bool(self._watch.others.readings))
 
     def __enter__(self) -> LeakCheck:
         if not young_generations_tell():
@@ -102,14 +102,15 @@ class LeakCheck:
             verdict = self._watch.end()
             findings = shipped().apply((*verdict.findings, *self._sleeps.take()), date.today()).findings
             leaks = any(finding.suppressed_by is None for finding in findings)
-            outcome, reason = judged_as("leak" if leaks else "clean", verdict.not_measured)
+            not_measured = (*verdict.not_measured, *self._sleeps.take_unjudged())
+            outcome, reason = judged_as("leak" if leaks else "clean", not_measured)
             self._report = self._report_of(
                 Subject(
                     id=self._name,
                     outcome=outcome,
                     reason=reason,
                     findings=findings,
-                    not_measured=verdict.not_measured,
+                    not_measured=not_measured,
                 )
             )
 

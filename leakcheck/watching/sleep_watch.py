@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lowtide.leakcheck.explaining.explain import explain
+from lowtide.leakcheck.findings.life_findings import ENGINE
+from lowtide.leakcheck.findings.slept_tensors import LEAST, SleptTensors, not_judged
+from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.probes.device.allocations import read_allocations
 from lowtide.probes.memory.pointers import LabelledRange, TensorPointers, find_pointers, gone_since
@@ -14,7 +17,7 @@ from lowtide.probes.memory.tensors import plain_tensors
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import loaded
 from lowtide.probes.stages import EnteredStage, PoolReading, announced_pools
-from lowtide.reports.schema import Finding
+from lowtide.reports.schema import Finding, NotMeasured
 
 _MOST_WORDS = 1 << 23
 """Words of a tensor that is read on the host: a block table of 64 MiB; a card reads 141 GB in 31 ms."""
@@ -24,16 +27,29 @@ class SleepWatch:
     """Remembers the mapped parts of the announced arenas when a stage `sleep` begins.
 
     When a stage `wake…` ends, all live tensors of 64-bit integers are searched for pointers to what of it is not mapped
-    any more.  An arena that is asleep still, as after a wake of another part, is looked at after the next wake.  Where
-    an engine announces no arena, nothing is read.
+    any more.  An arena that is asleep still, as after a wake of another part, is looked at after the next wake.
+
+    What a sleep gives back and a wake makes is compared besides: see `SleptTensors`.
+
+    Args:
+        elsewhere: says whether the engine's tensors are in other processes, whose sleep is judged by them.
+
+    Attributes:
+        engine: the one whose stage it is, where that is known; whoever sets it lets go of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Callable[[], bool] = lambda: False) -> None:
         self._memory: dict[str, list[LabelledRange]] = {}
         self._findings: list[Finding] = []
+        self._slept = SleptTensors()
+        self.engine: object = None
+        self._elsewhere = elsewhere
+        self._unjudged: dict[str, NotMeasured] = {}
 
     def entered(self, stage: EnteredStage) -> None:
         """A stage begins."""
+        if _sleeps_or_wakes(stage):
+            self._slept.begin(stage.name)
         if _is_outermost(stage, "sleep"):
             self._memory = {}
             for pool in _arenas():
@@ -43,6 +59,8 @@ class SleepWatch:
 
     def left(self, stage: EnteredStage, error: BaseException | None) -> None:
         """A stage has ended; a wake that failed may be made again."""
+        if _sleeps_or_wakes(stage):
+            self._compare(stage.name, failed=error is not None)
         if self._memory and error is None and _is_outermost(stage, "wake"):
             for device, memory in list(self._memory.items()):
                 pools = [pool for pool in _arenas() if pool.device == device]
@@ -59,6 +77,23 @@ class SleepWatch:
         """What was found since the last call."""
         found, self._findings = tuple(self._findings), []
         return found
+
+    def take_unjudged(self) -> tuple[NotMeasured, ...]:
+        """Return the sleeps since the last call that have given back nothing, where nobody says what they should."""
+        unjudged, self._unjudged = tuple(self._unjudged.values()), {}
+        return unjudged
+
+    def _compare(self, stage: str, *, failed: bool) -> None:
+        self._slept.end()
+        if failed:
+            return
+        if stage.startswith("wake"):
+            self._findings += self._slept.more_awake(stage, lambda: Context(roots=[(ENGINE, self.engine)], living=True))
+            return
+        sizes = self._slept.kept_asleep()
+        # Tensors that are none of the engine's are held, too.
+        if sizes is not None and sizes[0] - sizes[1] < LEAST and not self._elsewhere():
+            self._unjudged[stage] = not_judged(stage, sizes, self._slept.kind)
 
     def _search(self, device: str, stage: str, judged: Sequence[LabelledRange], gone: Iterable[LabelledRange]) -> None:
         torch: Any = loaded("torch")
@@ -105,6 +140,10 @@ def _message(item: TensorPointers, holder: str) -> str:
 def _is_outermost(stage: EnteredStage, name: str) -> bool:
     # An engine's own mark within that of its test is the same sleep.
     return stage.name.startswith(name) and not any(part.startswith(name) for part in stage.path[:-1])
+
+
+def _sleeps_or_wakes(stage: EnteredStage) -> bool:
+    return _is_outermost(stage, "sleep") or _is_outermost(stage, "wake")
 
 
 def _arenas() -> list[PoolReading]:

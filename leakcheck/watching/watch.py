@@ -25,6 +25,7 @@ from lowtide.leakcheck.baseline.storages import (
     new_storages,
     read_heap,
     text_of,
+    within,
 )
 from lowtide.leakcheck.explaining.cut import NamespaceSizes, namespace_sizes
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies
@@ -58,7 +59,6 @@ from lowtide.probes.host.counters import CounterReader, Counters
 from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_events import ProcessEvents
 from lowtide.probes.host.process_tree import ProcessTree
-from lowtide.probes.memory.ranges import common, merge
 from lowtide.probes.memory.tensors import survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc
@@ -250,12 +250,12 @@ class Watch:
         if not any(is_tensor(born.item) for born in self._births.survivors(label)):
             return []
         gc.collect()
-        pooled = merge(part for pool in announced_pools() for part in pool.addresses)
+        is_pooled = within(announced_pools())
         readings, _ = new_storages([born for born in self._births.survivors(label) if is_tensor(born.item)], {})
         held = [
             HeldStorage(key, storage.bytes, text_of(storage), stage, None, turn)
             for key, (storage, stage, turn) in readings.items()
-            if storage.bytes and not common([(storage.address, 1)], pooled)
+            if storage.bytes and not is_pooled(storage.address)
         ]
         turns = {each.key: each.turn for each in held}
         with sharing_walk() as walk:

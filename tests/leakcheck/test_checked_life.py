@@ -25,7 +25,7 @@ from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.script import Call, Fault, LifeError
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.targets.faults import Seam
-from lowtide.leakcheck.targets.target import Capabilities, TargetError
+from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory
 from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
@@ -43,7 +43,7 @@ def tidy() -> Iterator[None]:
     gc.collect()
 
 
-def live(target: type[SmallTarget], play: Play) -> CheckedLife:
+def live(target: TargetFactory, play: Play) -> CheckedLife:
     with Lives(target) as lives:
         life = CheckedLife(lives)
         try:
@@ -55,7 +55,7 @@ def live(target: type[SmallTarget], play: Play) -> CheckedLife:
         return life
 
 
-def fails(target: type[SmallTarget], play: Play, resource: str, message: str, cause: str | None = None) -> LifeError:
+def fails(target: TargetFactory, play: Play, resource: str, message: str, cause: str | None = None) -> LifeError:
     with pytest.raises(LifeError, match=message) as caught:
         live(target, play)
     (finding, *_) = caught.value.findings
@@ -281,6 +281,60 @@ def test_what_sleeps_has_no_pages_and_what_is_awake_has_all(
     target: type[SmallTarget], message: str, amount: int
 ) -> None:
     assert fails(target, sleeps, "arena", message).findings[0].bytes == amount
+
+
+class Arenaless:
+    """Has its cache in no arena, and makes it again in the wake."""
+
+    empties: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.cache: torch.Tensor | None = None
+        self.spare: torch.Tensor | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(sleep_levels=(1,), emptying_levels=self.empties)
+
+    def create(self, config: Mapping[str, object]) -> None:
+        self.cache = torch.zeros(1 << 23, dtype=torch.uint8)
+
+    def infer(self, prompt_lengths: Sequence[int], max_tokens: int) -> Sequence[Sequence[int]]:
+        return [[1] * max_tokens for _ in prompt_lengths]
+
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        self.cache = None
+        return {}
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        self.cache = torch.zeros(1 << 23, dtype=torch.uint8)
+
+    def shutdown(self) -> None:
+        self.cache = self.spare = None
+
+
+class KeepsAView(Arenaless):
+    def sleep(self, level: int, mode: str) -> Mapping[str, Sequence[int]]:
+        assert self.cache is not None
+        self.spare = self.cache[:100]
+        return super().sleep(level, mode)
+
+
+class EmptiesNothing(KeepsAView):
+    empties = (1,)
+
+
+@pytest.mark.parametrize(
+    ("target", "stage", "message"),
+    [
+        (KeepsAView, "wake", "8.0 MiB more on cpu after wake than before the sleep: engine.spare kept"),
+        (EmptiesNothing, "sleep(1)", "gave back 0 B of 8.0 MiB .* the largest held by engine.spare"),
+    ],
+)
+def test_an_engine_without_arenas_is_judged_by_its_tensors(target: type[Arenaless], stage: str, message: str) -> None:
+    (finding,) = fails(target, sleeps, "tensors", message).findings
+    assert (finding.stage, finding.bytes) == (stage, 1 << 23)
+    live(Arenaless, sleeps)
 
 
 class KeepsATensor(SmallTarget):

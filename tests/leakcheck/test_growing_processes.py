@@ -41,11 +41,33 @@ def test_what_was_not_ready_when_inferring_began_is_not_judged_asleep(child: Chi
     found = child.asked.after_sleep("sleep(1)", 1, empties=False)
     keeps = what == "keep one"
     assert len(found) == (keeps and ready)
-    assert len(child.asked.not_judged_asleep) == (keeps and not ready)
+    # Of what was there before, it is not known either whether it should have come back.
+    assert len(child.asked.not_judged_asleep) == 2 * (keeps and not ready)
     if keeps and not ready:
-        (missing,) = child.asked.not_judged_asleep
+        missing, _ = child.asked.not_judged_asleep
         assert missing.what == f"what inferring has left asleep in pid {child.pid} (engine-core)"
         assert "let create return once it is" in missing.why
+
+
+@pytest.mark.parametrize(("made", "more"), [("keep one", 1), ("keep the last", 0)])
+def test_what_a_wake_makes_beside_what_the_sleep_has_kept_is_told_in_its_process(
+    child: Child, made: str, more: int
+) -> None:
+    for stage, what in (("create", "keep the last"), ("sleep", "keep nothing"), ("wake", made)):
+        child.asked.begin_stage(stage, 1)
+        child.requests.send(what)
+        assert child.requests.recv() == "done"
+        child.asked.end_stage(stage)
+        if stage == "sleep":
+            child.asked.after_sleep(stage, 1, empties=False)
+    assert [each.what for each in child.asked.not_judged_asleep] == [
+        f"what sleep gives back on cpu in pid {child.pid} (engine-core): 0 B of 8.0 MiB came back"
+    ]
+    found = child.asked.more_awake("wake")
+    assert [(each.bytes, each.stage, each.process and each.process.pid) for each in found] == (
+        [(8 * MIB, "wake", child.pid)] * more
+    )
+    assert all("growing_child.KEPT" in str(each.holder) for each in found)
 
 
 @pytest.mark.cuda

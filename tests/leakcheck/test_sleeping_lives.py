@@ -102,6 +102,68 @@ def test_the_clean_engine_is_clean_and_infers_to_the_end() -> None:
     assert engine.reported == ["infer"] * 3
 
 
+# --- a sleep that gives nothing back ---------------------------------------------------------------------------------
+
+
+class DropsItsCache(Sleeper):
+    """Has its cache in no arena, and makes it again in the wake."""
+
+    def create(self) -> None:
+        super().create()
+        self.cache = torch.zeros(8 * MIB, dtype=torch.uint8)
+
+    def sleep(self, level: int) -> None:
+        super().sleep(level)
+        del self.cache
+
+    def wake(self) -> None:
+        super().wake()
+        self.cache = torch.zeros(8 * MIB, dtype=torch.uint8)
+
+    def shutdown(self) -> None:
+        self.__dict__.pop("cache", None)
+        self.__dict__.pop("spare", None)
+        super().shutdown()
+
+
+class KeepsAViewOfIt(DropsItsCache):
+    def sleep(self, level: int) -> None:
+        self.spare = self.cache[:100]
+        super().sleep(level)
+
+
+class KeepsIt(DropsItsCache):
+    def sleep(self, level: int) -> None:
+        Sleeper.sleep(self, level)
+
+    def wake(self) -> None:
+        Sleeper.wake(self)
+
+
+def test_what_an_engine_kept_of_its_cache_asleep_is_told_once_it_has_made_another() -> None:
+    finding = only(KeepsAViewOfIt)
+    assert (finding.resource, finding.stage, finding.bytes, finding.holder) == (
+        "tensors",
+        "wake",
+        8 * MIB,
+        "engine.spare",
+    )
+    assert is_clean(DropsItsCache)
+
+
+@pytest.mark.parametrize("script", [ONE_SLEEP, ("create", "infer", "sleep(2)", "wake", "infer", "shutdown")])
+def test_what_stays_asleep_is_told_where_nothing_may_and_not_judged_where_nobody_says(script: Sequence[str]) -> None:
+    subject, _ = live(KeepsIt, script)
+    unsaid = [item.what for item in subject.not_measured if "gives back" in item.what]
+    if "sleep(1)" in script:
+        assert subject.findings == ()
+        assert unsaid == ["what sleep(1) gives back on cpu: 1.0 MiB of 9.0 MiB came back"]
+    else:
+        (finding,) = subject.findings
+        assert (finding.resource, finding.stage, finding.holder) == ("tensors", "sleep(2)", "engine.cache")
+        assert unsaid == []
+
+
 # --- a wake that fails ----------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""An engine's sleep and wake in a test: block tables that lead to pages which the sleep dropped are found."""
+"""An engine's sleep and wake in a test: pointers to dropped pages are found, and what the sleep has kept."""
 
 from __future__ import annotations
 
@@ -42,6 +42,29 @@ INNER = """
         staged.wake_up(writes)
         for cache in engine.caches:
             cache.close()
+
+
+    class Arenaless:
+        def __init__(self, keeps):
+            self.keeps, self.kv, self.spare = keeps, torch.zeros(2, 64, 1 << 14), None
+
+        def sleep(self):
+            self.spare = self.kv[:, :8] if self.keeps else None
+            self.kv = None
+
+        def wake_up(self):
+            self.kv = torch.zeros(2, 64, 1 << 14)
+
+        def close(self):
+            self.kv = self.spare = None
+
+
+    @pytest.mark.parametrize("keeps", [True, False])
+    def test_cache(leakcheck, keeps):
+        staged = leakcheck.engine(Arenaless(keeps), sleep="sleep", wake="wake_up", shutdown="close")
+        staged.sleep()
+        staged.wake_up()
+        staged.close()
 """
 
 
@@ -51,3 +74,9 @@ def test_the_stages_of_an_engine_are_judged_by_it(run_inner: RunInner) -> None:
     assert run.leaks("test_inner.py::test_sleep[False]") == [("pointers", "wake")]
     (finding,) = run.subject("test_inner.py::test_sleep[False]").findings
     assert "which was in arena 'kv_cache' when the sleep began" in finding.message
+    assert run.is_clean("test_inner.py::test_cache[False]")
+    assert run.leaks("test_inner.py::test_cache[True]") == [("tensors", "wake")]
+    (kept,) = run.subject("test_inner.py::test_cache[True]").findings
+    assert (kept.bytes, kept.holder) == (8 << 20, "engine.spare")
+    (unsaid,) = run.subject("test_inner.py::test_cache[True]").not_measured
+    assert unsaid.what.startswith("what sleep gives back on cpu: 0 B of ")

@@ -106,6 +106,8 @@ class _MarkedLife:
             self.engine.end_stage(name)
             if name.startswith("sleep"):
                 self.found += self.engine.after_sleep(name, 1, empties=False)
+            elif name.startswith("wake"):
+                self.found += self.engine.more_awake(name)
         self.engine.begin_stage(report.path[-2] if len(report.path) > 1 else "program", 1)
 
     def added_to(self, end: TreeEnd) -> TreeEnd:
