@@ -5,7 +5,7 @@ Several are compared: of one process from cycle to cycle, or of ranks at the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -66,8 +66,32 @@ class Survivors:
         """`load_weights, model.py:12`: the innermost function that is not torch's or Python's."""
         if not self.stack:
             return "no Python stack was recorded"
-        frame = self.stack[telling_frames(self.stack)[0]]
-        return f"{frame.function}, {Path(frame.file).name}:{frame.line}"
+        return frame_text(self.stack[telling_frames(self.stack)[0]])
+
+
+def frame_text(frame: StackFrame) -> str:
+    """Return a frame as `load_weights, model.py:12`."""
+    return f"{frame.function}, {Path(frame.file).name}:{frame.line}"
+
+
+def texts_of(survivors: Sequence[Survivors]) -> list[str]:
+    """Return the text of each; with the caller in which their stacks differ, where several would have one text."""
+    alike: dict[tuple[str, str], set[tuple[StackFrame, ...]]] = {}
+    for each in survivors:
+        alike.setdefault((each.device, each.text), set()).add(each.stack)
+    return [_told_apart(each, alike[each.device, each.text]) for each in survivors]
+
+
+def _told_apart(survivors: Survivors, stacks: Collection[tuple[StackFrame, ...]]) -> str:
+    telling = [survivors.stack[place] for place in telling_frames(survivors.stack)] if survivors.stack else []
+    others = [[stack[place] for place in telling_frames(stack)] for stack in stacks if stack != survivors.stack]
+    # The innermost one that each of the others lacks tells it from them all; of the others' callers it may be one.
+    callers = [
+        next((place for place, frame in enumerate(telling) if other[place : place + 1] != [frame]), 0)
+        for other in others
+    ]
+    place = max(callers, default=0)
+    return survivors.text if not place else f"{survivors.text} < {frame_text(telling[place])}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +104,7 @@ class Pool:
         segments: how many it has taken from the driver.
         reserved: in them.
         used: of these, in blocks that are in use or wait for a stream.
+        said: what the file says that is in use, beside its blocks: another figure, where it contradicts itself.
         largest_free: the largest block that is free.
         returnable: what `empty_cache()` gives back, unless a CUDA graph or a `MemPool` still has the pool: segments
             without any block in use, and free pages of expandable ones.
@@ -90,6 +115,7 @@ class Pool:
     segments: int
     reserved: int
     used: int
+    said: int
     largest_free: int
     returnable: int
 
@@ -227,6 +253,7 @@ def _pools(segments: Iterable[Segment]) -> Iterator[Pool]:
             segments=len(each),
             reserved=sum(segment.size for segment in each),
             used=sum(segment.used for segment in each),
+            said=sum(segment.used if segment.said is None else segment.said for segment in each),
             largest_free=max(segment.largest_free for segment in each),
             returnable=sum(segment.returnable for segment in each),
         )

@@ -149,6 +149,7 @@ class Segment:
         used: of this, in blocks that are in use or wait for a stream.
         largest_free: the largest block that is free.
         returnable: what `empty_cache()` gives back, if the pool is the default one.
+        said: what the file says that is in use, beside the blocks that it lists; None where it does not.
     """
 
     device: int
@@ -159,6 +160,7 @@ class Segment:
     used: int
     largest_free: int
     returnable: int
+    said: int | None = None
 
     @property
     def free(self) -> int:
@@ -297,6 +299,8 @@ def read_segment(segment: Mapping[str, Any], stacks: Stacks) -> tuple[Segment, B
     _empty(segment["blocks"])
     first, second = segment.get("segment_pool_id", (0, 0))
     size, address = _whole(segment["total_size"]), _whole(segment.get("address", 0))
+    # Older versions write no more than what is allocated, without the blocks that wait for a stream.
+    active = segment.get("active_size")
     expandable = bool(segment.get("is_expandable"))
     used = _whole(sum(blocks.sizes))
     page = _LARGE_PAGE if segment.get("segment_type") == "large" else _SMALL_PAGE
@@ -315,6 +319,7 @@ def read_segment(segment: Mapping[str, Any], stacks: Stacks) -> tuple[Segment, B
             used=used,
             largest_free=max((length for _, length in free), default=0),
             returnable=returnable,
+            said=None if active is None else _whole(active),
         ),
         blocks,
     )

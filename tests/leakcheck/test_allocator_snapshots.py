@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, compare, read_snapshot
+from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, compare, read_snapshot, texts_of
 from tests.leakcheck.torch_snapshots import (
     FORWARD,
     LOAD,
@@ -439,6 +439,36 @@ def test_the_command_shows_the_frames_of_the_program_in_a_stack(tmp_path: Path) 
         "… 6 more",
         "serve, /srv/model.py:1",
     ]
+
+
+def test_rows_of_one_function_are_told_apart_by_the_caller_in_which_they_differ(tmp_path: Path) -> None:
+    def stack(line: int, caller: str = "prefill") -> list[dict[str, Any]]:
+        return [frame("empty", file="/x/site-packages/torch/nn.py"), frame("alloc", 3), frame(caller, line)]
+
+    stacks = [stack(10), stack(12), [*stack(10), frame("serve", 7)], stack(30, "decode")]
+    alone = frame("load", 1), frame("main", 2)
+    snapshot = read(
+        segment(*(block(5 - turn, each) for turn, each in enumerate(stacks)), block(9, alone)), path=tmp_path / "a"
+    )
+    assert texts_of(snapshot.survivors) == [
+        "load, model.py:1",
+        "alloc, model.py:3 < prefill, model.py:10",
+        "alloc, model.py:3 < prefill, model.py:12",
+        "alloc, model.py:3 < serve, model.py:7",
+        "alloc, model.py:3 < decode, model.py:30",
+    ]
+    assert texts_of(snapshot.survivors[:2]) == ["load, model.py:1", "alloc, model.py:3"]
+
+
+@pytest.mark.parametrize(("said", "is_told"), [(4, False), (7, True), (None, False)])
+def test_a_file_that_contradicts_itself_is_told(tmp_path: Path, said: int | None, is_told: bool) -> None:
+    active = {} if said is None else {"active_size": said * MIB}
+    waiting = block(1, LOAD, state="active_pending_free")
+    path = written(tmp_path / "a.pickle", {**segment(block(3, LOAD), waiting, block(6, state="inactive")), **active})
+    shown = " ".join(run(path).stdout.split())
+    told = "the file contradicts itself: of cuda:0 it says that 7.0 MiB are in use, and its blocks are 4.0"
+    assert (told in shown) == is_told
+    assert ("contradicts" in shown) == is_told
 
 
 def test_the_command_refuses_what_is_no_snapshot(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from lowtide.leakcheck.snapshots.allocator_snapshot import (
     Survivors,
     compare,
     sum_stages,
+    texts_of,
 )
 from lowtide.leakcheck.snapshots.blocks_and_events import OUTSIDE, Segment
 from lowtide.probes.memory.stack_frames import StackFrame, telling_frames
@@ -42,6 +43,12 @@ def pools_table(read: AllocatorSnapshot) -> FigureTable:
             Column("pool", tuple(_pool(pool.id) for pool in pools)),
         ),
         figures=tuple(Column(name, tuple(cells)) for name, cells in figures.items()),
+        notes=tuple(
+            f"the file contradicts itself: of {pool.device} it says that {_mib(pool.said)} MiB are in use, "
+            f"and its blocks are {_mib(pool.used)}"
+            for pool in pools
+            if pool.said != pool.used
+        ),
     )
 
 
@@ -84,7 +91,7 @@ def survivors_table(survivors: Sequence[Survivors], top: int) -> FigureTable:
             Column("device", tuple(each.device for each in shown)),
             Column("fingerprint", tuple(each.fingerprint for each in shown)),
             *stages,
-            Column("allocated by", tuple(each.text for each in shown)),
+            Column("allocated by", tuple(texts_of(shown))),
         ),
         figures=(
             Column("MiB", tuple(_mib(each.bytes) for each in shown)),
@@ -154,7 +161,7 @@ def differences_table(read: Sequence[AllocatorSnapshot], by: By, top: int) -> Re
         title = f"What differs from {by} to {by}, by the function that allocated it (MiB)"
         labels = (
             Column("fingerprint", tuple(each.survivors.fingerprint for each in shown)),
-            Column("allocated by", tuple(each.survivors.text for each in shown)),
+            Column("allocated by", tuple(texts_of([each.survivors for each in shown]))),
         )
     files = (Column(each.name, tuple(_mib(row.bytes[turn]) for row in shown)) for turn, each in enumerate(read))
     return FigureTable(title=title, labels=labels, figures=(*files, last), notes=_more(len(differing), len(shown)))
