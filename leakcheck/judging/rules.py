@@ -71,7 +71,7 @@ _OF_PROCESS = (
         "host-memory",
         "host-memory",
         "process",
-        "the process's own memory that nothing else here explains",
+        "the process's own memory that nothing else here explains; what arrays are of it counts with a card as without",
         # Heaps fragment, libraries build tables, threads get stacks; on an H200 a process's first engine, with its
         # libraries, took 516 MiB.
         test=Bound(64 * MIB, with_card=768 * MIB, rung=Rung.CLEAR_HOST_CACHE),

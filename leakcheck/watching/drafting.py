@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 
-from lowtide.leakcheck.baseline.deep_reading import Deep
+from lowtide.leakcheck.baseline.deep_reading import Deep, devices_of
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership, Subject
@@ -28,7 +28,7 @@ from lowtide.leakcheck.judging.items import FROZEN, listed
 from lowtide.leakcheck.judging.judge import judge
 from lowtide.leakcheck.judging.ladder import LadderStep
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON, Metric
-from lowtide.leakcheck.judging.tolerances import Reading
+from lowtide.leakcheck.judging.tolerances import Reading, may_be_of_libraries
 from lowtide.leakcheck.libraries.library_items import Sorted
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
 from lowtide.leakcheck.watching.remedy_trials import Draft
@@ -82,6 +82,7 @@ class Drafting:
         """What one subject has left, as findings and as leaks for which remedies are still to be tried."""
         own = [LadderStep(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
         context = replace(context, module=(subject.where if subject is not None else "") or module)
+        devices = devices_of(self._ownership.baseline)
         found: list[Draft] = []
         judged = judge(metrics, Reading(), own, stage=stage, cycle=1)
         for finding, key in zip(judged.findings, judged.keys, strict=True):
@@ -113,9 +114,14 @@ class Drafting:
                     leak = with_changes(
                         leak, self._ownership.left(self._read(), subject, ended), self._environment.place_of
                     )
-                found += [
+                named = [
                     with_array_holder(with_fingerprint(part, context.module), context)
                     for part in with_pool_holders(leak, context)
+                ]
+                found += [
+                    part
+                    for part in named
+                    if part.explanation is not None or not may_be_of_libraries(part.finding, devices)
                 ]
         return found
 

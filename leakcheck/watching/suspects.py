@@ -12,14 +12,13 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from lowtide.leakcheck.baseline.deep_reading import devices_of
 from lowtide.leakcheck.baseline.device_memory import MEMORY_POOL, DeviceMemory
 from lowtide.leakcheck.baseline.filled_caches import FilledCaches
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.records import Ownership
 from lowtide.leakcheck.baseline.storages import is_tensor
 from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb
-from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, UNLISTED_TOLERANCE, host_memory_tolerance
+from lowtide.leakcheck.judging.tolerances import DRIVER_TOLERANCE, HOST_MEMORY_TOLERANCE, UNLISTED_TOLERANCE
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.heap.births import Births
 from lowtide.probes.heap.caches import LRU_CACHE
@@ -96,7 +95,7 @@ class Suspects:
     def slack(self, key: str, tolerance: int) -> int:
         """Bytes by which a level may rise before it deserves a full reading."""
         if key == "host-memory":
-            return max(tolerance, host_memory_tolerance(devices_of(self._ownership.baseline)))
+            return max(tolerance, HOST_MEMORY_TOLERANCE)
         if key.startswith("driver ") and not self._device_memory.lists_allocations(key.partition(" ")[2]):
             return max(tolerance, DRIVER_TOLERANCE)
         if key.startswith(MEMORY_POOL):

@@ -56,6 +56,13 @@ def test_pools_of_two_holders():
 def test_driver_segment():
     driver_allocation(2 << 20)
 
+ARRAYS = {}
+
+def test_host_array():
+    import numpy
+    torch.zeros(1, device="cuda")
+    ARRAYS["batch"] = numpy.ones(256 << 20, dtype=numpy.uint8)
+
 def cuda_array():
     from cuda.bindings import runtime
 
@@ -143,6 +150,10 @@ def test_a_kernel_brings_a_table_of_4_mib():
     torch.cuda.synchronize()
 def test_first_fft():
     torch.fft.fft(torch.rand(1 << 16, device="cuda")).abs().sum().item()
+def test_host_array_given_back():
+    import numpy
+    torch.zeros(1, device="cuda")
+    numpy.ones(256 << 20, dtype=numpy.uint8)
 def test_allocator_grows():
     torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
 def test_allocator_grows_and_is_emptied():
@@ -278,6 +289,12 @@ def test_an_array_which_the_driver_lists_with_other_ranges_is_found_and_hangs_no
     found = [] if hidden else [("driver", 64 << 20)]
     assert [(finding.resource, finding.bytes) for finding in array.findings] == found
     assert array.outcome == ("clean" if hidden else "leak")
+
+
+def test_an_array_on_the_host_is_found_below_what_a_card_s_libraries_may_take_there(leaks: Report) -> None:
+    (finding,) = subject(leaks, "test_host_array").findings
+    assert (finding.resource, finding.holder) == ("host-memory", "test_inner.ARRAYS['batch']")
+    assert finding.bytes >= 250 << 20
 
 
 @pytest.mark.parametrize(
