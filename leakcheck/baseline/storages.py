@@ -43,6 +43,11 @@ class HeldStorage:
     owner: Owner | None
     turn: int = 1
 
+    @classmethod
+    def of(cls, storage: StorageReading, stage: str, owner: Owner | None = None, turn: int = 1) -> HeldStorage:
+        """Return what was read of a storage, as held since a stage."""
+        return cls(_key(storage), storage.bytes, text_of(storage), stage, owner, turn)
+
     @property
     def name(self) -> str:
         """As a finding lists it."""
@@ -109,14 +114,15 @@ def read_heap(
         if moved:
             claimed = {**claimed, **_claimed(torch, claims, _over(moved, old, births.label))}
             held += [
-                HeldStorage(key, older[key].bytes, f"{text_of(older[key])}, made before", births.label, None)
+                replace(made, text=f"{made.text}, made before")
                 for key in sorted(moved - claimed.keys())
+                for made in [HeldStorage.of(older[key], births.label)]
             ]
         for owner in claims.owners:
             # Memory that is free may be anybody's next.
             owner.storages = {key: text for key, text in owner.storages.items() if key in older or key in readings}
         held += [
-            HeldStorage(key, older[key].bytes, text_of(older[key]), stage, owner)
+            HeldStorage.of(older[key], stage, owner)
             for owner in ended
             for key, stage in owner.storages.items()
             if key in older
@@ -170,7 +176,7 @@ def _held_anew(
         owner = owner or claimed.get(key)
         if owner is None or any(owner is gone for gone in ended):
             text = stage if owner is None or stage not in by_label else owner.stage
-            held.append(HeldStorage(key, storage.bytes, text_of(storage), text, owner, turn))
+            held.append(HeldStorage.of(storage, text, owner, turn))
     return held
 
 
@@ -199,9 +205,7 @@ def thaw(stage: str, seen: Collection[Key]) -> tuple[HeldStorage, ...]:
         visible = _all_storages(torch, gc.get_objects())
     collect()
     hidden = [storage for storage in visible if _key(storage) not in reached and _key(storage) not in seen]
-    return _without_overlaps(
-        HeldStorage(_key(storage), storage.bytes, text_of(storage), stage, None) for storage in hidden
-    )
+    return _without_overlaps(HeldStorage.of(storage, stage) for storage in hidden)
 
 
 def _all_storages(torch: Any, objects: list[object]) -> tuple[StorageReading, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from lowtide.leakcheck.baseline.storages import HeldStorage, Key, text_of, within
+from lowtide.leakcheck.baseline.storages import HeldStorage, Key, within
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
 from lowtide.leakcheck.findings.tensor_findings import tensor_leaks
 from lowtide.leakcheck.judging.fingerprints import fingerprint
@@ -201,10 +201,6 @@ def _explained(storages: _Storages, stage: str, context: Context) -> list[Findin
     explained = explain_storages(set(storages), context)
     found: list[Finding] = []
     for device in sorted({device for device, _ in storages}):
-        row = [
-            HeldStorage(key, each.bytes, text_of(each), stage, None)
-            for key, each in storages.items()
-            if key[0] == device
-        ]
+        row = [HeldStorage.of(each, stage) for each in storages.values() if each.device == device]
         found += [leak.finding for leak in tensor_leaks([row], [Rung.RAW], explained, context)]
     return found

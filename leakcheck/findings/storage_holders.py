@@ -16,6 +16,7 @@ from lowtide.leakcheck.judging.budget import Budget
 from lowtide.probes.heap.holders import SharedWalk, sharing_walk
 from lowtide.probes.heap.retained import Freed
 from lowtide.probes.memory.stack_frames import StackFrame
+from lowtide.probes.memory.tensors import bytes_shown
 from lowtide.probes.objects.address_table import Ints
 from lowtide.probes.original_numpy import np
 
@@ -30,10 +31,12 @@ class Explained:
     Attributes:
         by_key: the best explanation of each: the shortest path among its tensors'.
         places: by storage, the places among the explained tensors of those over it that a root reaches.
+        shown: by storage, the bytes that these show together; more than there are, where they overlap.
     """
 
     by_key: Mapping[Key, Explanation] = field(default_factory=dict)
     places: Mapping[Key, frozenset[int]] = field(default_factory=dict)
+    shown: Mapping[Key, int] = field(default_factory=dict)
 
     @functools.cached_property
     def _keys(self) -> Mapping[int, list[Key]]:
@@ -166,7 +169,9 @@ def _explain_storages(keys: Collection[Key], context: Context) -> Explained:
             parts.setdefault(key, []).append(found)
     for key, others in parts.items():
         by_key[key] = by_key[key].with_parts(others, common_holder([by_key[key], *others]))
-    return Explained(together(by_key), {key: frozenset(found) for key, found in places.items()})
+    sizes = bytes_shown(tensors)
+    shown = {key: sum(sizes[place] for place in found) for key, found in places.items()}
+    return Explained(together(by_key), {key: frozenset(found) for key, found in places.items()}, shown)
 
 
 def behind_frozen_holders(keys: Collection[Key], context: Context) -> frozenset[Key]:
@@ -181,7 +186,7 @@ def marked_as_frozen(explained: Explained, keys: Collection[Key]) -> Explained:
         key: replace(found, verdict="frozen-holder") if key in keys and found.verdict == "reachable" else found
         for key, found in explained.by_key.items()
     }
-    return Explained(by_key, explained.places)
+    return replace(explained, by_key=by_key)
 
 
 class Older(Container[int]):

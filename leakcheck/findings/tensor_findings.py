@@ -34,6 +34,12 @@ from lowtide.reports.statement import Note, StatedFinding, Statement, noted, res
 _LEAST_FREE = 2 << 20
 """Bytes that are reported as free beside a leak; small tensors share segments of this size with all others."""
 
+_SHOWN_PART = 2
+"""What part of a storage its tensors show at most, where a copy of that would be better kept than a view."""
+
+_LEAST_HIDDEN = 64 << 10
+"""Bytes that such a copy must save to be advised."""
+
 _RUNNERS = ("/_pytest/", "/pluggy/", "/unittest/")
 
 _LONGEST_LINE = 200
@@ -256,6 +262,9 @@ def _leak(
             path=_with_sizes(explanation, explained, sizes),
             shared_bytes=_shared(group, explained),
         )
+    whole, shown = largest.held.bytes, explained.shown.get(largest.held.key, 0)
+    if 0 < shown <= whole // _SHOWN_PART and whole - shown >= _LEAST_HIDDEN:
+        finding = noted(finding, f"; a view of {format_bytes(shown)} keeps {format_bytes(whole)}: keep a clone() of it")
     if largest.rung is not None:
         finding = _returned_at(finding, largest.rung, explanation)
         return TensorLeak(finding, {}, {}, keys)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from lowtide.leakcheck.baseline.storages import HeldStorage, Key, text_of, within
+from lowtide.leakcheck.baseline.storages import HeldStorage, Key, within
 from lowtide.leakcheck.findings.life_findings import LeftoverTensors
 from lowtide.leakcheck.findings.slept_tensors import SleptTensors
 from lowtide.leakcheck.findings.storage_holders import explain_storages
@@ -20,7 +20,7 @@ from lowtide.probes.device.sleeping_segments import sleeping_bytes
 from lowtide.probes.device.torch_allocator import AllocatorReading, read_allocators, read_pinned
 from lowtide.probes.host.readings import resident_in, unnamed_shared_memory
 from lowtide.probes.memory.ranges import Range, common, total, without
-from lowtide.probes.memory.tensors import StorageReading, TensorReading, summarize, survey_storages
+from lowtide.probes.memory.tensors import TensorReading, summarize, survey_storages
 from lowtide.probes.objects.listed import Census, all_objects, collector_paused
 from lowtide.probes.originals import gc, torch_with_cuda
 from lowtide.probes.stages import PoolReading, announced_pools
@@ -113,7 +113,7 @@ class OwnTensors:
             device = storage.device
             is_asked = device.partition(":")[0] == kind and not is_pooled(storage.address)
             if is_asked and len(rows.setdefault(device, [])) < most:
-                rows[device].append(_held(storage, stage))
+                rows[device].append(HeldStorage.of(storage, stage))
         keys: set[Key] = {held.key for row in rows.values() for held in row}
         explained = explain_storages(keys, context)
         found = []
@@ -186,10 +186,6 @@ def _pinned_for_later(on_host: list[Range]) -> int:
     mapped = unnamed_shared_memory()
     free = min(reserved, resident_in(mapped).shared) - resident_in(common(on_host, mapped)).shared
     return max(free, reserved - (pinned.torch_allocated or 0))
-
-
-def _held(storage: StorageReading, stage: str) -> HeldStorage:
-    return HeldStorage((storage.device, storage.address), storage.bytes, text_of(storage), stage, None)
 
 
 def _devices(kind: str) -> list[str]:

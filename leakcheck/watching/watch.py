@@ -24,7 +24,6 @@ from lowtide.leakcheck.baseline.storages import (
     live_keys,
     new_storages,
     read_heap,
-    text_of,
     within,
 )
 from lowtide.leakcheck.explaining.cut import NamespaceSizes, namespace_sizes
@@ -253,8 +252,8 @@ class Watch:
         is_pooled = within(announced_pools())
         readings, _ = new_storages([born for born in self._births.survivors(label) if is_tensor(born.item)], {})
         held = [
-            HeldStorage(key, storage.bytes, text_of(storage), stage, None, turn)
-            for key, (storage, stage, turn) in readings.items()
+            HeldStorage.of(storage, stage, turn=turn)
+            for storage, stage, turn in readings.values()
             if storage.bytes and not is_pooled(storage.address)
         ]
         turns = {each.key: each.turn for each in held}

@@ -186,6 +186,18 @@ def hold_memory(items: Iterable[Any]) -> list[bool]:
         return [found.holds(item) for item in items]
 
 
+def bytes_shown(items: Iterable[Any]) -> list[int]:
+    """Return the bytes that each of some tensors shows, however large its storage; of a storage object all of them."""
+    torch: Any = loaded("torch")
+    with collector_paused(), plain_tensors(torch):
+        return [
+            torch_member(item, "numel")() * torch_member(item, "element_size")()
+            if any(base is torch.Tensor for base in mro_of(type(item)))
+            else int(item.nbytes())
+            for item in items
+        ]
+
+
 @contextlib.contextmanager
 def plain_tensors(torch: ModuleType) -> Iterator[None]:
     """Makes torch's calls see tensors as plain data: no subclass's or mode's code runs, no graph is recorded."""

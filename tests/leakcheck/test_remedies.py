@@ -565,6 +565,28 @@ def keys_of(*tensors: Any) -> set[tuple[str, int]]:
     return storage_keys(tensors)
 
 
+def test_a_view_that_keeps_much_more_than_it_shows_is_told_so() -> None:
+    kept: dict[str, Any] = {}
+
+    def keep() -> None:
+        whole = torch.ones(1 << 20)
+        kept["a view"] = whole[:4]
+        kept["views of all"] = torch.ones(1 << 19).split(1 << 16)
+        kept["shown twice as large"] = torch.ones(1 << 18).expand(2, -1)
+        both = torch.ones(1 << 17)
+        kept["with its whole"] = [both, both[:4]]
+        kept["its storage"] = torch.ones(1 << 16)[:4].untyped_storage()
+        kept["most of it"] = torch.ones(1 << 19)[: 3 << 17]
+        kept["little"] = torch.ones(1 << 13)[:4]
+
+    leaks, _ = leaks_of(("keep", keep))
+    told = [leak.finding.message for leak in leaks if "view of" in leak.finding.message]
+    assert len(leaks) == len(kept)
+    (message,) = told
+    assert "4.0 MiB in 1 tensor" in message
+    assert "; a view of 16 B keeps 4.0 MiB: keep a clone() of it" in message
+
+
 def test_a_storage_is_gone_when_its_last_view_is() -> None:
     tensor = numbers(100)
     view = tensor[10:20]
