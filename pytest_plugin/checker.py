@@ -33,7 +33,7 @@ from lowtide.pytest_plugin.retention import (
     release_test,
     release_warnings,
 )
-from lowtide.pytest_plugin.scopes import FixtureOwner, WiderFixtures, has_own_setup
+from lowtide.pytest_plugin.scopes import FixtureOwner, WiderFixtures, fixture_name, has_own_setup
 from lowtide.pytest_plugin.session_watch import SessionWatch, count_workers, insist_on_a_card, watch_policy
 from lowtide.pytest_plugin.settings import Settings, read_markers
 from lowtide.pytest_plugin.spent import Spent
@@ -250,6 +250,7 @@ class Checker:
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
         """The outermost part of the teardown; where another plugin runs the test, the verdict too."""
         with self._session.guarded():
+            self._deferred.note(f"in {item.nodeid}")
             self._session.watch.phase("teardown", settings_later=True)
             allowed = ANYTHING if read_markers(item).excused else None
             self._session.watch.used(self._fixtures.used_by(item), allowed=allowed)
@@ -318,6 +319,9 @@ class Checker:
 
     def pytest_fixture_post_finalizer(self, fixturedef: pytest.FixtureDef[Any]) -> None:
         """Its scope has ended: it is judged once the teardown is over."""
+        if fixturedef.scope != "function":
+            with self._session.guarded():
+                self._deferred.note(f"when {fixture_name(fixturedef)} ended")
         self._fixtures.end(fixturedef)
 
     def _ending(self, owner: Owner) -> None:
@@ -388,6 +392,7 @@ class Checker:
         with self._session.guarded():
             self._has_judged = True
             verdict = self._session.watch.end([*own_setup, *ended], let_go=self._let_go, hints=tuple(hints(item)))
+            self._deferred.note(f"in {item.nodeid}")
         dangling = self._session.sleeps.take()
         not_measured = (*verdict.not_measured, *self._session.sleeps.take_unjudged())
         grown = self._session.engines.take(verdict.findings)

@@ -49,6 +49,12 @@ class DeferredProofs:
         if later.tensors or later.items:
             self._unproven.append((subject.id, later))
 
+    def note(self, when: str) -> None:
+        """Note which leaks the program itself has given back since this was called last."""
+        for _, later in self._unproven:
+            for leak in later.tensors:
+                leak.note(when)
+
     def prove(self, watch: Watch) -> list[Proven]:
         """Try it, once; by subject, what is known then."""
         unproven, self._unproven = self._unproven, []

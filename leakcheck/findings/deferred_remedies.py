@@ -23,6 +23,7 @@ from lowtide.leakcheck.judging.budget import Budget
 from lowtide.leakcheck.judging.items import FROZEN
 from lowtide.probes.heap.holders import sharing_walk
 from lowtide.reports.schema import Finding
+from lowtide.reports.statement import noted
 
 _NO_HOLDERS = ("threads", "globals")
 """The resources whose remedies change nothing by which a pool is held."""
@@ -31,7 +32,7 @@ Left = Callable[[str], "Mapping[str, int] | None"]
 """What there is now, by a metric's key: names, with bytes or 1 each; None where that cannot be read any more."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class UnprovenLeak:
     """A leak of tensors.
 
@@ -40,12 +41,25 @@ class UnprovenLeak:
         sizes: bytes of the storages, by storage.
         new: the identities of what the leak added to the program: they are on the suspect part of its path.
         watch: reports which of the storages are freed.
+        change: code that lets go of it, as the program says; empty where there is none.
+        came_back: when all of it was given back, by no trial; empty where it was not.
     """
 
     finding: Finding
     sizes: Mapping[Key, int]
     new: frozenset[int]
     watch: StorageWatch
+    change: str = ""
+    came_back: str = ""
+
+    def note(self, when: str) -> None:
+        """Note that the program itself has given it back by now, where it has.
+
+        Args:
+            when: since this was asked last.
+        """
+        if not self.came_back and self.watch.all_gone:
+            self.came_back = when
 
     def left(self) -> dict[Key, int]:
         """The storages that are still there; another one at the address of one that went is not meant."""
@@ -87,7 +101,7 @@ def defer(leaks: Sequence[TensorLeak], watches: Sequence[StorageWatch], items: S
         items: leaks of things with names.
     """
     tensors = tuple(
-        UnprovenLeak(leak.finding, leak.sizes, _new_in(leak.explanations.values()), watch)
+        UnprovenLeak(leak.finding, leak.sizes, _new_in(leak.explanations.values()), watch, _change_of(leak))
         for leak, watch in zip(leaks, watches, strict=True)
     )
     new = _new_in(item.explanation for item in items if item.explanation is not None)
@@ -125,6 +139,8 @@ def try_deferred(
         for item in subject.items
         if item.cached or item.endings or item.key == FROZEN
     }
+    for leak in every:
+        leak.note("by the end of the session")
     sizes = {id(leak): leak.left() for leak in every}
     new = frozenset().union(*(subject.new for subject in each), *(leak.new for leak in every))
     context = Context(born=new, is_over=True, patience=patience, budget=budget)
@@ -132,7 +148,7 @@ def try_deferred(
     # All together: what gives back the leak of one may give back another's too.
     done = iter(prove([_as_leak(leak, sizes[id(leak)], explained) for leak in every], context))
     readings.forget()
-    found = [{leak.finding.fingerprint: next(done) for leak in subject.tensors} for subject in each]
+    found = [{leak.finding.fingerprint: _with_return(next(done), leak) for leak in subject.tensors} for subject in each]
     # Again, since what was tried for the tensors may have changed by which way a pool is held.
     holders = _PoolHolders([item for subject in each for item in subject.items], context)
     for subject, findings in zip(each, found, strict=True):
@@ -215,6 +231,19 @@ class _PoolHolders:
 
 def _as_leak(leak: UnprovenLeak, sizes: Mapping[Key, int], explained: Mapping[Key, Explanation]) -> TensorLeak:
     return TensorLeak(leak.finding, sizes, {key: explained[key] for key in sizes if key in explained})
+
+
+def _with_return(finding: Finding, leak: UnprovenLeak) -> Finding:
+    """A finding, with when the program itself gave back what it is about: nothing was left to try."""
+    if not leak.came_back:
+        return finding
+    change = f"in the test itself: {leak.change}" if leak.change else None
+    return noted(finding, f"; came back {leak.came_back}", advice=finding.advice or change)
+
+
+def _change_of(leak: TensorLeak) -> str:
+    cuts = {each.cut.code for each in leak.explanations.values() if each.cut is not None and each.cut.is_code}
+    return "; ".join(sorted(cuts)) if len(cuts) == 1 else ""
 
 
 def _new_in(explanations: Iterable[Explanation]) -> frozenset[int]:

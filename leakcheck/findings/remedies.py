@@ -77,6 +77,14 @@ class StorageWatch:
             watch._others = set(group) - found.keys()
         return watches
 
+    @property
+    def all_gone(self) -> bool:
+        """Whether none is left; of a kind without such references that is not known, which costs nothing to say."""
+        waiting = next(iter(self._references.values()), ())
+        if self._others or not all(ref.expired() for ref in waiting):
+            return False
+        return bool(self.gone()) and not self._references
+
     def gone(self) -> set[Key]:
         """Those that are gone."""
         gone = [key for key, refs in self._references.items() if all(ref.expired() for ref in refs)]

@@ -108,9 +108,56 @@ def test_relies_on_the_group():
 """
 
 
+RETURNED = """
+import functools
+import pytest
+import torch
+
+STORE = {}
+TWO = []
+
+
+@functools.lru_cache
+def warn_once(layer):
+    return None
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    yield None
+    STORE.clear()
+
+
+def test_warns():
+    warn_once(torch.nn.Linear(300, 400))
+
+
+def test_clears():
+    warn_once.cache_clear()
+
+
+def test_stores():
+    STORE["a"] = torch.ones(1 << 18)
+
+
+def test_keeps_two():
+    TWO.extend([torch.ones(1 << 18), torch.ones(1 << 19)])
+
+
+def test_gives_back_one(tokenizer):
+    TWO.pop()
+"""
+
+
 @pytest.fixture(scope="module")
 def run(run_inner: RunInner) -> InnerRun:
-    files = {"library.py": LIBRARY, "test_1.py": CACHES, "test_2.py": FREEZES, "test_3.py": GROUPS}
+    files = {
+        "library.py": LIBRARY,
+        "test_1.py": CACHES,
+        "test_2.py": FREEZES,
+        "test_3.py": GROUPS,
+        "test_4.py": RETURNED,
+    }
     return run_inner(files)
 
 
@@ -152,3 +199,25 @@ def test_what_a_wider_fixture_put_into_a_cache_is_no_tests_leak(run: InnerRun) -
     # What one cache keeps is one finding: here a tensor, and the object in its key.
     assert [(part.resource, part.count) for part in table.parts] == [("lru-cache", 1)]
     assert (supports.resource, supports.count) == ("lru-cache", 1)
+
+
+@pytest.mark.parametrize(
+    ("test", "when", "change"),
+    [
+        ("test_warns", "in test_4.py::test_clears", "test_4.warn_once.cache_clear()"),
+        ("test_stores", "when module fixture 'tokenizer' ended", "del test_4.STORE['a']"),
+    ],
+)
+def test_what_the_program_has_given_back_itself_is_told_with_when(
+    run: InnerRun, test: str, when: str, change: str
+) -> None:
+    (finding,) = run.subject(f"test_4.py::{test}").findings
+    assert finding.message.endswith(f"; came back {when}")
+    assert (finding.remedy, finding.tried, finding.advice) == (None, (), f"in the test itself: {change}")
+
+
+def test_what_has_come_back_in_part_is_tried_for_the_rest(run: InnerRun) -> None:
+    (finding,) = run.subject("test_4.py::test_keeps_two").findings
+    assert "came back" not in finding.message
+    assert finding.remedy is not None
+    assert (finding.bytes, finding.remedy.returns_bytes) == (3 << 20, 1 << 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lowtide.leakcheck.findings import deferred_remedies as unproven
 from lowtide.leakcheck.findings.deferred_remedies import DeferredRemedies, UnprovenLeak, try_deferred
@@ -31,6 +32,22 @@ def finding(mark: str, cause: Cause = "module-global", known: str | None = None)
 
 def leak(mark: str) -> UnprovenLeak:
     return UnprovenLeak(finding(mark), {}, frozenset(), StorageWatch(()))
+
+
+def test_when_a_leak_came_back_is_what_was_noted_first_after_it() -> None:
+    kept = [torch.ones(1), torch.ones(2)]
+    keys = [("cpu", each.untyped_storage().data_ptr()) for each in kept]
+    waiting = UnprovenLeak(finding("a"), dict.fromkeys(keys, 4), frozenset(), StorageWatch(keys, kept))
+    waiting.note("before")
+    del kept[0]
+    waiting.note("when one was left")
+    kept.clear()
+    waiting.note("then")
+    waiting.note("later")
+    assert waiting.came_back == "then"
+    nothing = leak("b")
+    nothing.note("then")
+    assert nothing.came_back == ""
 
 
 def workspace() -> ItemLeak:
