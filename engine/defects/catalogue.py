@@ -39,7 +39,6 @@ DEFECTS: Mapping[str, Defect] = MappingProxyType(
                     ("host-memory", "native"),
                     ("teardown", "unknown"),
                     ("tensors", "instance-attribute"),
-                    ("tensors", "pending-transfer"),
                 ),
                 devices=("cpu",),
                 lives=2,

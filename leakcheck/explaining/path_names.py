@@ -38,7 +38,6 @@ _CAUSE_OF_ROOT: dict[RootKind, Cause] = {"thread": "thread", "interpreter": "mod
 AUTOGRAD = re.compile(r"(torch\.autograd\.(function|graph)\..*|\w+Backward\d*|AccumulateGrad)")
 _CUDA_GRAPH = re.compile(r"torch\.cuda\.graphs\..*|torch\._inductor\.cudagraph_.*|(.*\.)?_?CUDAGraph\w*")
 _COMPILED = re.compile(r"torch\.(_dynamo|_inductor|_functorch|fx)\..*|torch\.(_dynamo|_inductor)")
-_TRANSFER = re.compile(r"(?i).*(transfer|offload)\w*(\..*)?")
 _WORKSPACE = re.compile(r"(?i).*workspace.*")
 # As `hash` gives it.
 _NEGATIVE_KEY = re.compile(r"\[-(?=\d+\])")
@@ -52,7 +51,6 @@ _TELLING_TYPES: tuple[tuple[Cause, re.Pattern[str]], ...] = (
     ("autograd", AUTOGRAD),
     ("cuda-graph", _CUDA_GRAPH),
     ("compiled-code", _COMPILED),
-    ("pending-transfer", _TRANSFER),
 )
 
 

@@ -148,8 +148,8 @@ def what_compiled_code_keeps(helper: Any, tensor: Any) -> None:
     helper.COMPILED = instance_of("torch._dynamo.eval_frame", "OptimizedModule", tensor)
 
 
-@leak("pending-transfer", "helper.PENDING[0].model")
-def block_of_an_offload_in_flight(helper: Any, tensor: Any) -> None:
+@leak("module-global", "helper.PENDING[0].model")
+def what_passes_through_a_module_with_offload_in_its_name(helper: Any, tensor: Any) -> None:
     helper.PENDING = [instance_of("engine.offload", "Request", tensor)]
 
 
