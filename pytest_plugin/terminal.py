@@ -1,4 +1,4 @@
-"""What `--leakcheck` says on the terminal: the header, one line per leak, and the details of each."""
+"""What `--leakcheck` says on the terminal: the header, one line per cause, and the details of each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from lowtide.leakcheck.judging.budget import REMEDIES_SHARE, UNTRIED
 from lowtide.leakcheck.judging.tolerances import HOST_MEMORY_TOLERANCE, plain_metrics
+from lowtide.leakcheck.resources.names import without_numbers
 from lowtide.probes.originals import loaded, os, sys
 from lowtide.pytest_plugin.settings import Settings
 from lowtide.pytest_plugin.spent import Spent
@@ -17,10 +18,13 @@ from lowtide.reports.finding_lines import amount, first_line, holder_text, termi
 from lowtide.reports.markdown import not_measured
 from lowtide.reports.outcomes import held_by_process
 from lowtide.reports.schema import Finding, NotMeasured, Subject
-from lowtide.reports.sizes import format_amount, format_bytes
+from lowtide.reports.sizes import first_of, format_amount, format_bytes
 
 MOST_NOT_MEASURED = 5
 """How many lines say what could not be judged; the others are in a report."""
+
+_OTHER_TESTS = 3
+"""How many tests the line of a cause names besides the first one that it was seen in."""
 
 
 def header(settings: Settings, *, shares_card: bool) -> list[str]:
@@ -66,7 +70,6 @@ def summary(
     spent: Spent,
 ) -> None:
     """The section at the end of the run; `problems` are those of the suppressions."""
-    shown = [subject for subject in subjects if subject.findings or subject.outcome == "error"]
     skipped = [subject for subject in subjects if subject.outcome in ("skipped", "unsupported")]
     leaking = [subject for subject in subjects if subject.outcome == "leak"]
     if not subjects:
@@ -81,13 +84,12 @@ def summary(
         write(f"not judged here: {reason}", yellow=True)
     for text in _not_measured(subjects):
         write(text, yellow=True)
-    for subject in shown:
+    for subject in subjects:
         if subject.outcome == "error":
             write(f"ERROR {subject.id}: {subject.reason}", red=True)
-        for finding in subject.findings:
-            known = finding.suppressed_by is not None
-            word = "known" if known else ("LEAK" if settings.action == "fail" else "warning")
-            write(f"{word} {line(subject, finding)}", yellow=known, red=not known)
+    for known, text in _causes(subjects):
+        word = "known" if known else ("LEAK" if settings.action == "fail" else "warning")
+        write(f"{word} {text}", yellow=known, red=not known)
     for problem in problems:
         write(f"SUPPRESSION {problem}", red=True)
     left_out = sum(UNTRIED in (finding.advice or "") for subject in subjects for finding in subject.findings)
@@ -147,6 +149,23 @@ def _other_processes(subjects: Sequence[Subject]) -> Iterator[str]:
         largest = max((missing for _, missing in found), key=held_by_process)
         others = "" if len(pids) == 1 else f", the largest of {len(pids)} processes"
         yield f"not judged in {format_amount(tests, 'tests')}: {largest.what}{others}; {why}"
+
+
+def _causes(subjects: Sequence[Subject]) -> Iterator[tuple[bool, str]]:
+    """Yield a line for each cause, with the other tests that it was seen in, and whether it is known."""
+    causes: dict[tuple[bool, str, str], list[tuple[Subject, Finding]]] = {}
+    for subject in subjects:
+        for finding in subject.findings:
+            known = finding.suppressed_by is not None
+            # A fingerprint goes without who holds a descriptor.
+            cause = (known, finding.fingerprint, without_numbers(finding.holder or ""))
+            causes.setdefault(cause, []).append((subject, finding))
+    for (known, _, _), seen in causes.items():
+        names = list(dict.fromkeys(subject.id for subject, _ in seen))
+        more = f"; {len(seen)} times" if len(seen) > len(names) else ""
+        if len(names) > 1:
+            more += f"; also in {first_of(names[1:], _OTHER_TESTS)}"
+        yield known, line(*seen[0]) + more
 
 
 def line(subject: Subject, finding: Finding) -> str:

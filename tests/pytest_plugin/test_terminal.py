@@ -110,3 +110,27 @@ def test_where_the_report_cannot_be_written_all_else_is_said_first(run_inner: Ru
     assert last.startswith("ERROR: --leakcheck-report: ")
     assert last.endswith("leakcheck.json cannot be written: Is a directory; choose another report folder")
     assert "report: " not in run.out.replace(last, "").partition("= leakcheck =")[2]
+
+
+def test_the_summary_has_a_line_for_each_cause_with_its_tests(run_inner: RunInner) -> None:
+    inner = """
+        import os
+        import pytest
+
+        KEPT, OTHERS = [], []
+
+        @pytest.mark.parametrize("turn", range(6))
+        def test_keeping(turn):
+            KEPT.append(open(os.devnull))
+
+        def test_keeping_another():
+            OTHERS.append(open(os.devnull))
+    """
+    run = run_inner({"test_causes.py": inner})
+    keeping, another = (line for line in run.out.splitlines() if line.startswith("LEAK "))
+    first, more = keeping.split("; also in ")
+    assert first.startswith("LEAK test_causes.py::test_keeping[0] file-descriptors/module-global ")
+    assert more == ", ".join(f"test_causes.py::test_keeping[{turn}]" for turn in (1, 2, 3)) + " and 2 more"
+    assert another.startswith("LEAK test_causes.py::test_keeping_another ")
+    assert another.endswith("held by test_causes.OTHERS[0]")
+    assert len([line for line in run.out.splitlines() if line.startswith("FAILED ")]) == 7
