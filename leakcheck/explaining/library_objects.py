@@ -176,6 +176,10 @@ _OF_ROOTS = {
     ),
     "hook of a tensor that a graph has saved": "detach what has the graph before it is kept",
     "atexit.register(": "call atexit.unregister() with the function that was registered",
+    "os.register_at_fork()": (
+        "Python keeps what is registered for as long as the process runs: register once, when the module is imported, "
+        "a function that looks its object up, as by a weakref.WeakMethod"
+    ),
     "torch._C._autograd._top_saved_tensors_default_hooks": "leave saved_tensors_hooks: use it in a with statement",
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack": _LEAVING,
     "torch.overrides._get_current_function_mode_stack": _LEAVING,

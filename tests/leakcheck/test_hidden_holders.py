@@ -280,16 +280,19 @@ def test_what_the_process_itself_holds_has_a_name(registered: dict[str, Explanat
     assert reported.path[0].type == "interpreter"
 
 
-def test_an_audit_hook_is_named() -> None:
-    """In a process of its own, since such a hook cannot be removed."""
+def test_what_cannot_be_removed_is_named_with_how_to_do_without() -> None:
+    """In a process of its own."""
     source = f"""
-        import sys
+        import os, sys
         from {__name__} import Engine, holders_of
-        engine = Engine()
-        tensors = {{"weights": engine.weights}}
+        engine, forked = Engine(), Engine()
+        tensors = {{"audit": engine.weights, "fork": forked.weights}}
         sys.addaudithook(engine.called)
-        del engine
-        print(holders_of(tensors)["weights"].holder)
+        os.register_at_fork(after_in_child=forked.called)
+        del engine, forked
+        reported = holders_of(tensors)
+        print(reported["audit"].holder)
+        print(reported["fork"].holder.partition("[")[0], reported["fork"].advice.partition(":")[2])
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source)],
@@ -298,7 +301,10 @@ def test_an_audit_hook_is_named() -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         check=False,
     )
-    assert done.stdout == f"sys.addaudithook(method {__name__}.Engine.called).__self__.weights\n", done.stderr
+    audit, fork = done.stdout.splitlines()
+    assert audit == f"sys.addaudithook(method {__name__}.Engine.called).__self__.weights", done.stderr
+    assert fork.startswith("os.register_at_fork()  Python keeps what is registered for as long as the process runs")
+    assert fork.endswith("a function that looks its object up, as by a weakref.WeakMethod")
 
 
 # --- kernels and callbacks ------------------------------------------------------------------------------------------
