@@ -226,7 +226,7 @@ _OFFERED = {
     "concurrent.futures._base.Executor": "end the executor with shutdown(cancel_futures=True)",
     "_asyncio.Future": "end it with set_result() or cancel() while its loop runs, or call its remove_done_callback()",
     "asyncio.events.Handle": "keep what call_later() or call_soon() returned, and call its cancel()",
-    "concurrent.futures._base.Future": "let go of the future: it keeps its callbacks even when it is done",
+    "concurrent.futures._base.Future": "let go of the future: it keeps its result or exception, and its callbacks",
     "contextlib.ExitStack": "end the stack with close()",
     "contextlib.AsyncExitStack": "end the stack with aclose()",
     "multiprocessing.pool.Pool": "end the pool with terminate() and join()",

@@ -24,6 +24,7 @@ from lowtide.leakcheck.explaining.path_names import CodeOfPath, Shown
 from lowtide.probes.heap.holders import Traces
 from lowtide.probes.heap.paths import Link, Path
 from lowtide.probes.heap.roots import is_library
+from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.originals import signal, sys
 
 CACHED = ("lru-cache-key", "lru-cache-value")
@@ -114,6 +115,14 @@ class Way:
         # What it leads to may itself have a way to end, as a timer has.
         return advice_for(library, [link.owner for link in self.links[: turn + 2]], words)
 
+    def traceback_behind(self, turn: int) -> int | None:
+        """The step behind another one by which an exception has its traceback, if code leads there."""
+        turns = (behind for behind in range(turn + 1, len(self.links)) if _is_only_traceback(self.links[behind]))
+        trace = next(turns, None)
+        if trace is None or not self.can_cut(trace) or self.territory(trace).is_ground:
+            return None
+        return trace if self.code(trace) is not None else None
+
     def offer(self, turn: int) -> Cut | None:
         """What the library offers by which what lies inside it is let go of."""
         offer = offered_function(self.words(turn + 1))
@@ -197,6 +206,10 @@ def first_cut(way: Way, first: int, names: Names) -> tuple[Cut | None, int]:
             known = replace(known, are_free=False)
         try:
             cut = cut_of(link, way.code(turn), known, way.words(turn))
+            if cut is not None and cut.sets_none and (trace := way.traceback_behind(turn)) is not None:
+                # The program may still ask for the exception, or whether there is one.
+                turn, link = trace, way.links[trace]
+                cut = cut_of(link, way.code(turn), known, way.words(turn))
             if is_ground and cut is not None and cut.sets_none:
                 return None, turn
         except Refused:
@@ -205,6 +218,14 @@ def first_cut(way: Way, first: int, names: Names) -> tuple[Cut | None, int]:
             # Running code that holds something should let go of all of it; what lies behind is only a part.
             return cut, turn
     return None, len(way.links)
+
+
+def _is_only_traceback(link: Link) -> bool:
+    """Whether an edge leads to the traceback of an exception that has no other exception in it."""
+    if link.edge != ".__traceback__" or not is_a(link.owner, BaseException):
+        return False
+    chained = (BaseException.__dict__[name].__get__(link.owner) for name in ("__context__", "__cause__"))
+    return all(exception is None for exception in chained)
 
 
 def _is_part_of_librarys_object(links: Sequence[Link], turn: int) -> bool:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import numpy.typing as npt
 
-from lowtide.probes.heap.roots import CHECKER, FIRST, LATER, comes_later, roots
-from lowtide.probes.heap.walk import checkers_frames, walk_from
+from lowtide.probes.heap.roots import CHECKER, FIRST, LATER, comes_later, is_checkers, roots
+from lowtide.probes.heap.walk import walk_from
 from lowtide.probes.memory.capsules import CAPSULE, ExportedMemory
 from lowtide.probes.objects.address_table import Indices, Ints
 from lowtide.probes.objects.foreign import dict_of_module, is_a, module_of_class
@@ -123,8 +123,7 @@ class Graph:
         ids = identities(listed)
         new = np.flatnonzero(self._walk.find(ids) < 0)
         # The frames of the checker are among them, one of them this function's own.
-        new = np.delete(new, checkers_frames(ids[new]))
-        found = [listed[place] for place in new.tolist()]
+        found = [listed[place] for place in new.tolist() if not _is_checkers_frame(listed[place])]
         listed.clear()
         return [item for item in found if not wanted.isdisjoint(map(id, gc.get_referents(item)))]
 
@@ -204,6 +203,10 @@ class Graph:
         self.modules = np.array(modules, np.int32)[namespaces >= 0]
         turns[self.namespaces] = LATER
         return turns
+
+
+def _is_checkers_frame(item: object) -> bool:
+    return type(item) is FrameType and is_checkers(item)
 
 
 def _checkers_files() -> set[object]:

@@ -10,7 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import FrameType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy.typing as npt
 
@@ -38,7 +38,7 @@ _CHUNK = 8_000
 _MAY_BE_TRACKED = 1 << 14
 
 # How instances of a type are gone through; the same in heap.c.
-HAS_READER, IS_MODULE, LEADS_ON_UNTRACKED, IS_PASSED_OVER, IS_FRAME = (1 << bit for bit in range(5))
+HAS_READER, HAS_STAND_IN, LEADS_ON_UNTRACKED, IS_PASSED_OVER = (1 << bit for bit in range(4))
 
 _DICTS_SHARE = sys.version_info >= (3, 13)
 """Whether a dict that shares an instance's values shows none of them; it takes them over when the instance dies."""
@@ -76,7 +76,7 @@ class Walk(ABC):
 
     @abstractmethod
     def add(self, items: list[object]) -> None:
-        """Makes nodes of those objects that are none, and that are no frames of the checker's."""
+        """Makes nodes of those objects that are none."""
 
     @abstractmethod
     def read(self) -> None:
@@ -97,15 +97,15 @@ class Walk(ABC):
         if reader is not None:
             self._readers[id(cls)] = reader
         manner = HAS_READER if reader is not None else 0
-        if is_kind_of_module(cls):
-            manner |= IS_MODULE
+        if is_kind_of_module(cls) or cls is FrameType:
+            manner |= HAS_STAND_IN
         # What is not tracked refers to nothing that is. But dicts and tuples of nothing that is tracked are not tracked
         # either, nor is, once it is made, what C calls a struct sequence (such as what `torch.max` returns).
         if any(cls is kind for kind in self._untracked_kinds):
             manner |= LEADS_ON_UNTRACKED
         if flags_of(cls) & _MAY_BE_TRACKED or cls is CAPSULE:
             manner |= IS_PASSED_OVER
-        return manner | (IS_FRAME if cls is FrameType else 0)
+        return manner
 
     def _more(self, item: object) -> list[object]:
         """What an object with a reader refers to beyond what the collector shows."""
@@ -133,11 +133,11 @@ class NativeWalk(Walk):
 
     def add(self, items: list[object]) -> None:
         """See `Walk`."""
-        self._walk.add(self.objects, items, FrameType, is_checkers)
+        self._walk.add(self.objects, items)
 
     def read(self) -> None:
         """See `Walk`."""
-        self._walk.read(self.objects, self._also, self._manner_of, without_state, self._more, is_checkers, _DICTS_SHARE)
+        self._walk.read(self.objects, self._also, self._manner_of, _stand_in, self._more, _DICTS_SHARE)
         kind_places, ends, edges, passed_over = self._walk.take()
         self._grow(
             np.frombuffer(kind_places, np.int32),
@@ -164,7 +164,7 @@ class NumpyWalk(Walk):
     def add(self, items: list[object]) -> None:
         """See `Walk`."""
         ids = identities(items)
-        unwanted = sorted({*np.flatnonzero(self._table.find(ids) >= 0).tolist(), *checkers_frames(ids)})
+        unwanted = np.flatnonzero(self._table.find(ids) >= 0).tolist()
         begin, first = 0, len(self.objects)
         # So few that whole parts of the list lie between them.
         for place in (*unwanted, len(items)):
@@ -181,8 +181,8 @@ class NumpyWalk(Walk):
             kinds = self._places_of_kinds(types_of(identities(chunk)))
             kind_places.append(kinds)
             asked = list(chunk)
-            for place in np.flatnonzero(self._manners[kinds] & IS_MODULE).tolist():
-                asked[place] = without_state(chunk[place])
+            for place in np.flatnonzero(self._manners[kinds] & HAS_STAND_IN).tolist():
+                asked[place] = _stand_in(chunk[place])
             sizes, ids, held = referents(asked)
             asked.clear()
             more = self._read_more(done, chunk, kinds, sizes)
@@ -260,15 +260,23 @@ class NumpyWalk(Walk):
         manners = self._manners[kinds]
         leads_on = are_tracked(ids) | (manners & LEADS_ON_UNTRACKED != 0)
         passed_over = ~leads_on & (manners & IS_PASSED_OVER != 0)
-        leads_on |= passed_over
-        own = checkers_frames(ids)
-        leads_on[own] = passed_over[own] = False
-        return leads_on, passed_over
+        return leads_on | passed_over, passed_over
 
 
 def walk_from(roots: list[Root]) -> Walk:
     """The fastest walk that there is here, before its first step."""
     return NumpyWalk(roots) if native.Walk is None else NativeWalk(roots)
+
+
+def _stand_in(item: Any) -> object:
+    """What to ask the collector in place of a module or frame.
+
+    Of a frame of the checker's only who called it: its variables hold what it looks at, but an exception or a frame of
+    the program's may be kept by which it was called, and with that the program's own frames behind it.
+    """
+    if type(item) is not FrameType:
+        return without_state(item)
+    return (item.f_back,) if is_checkers(item) else item
 
 
 def _with_more(sizes: Ints, ids: Ints, more: Mapping[int, list[object]]) -> tuple[Ints, Ints]:
@@ -279,12 +287,6 @@ def _with_more(sizes: Ints, ids: Ints, more: Mapping[int, list[object]]) -> tupl
     sizes = sizes.copy()
     sizes[places] += counts
     return sizes, np.insert(ids, np.repeat(behind, counts), added)
-
-
-def checkers_frames(ids: Ints) -> list[int]:
-    """Return the places of those objects, given by their identities, that are frames of the checker's."""
-    places = np.flatnonzero(types_of(ids) == id(FrameType)).tolist()
-    return [place for place in places if is_checkers(object_at(int(ids[place])))]
 
 
 def _sums(is_counted: npt.NDArray[np.bool_], sizes: Ints) -> Ints:

@@ -11,9 +11,9 @@
 #include <string.h>
 
 /* What the caller says of a type, as `Manner` in walk.py. */
-enum { HAS_READER = 1, IS_MODULE = 2, LEADS_ON_UNTRACKED = 4, IS_PASSED_OVER = 8, IS_FRAME = 16 };
+enum { HAS_READER = 1, HAS_STAND_IN = 2, LEADS_ON_UNTRACKED = 4, IS_PASSED_OVER = 8 };
 /* What is found out here. */
-enum { MAY_BE_TRACKED = 32 };
+enum { MAY_BE_TRACKED = 16 };
 
 /* What takes the time is to wait for memory: so the next few are asked for while one is worked on. */
 enum { AHEAD = 16, TOGETHER = 128 };
@@ -159,9 +159,8 @@ typedef struct {
 typedef struct {
     PyObject *objects;   /* list: the object of each node */
     PyObject *classify;  /* type -> int: its manner; called once for each type */
-    PyObject *stand_in;  /* module -> object to be asked instead */
+    PyObject *stand_in;  /* module or frame -> object to be asked instead */
     PyObject *more;      /* object -> list: what it refers to that the collector does not see */
-    PyObject *is_hidden; /* frame -> bool: whether it is none of the program's */
     int dicts_share;     /* whether a dict may have values that it does not show */
 } Asked;
 
@@ -197,17 +196,6 @@ kind_at(const Walk *walk, int place)
     return (const Kind *)walk->manners.items + place;
 }
 
-static int
-is_hidden(PyObject *frame, const Asked *asked)
-{
-    PyObject *answer = PyObject_CallFunctionObjArgs(asked->is_hidden, frame, NULL);
-    if (answer == NULL)
-        return FAILED;
-    int hidden = PyObject_IsTrue(answer);
-    Py_DECREF(answer);
-    return hidden < 0 ? FAILED : hidden;
-}
-
 static int32_t
 append(Walk *walk, PyObject *item, const Asked *asked)
 {
@@ -229,11 +217,6 @@ node_of_new(Walk *walk, PyObject *item, int place, const Asked *asked)
         if (!(manner & (LEADS_ON_UNTRACKED | IS_PASSED_OVER | MAY_BE_TRACKED)))
             return UNKNOWN;
         passed_over = !(manner & LEADS_ON_UNTRACKED);
-    }
-    if (manner & IS_FRAME) {
-        int hidden = is_hidden(item, asked);
-        if (hidden)
-            return hidden == FAILED ? FAILED : UNKNOWN;
     }
     int32_t node = append(walk, item, asked);
     if (node >= 0 && passed_over && array_push(&walk->passed_over, &node) < 0) {
@@ -264,7 +247,7 @@ add_edges(Walk *walk, const size_t *ends, size_t nodes, const Asked *asked)
             int32_t met = table_find(&walk->nodes, item);
             if (met == UNKNOWN) {
                 int32_t place = table_find(&walk->kinds, Py_TYPE(item));
-                if ((place == UNKNOWN || kind_at(walk, place)->manner & IS_FRAME) && held_from == count) {
+                if (place == UNKNOWN && held_from == count) {
                     for (held_from = at; count > held_from; count--)
                         Py_INCREF(items[count - 1]);
                     count = walk->referents.count;
@@ -332,7 +315,7 @@ static int
 read_asking(Walk *walk, PyObject *item, int32_t place, PyObject *also, const Asked *asked)
 {
     int manner = kind_at(walk, place)->manner, result = 0;
-    PyObject *stand_in = manner & IS_MODULE ? PyObject_CallFunctionObjArgs(asked->stand_in, item, NULL) : Py_NewRef(item);
+    PyObject *stand_in = manner & HAS_STAND_IN ? PyObject_CallFunctionObjArgs(asked->stand_in, item, NULL) : Py_NewRef(item);
     PyObject *more = manner & HAS_READER ? PyObject_CallFunctionObjArgs(asked->more, item, NULL) : PyList_New(0);
     if (stand_in == NULL || more == NULL)
         result = -1;
@@ -369,7 +352,7 @@ read_some(Walk *walk, PyObject *also, const Asked *asked)
     for (; read < found; read++) {
         Py_ssize_t node = walk->done + (Py_ssize_t)read;
         PyObject *own = node < PyList_Size(also) ? PyList_GetItem(also, node) : NULL;
-        if (own != NULL || kind_at(walk, places[read])->manner & (HAS_READER | IS_MODULE)) {
+        if (own != NULL || kind_at(walk, places[read])->manner & (HAS_READER | HAS_STAND_IN)) {
             if (read == 0 && read_asking(walk, items[0], places[0], own, asked) < 0)
                 return -1;
             break;
@@ -395,8 +378,8 @@ walk_read(PyObject *self, PyObject *args)
     Walk *walk = (Walk *)self;
     Asked asked;
     PyObject *also;
-    if (!PyArg_ParseTuple(args, "OOOOOOp:read", &asked.objects, &also, &asked.classify, &asked.stand_in, &asked.more,
-                          &asked.is_hidden, &asked.dicts_share))
+    if (!PyArg_ParseTuple(args, "OOOOOp:read", &asked.objects, &also, &asked.classify, &asked.stand_in, &asked.more,
+                          &asked.dicts_share))
         return NULL;
     if (!PyList_Check(asked.objects) || !PyList_Check(also)) {
         PyErr_SetString(PyExc_TypeError, "objects and also are lists");
@@ -421,9 +404,8 @@ walk_add(PyObject *self, PyObject *args)
 {
     Walk *walk = (Walk *)self;
     Asked asked = {0};
-    PyObject *items, *frame_type;
-    if (!PyArg_ParseTuple(args, "O!O!OO:add", &PyList_Type, &asked.objects, &PyList_Type, &items, &frame_type,
-                          &asked.is_hidden))
+    PyObject *items;
+    if (!PyArg_ParseTuple(args, "O!O!:add", &PyList_Type, &asked.objects, &PyList_Type, &items))
         return NULL;
     for (Py_ssize_t at = 0; at < PyList_Size(items); at++) {
         PyObject *item = PyList_GetItem(items, at);
@@ -432,10 +414,7 @@ walk_add(PyObject *self, PyObject *args)
             PREFETCH(next);
             PREFETCH(&walk->nodes.slots[home_of(&walk->nodes, (uintptr_t)next)]);
         }
-        if (table_find(&walk->nodes, item) != UNKNOWN)
-            continue;
-        int hidden = (PyObject *)Py_TYPE(item) == frame_type ? is_hidden(item, &asked) : 0;
-        if (hidden == FAILED || (!hidden && append(walk, item, &asked) == FAILED))
+        if (table_find(&walk->nodes, item) == UNKNOWN && append(walk, item, &asked) == FAILED)
             return NULL;
     }
     Py_RETURN_NONE;
@@ -522,7 +501,7 @@ walk_dealloc(PyObject *self)
 
 static PyMethodDef walk_methods[] = {
     {"add_roots", walk_add_roots, METH_O, "Make nodes of the first objects, in their order."},
-    {"add", walk_add, METH_VARARGS, "Append those items to objects that are no nodes yet, and no hidden frames."},
+    {"add", walk_add, METH_VARARGS, "Append those items to objects that are no nodes yet."},
     {"read", walk_read, METH_VARARGS, "Read what all objects refer to that were not read yet, appending what is met."},
     {"find", walk_find, METH_O, "Return the nodes (int32) of objects by their identities (int64); -1 for none."},
     {"take", walk_take, METH_NOARGS,

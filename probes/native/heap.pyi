@@ -1,7 +1,6 @@
 """What goes through the whole heap, in C."""
 
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 class Walk:
@@ -10,10 +9,8 @@ class Walk:
     def add_roots(self, items: list[Any]) -> None:
         """Make nodes of the first objects, in their order."""
 
-    def add(
-        self, objects: list[Any], items: list[Any], frame_type: type, is_hidden: Callable[[FrameType], bool]
-    ) -> None:
-        """Append those items to `objects` that are no nodes yet, and no hidden frames."""
+    def add(self, objects: list[Any], items: list[Any]) -> None:
+        """Append those items to `objects` that are no nodes yet."""
 
     def read(
         self,
@@ -22,7 +19,6 @@ class Walk:
         classify: Callable[[type], int],
         stand_in: Callable[[Any], object],
         more: Callable[[object], list[object]],
-        is_hidden: Callable[[FrameType], bool],
         dicts_share: bool,
     ) -> None:
         """Read what all objects refer to that were not read yet, appending what is met."""

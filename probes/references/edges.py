@@ -107,7 +107,6 @@ _HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _PLAIN_GETTERS: dict[int, tuple[str, ...]] = {
     id(BaseException): ("__traceback__", "__context__", "__cause__", "args"),
     id(TracebackType): ("tb_next",),
-    id(FrameType): ("f_back",),
     id(CellType): ("cell_contents",),
     id(BuiltinFunctionType): ("__self__",),
     id(Token): ("old_value", "var"),
@@ -266,6 +265,8 @@ class EdgeNamer:
         frame = way[0]
         if type(frame) is not FrameType:
             return None
+        if frame.f_back is way[1]:
+            return _of_callers(way)
         for name, value in self._variables(frame):
             if value is way[1]:
                 return Edge(f"f_locals[{name!r}]", "frame-local")
@@ -356,6 +357,14 @@ _RULES: tuple[_Rule, ...] = (
     of_future,
     of_queue,
 )
+
+
+def _of_callers(way: Rest) -> Edge:
+    """The way from a frame to one of its callers; how many lie between them says nothing, and changes with Python."""
+    references = 1
+    while len(way) > references + 1 and way[references].f_back is way[references + 1]:
+        references += 1
+    return Edge(".f_back" if references == 1 else ".f_back … .f_back", "other", references)
 
 
 def _has_values_inside(cls: type) -> bool:

@@ -926,6 +926,64 @@ def traceback_of_an_old_exception(program: Any, thing: Any) -> Sequence[object]:
     return [first, first.tb_next, first.tb_frame, first.tb_next.tb_frame]
 
 
+KEPT_ERRORS = """
+STORED, LISTED, BOX = ValueError(), [], type("Box", (), {})()
+
+
+def caught(thing, cause=None):
+    try:
+        raise ValueError from cause
+    except ValueError as error:
+        return error
+"""
+
+
+def frames_of(error: BaseException | None) -> list[object]:
+    """The traceback of an exception, with its frames."""
+    found: list[object] = []
+    trace = None if error is None else error.__traceback__
+    while trace is not None:
+        found += [trace, trace.tb_frame]
+        trace = trace.tb_next
+    return found
+
+
+@cut(
+    "program.STORED.__traceback__ = None",
+    KEPT_ERRORS,
+    lambda program: type(program.STORED) is ValueError,
+    "program.STORED.__traceback__ is None",
+    known="over",
+)
+def exception_in_a_variable(program: Any, thing: Any) -> Sequence[object]:
+    program.STORED = program.caught(thing)
+    return [program.STORED, *frames_of(program.STORED)]
+
+
+@cut(
+    "program.LISTED[0].__traceback__ = None",
+    KEPT_ERRORS,
+    lambda program: [type(error) for error in program.LISTED] == [ValueError],
+    known="over",
+)
+def exception_in_a_new_list(program: Any, thing: Any) -> Sequence[object]:
+    program.LISTED = [program.caught(thing)]
+    return [program.LISTED, *program.LISTED, *frames_of(program.LISTED[0])]
+
+
+@cut("del program.LISTED[0]", KEPT_ERRORS, lambda program: program.LISTED == [], known="over")
+def exception_in_an_old_list(program: Any, thing: Any) -> Sequence[object]:
+    program.LISTED.append(program.caught(thing))
+    return [*program.LISTED, *frames_of(program.LISTED[0])]
+
+
+@cut("program.STORED = None", KEPT_ERRORS, lambda program: program.STORED is None, known="over")
+def exception_whose_cause_has_a_traceback_too(program: Any, thing: Any) -> Sequence[object]:
+    program.STORED = program.caught(thing, program.caught(thing))
+    cause = program.STORED.__cause__
+    return [program.STORED, *frames_of(program.STORED), cause, *frames_of(cause)]
+
+
 CLOSURES = """
 def make():
     a, kept, z = [1], [2], [3]

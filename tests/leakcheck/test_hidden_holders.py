@@ -10,6 +10,7 @@ import ctypes
 import encodings
 import functools
 import gc
+import importlib
 import os
 import signal
 import subprocess
@@ -19,12 +20,14 @@ import textwrap
 import types
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lowtide.leakcheck.baseline.import_watch import ImportWatch
 from lowtide.leakcheck.explaining.explain import Explanation, explain, expression_to
 from lowtide.leakcheck.explaining.inspectors import marks
 from lowtide.probes.references import cxx_holders
@@ -144,6 +147,32 @@ def test_what_was_made_of_something_new_is_new(arrays: dict[str, Explanation]) -
     older = {id(HELD), id(view), id(table)}
     assert marks([HELD, view, view.base], innocent=older, ages_known=True) == ["innocent", None, None]
     assert marks([HELD, table, tensor], innocent=older, ages_known=True) == ["innocent", "innocent", None]
+
+
+# --- callers ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_exception_that_an_import_keeps_holds_who_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frames of what watches imports lie between the two, and hide neither."""
+    (tmp_path / "keeps_error.py").write_text(
+        "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    STORED = error\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    watch = ImportWatch(lambda owner: None, lambda: None)
+
+    def imports() -> dict[str, torch.Tensor]:
+        tensor = torch.zeros(8)
+        importlib.import_module("keeps_error")
+        return {"kept": tensor}
+
+    watch.install()
+    watch.active = True
+    try:
+        reported = holders_of(imports())["kept"]
+    finally:
+        watch.remove()
+        del sys.modules["keeps_error"]
+    assert reported.holder == "keeps_error.STORED.__traceback__.tb_frame.f_back … .f_back f_locals['tensor']"
 
 
 # --- torch's own objects --------------------------------------------------------------------------------------------

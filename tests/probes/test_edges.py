@@ -189,6 +189,24 @@ def test_the_callers_that_a_kept_traceback_holds_are_reached_by_code(helper: Any
     assert list(map(edges, find_paths(call()))) == [".__traceback__ .tb_frame .f_back f_locals['engine']"]
 
 
+def test_how_many_callers_lie_between_is_not_part_of_a_path(helper: Any) -> None:
+    def catch(depth: int) -> None:
+        if depth:
+            catch(depth - 1)
+            return
+        try:
+            raise ValueError
+        except ValueError as error:
+            helper.last_error = error
+
+    def call() -> list[Thing]:
+        engine = Thing()
+        catch(3)
+        return [engine]
+
+    assert list(map(edges, find_paths(call()))) == [".__traceback__ .tb_frame .f_back … .f_back f_locals['engine']"]
+
+
 def test_names_that_cannot_stand_behind_a_dot_are_reported_as_keys(helper: Any) -> None:
     helper.holder = Bare()
     things = [Thing() for _ in range(4)]

@@ -11,7 +11,6 @@ import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -186,11 +185,22 @@ class TestEach:
         found = walked(kind, [[plain]])
         assert [found.objects[node] for node in found.passed_over.tolist()] == ([] if gc.is_tracked(plain) else [plain])
 
-    def test_frames_of_the_checker_are_no_nodes(self, kind: type[Walk], monkeypatch: pytest.MonkeyPatch) -> None:
-        frame = sys._getframe()
-        assert any(item is frame for item in walked(kind, [[frame]]).objects)
-        monkeypatch.setitem(globals(), "__name__", "lowtide.probes.of_the_test")
-        assert not any(type(item) is FrameType for item in walked(kind, [[frame], frame]).objects)
+    @pytest.mark.parametrize("module", ["program", "lowtide.probes.program"])
+    def test_a_frame_of_the_checker_leads_to_its_caller_alone(self, kind: type[Walk], module: str) -> None:
+        names: dict[str, Any] = {"__name__": module}
+        exec("def call(function):\n    looked_at = [1]\n    function()", names)
+
+        def caller() -> None:
+            names["call"](None)
+
+        with pytest.raises(TypeError) as raised:
+            caller()
+        _, of_caller, called = (entry.frame.raw for entry in raised.traceback)
+        found = walked(kind, [[called]])
+        [place] = found.find(np.array([id(called)])).tolist()
+        held = [found.objects[node] for node in found.edges[found.offsets[place] : found.offsets[place + 1]].tolist()]
+        assert any(item is of_caller for item in held)
+        assert [item for item in held if type(item) is list] == ([] if module.startswith("lowtide") else [[1]])
 
     def test_it_goes_on_from_what_is_added(self, kind: type[Walk]) -> None:
         late = [[]]
