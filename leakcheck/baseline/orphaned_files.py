@@ -1,4 +1,7 @@
-"""What processes that have ended left where they cannot remove it any more: in /dev/shm, and among temporary files.
+"""What nobody uses any more and was left: in /dev/shm, and among temporary files.
+
+Of this process it is the files of Unix sockets that were bound and closed again, which only `os.unlink` removes; else
+what processes that have ended left, which cannot remove it any more.
 
 Of a process that this one kills, what it has open is looked at before.  One that ends by itself (that crashes, that the
 kernel kills for want of memory) is known by its agent; what was made while it lived and nobody has open is its own.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os as os_module
 import re
 import signal
@@ -17,12 +21,13 @@ import tempfile as tempfile_module
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from lowtide.probes.host.makers import Maker, Makers
 from lowtide.probes.host.passing_for import passing_for
 from lowtide.probes.host.process_files import began_at
 from lowtide.probes.host.process_files import stat as process_stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
-from lowtide.probes.originals import lines_of, os, temporary_folder, time
+from lowtide.probes.originals import lines_of, loaded, os, temporary_folder, time, weakref
 from lowtide.probes.processes.neighbours import Neighbours
 
 
@@ -79,6 +84,9 @@ _UUID = re.compile(r"[0-9a-f]{8}-?([0-9a-f]{4}-?){3}[0-9a-f]{12}")
 _BASE_OF_PYTEST = "pytest-of-"
 """The folder in which pytest keeps `tmp_path` of its last three runs, on purpose."""
 
+_TMP_PATH = re.compile(r"/test_\w*\d/")
+"""What pytest calls `tmp_path`, wherever `--basetemp` is."""
+
 
 class OrphanedFiles:
     """Looks at a process of the tree when this one is about to kill it: afterwards nobody knows what it had.
@@ -89,6 +97,7 @@ class OrphanedFiles:
     Args:
         tree: whose processes.
         segments: receives the names in /dev/shm that a killed process had.
+        makers: knows the files to which this process has bound sockets.
         began: gives the processes of the tree that have had an agent, with the time at which it began, in seconds.
         alone: whether no other process of the same program runs beside this one and makes what nobody has open. Of
             other programs that lowtide watches meanwhile, and of unseen containers, it is noticed here.
@@ -98,6 +107,7 @@ class OrphanedFiles:
         self,
         tree: ProcessTree,
         segments: OwnSegments,
+        makers: Makers,
         began: Callable[[], Mapping[int, float]] = dict,
         *,
         alone: bool = True,
@@ -106,6 +116,7 @@ class OrphanedFiles:
         self._alone = alone
         self._tree = tree
         self._segments = segments
+        self._makers = makers
         self._originals: dict[str, Callable[[int, int], None]] = {}
         self._process = 0
         self._names: _MadeUpNames | None = None
@@ -117,7 +128,8 @@ class OrphanedFiles:
         self._files: set[str] = set()
         self._open_to_nobody: set[str] = set()
         self._seen: set[str] = set()
-        self._bound_here: set[str] = set()
+        # Whether each was left, as far as was known when it was first seen; the same path may be bound again.
+        self._dead_sockets: dict[str, tuple[Maker, bool]] = {}
         self._next_note = 0.0
         self._neighbours = Neighbours(tree)
 
@@ -144,6 +156,8 @@ class OrphanedFiles:
     def mark(self) -> None:
         """What is there now was left before."""
         self._ended_before.update(self._ended_since())
+        if self._names is not None:
+            self._names.mark()
         self._lifetimes.clear()
         self._files.clear()
         self._open_to_nobody.clear()
@@ -158,44 +172,76 @@ class OrphanedFiles:
                 self._before, self._listed = frozenset(os.listdir(temporary_folder())), changed
 
     def look(self) -> None:
-        """Note what is there now and nobody knows of afterwards.
+        """Note what is there now and nobody knows of afterwards: what processes of the tree have in /dev/shm.
 
-        What processes of the tree have in /dev/shm, of which one may end by itself; and where this process listens: the
-        socket files that it leaves are its own, and libraries such as ZeroMQ leave all of them.
+        One of them may end by itself.
         """
         self._seen |= mapped_shared_memory(self._tree.descendants())
-        self.note_sockets()
+        self.note_ended()
 
-    def note_sockets(self) -> None:
-        """Note where this process listens among the temporary files; not again within a moment."""
+    def note_ended(self) -> None:
+        """Note which processes have ended, and who else is there; not again within a moment."""
         now = time.monotonic()
         if now >= self._next_note:
             self._next_note = now + _PAUSE_S
-            self.before_start()
-
-    def before_start(self) -> None:
-        """Note it whenever asked: what is bound for the time of a child's start is bound at that moment alone."""
-        # Here too: the sooner it is seen, the less passes for made in its life.
-        self._note_ended()
-        # Later on they may have ended, and their files be there.
-        self._neighbours.look()
-        folder = temporary_folder()
-        self._bound_here |= {os.path.basename(path) for path in _listening(os.getpid(), f"{folder}/")}
+            # The sooner it is seen, the less passes for made in its life.
+            self._note_ended()
+            # Later on they may have ended, and their files be there.
+            self._neighbours.look()
 
     def temporary_files(self) -> dict[str, int]:
-        """What ended processes had open, listened on or numbered among the temporary files, if it is new."""
+        """What was left among the temporary files, if it is new.
+
+        Files of sockets that this process has bound, and what ended processes had open, listened on or numbered.
+        """
+        sockets = self._sockets_left_here()
         self._note_ended()
-        if not self._lifetimes:
-            return {}
         folder = temporary_folder()
-        with contextlib.suppress(OSError):
-            fresh = set(os.listdir(folder)) - self._before
-            self._files |= {name for name in fresh if self._numbers & _numbers_in(name)}
-            if self._is_alone():
-                self._files |= self._abandoned_sockets(fresh - self._files)
-        own = set() if self._names is None else self._names.made
-        left = [name for name in sorted(self._files) if not any(part in name for part in own)]
-        return {f"{folder}/{name}": 1 for name in left if _facts_of(f"{folder}/{name}") is not None}
+        if self._lifetimes:
+            with contextlib.suppress(OSError):
+                fresh = set(os.listdir(folder)) - self._before
+                self._files |= {name for name in fresh if self._numbers & _numbers_in(name)}
+                if self._is_alone():
+                    sockets |= self._abandoned_sockets(fresh)
+        own = () if self._names is None else self._names.made
+        left = {f"{folder}/{name}" for name in self._files if not any(part in name for part in own)}
+        return {path: 1 for path in sorted(left | sockets) if _facts_of(path) is not None}
+
+    def _sockets_left_here(self) -> set[str]:
+        """The temporary files of sockets that this process has bound, and that nobody has any more."""
+        closed = self._makers.closed_sockets()
+        if not closed:
+            return set()
+        unknown = {}
+        for path, maker in closed.items():
+            entry = _facts_of(path)
+            if entry is None or not stat.S_ISSOCK(entry.st_mode):
+                self._makers.forget_file(path)
+                self._dead_sockets.pop(path, None)
+            elif path not in self._dead_sockets or self._dead_sockets[path][0] is not maker:
+                unknown[path] = maker
+        living = _living_sockets() if unknown else set()
+        for path, maker in unknown.items():
+            if not living & {path, maker.identity[1]}:
+                self._dead_sockets[path] = maker, self._is_temporary(path)
+        known = {path: self._dead_sockets.get(path, (None, False)) for path in closed}
+        return {path for path, (maker, is_left) in known.items() if is_left and maker is closed[path]}
+
+    def _is_temporary(self, path: str) -> bool:
+        """Whether a path lies among the temporary files, and in no folder that somebody will remove as a whole.
+
+        That is pytest's, what a finalizer removes (of `tempfile.TemporaryDirectory`, of `multiprocessing`), and what
+        this process has made before the test, which goes when its maker is done.
+        """
+        folder = f"{temporary_folder()}/"
+        inside, _, file = path.removeprefix(folder).partition("/")
+        if not path.startswith(folder) or inside.startswith(_BASE_OF_PYTEST) or _TMP_PATH.search(path):
+            return False
+        if not file:
+            return True
+        is_older = self._names is not None and any(part in inside for part in self._names.made_before)
+        removed = (each for each in _folders_of_finalizers() if each.startswith(folder))
+        return not is_older and not any(path.startswith(f"{each}/") for each in removed)
 
     def shared_memory(self, names: Collection[str]) -> set[str]:
         """Those of some names in /dev/shm that are new, and that ended processes left, or orphans hold.
@@ -238,10 +284,12 @@ class OrphanedFiles:
         return {pid for pid in self._began() if pid not in self._ended_before and _has_ended(pid)}
 
     def _abandoned_sockets(self, names: Collection[str]) -> set[str]:
-        """Those of some names of temporary files that are sockets of which ended processes may be the makers."""
+        """The paths of sockets of which ended processes may be the makers, among some temporary files and in them."""
         folder = temporary_folder()
-        sockets = {name for name in names if self._was_made_in_a_life(f"{folder}/{name}", stat.S_ISSOCK)}
-        return sockets - self._bound_here - set(map(os.path.basename, _bound_in(folder))) if sockets else set()
+        paths = {f"{folder}/{name}" for name in names if not name.startswith(_BASE_OF_PYTEST)}
+        inside = {os.path.join(place, file) for path in paths for place, _, files in os.walk(path) for file in files}
+        sockets = {path for path in paths | inside if self._was_made_in_a_life(path, stat.S_ISSOCK)}
+        return sockets - _living_sockets() if sockets else set()
 
     def _was_made_in_a_life(self, path: str, is_of_kind: Callable[[int], bool] = lambda mode: True) -> bool:
         entry = _facts_of(path)
@@ -296,14 +344,25 @@ class _MadeUpNames:
 
     def __init__(self, original: Iterator[str]) -> None:
         self.original = original
-        self.made: set[str] = set()
+        # In their order.
+        self.made: dict[str, None] = {}
+        self._marked = 0
+
+    @property
+    def made_before(self) -> Iterator[str]:
+        """Those that were made before `mark`."""
+        return itertools.islice(self.made, self._marked)
+
+    def mark(self) -> None:
+        """What was made until now was made before."""
+        self._marked = len(self.made)
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
         name = next(self.original)
-        self.made.add(name)
+        self.made[name] = None
         return name
 
 
@@ -320,13 +379,24 @@ def _facts_of(path: str) -> os.stat_result | None:
         return None
 
 
-def _bound_in(folder: str) -> Iterator[str]:
-    """The paths in a folder to which sockets of living processes are bound."""
+def _folders_of_finalizers() -> Iterator[str]:
+    """The paths with which finalizers will be called, if nothing else calls them before this process ends."""
+    finalizers = [info.args for info in list(vars(weakref.finalize)["_registry"].values())]
+    of_multiprocessing: Any = loaded("multiprocessing.util")
+    finalizers += [each._args for each in list(getattr(of_multiprocessing, "_finalizer_registry", {}).values())]
+    yield from (argument for arguments in finalizers for argument in arguments or () if type(argument) is str)
+
+
+def _living_sockets() -> set[str | int]:
+    """The paths to which Unix sockets of living processes are bound, and these sockets' inodes."""
+    found: set[str | int] = set()
     with contextlib.suppress(OSError):
         for line in lines_of("/proc/net/unix")[1:]:
-            path = line.split(maxsplit=7)[7:]
-            if path and path[0].startswith(f"{folder}/"):
-                yield path[0]
+            # Num RefCount Protocol Flags Type St Inode Path
+            fields = line.split(maxsplit=7)
+            if len(fields) == 8:
+                found |= {int(fields[6]), fields[7]}
+    return found
 
 
 def _unused(names: set[str]) -> set[str]:

@@ -39,7 +39,7 @@ _EXPLAINED = 0.9
 _MOST_HOLDERS = 8
 """Holders of the things of one resource, beyond which these are one finding without a holder."""
 
-_MADE = {"processes": "started", "file-descriptors": "made"}
+_MADE = {"processes": "started", "file-descriptors": "made", "temporary-files": "bound"}
 """The resources, besides threads, whose makers are noted, and what these do."""
 
 _SHOWN_PLACES = 3

@@ -288,13 +288,11 @@ class LifeProbes:
         self.tree = ProcessTree()
         self.agents = Agents()
         self._segments = OwnSegments()
-        self._orphaned_files = OrphanedFiles(self.tree, self._segments, self.agents.began)
-        self.unseen = UnmeasuredProcesses(self.tree, driver)
-        self._events = ProcessEvents(
-            self.unseen.look, self._orphaned_files.note_sockets, starting=self._orphaned_files.before_start
-        )
-        self.environment = EnvironmentSetters()
         self.makers = Makers()
+        self._orphaned_files = OrphanedFiles(self.tree, self._segments, self.makers, self.agents.began)
+        self.unseen = UnmeasuredProcesses(self.tree, driver)
+        self._events = ProcessEvents(self.unseen.look, self._orphaned_files.note_ended)
+        self.environment = EnvironmentSetters()
         self.counters = CounterReader(
             driver,
             card=card,

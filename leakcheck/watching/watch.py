@@ -77,10 +77,10 @@ class Watch:
         self._segments = OwnSegments()
         self._environment = EnvironmentSetters()
         self._tree = ProcessTree()
-        self._orphaned_files = OrphanedFiles(
-            self._tree, self._segments, lambda: self.others.began(), alone=self.policy.driver
-        )
         self._makers = Makers()
+        self._orphaned_files = OrphanedFiles(
+            self._tree, self._segments, self._makers, lambda: self.others.began(), alone=self.policy.driver
+        )
         self._ownership = Ownership(self._segments, self._orphaned_files.shared_memory, self._environment, self._makers)
         self._births = Births()
         self._caches = FilledCaches()
@@ -102,9 +102,7 @@ class Watch:
         ask = self._ask_driver if self.policy.card else None
         asks, clears = policy.processes, policy.remedies != "never"
         self.others = OtherProcesses(self._tree, ask, asks=asks, clears=clears, tolerance=policy.tolerance)
-        self._events = ProcessEvents(
-            self.others.look, self._orphaned_files.note_sockets, starting=self._orphaned_files.before_start
-        )
+        self._events = ProcessEvents(self.others.look, self._orphaned_files.note_ended)
         self._tolerance = self.policy.tolerance
         self._seen: frozenset[Key] = frozenset()
         self._namespaces: NamespaceSizes | None = None
@@ -217,6 +215,7 @@ class Watch:
         self._attribution.begin(stage)
         self._caches.mark()
         self._readings.mark(subject)
+        self._makers.start()
         self._events.start()
         self._orphaned_files.mark()
         self._namespaces = namespace_sizes()
@@ -297,6 +296,8 @@ class Watch:
         """The setup of the owner entered last is over, whether it succeeded or not."""
         self._attribution.leave()
         self._arrival.queue()
+        # A library may have come with it that binds sockets in C.
+        self._makers.start()
 
     def used(self, owners: Iterable[Owner], *, allowed: int | None = None) -> None:
         """The test uses these owners: what it leaves under them may be growth.

@@ -16,7 +16,7 @@ from typing import Any
 from lowtide.probes.host.passing_for import passing_for
 from lowtide.probes.objects.thread_names import thread_ident, thread_key
 from lowtide.probes.objects.whose_code import is_library
-from lowtide.probes.originals import contents, os, sys, threading, time
+from lowtide.probes.originals import contents, loaded, os, sys, threading, time
 
 _PLUMBING = frozenset(
     {"threading", "socket", "selectors", "subprocess", "os", "multiprocessing.process", "multiprocessing.context"}
@@ -24,7 +24,16 @@ _PLUMBING = frozenset(
 )
 """Modules through which everybody makes such things: who calls them has made it."""
 
+_OF_ZMQ = "zmq.sugar.socket"
+"""The module in which pyzmq binds, in C++: it closes a socket and leaves its file."""
+
+_LAST_ENDPOINT = 32
+"""The option of ZeroMQ that says what a socket was bound to last."""
+
 _CHECKER = "lowtide.probes."
+
+_OF_SOCKET = socket.SocketType
+"""What sockets are in C: a class derived from Python's may answer otherwise."""
 
 _MOST_FRAMES = 60
 
@@ -53,7 +62,7 @@ class Maker:
 
 
 class Makers:
-    """Notes, from `start` to `stop`, who makes threads, child processes, sockets, pipes and the like.
+    """Notes, from `start` to `stop`, who makes threads, child processes, sockets and their files, pipes and the like.
 
     The functions of Python's library that make them are stood in for meanwhile.
     """
@@ -67,17 +76,26 @@ class Makers:
         self._gave_way = 0.0
         self._processes: dict[int, Maker] = {}
         self._descriptors: dict[int, Maker] = {}
-        self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
+        # By path, with the socket's descriptor; -1 where that is unknown.
+        self._bound: dict[str, tuple[int, Maker]] = {}
+        self._replaced: list[tuple[Any, str, Callable[..., Any] | None, Callable[..., Any]]] = []
+        self._is_started = self._sees_zmq = False
 
     def start(self) -> None:
-        """Begin to note; legal twice."""
-        if self._replaced:
+        """Begin to note; legal twice: then in libraries that were imported meanwhile, too."""
+        of_zmq: Any = loaded(_OF_ZMQ)
+        if of_zmq is not None and not self._sees_zmq:
+            self._sees_zmq = True
+            self._after(of_zmq.Socket, "bind", self._note_bound_by_zmq)
+        if self._is_started:
             return
+        self._is_started = True
         self._after(threading.Thread, "start", lambda thread, result: self._note_thread(thread), self._note_starting)
         self._after(subprocess.Popen, "__init__", lambda child, result: self._note(self._processes, child.pid))
         kind = multiprocessing.process.BaseProcess
         self._after(kind, "start", lambda child, result: self._note(self._processes, child.pid))
         self._after(socket.socket, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
+        self._after(socket.socket, "bind", self._note_bound)
         self._after(selectors._PollLikeSelector, "__init__", lambda made, result: self._note_descriptor(made.fileno()))
         for name in ("pipe", "pipe2", "dup", "eventfd", "memfd_create", "pidfd_open"):
             if hasattr(os_module, name):
@@ -86,14 +104,19 @@ class Makers:
     def stop(self) -> None:
         """End it; legal twice. What somebody else has replaced meanwhile stays as it is."""
         for place, name, original, ours in reversed(self._replaced):
-            if vars(place).get(name) is ours:
+            if vars(place).get(name) is not ours:
+                continue
+            if original is None:
+                delattr(place, name)
+            else:
                 setattr(place, name, original)
         self._replaced.clear()
+        self._is_started = self._sees_zmq = False
 
     @property
     def originals(self) -> tuple[Callable[..., Any], ...]:
         """The functions of `os` that are stood in for: who imported one by name calls it unseen."""
-        return tuple(original for place, _, original, _ in self._replaced if place is os_module)
+        return tuple(original for place, _, original, _ in self._replaced if place is os_module and original)
 
     def of_thread(self, ident: int) -> Maker | None:
         """Who started a Python thread; None if that was not seen."""
@@ -107,6 +130,21 @@ class Makers:
         """Who made what a descriptor is open on; None if that was not seen."""
         maker = self._descriptors.get(number)
         return maker if maker is not None and maker.identity == _identity(number) else None
+
+    def closed_sockets(self) -> dict[str, Maker]:
+        """Who bound the Unix sockets that are closed here, by the path of the file to which each was bound.
+
+        Of one that ZeroMQ has bound nobody knows whether it is closed.
+        """
+        return {
+            path: maker
+            for path, (number, maker) in list(self._bound.items())
+            if number < 0 or _identity(number) != maker.identity
+        }
+
+    def forget_file(self, path: str) -> None:
+        """Forget that a socket was bound to a file, which is gone."""
+        self._bound.pop(path, None)
 
     def forget_ended_threads(self) -> None:
         """Forget who started the threads that have ended."""
@@ -130,6 +168,8 @@ class Makers:
         if key == "processes":
             pid = name.partition(" ")[0]
             return (self.of_process(int(pid)) or self._forked(int(pid))) if pid.isdigit() else None
+        if key == "temporary-files":
+            return self._bound.get(name, (0, None))[1]
         number, _, target = name.partition(" -> ")
         if key != "file-descriptors" or not number.isdigit():
             return None
@@ -168,7 +208,7 @@ class Makers:
         note: Callable[[Any, Any], None],
         before: Callable[[Any], None] = lambda first: None,
     ) -> None:
-        original = vars(place)[name]
+        original = getattr(place, name)
 
         @passing_for(original, place, name)
         def ours(*args: Any, **kwargs: Any) -> Any:
@@ -181,8 +221,9 @@ class Makers:
                 return result
             return result
 
+        own = vars(place).get(name)
         setattr(place, name, ours)
-        self._replaced.append((place, name, original, ours))
+        self._replaced.append((place, name, own, ours))
 
     def _note_starting(self, thread: threading.Thread) -> None:
         modules, place = _made_by(sys._getframe(2))
@@ -205,6 +246,22 @@ class Makers:
         modules, place = _made_by(sys._getframe(depth))
         for number in (made,) if type(made) is int else made:  # type: ignore[union-attr]
             self._descriptors[number] = Maker(modules, _identity(number), place, *self._thread())
+
+    def _note_bound(self, bound: socket.socket, result: object) -> None:
+        path = _OF_SOCKET.getsockname(bound) if bound.family == socket.AF_UNIX else b""
+        if type(path) is str and path:
+            number = bound.fileno()
+            self._note_file(path, number, _identity(number))
+
+    def _note_bound_by_zmq(self, bound: Any, result: object) -> None:
+        transport, _, path = bound.getsockopt(_LAST_ENDPOINT).rstrip(b"\0").decode().partition("://")
+        # What begins with an `@` is no file.
+        if transport == "ipc" and path.startswith("/"):
+            self._note_file(path, -1, (0, 0))
+
+    def _note_file(self, path: str, number: int, identity: tuple[int, int]) -> None:
+        modules, place = _made_by(sys._getframe(3))
+        self._bound[os.path.abspath(path)] = number, Maker(modules, identity, place, *self._thread())
 
     def _thread(self) -> tuple[str, str]:
         """Return the running thread and the first one of its line; empty ones in the main thread."""

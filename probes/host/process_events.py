@@ -1,11 +1,11 @@
-"""Hears when a child process has answered, and before one is started, waited for or signalled: moments to look."""
+"""Hears when a child process has answered, and before one is waited for or signalled: moments to look."""
 
 from __future__ import annotations
 
 import multiprocessing.process
 import os as os_module
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lowtide.probes.host.passing_for import passing_for
@@ -31,12 +31,10 @@ class ProcessEvents:
 
     Args:
         listeners: what to call, in this order; an error of theirs is lost.
-        starting: what to call before it starts one by `multiprocessing`: what is open for a start is not afterwards.
     """
 
-    def __init__(self, *listeners: Callable[[], object], starting: Callable[[], object] | None = None) -> None:
+    def __init__(self, *listeners: Callable[[], object]) -> None:
         self._listeners = listeners
-        self._starting = starting
         self._replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []
         # By their identities: all of them are in `_replaced`, too.
         self._places: set[tuple[int, str]] = set()
@@ -49,8 +47,6 @@ class ProcessEvents:
         self._process = os.getpid()
         self._stand_in(subprocess.Popen, "wait", "communicate", "send_signal")
         self._stand_in(multiprocessing.process.BaseProcess, "join", "terminate", "kill")
-        if self._starting is not None:
-            self._stand_in(multiprocessing.process.BaseProcess, "start", listeners=[self._starting])
         self._stand_in(os_module, "kill", "killpg")
         for module, name, methods in _POOLS:
             kind = getattr(loaded(module), name, None)
@@ -69,13 +65,7 @@ class ProcessEvents:
         self._replaced.clear()
         self._places.clear()
 
-    def _stand_in(
-        self,
-        place: Any,
-        *names: str,
-        after: bool = False,
-        listeners: Sequence[Callable[[], object]] | None = None,
-    ) -> None:
+    def _stand_in(self, place: Any, *names: str, after: bool = False) -> None:
         for name in names:
             original = vars(place).get(name)
             # What a test has put in a class's place has none of its own.
@@ -83,16 +73,14 @@ class ProcessEvents:
                 continue
             self._places.add((id(place), name))
             ours = passing_for(original, place, name)(
-                self._heard_after(original) if after else self._heard_before(original, listeners)
+                self._heard_after(original) if after else self._heard_before(original)
             )
             setattr(place, name, ours)
             self._replaced.append((place, name, original, ours))
 
-    def _heard_before(
-        self, original: Callable[..., Any], listeners: Sequence[Callable[[], object]] | None
-    ) -> Callable[..., Any]:
+    def _heard_before(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def ours(*args: Any, **kwargs: Any) -> Any:
-            self._hear(listeners)
+            self._hear()
             return original(*args, **kwargs)
 
         return ours
@@ -106,17 +94,16 @@ class ProcessEvents:
 
         return ours
 
-    def _hear(self, listeners: Sequence[Callable[[], object]] | None = None) -> None:
+    def _hear(self) -> None:
         # One of these calls another; what is read is the main thread's to read; and a fork has these functions, too.
         if self._is_heard or os.getpid() != self._process or not in_main_thread():
             return
         self._is_heard = True
         try:
-            for listener in self._listeners if listeners is None else listeners:
+            for listener in self._listeners:
                 listener()
         except Exception:  # noqa: BLE001 - the program's call comes next, and nothing here may change that
             return
         finally:
             self._is_heard = False
-            if listeners is None:
-                self._heard_at = time.perf_counter()
+            self._heard_at = time.perf_counter()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from lowtide.leakcheck.baseline.orphaned_files import OrphanedFiles, OwnSegments
 from lowtide.leakcheck.lives.target_life import check_run
 from lowtide.leakcheck.targets.target import Capabilities
 from lowtide.probes.device.driver.none import NoDriver
+from lowtide.probes.host.makers import Makers
 from lowtide.probes.host.process_files import stat
 from lowtide.probes.host.process_tree import ProcessTree
 from lowtide.probes.host.readings import mapped_shared_memory
@@ -85,7 +86,7 @@ def tidy(no_neighbours: None) -> Iterator[None]:
     for path in Path("/dev/shm").glob("vllm_offload_a1b1c1d1*"):
         path.unlink()
     for path in Path(tempfile.gettempdir()).glob("lowtide_test_*"):
-        path.rmdir() if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def engine(*kinds: str) -> subprocess.Popen[bytes]:
@@ -207,29 +208,112 @@ def test_a_socket_on_which_somebody_listens_is_no_leftover() -> None:
         assert "temporary-files" not in left_by(serve)
 
 
-@pytest.mark.parametrize("closes_it", ["this process", "nobody but the kernel, at the child's end"])
-def test_a_socket_that_this_process_had_for_a_start_is_its_own(closes_it: str) -> None:
-    """As ZeroMQ's, which closes a socket and leaves its file."""
+def bound(path: str) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    return listening
+
+
+def test_a_socket_of_this_process_is_found_where_it_is_closed_and_not_unlinked() -> None:
+    """Beside an ended child too, in whose time it was made."""
 
     def serve() -> None:
-        # In whose time the socket may have been made, as far as anybody knows.
         exited()
-        with socket.socket(socket.AF_UNIX) as handshake:
-            if closes_it == "this process":
-                handshake.bind(f"{tempfile.gettempdir()}/lowtide_test_handshake")
-                handshake.listen()
-            child = get_context("spawn").Process(target=bind_and_exit, args=(closes_it,))
-            child.start()
-        child.join()
+        bound(f"{tempfile.gettempdir()}/lowtide_test_handshake").close()
 
-    assert ("temporary-files" in left_by(serve)) == (closes_it != "this process")
+    with LeakCheck(settle=0.1) as check:
+        serve()
+    (subject,) = check.report.subjects
+    (finding,) = subject.findings
+    path = Path(tempfile.gettempdir(), "lowtide_test_handshake")
+    assert (finding.resource, finding.holder, finding.advice) == (
+        "temporary-files",
+        str(path),
+        "call os.unlink() with the path where the socket is closed",
+    )
+    assert "; bound in bound, test_remains.py:" in finding.message
 
 
-def bind_and_exit(closes_it: str) -> None:
-    if closes_it != "this process":
-        held = socket.socket(socket.AF_UNIX)
-        held.bind(f"{tempfile.gettempdir()}/lowtide_test_of_the_child")
-        os._exit(0)
+def in_a_new_folder() -> None:
+    bound(f"{tempfile.mkdtemp(prefix='lowtide_test_')}/socket").close()
+
+
+def by_zmq() -> None:
+    zmq: Any = pytest.importorskip("zmq")
+    with zmq.Context() as context, context.socket(zmq.REP) as answering:
+        answering.bind(f"ipc://{tempfile.gettempdir()}/lowtide_test_zmq")
+
+
+def in_a_new_folder_by_a_child() -> None:
+    folder = tempfile.mkdtemp(prefix="lowtide_test_")
+    code = "import socket, sys; socket.socket(socket.AF_UNIX).bind(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, f"{folder}/socket"], check=True)
+
+
+@pytest.mark.parametrize("leaves", [in_a_new_folder, in_a_new_folder_by_a_child, by_zmq])
+def test_a_socket_that_is_left_is_found_wherever_it_lies_and_whoever_binds_it(leaves: Callable[[], None]) -> None:
+    assert left_by(leaves) == ["temporary-files"]
+
+
+def in_a_folder_with_a_finalizer() -> None:
+    folders.append(tempfile.TemporaryDirectory(prefix="lowtide_test_"))
+    bound(f"{folders[-1].name}/socket").close()
+
+
+def in_an_abstract_name() -> None:
+    bound("\0lowtide_test_socket").close()
+
+
+def unlinked() -> None:
+    bound(f"{tempfile.gettempdir()}/lowtide_test_socket").close()
+    Path(tempfile.gettempdir(), "lowtide_test_socket").unlink()
+
+
+def of_a_child_that_has_it_still() -> None:
+    with bound(f"{tempfile.gettempdir()}/lowtide_test_socket") as listening:
+        running.append(subprocess.Popen(["sleep", "600"], stdin=listening))
+
+
+folders: list[tempfile.TemporaryDirectory[str]] = []
+running: list[subprocess.Popen[bytes]] = []
+
+
+@pytest.fixture
+def ending_of_sockets() -> Iterator[None]:
+    yield
+    while folders:
+        folders.pop().cleanup()
+    while running:
+        with running.pop() as process:
+            process.kill()
+
+
+@pytest.mark.usefixtures("ending_of_sockets")
+@pytest.mark.parametrize(
+    "leaves",
+    [in_a_folder_with_a_finalizer, in_an_abstract_name, unlinked, of_a_child_that_has_it_still],
+)
+def test_a_socket_that_somebody_has_or_will_remove_is_no_leftover(leaves: Callable[[], None]) -> None:
+    assert "temporary-files" not in left_by(leaves)
+
+
+def test_a_socket_in_a_folder_that_this_process_made_before_goes_with_that() -> None:
+    makers = Makers()
+    remains = OrphanedFiles(ProcessTree(), OwnSegments(), makers)
+    makers.start()
+    remains.start()
+    folder = tempfile.mkdtemp(prefix="lowtide_test_")
+    bound(f"{folder}/first").close()
+    assert remains.temporary_files().keys() == {f"{folder}/first"}
+    remains.mark()
+    bound(f"{folder}/second").close()
+    assert remains.temporary_files().keys() == {f"{folder}/first"}
+    # The same path again.
+    Path(folder, "first").unlink()
+    with bound(f"{folder}/first"):
+        assert remains.temporary_files() == {}
+    remains.stop()
+    makers.stop()
 
 
 def test_what_somebody_removes_is_not() -> None:
@@ -341,7 +425,7 @@ def test_a_core_that_removes_its_file_is_clean() -> None:
 def test_a_file_that_a_living_process_maps_is_not_left() -> None:
     tree = ProcessTree()
     tree.start()
-    remains = OrphanedFiles(tree, OwnSegments())
+    remains = OrphanedFiles(tree, OwnSegments(), Makers())
     remains.mark()
     first = engine("mapped", "removes")
     remains.look()
@@ -410,7 +494,7 @@ def test_a_core_that_runs_on_is_found_with_what_it_holds_and_what_ends_it(cycles
 def test_os_kill_is_as_before_once_nobody_looks() -> None:
     originals = os.kill, os.killpg
     names = tempfile._get_candidate_names()
-    remains = OrphanedFiles(ProcessTree(), OwnSegments())
+    remains = OrphanedFiles(ProcessTree(), OwnSegments(), Makers())
     remains.start()
     remains.start()
     assert os.kill is not originals[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,3 +79,41 @@ def test_another_thread_gets_one_turn_for_all_descriptors_that_were_read_togethe
         os.close(here)
         os.close(there)
     assert len(turns) == 1
+
+
+def test_a_socket_file_is_known_until_it_is_gone_with_who_bound_it(tmp_path: Path) -> None:
+    before = vars(socket.socket).get("bind")
+    makers = Makers()
+    makers.start()
+    try:
+        with socket.socket(socket.AF_UNIX) as bound, socket.socket(socket.AF_UNIX) as nameless:
+            bound.bind(str(tmp_path / "socket"))
+            nameless.bind("")
+            assert makers.closed_sockets() == {}
+        path = str(tmp_path / "socket")
+        assert makers.closed_sockets().keys() == {path}
+        assert makers.place_of("temporary-files", path).startswith("test_a_socket_file_is_known")
+        makers.forget_file(path)
+        assert (makers.closed_sockets(), makers.place_of("temporary-files", path)) == ({}, "")
+    finally:
+        makers.stop()
+    assert vars(socket.socket).get("bind") is before
+
+
+def test_a_library_that_binds_in_c_is_heard_once_it_was_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zmq = pytest.importorskip("zmq")
+    makers = Makers()
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "loaded", lambda name: None)
+        makers.start()
+    makers.start()
+    try:
+        with zmq.Context() as context, context.socket(zmq.REP) as answers:
+            answers.bind("tcp://127.0.0.1:*")
+            answers.bind("ipc://@abstract-name-of-a-test")
+            answers.bind(f"ipc://{tmp_path}/socket")
+        assert makers.closed_sockets().keys() == {f"{tmp_path}/socket"}
+    finally:
+        makers.stop()

@@ -74,21 +74,6 @@ def test_an_answer_is_heard_and_so_is_a_join(heard: list[str]) -> None:
     assert (heard, process.exitcode) == (["heard"] * 2, 0)
 
 
-def test_a_start_is_heard_by_who_asks_for_starts() -> None:
-    calls: list[str] = []
-    events = ProcessEvents(lambda: calls.append("heard"), starting=lambda: calls.append("starts"))
-    events.start()
-    try:
-        process = get_context("fork").Process(target=int)
-        assert calls == []
-        process.start()
-        assert calls == ["starts"]
-        process.join()
-    finally:
-        events.stop()
-    assert calls == ["starts", "heard"]
-
-
 def test_of_many_answers_in_a_row_few_are_heard(heard: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr("lowtide.probes.host.process_events.time", SimpleNamespace(perf_counter=lambda: clock[0]))

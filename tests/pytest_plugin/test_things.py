@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 
 from lowtide.reports.schema import Finding
@@ -16,6 +18,7 @@ import select
 import socket
 import sqlite3
 import subprocess
+import tempfile
 import threading
 from multiprocessing import shared_memory
 
@@ -71,6 +74,31 @@ def make_database(tmp_path):
 
 def make_worker(tmp_path):
     return Worker()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_socket_file(is_kept):
+    path = tempfile.mktemp(suffix=".lowtide_test")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+    if not is_kept:
+        os.unlink(path)
+
+
+@pytest.fixture
+def server():
+    path = tempfile.mktemp(suffix=".lowtide_test")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+        yield path
+    os.unlink(path)
+
+
+def test_client(server, tmp_path):
+    with socket.socket(socket.AF_UNIX) as mine, socket.socket(socket.AF_UNIX) as client:
+        mine.bind(str(tmp_path / "mine"))
+        client.connect(server)
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
@@ -178,6 +206,13 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "LEFT[6].close()"),
         ("test_at_exit[True]", "shared-memory", "atexit.register(", "close(); atexit.register("),
         ("test_segments[True]", "shared-memory", "test_inner.PAIRS['segments']", "call close() of each"),
+        (
+            "test_socket_file[True]",
+            "temporary-files",
+            tempfile.gettempdir(),
+            "bound in test_socket_file, test_inner.py:",
+        ),
+        ("test_socket_file[True]", "temporary-files", tempfile.gettempdir(), ".lowtide_test') returns it"),
         ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "(sleep 1000)"),
         ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "started in test_processes"),
         ("test_processes[True]", "processes", "test_inner.PAIRS['processes']", "call terminate() of each"),
@@ -200,8 +235,9 @@ def test_a_thing_is_told_by_what_it_is_and_who_holds_it(
         *(f"test_one[make_{kind}-False]" for kind in ("epoll", "scandir", "mmap", "database", "worker")),
         *(
             f"test_{kind}[False]"
-            for kind in ("array", "reserved", "at_exit", "segments", "processes", "process_of_a_class")
+            for kind in ("array", "reserved", "at_exit", "segments", "processes", "process_of_a_class", "socket_file")
         ),
+        "test_client",
     ],
 )
 def test_what_is_ended_is_no_leak(run: InnerRun, name: str) -> None:
