@@ -186,7 +186,7 @@ class Claims:
         found: dict[int, dict[Key, int]] = {}
         taken: set[Key] = set()
         for owner, reached in self._reached if torch is not None and hasattr(torch, "UntypedStorage") else ():
-            tensors = _held_in_all(torch, Census(reached.values()))
+            tensors = held_in_all(torch, Census(reached.values()))
             sizes = {key: size for key, size in known.get(id(owner), {}).items() if key not in fresh}
             keys = keys_of_each(tensors)
             unknown = [tensor for tensor, under in zip(tensors, keys, strict=True) if under - sizes.keys()]
@@ -230,7 +230,7 @@ def gradients_of(tensors: Iterable[Any]) -> list[Any]:
     return [torch_member(item, "grad") for item in collecting]
 
 
-def _held_in_all(torch: Any, census: Census) -> list[Any]:
+def held_in_all(torch: Any, census: Census) -> list[Any]:
     """The tensors and storage objects among some objects, the tensors' gradients, and what their graphs have saved."""
     tensors = census.instances_of(torch.Tensor)
     seen: set[Any] = set()

@@ -1,56 +1,141 @@
-"""First use of a library's cache: a value that the library computed from plain data and keeps, until there is more.
+"""First use: values that were computed from plain data and are kept for the next time, until they go on to be more.
 
-A bounded `lru_cache` of an installed library may keep tables (anchors, position embeddings) that its own function
-computed from numbers, strings, dtypes and devices. The first of each cache are excused and listed; what the cache has
-more of after a later test is reported. Excused is only what such caches alone hold, and no object of the program: no
-module, no argument that is a tensor, and no tensor with a gradient.
+A memo keeps them: an `lru_cache` asked for numbers, strings, dtypes and devices (tables of positions, scales), or what
+`torch.compile` made of a function (the constants of its graphs). What one test leaves in a memo is listed. Reported is
+what is too much for that, and once, as growth, what test after test goes on to leave. Excused is only what memos alone
+hold, and no object of the program: no module, no argument that is a tensor, and no tensor with a gradient.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from lowtide.leakcheck.baseline.owners import held_in_all
 from lowtide.leakcheck.baseline.storages import HeldStorage, Key, storage_keys, tensors_over
-from lowtide.leakcheck.explaining.expressions import is_name, of_module
+from lowtide.leakcheck.explaining.expressions import is_name, of_definition, of_module
+from lowtide.leakcheck.judging.ladder import ACTIONS
+from lowtide.leakcheck.judging.level_growth import adding_turns, adds_late, kept_steps, rate
+from lowtide.leakcheck.resources.rule import Rung
+from lowtide.probes.heap.caches import BEYOND_CACHES
 from lowtide.probes.heap.holders import SharedWalk, trace
-from lowtide.probes.memory.tensors import survey_storages
+from lowtide.probes.heap.reach import module_namespaces, reach
+from lowtide.probes.memory.tensors import survey_storages, torch_member
 from lowtide.probes.objects.foreign import LRU_CACHE, dict_of_module, is_a, module_of_class, namespace_of
-from lowtide.probes.objects.whose_code import is_library
+from lowtide.probes.objects.listed import Census
+from lowtide.probes.objects.whose_code import is_library, library_globals
 from lowtide.probes.originals import gc, loaded, weakref
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount, format_bytes
 
-MOST_KEPT = 16 << 20
-"""Bytes up to which what one cache keeps is a first use."""
+MOST_OF_LIBRARY = 16 << 20
+"""Bytes that a library's cache may keep from the first test that asks it."""
+
+MOST_ADDED = 128 << 10
+"""Bytes that may come to that later, and that any other memo may keep: what constants, masks and small tables weigh."""
+
+FEWEST_TURNS = 12
+"""Tests that must have added something, so that a memo is more than a dozen of values that come again."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 _TORCHS = ("dtype", "device", "layout", "memory_format")
 _MOST_WRAPPED = 4
 """How many decorators may lie around a cache."""
 
+_COMPILED = "__compiled_fn"
+"""How the names begin under which dynamo puts what it compiled into the globals of a function."""
 
-@dataclass
+
+@dataclass(frozen=True)
+class _Memo:
+    """What keeps values for the next time.
+
+    Attributes:
+        identity: what tells it from others.
+        holders: the objects that keep the values.
+        tensors: those behind the values.
+        name: as it is listed.
+        emptied_by: the code that empties it.
+        most: bytes that are its first use.
+        cache: the `lru_cache` that it is, if it is one.
+    """
+
+    identity: Hashable
+    holders: Sequence[object]
+    tensors: Sequence[Any]
+    name: str
+    emptied_by: str
+    most: int
+    cache: Any = None
+
+
 class _Kept:
-    """What one cache keeps: the cache, the bytes of its values at the most, and with which test the first came."""
+    """What one memo keeps, test by test.
 
-    cache: weakref.ref[Any]
-    level: int
-    since: str
-    turn: int
-    grown: bool = False
+    Args:
+        cache: the `lru_cache` that it is, if it is one; held weakly.
+        since: with which test its first values came.
+        turn: the number of that test.
+    """
+
+    def __init__(self, cache: Any, since: str, turn: int) -> None:
+        self.since = since
+        self.first = self.turn = turn
+        self.growth = ""
+        self._cache = None if cache is None else weakref.ref(cache)
+        self._asked = 0
+        # Before the first test that used it, and after each.
+        self._levels = [0, 0]
+        self._base = 0
+        self._is_told = self._has_grown = False
+
+    def is_of(self, memo: _Memo) -> bool:
+        """Whether it is this memo, and none that had its place before."""
+        return memo.cache is None or (self._cache is not None and self._cache() is memo.cache)
+
+    def end_turn(self, turn: int) -> None:
+        """Test number `turn` is over: note that it used the memo, where it left nothing in it."""
+        cache = None if self._cache is None else self._cache()
+        if cache is None:
+            return
+        hits, misses, _, entries = cache.cache_info()
+        if turn != self.turn and hits + misses != self._asked:
+            self._levels.append(self._levels[-1] if entries else 0)
+        self._asked = hits + misses
+
+    def is_more(self, level: int, turn: int, most: int) -> bool:
+        """Note the bytes that it keeps in test number `turn`; return whether they are to be reported.
+
+        Args:
+            level: the bytes.
+            turn: the test.
+            most: bytes that are a first use.
+        """
+        if turn != self.turn:
+            if self._is_told or self.turn == self.first:
+                self._base = self._levels[-1]
+            self.turn, self._is_told, self.growth = turn, False, ""
+            self._levels.append(level)
+        self._levels[-1] = level
+        steps = kept_steps(self._levels)
+        none = [0] * len(steps)
+        if not self._has_grown and len(adding_turns(steps, none)) >= FEWEST_TURNS and adds_late(steps, none):
+            self.growth, self._has_grown = rate(steps, none, format_bytes), True
+        too_much = level > (most if turn == self.first else self._base + MOST_ADDED)
+        self._is_told = self._is_told or bool(self.growth) or too_much
+        return self._is_told
 
 
 @dataclass(frozen=True)
 class SortedValues:
-    """Storages that did not come back, separated from what libraries' caches are excused for.
+    """Storages that did not come back, separated from what memos are excused for.
 
     Attributes:
-        excused: those that are a cache's first.
-        hints: what to say of others, with the cache through which they are reached.
+        excused: those that are a memo's first use.
+        hints: what to say of others, with what they are reached through.
         listed: what to say of those that are excused.
     """
 
@@ -60,20 +145,22 @@ class SortedValues:
 
 
 class CachedValues:
-    """What the caches of libraries have been excused for in this process; holds the caches weakly."""
+    """What memos have been excused for in this process; holds caches weakly."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[Hashable, _Kept] = {}
         self._turn = 0
 
     def mark(self) -> None:
         """From here on it is a later test."""
+        for kept in self._kept.values():
+            kept.end_turn(self._turn)
         self._turn += 1
 
     def sort(
         self, held: Sequence[HeldStorage], caches: Iterable[Any], subject: str, walk: SharedWalk | None = None
     ) -> SortedValues:
-        """Tell apart which of some storages a library's cache keeps from its first use.
+        """Tell apart which of some storages a memo keeps.
 
         Args:
             held: what is there and was not at the baseline.
@@ -82,68 +169,110 @@ class CachedValues:
             walk: the walk over the heap to ask, if it is shared with others.
         """
         new = {storage.key: storage.bytes for storage in held}
-        asked = _asked(new, caches) if new else {}
-        if not asked:
+        memos = [*_caches_with(new, caches), *_compiled_with(new)] if new else []
+        if not memos:
             return SortedValues()
-        alone = _held_by_these_alone(asked, walk)
+        alone = _held_by_these_alone(memos, walk)
         excused: set[Key] = set()
         hints: list[tuple[str, object]] = []
         listed = []
-        for name, (cache, tensors) in asked.items():
-            sizes = {key: size for key, size in _sizes(tensors).items() if key in alone}
+        for memo in memos:
+            sizes = {key: size for key, size in _sizes(memo.tensors).items() if key in alone}
             own = sizes.keys() & new.keys()
-            kept = self._noted(cache, sum(sizes.values()), subject) if own else None
-            if kept is None or kept.level > MOST_KEPT:
+            kept = self._of(memo, subject) if own else None
+            if kept is None:
                 continue
-            if kept.grown:
-                since = kept.since or "an earlier test"
-                hints.append((f"the cache's first values came with {since}, and were listed as once so far", cache))
-            else:
+            if not kept.is_more(sum(sizes.values()), self._turn, memo.most):
                 excused |= own
-                listed.append(_listed(cache, name, [storage for storage in held if storage.key in own]))
+                listed.append(_listed(memo, [storage for storage in held if storage.key in own]))
+            elif kept.first != self._turn:
+                hints += [(_more(kept), holder) for holder in memo.holders]
         return SortedValues(frozenset(excused), tuple(hints), tuple(listed))
 
-    def _noted(self, cache: Any, level: int, subject: str) -> _Kept:
-        kept = self._kept.get(id(cache))
-        if kept is None or kept.cache() is not cache:
-            kept = self._kept[id(cache)] = _Kept(weakref.ref(cache), level, subject, self._turn)
-        kept.grown = kept.grown or (level > kept.level and kept.turn != self._turn)
-        kept.level = max(kept.level, level)
+    def _of(self, memo: _Memo, subject: str) -> _Kept:
+        kept = self._kept.get(memo.identity)
+        if kept is None or not kept.is_of(memo):
+            kept = self._kept[memo.identity] = _Kept(memo.cache, subject, self._turn)
         return kept
 
 
-def _listed(cache: Any, name: str, held: Sequence[HeldStorage]) -> NotMeasured:
+def _more(kept: _Kept) -> str:
+    since = kept.since or "an earlier test"
+    first = f"its first values came with {since}, and were listed as once so far"
+    return f"it grows by what it keeps for the next time, {kept.growth}: {first}" if kept.growth else first
+
+
+def _listed(memo: _Memo, held: Sequence[HeldStorage]) -> NotMeasured:
     size, largest = sum(storage.bytes for storage in held), max(held, key=lambda storage: storage.bytes)
-    tensors = f"{format_bytes(size)} in {format_amount(len(held), 'tensors')} ({largest.text})"
-    function = vars(cache)["__wrapped__"]
     return NotMeasured(
-        what=f"{tensors} in the cache of {function.__module__}.{function.__qualname__}",
-        why=f"once so far: if the cache keeps more after a later test, that is a leak; {name}.cache_clear() empties it",
+        what=f"{format_bytes(size)} in {format_amount(len(held), 'tensors')} ({largest.text}) in {memo.name}",
+        why=f"once so far: if test after test leaves more there, that is a leak; {memo.emptied_by} empties it",
     )
 
 
-def _asked(new: Mapping[Key, int], caches: Iterable[Any]) -> dict[str, tuple[Any, list[Any]]]:
-    """By its name as code, each library's cache that has computed one of some storages, with the tensors behind it."""
-    found = {}
-    for cache in caches:
-        tensors = _computed(cache)
-        name = _name_in_library(cache) if tensors and storage_keys(tensors) & new.keys() else ""
-        if name:
-            found[name] = (cache, tensors)
-    return found
-
-
-def _held_by_these_alone(asked: Mapping[str, tuple[Any, list[Any]]], walk: SharedWalk | None) -> set[Key]:
-    """The storages that nothing leads to but some caches."""
-    keys = storage_keys(item for _, items in asked.values() for item in items)
+def _held_by_these_alone(memos: Sequence[_Memo], walk: SharedWalk | None) -> set[Key]:
+    """The storages that nothing leads to but some memos."""
+    keys = storage_keys(item for memo in memos for item in memo.tensors)
     # All over that memory: the base of a view is held by the view, where no walk sees it.
     tensors = tensors_over(keys, walk)
-    with trace(tensors, ignore={id(cache) for cache, _ in asked.values()}, walk=walk) as found:
+    ignore = {id(holder) for memo in memos for holder in memo.holders}
+    with trace(tensors, ignore=ignore, walk=walk) as found:
         return keys - storage_keys(item for place, item in enumerate(tensors) if found.reaches(place))
 
 
 def _sizes(tensors: Sequence[Any]) -> dict[Key, int]:
     return {(storage.device, storage.address): storage.bytes for storage in survey_storages(tensors).storages}
+
+
+def _compiled_with(new: Mapping[Key, int]) -> Iterator[_Memo]:
+    """Each function of which `torch.compile` made something that keeps one of some storages, with the tensors there."""
+    by_code = _compiled()
+    if not by_code:
+        return
+    torch: Any = loaded("torch")
+    # From an operator on everything is torch's, and so is what a library has in a global.
+    beyond = (*BEYOND_CACHES, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
+    stops = module_namespaces() | library_globals()
+    for (file, line, name), compiled in by_code.items():
+        # It makes classes and functions, and keeps some as attributes of others.
+        objects, _ = reach(
+            compiled, boundaries=beyond, namespaces=stops, enters=lambda item: of_definition(item) is None
+        )
+        # A parameter, and what needs a gradient, is the program's.
+        plain = (item for item in held_in_all(torch, Census(objects)) if type(item) is torch.Tensor)
+        tensors = [item for item in plain if not torch_member(item, "requires_grad")]
+        if storage_keys(tensors) & new.keys():
+            where = f"what torch.compile made of {name}, {file.rpartition('/')[2]}:{line}"
+            yield _Memo((file, line, name), compiled, tensors, where, ACTIONS[Rung.RESET_COMPILED], MOST_ADDED)
+
+
+def _compiled() -> dict[tuple[str, int, str], list[Any]]:
+    """What dynamo has compiled and installed, by file, first line and name of the function that it is of.
+
+    It notes what it puts into a function's globals, to take it out when the code that uses it is gone.
+    """
+    utils: Any = loaded("torch._dynamo.utils")
+    installed = getattr(getattr(utils, "CleanupManager", None), "instance", None)
+    originals = getattr(utils, "orig_code_map", None)
+    found: dict[tuple[str, int, str], list[Any]] = {}
+    for place, hooks in list(getattr(installed, "values", {}).items()):
+        reference = getattr(installed, "refs", {}).get(place)
+        code = None if reference is None or originals is None else originals.get(reference())
+        if type(code) is CodeType:
+            values = [hook.scope.get(hook.name) for hook in hooks if hook.name.startswith(_COMPILED)]
+            found.setdefault((code.co_filename, code.co_firstlineno, code.co_name), []).extend(values)
+    return found
+
+
+def _caches_with(new: Mapping[Key, int], caches: Iterable[Any]) -> Iterator[_Memo]:
+    """Each library's cache that has computed one of some storages, with the tensors behind it."""
+    for cache in caches:
+        tensors = _computed(cache)
+        name = _name_in_library(cache) if tensors and storage_keys(tensors) & new.keys() else ""
+        if name:
+            function = vars(cache)["__wrapped__"]
+            where = f"the cache of {function.__module__}.{function.__qualname__}"
+            yield _Memo(id(cache), [cache], tensors, where, f"{name}.cache_clear()", MOST_OF_LIBRARY, cache)
 
 
 def _computed(cache: Any) -> list[Any]:

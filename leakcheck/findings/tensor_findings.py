@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from lowtide.leakcheck.baseline.storages import HeldStorage, Key, is_tensor, storage_keys
+from lowtide.leakcheck.baseline.owners import held_in_all
+from lowtide.leakcheck.baseline.storages import HeldStorage, Key, storage_keys
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.storage_holders import (
     Context,
@@ -26,7 +27,8 @@ from lowtide.leakcheck.resources.rule import Rung
 from lowtide.probes.device.torch_allocator import free_beside
 from lowtide.probes.heap.reach import reach
 from lowtide.probes.memory.stack_frames import StackFrame, allocating_function
-from lowtide.probes.originals import lines_of
+from lowtide.probes.objects.listed import Census
+from lowtide.probes.originals import lines_of, loaded
 from lowtide.reports.schema import Finding, Frame, Hop, Remedy
 from lowtide.reports.sizes import format_bytes
 from lowtide.reports.statement import Note, StatedFinding, Statement, noted, restated
@@ -155,10 +157,11 @@ def _source(frame: StackFrame) -> str:
 
 def _advised(hints: Sequence[tuple[str, object]], keys: set[Key]) -> dict[Key, str]:
     """The advice for those storages that are reached from what a hint is about."""
+    torch: Any = loaded("torch")
     found: dict[Key, str] = {}
     for advice, root in hints:
         objects, _ = reach([root], max_objects=20_000)
-        found.update(dict.fromkeys(storage_keys(item for item in objects if is_tensor(item)) & keys, advice))
+        found.update(dict.fromkeys(storage_keys(held_in_all(torch, Census(objects))) & keys, advice))
     return found
 
 

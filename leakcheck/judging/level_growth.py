@@ -84,11 +84,16 @@ def grows(steps: Sequence[int], allowed: Sequence[int]) -> bool:
     alike = sum(abs(size - usual) * _ALIKE <= usual for size in sizes)
     if alike < FEWEST_TURNS and len(turns) < _FEWEST_UNLIKE:
         return False
-    half = len(steps) // 2
-    late = sum(turn > len(steps) - half for turn in turns)
     widest = max(after - before for before, after in itertools.pairwise(turns))
     alternates = widest > 1 and len(steps) - turns[-1] <= widest
-    return late * 3 > half or alternates
+    return adds_late(steps, allowed) or alternates
+
+
+def adds_late(steps: Sequence[int], allowed: Sequence[int]) -> bool:
+    """Whether more than a third of the later half of all turns added something."""
+    half = len(steps) // 2
+    late = sum(turn > len(steps) - half for turn in adding_turns(steps, allowed))
+    return late * 3 > half
 
 
 def rises(levels: Sequence[int]) -> bool:

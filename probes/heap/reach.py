@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import AsyncGeneratorType, CodeType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -26,6 +26,7 @@ def reach(
     boundaries: Collection[type] = (),
     packages: Collection[str] = (),
     namespaces: Collection[int] | None = None,
+    enters: Callable[[Any], bool] = lambda item: False,
     max_objects: int = 200_000,
 ) -> tuple[list[Any], bool]:
     """The objects that can hold others and that `starts` reach, they included; whether there were over `max_objects`.
@@ -35,6 +36,7 @@ def reach(
         boundaries: types not to look into, besides classes, modules and their namespaces, code and frames.
         packages: top-level packages whose objects are not to be looked into.
         namespaces: `module_namespaces()`, for who asks more than once.
+        enters: whether to look into this class, and whether at the attributes of this function.
         max_objects: how many to look at.
 
     Of a function its closure and its defaults are followed, of a suspended generator or coroutine its locals. A weak
@@ -57,13 +59,15 @@ def reach(
             kind = type(item)
             if id(kind) not in known:
                 known[id(kind)] = _stops(kind, stops, packages)
-            if known[id(kind)]:
+            if known[id(kind)] and not (is_a(item, type) and enters(item)):
                 continue
             if len(seen) >= max_objects:
                 return list(seen.values()), True
             seen[id(item)] = item
             if kind is FunctionType:
                 waiting.extend(_held_by_function(item))
+                if enters(item):
+                    waiting.extend(_attributes_of_function(item))
             elif any(kind is suspended for suspended in _SUSPENDED):
                 waiting.extend(_held_by_suspended(item))
             else:
@@ -96,6 +100,13 @@ def _held_by_function(function: Any) -> Iterator[object]:
     yield from function.__closure__ or ()
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
+
+
+def _attributes_of_function(function: Any) -> list[object]:
+    """The dict of a function's attributes, where it has one: asking the function for it would make it."""
+    others = (function.__globals__, function.__builtins__)
+    dicts = (part for part in gc.get_referents(function) if type(part) is dict)
+    return [part for part in dicts if not any(part is other for other in others)]
 
 
 def _held_by_suspended(item: Any) -> list[object]:

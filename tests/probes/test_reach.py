@@ -8,7 +8,7 @@ import sys
 import types
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -135,6 +135,22 @@ def test_it_stops_at_subclasses_of_them() -> None:
 
     wanted = Thing()
     assert not reaches([Special(wanted)], wanted, boundaries=(Slotted,))
+
+
+def test_it_looks_into_those_classes_and_at_those_functions_that_the_caller_names() -> None:
+    wanted, other = Thing(), Thing()
+
+    class Made:
+        kept: ClassVar[list[Thing]] = [wanted]
+
+    def made() -> None: ...
+
+    vars(made)["kept"] = other
+    for holder, held in ((Made(), wanted), (Made, wanted), (made, other)):
+        assert not reaches([holder], held)
+        assert reaches([holder], held, enters=lambda item: item is Made or item is made)
+        assert not reaches([holder], held, enters=lambda item: item is Thing)
+    assert not reaches([Made], vars(sys.modules[__name__]), enters=lambda item: True)
 
 
 def test_it_does_not_look_into_objects_of_the_packages_that_the_caller_names() -> None:

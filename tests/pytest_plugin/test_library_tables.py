@@ -1,4 +1,4 @@
-"""A table in a library's cache passes as a first use and is listed; what is more later, or the program's, fails."""
+"""What is computed once passes as a first use and is listed: a library's table, what a compiled function keeps."""
 
 from __future__ import annotations
 
@@ -66,6 +66,28 @@ def test_more():
     tables.positions(2000)
 
 
+def test_much_more():
+    tables.positions(1 << 16)
+
+
+@torch.compile(backend="eager")
+def compiled(x):
+    return (x.sin() * 2).sum()
+
+
+KEPT = []
+
+
+def test_compiles():
+    compiled(torch.ones(10, requires_grad=True)).backward()
+
+
+def test_keeps_beside():
+    x = torch.ones(11, requires_grad=True)
+    compiled(x).backward()
+    KEPT.append(x)
+
+
 def test_model():
     tables.anchors(torch.nn.Linear(8, 8), 100)
 
@@ -89,10 +111,22 @@ def test_a_first_table_is_listed_with_its_cache_and_passes(judged: InnerRun) -> 
     assert not [name for name in judged.blamed if "fixture" in name]
 
 
-def test_what_a_later_test_adds_fails_with_the_first(judged: InnerRun) -> None:
-    (finding,) = judged.subject("test_tables.py::test_more").findings
-    assert (finding.resource, finding.cause, finding.bytes) == ("tensors", "lru-cache", 8000)
-    assert "the cache's first values came with test_tables.py::test_first" in finding.message
+def test_a_first_compilation_is_listed_with_its_function_and_passes(judged: InnerRun) -> None:
+    assert judged.is_clean("test_tables.py::test_compiles"), judged.out
+    (line,) = judged.subject("test_tables.py::test_compiles").not_measured
+    assert line.what.startswith("8 B in 1 tensor (int64 []) in what torch.compile made of compiled, test_tables.py:")
+
+
+def test_what_the_program_keeps_of_what_it_compiles_fails(judged: InnerRun) -> None:
+    holders = {finding.holder for finding in judged.subject("test_tables.py::test_keeps_beside").findings}
+    assert holders == {"test_tables.KEPT[0]"}
+
+
+def test_much_that_a_later_test_adds_fails_with_the_first(judged: InnerRun) -> None:
+    assert judged.is_clean("test_tables.py::test_more"), judged.out
+    (finding,) = judged.subject("test_tables.py::test_much_more").findings
+    assert (finding.resource, finding.cause, finding.bytes) == ("tensors", "lru-cache", 4 << 16)
+    assert "its first values came with test_tables.py::test_first" in finding.message
 
 
 def test_what_is_the_programs_fails_at_once(judged: InnerRun) -> None:
