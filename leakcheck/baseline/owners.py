@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 from lowtide.leakcheck.baseline.owner_levels import Key, OwnerHistory
@@ -14,12 +15,16 @@ from lowtide.probes.heap.stand_ins import owned
 from lowtide.probes.host.counters import Counters
 from lowtide.probes.memory.autograd import saved_behind
 from lowtide.probes.memory.tensors import keys_of_each, plain_tensors, survey_storages, torch_member
+from lowtide.probes.objects.foreign import is_a, place_of_definition
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.whose_code import library_globals
-from lowtide.probes.originals import gc, loaded
+from lowtide.probes.originals import gc, loaded, weakref
 
 # pytest's own objects lead from any fixture to all of the session, and this checker's to all that it judges.
 _PACKAGES = ("_pytest", "pytest", "pluggy", "lowtide")
+
+_MOST_LOOKED_AT = 20_000
+"""Objects among which what a setup has made is looked for."""
 
 
 _serial = itertools.count()
@@ -47,6 +52,7 @@ class Owner:
         has_settled: whether its setup is over.
         before: the counters before its setup.
         ledger: what lies under it, test by test.
+        made: weak references to the classes and functions that its setup made: what these hold lies under it.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class Owner:
         self.growth: dict[str, int] = {}
         self.before = Counters({}, {}, {})
         self.ledger = OwnerHistory()
+        self.made: list[weakref.ref[Any]] = []
 
     def named(self) -> Iterable[tuple[str, object]]:
         """Those of its roots whose name says who owns them; drop it soon."""
@@ -82,6 +89,19 @@ class Owner:
     def holds_anything(self) -> bool:
         """Whether anything belongs to it, so that its end is worth a look."""
         return bool(self.storages or any(self.items.values()) or any(self.growth.values()))
+
+    def note_made(self, born: Collection[int]) -> None:
+        """Note which classes and functions its setup has made that its roots lead to; those of a module it has not.
+
+        Args:
+            born: the identities of what was born in the test that it was set up for.
+        """
+        roots = list(self.roots())
+        if roots:
+            objects, _ = reach(roots, packages=_PACKAGES, enters=_those(born), max_objects=_MOST_LOOKED_AT)
+            definitions = (item for item in objects if type(item) is FunctionType or is_a(item, type))
+            made = (item for item in definitions if id(item) in born and place_of_definition(item) is None)
+            self.made = [weakref.ref(item) for item in made]
 
     def take(self, now: Counters, live: Sequence[Owner], nested: Sequence[Owner]) -> None:
         """What appeared between `before` and `now` is its own, but for what is another's.
@@ -136,7 +156,8 @@ class Claims:
             if roots:
                 # What a library keeps in a global lives with the library: a fixture that gives it out does not hold it.
                 stops = stops or module_namespaces() | library_globals()
-                objects, _ = reach(roots, packages=_PACKAGES, namespaces=stops)
+                made = {id(reference()) for reference in owner.made}
+                objects, _ = reach(roots, packages=_PACKAGES, namespaces=stops, enters=_those(made))
                 reached.append((owner, {id(item): item for item in objects}))
         return reached
 
@@ -218,6 +239,10 @@ class Claims:
                 names += [f"/dev/shm/{name}" for resource, name in own if resource == "shared-memory"]
             found.update(dict.fromkeys(names, owner))
         return found
+
+
+def _those(identities: Container[int]) -> Callable[[Any], bool]:
+    return lambda item: id(item) in identities
 
 
 def _is_strided(torch: Any, tensor: Any) -> bool:

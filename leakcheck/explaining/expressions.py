@@ -38,7 +38,7 @@ from lowtide.probes.objects.foreign import (
     module_of_class,
     mro_of,
     namespace_of,
-    type_name,
+    place_of_definition,
 )
 from lowtide.probes.originals import threading
 from lowtide.probes.references.edges import UNNAMED
@@ -91,24 +91,10 @@ def of_module(name: str) -> str:
 
 def of_definition(item: object) -> str | None:
     """A class or function, by the name that it has in its module."""
-    if is_a(item, type):
-        cls: Any = item
-        module, whole = module_of_class(cls), type_name(cls)
-        names = whole.removeprefix(f"{module}.") if module != "builtins" else whole
-    elif type(item) is FunctionType and type(item.__module__) is str:
-        module, names = item.__module__, item.__qualname__
-    else:
+    place = place_of_definition(item)
+    if place is None or not all(map(is_name, place[1].split("."))):
         return None
-    found: Any = sys.modules.get(module)
-    if found is None or not is_a(found, ModuleType) or not all(map(is_name, names.split("."))):
-        return None
-    for name in names.split("."):
-        namespace = (
-            dict_of_module(found) if is_a(found, ModuleType) else namespace_of(found) if is_a(found, type) else {}
-        )
-        found = namespace.get(name, MISSING)
-    if found is not item:
-        return None
+    module, names = place
     return names if module == "builtins" else f"{of_module(module)}.{names}"
 
 
@@ -313,6 +299,8 @@ def _of_attribute(code: str, link: Link) -> str | None:
             return entry_of(attribute_of(code, link.owner, "__dict__"), entries, link.held)
         return None
     name = named[1]
+    if link.kind == "other" and name == "__class__":
+        return f"type({code})"
     if link.kind == "other" and name not in _ATTRIBUTES:
         return None
     if is_a(link.owner, threading.local) and not is_this_threads(link):

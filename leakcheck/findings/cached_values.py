@@ -16,7 +16,7 @@ from typing import Any
 
 from lowtide.leakcheck.baseline.owners import held_in_all
 from lowtide.leakcheck.baseline.storages import HeldStorage, Key, storage_keys, tensors_over
-from lowtide.leakcheck.explaining.expressions import is_name, of_definition, of_module
+from lowtide.leakcheck.explaining.expressions import is_name, of_module
 from lowtide.leakcheck.judging.ladder import ACTIONS
 from lowtide.leakcheck.judging.level_growth import adding_turns, adds_late, kept_steps, rate
 from lowtide.leakcheck.resources.rule import Rung
@@ -24,7 +24,14 @@ from lowtide.probes.heap.caches import BEYOND_CACHES
 from lowtide.probes.heap.holders import SharedWalk, trace
 from lowtide.probes.heap.reach import module_namespaces, reach
 from lowtide.probes.memory.tensors import survey_storages, torch_member
-from lowtide.probes.objects.foreign import LRU_CACHE, dict_of_module, is_a, module_of_class, namespace_of
+from lowtide.probes.objects.foreign import (
+    LRU_CACHE,
+    dict_of_module,
+    is_a,
+    module_of_class,
+    namespace_of,
+    place_of_definition,
+)
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.whose_code import is_library, library_globals
 from lowtide.probes.originals import gc, loaded, weakref
@@ -236,7 +243,7 @@ def _compiled_with(new: Mapping[Key, int]) -> Iterator[_Memo]:
     for (file, line, name), compiled in by_code.items():
         # It makes classes and functions, and keeps some as attributes of others.
         objects, _ = reach(
-            compiled, boundaries=beyond, namespaces=stops, enters=lambda item: of_definition(item) is None
+            compiled, boundaries=beyond, namespaces=stops, enters=lambda item: place_of_definition(item) is None
         )
         # A parameter, and what needs a gradient, is the program's.
         plain = (item for item in held_in_all(torch, Census(objects)) if type(item) is torch.Tensor)

@@ -146,6 +146,7 @@ class Attribution:
         owner = self._ownership.leave(now)
         if not owner.only_adds:
             self._others.follow()
+            owner.note_made(self._births.born() or ())
         self._ownership.attribute(owner.stage, now)
         for device in devices_of(now):
             # Listing takes some tenths of a second.

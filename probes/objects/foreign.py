@@ -159,3 +159,26 @@ def is_callable(item: object) -> bool:
 def is_definition(item: object) -> bool:
     """Whether the object is a module, class, function or cache: part of the program, made to stay."""
     return any(id(base) in _DEFINITIONS for base in mro_of(type(item)))
+
+
+def place_of_definition(item: object) -> tuple[str, str] | None:
+    """The module and the qualified name by which a class or function is found there; None where it is not: another
+    function has made it.
+    """
+    if is_a(item, type):
+        cls: Any = item
+        module, whole = module_of_class(cls), type_name(cls)
+        names = whole.removeprefix(f"{module}.") if module != "builtins" else whole
+    elif type(item) is FunctionType and type(item.__module__) is str:
+        module, names = item.__module__, item.__qualname__
+    else:
+        return None
+    found: Any = sys.modules.get(module)
+    if found is None or not is_a(found, ModuleType):
+        return None
+    for name in names.split("."):
+        namespace = (
+            dict_of_module(found) if is_a(found, ModuleType) else namespace_of(found) if is_a(found, type) else {}
+        )
+        found = namespace.get(name, MISSING)
+    return (module, names) if found is item else None

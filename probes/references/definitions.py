@@ -53,6 +53,11 @@ def of_class(way: Rest) -> Edge | None:
     return None
 
 
+def of_type(way: Rest) -> Edge | None:
+    """The class of an instance."""
+    return Edge(".__class__", "other") if way[1] is type(way[0]) else None
+
+
 def of_function(way: Rest) -> Edge | None:
     """A cell, a default or a global of a function."""
     function, held = way[0], way[1]

@@ -51,6 +51,7 @@ from lowtide.probes.references.definitions import (
     of_module,
     of_queue,
     of_thread_local,
+    of_type,
     of_unseen,
 )
 from lowtide.probes.references.entries import (
@@ -356,6 +357,7 @@ _RULES: tuple[_Rule, ...] = (
     of_member,
     of_future,
     of_queue,
+    of_type,
 )
 
 

@@ -120,6 +120,8 @@ SHAPES = {
     ),
     "generator's variable": "def stream():\n    kept = []\n    while True: kept.append((yield))\n"
     "X = stream()\nnext(X)\ndef hold(thing): X.send(thing)",
+    "class of an instance": "def made():\n    class C:\n        kept = []\n    return C()\n"
+    "X = made()\ndef hold(thing): X.kept.append(thing)",
     "nested class": "class A:\n    class B:\n        kept = []\ndef hold(thing): A.B.kept.append(thing)",
     "keyword for a name": "globals()['class'] = []\ndef hold(thing): globals()['class'].append(thing)",
     "no name": "globals()['a b'] = []\ndef hold(thing): globals()['a b'].append(thing)",

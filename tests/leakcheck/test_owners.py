@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
 from types import ModuleType
+from typing import ClassVar
 
 import pytest
 import torch
@@ -132,6 +133,32 @@ def test_what_a_library_keeps_in_a_global_is_not_held_by_who_gives_it_out(
     # The program's own global does live with who gives it out.
     library.__file__ = __file__
     assert Claims(owners).owner_of(under) is owners[0]
+
+
+def test_what_the_classes_and_functions_hold_that_its_setup_made_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_class, of_base, of_function, of_module = (torch.ones(3) for _ in range(4))
+
+    class Base:
+        kept: ClassVar[list[object]] = [of_base]
+
+    class Made(Base):
+        own: ClassVar[list[object]] = [of_class]
+
+    def made() -> None: ...
+
+    vars(made)["kept"] = of_function
+    monkeypatch.setattr(Engine, "kept", of_module, raising=False)
+    roots = [Made(), made, Engine()]
+    owner = Owner("fixture", lambda: roots)
+    assert not any(Claims([owner]).owner_of(item) for item in (of_class, of_base, of_function, of_module))
+    owner.note_made({id(Base), id(Made), id(made), id(Engine)})
+    assert [Claims([owner]).owner_of(item) for item in (of_class, of_base, of_function)] == [owner] * 3
+    # A class that a module has is as old as the module, wherever that was imported.
+    assert Claims([owner]).owner_of(of_module) is None
+    # What others have made is theirs.
+    user = Owner("user", lambda: roots)
+    user.note_made({id(Made)})
+    assert [Claims([user]).owner_of(item) for item in (of_class, of_base, of_function)] == [user, None, None]
 
 
 def test_an_owner_without_roots_has_nothing(engine: Engine) -> None:

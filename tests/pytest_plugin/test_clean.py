@@ -906,6 +906,28 @@ def nothing(turn):
 BODIES = [tensors, cycles, objects, gradients, files, threads, collected, failed, modules, nothing]
 
 
+@pytest.fixture(scope="module")
+def made():
+    class Service:
+        cache = {}
+
+    class Unused:
+        cache = {}
+
+    def call(key, kept={}):
+        kept[key], call.kept = torch.ones(11), torch.ones(12)
+
+    return Service(), Unused, call
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_what_it_keeps_belongs_to_what_a_fixture_made(turn, made):
+    instance, cls, function = made
+    instance.cache[turn] = torch.ones(13)
+    cls.cache[turn] = torch.ones(14)
+    function(turn)
+
+
 @pytest.mark.parametrize("turn", range(1000))
 def test_turn(turn, model, held):
     BODIES[turn % 10](turn)
@@ -930,6 +952,11 @@ def everyday(tmp_path_factory: pytest.TempPathFactory) -> Subjects:
 @pytest.mark.parametrize("name", names_of(SHAPES))
 def test_an_everyday_shape_is_clean(everyday: Subjects, name: str) -> None:
     clean(everyday[name])
+
+
+@pytest.mark.parametrize("turn", range(2))
+def test_what_lies_under_a_class_that_a_fixture_made_is_no_tests(everyday: Subjects, turn: int) -> None:
+    clean(everyday[f"test_what_it_keeps_belongs_to_what_a_fixture_made[{turn}]"])
 
 
 def test_a_thousand_clean_tests_raise_no_alarm(everyday: Subjects) -> None:

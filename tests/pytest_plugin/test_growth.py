@@ -98,6 +98,16 @@ SUITE = """
         add(kept, turn)
 
     @pytest.fixture(scope="module")
+    def made():
+        class Service:
+            adapters = {}
+        return Service()
+
+    @THREE
+    def test_adds_to_a_class(made, turn):
+        add(made, turn)
+
+    @pytest.fixture(scope="module")
     def cached():
         return Engine()
 
@@ -144,6 +154,7 @@ def run(run_inner: RunInner) -> InnerRun:
         ("module fixture 'registered'", "+1.0 MiB in each of 3 tests", "module fixture 'registered'.registry["),
         ("setUpClass of TestShared", "+1.0 MiB in each of 3 tests", "test_suite.TestShared.engine.adapters["),
         ("module fixture 'metric'", "in each of 3 tests", "module fixture 'metric'.loss.grad_fn"),
+        ("module fixture 'made'", "+1.0 MiB in each of 3 tests", "module fixture 'made'.__class__.adapters["),
     ],
 )
 def test_growth_is_reported_at_the_fixtures_end(run: InnerRun, fixture: str, rate: str, holder: str) -> None:
@@ -175,9 +186,10 @@ def test_nothing_else_is_reported(run: InnerRun) -> None:
         "module fixture 'registered'",
         "module fixture 'metric'",
         "module fixture 'kept'",
+        "module fixture 'made'",
         "setUpClass of TestShared",
     }
-    assert run.totals["passed"] == 36 - 3 - 3
+    assert run.totals["passed"] == 39 - 3 - 3
 
 
 def test_growth_past_the_limit_is_a_failure_of_the_test_that_passes_it(run_inner: RunInner) -> None:

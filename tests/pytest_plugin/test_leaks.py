@@ -669,7 +669,17 @@ def test_takes_the_memory_of_a_wider_fixture(large_box):
     KEPT.append(torch.frombuffer(MEMORY, dtype=torch.uint8))
 
 
+@pytest.fixture(scope="module")
+def of_the_module():
+    return Box()
+
+
+def test_keeps_in_a_class_of_the_module(of_the_module):
+    type(of_the_module).tensor = make(70)
+
+
 def test_clean_after_a_leak():
+    Box.tensor = None
     make()
 
 
@@ -1025,6 +1035,7 @@ def test_what_is_given_back_is_clean(leaks: Subjects, case: Case) -> None:
         ("test_collected_frozen_and_unfrozen_after_it", 1024, 1),
         ("test_made_while_frozen", 1024, 1),
         ("test_takes_the_memory_of_a_wider_fixture", 3000, 1),
+        ("test_keeps_in_a_class_of_the_module", 70, 1),
     ],
 )
 def test_a_tensor_is_found_whatever_else_happens(leaks: Subjects, name: str, size: int, count: int) -> None:
