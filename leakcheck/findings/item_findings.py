@@ -130,7 +130,7 @@ def with_changes(leak: ItemLeak, changes: Sequence[SettingChange], place_of: Cal
 def still_changed(changes: Iterable[SettingChange]) -> list[SettingChange]:
     """Those of the settings that are not what they were."""
     now = SettingReader().read()
-    return [change for change in changes if now.get(change.name, ABSENT) != change.before]
+    return [change for change in changes if not change.is_undone_by(now.get(change.name, ABSENT))]
 
 
 def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:

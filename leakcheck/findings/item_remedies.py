@@ -23,7 +23,7 @@ from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.settings.changed_settings import SettingChange
-from lowtide.leakcheck.settings.setting_remedies import advice, run, undoing
+from lowtide.leakcheck.settings.setting_remedies import advice, is_code, put_back, undoing
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread_name
 from lowtide.probes.originals import gc, threading, time
@@ -61,7 +61,7 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool, walk: Sh
         code = "; ".join(lines)
         short = code if len(code) <= _LONGEST_CODE else advice(leak.changes)
         undo = functools.partial(_put_back, leak.changes)
-        return [Change(short, "", undo, is_code=short == code)] if lines else []
+        return [Change(short, "", undo, is_code=short == code and is_code(leak.changes))] if lines else []
     if resource == "reserved" and leak.explanation is not None and leak.explanation.cut is not None:
         cut = leak.explanation.cut
 
@@ -81,7 +81,7 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool, walk: Sh
 
 
 def _put_back(changes: Sequence[SettingChange]) -> None:
-    run(undoing(still_changed(changes)))
+    put_back(still_changed(changes))
 
 
 def _joining(leak: ItemLeak, patience: float) -> list[Change]:

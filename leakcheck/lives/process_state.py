@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -16,7 +14,6 @@ from lowtide.leakcheck.judging.fingerprints import fingerprint, fingerprint_of_i
 from lowtide.leakcheck.judging.items import listed
 from lowtide.leakcheck.judging.rules import rule_of
 from lowtide.leakcheck.resources import LISTED, read_items, resource_of
-from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.resource import Resource
 from lowtide.leakcheck.resources.rule import Rule
 from lowtide.leakcheck.settings import changed_settings
@@ -51,15 +48,12 @@ class ProcessState:
         self._baseline: Counters | None = None
         # What earlier lives left, by resource: one remedy ends it and what later lives leave.
         self._of_earlier: dict[str, tuple[str, ...]] = {}
-        self._functions: dict[str, object] = {}
         # What earlier lives left, with what was there before the first that did: a later life begins with it.
-        self._left: dict[str, tuple[SettingChange, object]] = {}
+        self._left: dict[str, SettingChange] = {}
 
     def mark(self) -> None:
         """A life begins."""
         self._baseline = self._read()
-        # The functions themselves: what replaced one does not identify it, and it is what must be put back.
-        self._functions = {name: _function(name) for name in self._baseline.settings if _is_function(name)}
 
     def adopt(self, owner: Owner) -> None:
         """What the import of a module has set or made is what lives must leave as it is.
@@ -76,8 +70,6 @@ class ProcessState:
         made = {key: dict.fromkeys(owner.items.get(key, ()), 1) for key in keys}
         items = {**self._baseline.items, **{key: {**made[key], **self._baseline.items[key]} for key in keys}}
         self._baseline = dataclasses.replace(self._baseline, settings=settings, items=items)
-        known = (name for name in owner.settings if _is_function(name) and name in settings)
-        self._functions.update((name, _function(name)) for name in known)
 
     def findings(self, stage: str, *, remedies: bool) -> list[Finding]:
         """What is there now and was not at the mark, or is not as it was; of what has a name, not at the first mark.
@@ -103,13 +95,13 @@ class ProcessState:
             name: change
             for name, change in changes.items()
             # What puts back what an earlier life had changed is no change.
-            if self._is_judged(change) and not (name in self._left and self._left[name][0].before == change.now)
+            if self._is_judged(change) and not (name in self._left and self._left[name].before == change.now)
         }
         if remedies:
-            changes |= {first.name: first for first, _ in self._left.values() if still_changed((first,))}
+            changes |= {first.name: first for first in self._left.values() if still_changed((first,))}
         found += [self._changed(change, stage, remedies=remedies) for change in changes.values()]
         for name, change in changes.items():
-            self._left.setdefault(name, (change, self._functions.get(name)))
+            self._left.setdefault(name, change)
         if remedies:
             self._left.clear()
         return found
@@ -127,7 +119,7 @@ class ProcessState:
 
     def _is_judged(self, change: SettingChange) -> bool:
         if self._environment is None:
-            return change.before != ABSENT
+            return change.before != ABSENT or change.is_replaced
         return ABSENT not in (change.before, change.now) or not self._environment.is_librarys(change.name)
 
     def _changed(self, change: SettingChange, stage: str, *, remedies: bool) -> Finding:
@@ -135,10 +127,8 @@ class ProcessState:
         finding = restated(
             leak.finding, amount=changed_settings.describe_change(change), came=", and not restored", things=()
         )
-        _, function = self._left.get(change.name, (change, self._functions.get(change.name)))
-        actions = [_putting_back(change.name, function)] if function is not None else []
         leak = ItemLeak(finding, leak.key, leak.names, leak.subject, changes=(change,))
-        actions = actions or actions_for(leak, patience=0, may_unfreeze=False)
+        actions = actions_for(leak, patience=0, may_unfreeze=False)
         if not remedies:
             return msgspec.structs.replace(leak.finding, advice=advice((change,)))
         return try_actions(leak, actions, lambda: _still(change), self._driver)
@@ -173,17 +163,3 @@ def _leak(rule: Rule, names: Mapping[str, int], stage: str) -> ItemLeak:
 
 def _still(change: SettingChange) -> Mapping[str, int]:
     return {left.setting: 1 for left in still_changed((change,))}
-
-
-def _is_function(name: str) -> bool:
-    return name.startswith(("torch.accelerator.", "torch.cuda.")) and "(" not in name
-
-
-def _function(name: str) -> object:
-    module, _, attribute = name.rpartition(".")
-    return vars(sys.modules[module]).get(attribute)
-
-
-def _putting_back(name: str, function: object) -> Change:
-    module, _, attribute = name.rpartition(".")
-    return Change(f"putting {name} back", "", functools.partial(setattr, sys.modules[module], attribute, function))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from lowtide.probes.host.replaced import A_MODULE, INHERITED, NOTHING, REPLACED, split
 from lowtide.probes.host.settings import is_entry
 from lowtide.probes.objects.described import LIBRARYS, is_text_of_tool
 
@@ -35,6 +36,8 @@ _TOLD_WITH: Mapping[str, tuple[str, ...]] = {
     "torch._C._is_multithreading_enabled()": ("torch.is_inference_mode_enabled()",),
     "torch.is_deterministic_algorithms_warn_only_enabled()": ("torch.are_deterministic_algorithms_enabled()",),
     "torch.is_anomaly_check_nan_enabled()": ("torch.is_anomaly_enabled()",),
+    f"{REPLACED}torch.Storage": ("torch.get_default_dtype()",),
+    **{f"{REPLACED}time.{name}": ("time.tzname",) for name in ("altzone", "daylight", "timezone")},
 }
 """What changes, and is put back, with another setting."""
 
@@ -60,7 +63,21 @@ class SettingChange:
     @property
     def setting(self) -> str:
         """The name, the same in every run."""
-        return _IDENTITY.sub("", self.name)
+        return _IDENTITY.sub("", self.name.removeprefix(REPLACED))
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether it is an attribute of a module or a class, or a module, in whose place another one is now."""
+        return self.name.startswith(REPLACED)
+
+    @property
+    def first(self) -> str:
+        """What was there before the first change of it, as far as that is known."""
+        return split(self.now)[1] if self.is_replaced else self.before
+
+    def is_undone_by(self, text: str) -> bool:
+        """Whether a setting with this text is as it was: before this change, or before all."""
+        return text == self.before or (self.is_replaced and text == ABSENT)
 
 
 def changes_between(
@@ -81,6 +98,9 @@ def changes_between(
         then, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
         if _OF_A_COMPILER.get(name) == is_now:
             continue
+        # What is as it was first, whoever had changed it, needs nothing.
+        if name.startswith(REPLACED) and is_now == ABSENT:
+            continue
         if then == is_now or LIBRARYS in name or is_now.startswith(LIBRARYS) or is_text_of_tool(then):
             continue
         # Of what its library had not been there for at one of the moments, nothing is known.
@@ -93,6 +113,8 @@ def changes_between(
 
 def describe_change(change: SettingChange) -> str:
     """`torch.get_num_threads() was 4, is 1`; no secret, and no more of a value than one reads."""
+    if change.is_replaced:
+        return _replacement(change)
     was, now = _both_shown(change)
     if change.name.startswith(("disabled of ", "propagate of ")):
         usual = str(change.name.startswith("propagate of "))
@@ -101,14 +123,25 @@ def describe_change(change: SettingChange) -> str:
         return f"{change.setting} was {was or 'not set'}, is {now or 'not set any more'}"
     if is_entry(change.name):
         return f"{change.setting} was {'added' if change.before == ABSENT else 'removed'}"
-    if is_replaced(change):
-        return f"{change.name} was replaced by {now}" if was != now else f"{change.name} was replaced"
     return f"{change.name} was {was}, is {now}"
 
 
-def is_replaced(change: SettingChange) -> bool:
-    """Whether it is a function or a class of torch, in whose place another one is now."""
-    return change.name.startswith("torch.") and _IDENTITY.search(change.before) is not None
+def _replacement(change: SettingChange) -> str:
+    """`torch.empty was replaced by test.zeros`; of a plain value what it was and is."""
+    first = change.first
+    (was, _), (now, _) = split(change.before), split(change.now)
+    if now == NOTHING:
+        return f"{change.setting} was removed"
+    if first == NOTHING:
+        return f"{change.setting} was added: {_shortened(now)}"
+    if _IDENTITY.search(first) or _IDENTITY.search(now) or first in (INHERITED, A_MODULE):
+        return f"{change.setting} was replaced by {_shortened(now)}"
+    return f"{change.setting} was {_shortened(was or first)}, is {_shortened(now)}"
+
+
+def _shortened(text: str) -> str:
+    text = _IDENTITY.sub("", text)
+    return text if len(text) <= _MOST else f"{text[:_MOST]}…"
 
 
 def is_secret(name: str, text: str) -> bool:
@@ -127,7 +160,7 @@ def _both_shown(change: SettingChange) -> tuple[str, str]:
     alike = next((place for place, (old, new) in pairs if old != new), min(len(was), len(now)))
     start = alike - _BEFORE if max(len(was), len(now)) > _MOST and alike > _MOST // 2 else 0
     shown = (f"…{text[start:]}" if start and text else text for text in (was, now))
-    was, now = (text if len(text) <= _MOST else f"{text[:_MOST]}…" for text in shown)
+    was, now = map(_shortened, shown)
     return was, now
 
 

@@ -7,12 +7,16 @@ import importlib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, is_secret
+from lowtide.probes.host.replaced import FIRST, INHERITED, NOTHING
 from lowtide.probes.host.settings import is_entry
 from lowtide.probes.host.torch_settings import DEFAULT_STREAM, NO_LIMIT
-from lowtide.probes.originals import logging
+from lowtide.probes.objects.described import is_of_tools
+from lowtide.probes.objects.foreign import MISSING, cells_of
+from lowtide.probes.originals import gc, loaded, logging
 
 _LONGEST_LINE = 240
 """Characters of code beyond which nobody reads it."""
@@ -108,9 +112,32 @@ _OTHERWISE = "keep what was there before, and put it back when the test ends (mo
 
 
 def undoing(changes: Iterable[SettingChange]) -> list[str]:
-    """The lines of code that put settings back; none if one of the settings takes more than code."""
-    lines = [undo(change) for change in _each_once(changes)]
+    """The lines of code that put settings back; none if one of the settings can be put back by nobody.
+
+    Where there is no expression for what a replaced function was, words stand for what `put_back` does.
+    """
+    lines = [undo(change) or _without_code(change) for change in _each_once(changes)]
     return [line for line in dict.fromkeys(lines) if line is not None] if None not in lines else []
+
+
+def put_back(changes: Iterable[SettingChange]) -> None:
+    """Do what `undoing` says."""
+    for change in _each_once(changes):
+        line = undo(change)
+        if line is not None:
+            run([line])
+        elif _without_code(change) is not None:
+            FIRST.put_back(change.setting)
+
+
+def is_code(changes: Iterable[SettingChange]) -> bool:
+    """Whether all that `undoing` says can be written."""
+    return all(undo(change) is not None for change in _each_once(changes))
+
+
+def _without_code(change: SettingChange) -> str | None:
+    is_known = change.is_replaced and FIRST.first_of(change.setting) is not MISSING
+    return f"putting {change.setting} back" if is_known else None
 
 
 def advice(changes: Sequence[SettingChange]) -> str:
@@ -149,6 +176,8 @@ def run(lines: Iterable[str]) -> None:
 
 def _entry(change: SettingChange) -> str | None:
     name, before = change.name, change.before
+    if change.is_replaced:
+        return _replaced(change)
     if name.startswith("os.environ["):
         if before == ABSENT:
             return f"os.environ.pop({name.removeprefix('os.environ[')[:-1]})"
@@ -167,6 +196,49 @@ def _entry(change: SettingChange) -> str | None:
         if name.startswith(f"{place} entry ") and before == ABSENT:
             return _removing_from(place, name.rpartition(" at ")[2])
     return None
+
+
+def _replaced(change: SettingChange) -> str | None:
+    if change.first == NOTHING:
+        return change.setting.replace("sys.modules[", "sys.modules.pop(").removesuffix("]") + ")"
+    if change.first == INHERITED:
+        return f"del {change.setting}"
+    first = FIRST.first_of(change.setting)
+    is_object = " at 0x" in change.first or change.setting.startswith("sys.modules[")
+    found = _expression(change.first) or _elsewhere(first, change.setting) if is_object else change.first
+    return None if found is None else f"{change.setting} = {found}"
+
+
+def _elsewhere(first: Any, setting: str) -> str | None:
+    """An expression for what an attribute was, that what replaced it holds, or a module under another name."""
+    if first is MISSING:
+        return None
+    holder, _, name = setting.rpartition(".")
+    now = None if setting.startswith("sys.modules[") else vars(_evaluated(holder)).get(name)
+    for place, cell in enumerate(cells_of(now) or () if type(now) is FunctionType else ()):
+        # (An empty cell refers to nothing.)
+        if any(held is first for held in gc.get_referents(cell)):
+            return f"{setting}.__closure__[{place}].cell_contents"
+    if getattr(getattr(loaded("torch._C"), "_VariableFunctions", None), name, None) is first:
+        return f"torch._C._VariableFunctions.{name}"
+    for module in [module for module in list(sys.modules.values()) if type(module) is ModuleType]:
+        if is_of_tools(module.__name__):
+            continue
+        for alias, value in list(vars(module).items()):
+            if value is first and f"{module.__name__}.{alias}" != setting:
+                return f"{module.__name__}.{alias}"
+    return None
+
+
+def _evaluated(path: str) -> Any:
+    """The module or class of this name."""
+    module = path
+    while module not in sys.modules:
+        module = module.rpartition(".")[0]
+    found: Any = sys.modules[module]
+    for name in path.removeprefix(module).split(".")[1:]:
+        found = vars(found)[name]
+    return found
 
 
 def _removing_from(place: str, identity: str) -> str | None:

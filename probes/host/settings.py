@@ -24,7 +24,8 @@ from lowtide.probes.host.interpreter_settings import (
     interpreter_values,
     library_values,
 )
-from lowtide.probes.host.torch_settings import Modes, ModuleHooks, Replaceable, torch_values
+from lowtide.probes.host.replaced import REPLACED, Replaced
+from lowtide.probes.host.torch_settings import Modes, ModuleHooks, torch_values
 from lowtide.probes.objects.described import is_installed_module, is_tools
 from lowtide.probes.objects.foreign import module_of_class, mro_of, namespace_of
 from lowtide.probes.originals import logging
@@ -179,6 +180,7 @@ _ENTRIES = (
     "torch dispatch mode ",
     "torch function mode ",
     "torch hook ",
+    REPLACED,
 )
 
 
@@ -217,7 +219,7 @@ class SettingReader:
             Modes(),
         )
         self._runners = len(self._sources)
-        self._sources += (library_values(), torch_values(), ModuleHooks(), Replaceable(), Umask(status))
+        self._sources += (library_values(), torch_values(), ModuleHooks(), Replaced(), Umask(status))
         self._raw: list[object] = [None] * len(self._sources)
         self._texts: list[dict[str, str]] = [{} for _ in self._sources]
         self._settings: Mapping[str, str] = MappingProxyType({})

@@ -1,4 +1,4 @@
-"""The settings of torch: threads, modes, flags of its backends, global hooks, and functions that may be replaced.
+"""The settings of torch: threads, modes, flags of its backends, global hooks.
 
 They are read through torch's own C functions, each in some tens of nanoseconds, and only while torch is loaded.
 """
@@ -68,12 +68,6 @@ _PRECISIONS = {
 }
 
 _AUTOCAST = ("cpu", "cuda")
-
-_REPLACED = (
-    *("Event", "Generator", "Stream", "Tensor", "UntypedStorage", "autocast", "compile", "device", "empty", "load"),
-    *("enable_grad", "inference_mode", "no_grad", "ones", "rand", "randn", "save", "tensor", "zeros"),
-)
-"""What of torch itself is watched: classes and functions that tests put stand-ins for."""
 
 
 def torch_values() -> Values:
@@ -310,50 +304,3 @@ class ModuleHooks:
             for place, hooks in self._tables
             for hook in hooks.values()
         }
-
-
-class Replaceable:
-    """Functions and classes of torch that somebody may put others in the place of.
-
-    All that can be called in `torch.accelerator` and `torch.cuda`, as an engine does to give memory back.
-    """
-
-    def __init__(self) -> None:
-        self._torch: Any = None
-        self._names: tuple[str, ...] = ()
-        self._values: Callable[[Any], tuple[object, ...]] = lambda _: ()
-
-    def raw(self) -> object:
-        """Their identities."""
-        torch: Any = loaded("torch")
-        if torch is not self._torch:
-            self._bind(torch)
-        # All of a module's values at once: that is faster than to pick some.
-        found: list[object] = [tuple(map(id, vars(module).values())) for module in self._modules()]
-        if self._names:
-            try:
-                found.append(tuple(map(id, self._values(vars(torch)))))
-            except KeyError:  # one was deleted
-                found.append([id(vars(torch).get(name)) for name in self._names])
-        return found
-
-    def texts(self) -> dict[str, str]:
-        """Each with what it is."""
-        found = {
-            f"{module.__name__}.{name}": identified(value)
-            for module in self._modules()
-            for name, value in list(vars(module).items())
-            if callable(value) and not name.startswith("__")
-        }
-        return found | {f"torch.{name}": identified(vars(self._torch).get(name)) for name in self._names}
-
-    def _modules(self) -> list[Any]:
-        found = (loaded(name) for name in ("torch.accelerator", "torch.cuda"))
-        return [module for module in found if module is not None and is_loaded(module)]
-
-    def _bind(self, torch: Any) -> None:
-        self._torch, self._names = None, ()
-        if torch is not None and is_loaded(torch):
-            self._torch = torch
-            self._names = tuple(name for name in _REPLACED if name in vars(torch))
-            self._values = operator.itemgetter(*self._names, *self._names[:1]) if self._names else lambda _: ()

@@ -1,4 +1,5 @@
-/* What goes through the whole heap, in C: the walk over its references, and the lists in which the collector has it.
+/* What goes through the whole heap, in C: the walk over its references, the lists in which the collector has it, and
+ * what says that a dictionary has changed.
  *
  * It is written against the stable interface of Python 3.10, so that one build serves all later versions. Each function
  * has its equal in Python, which takes longer; what it rests on beyond that interface is said with it.
@@ -572,7 +573,83 @@ followers_among(PyObject *Py_UNUSED(module), PyObject *args)
     return found;
 }
 
+/* Dictionaries --------------------------------------------------------------------------------------------------- */
+
+/* Until Python 3.13 a dictionary has a number behind its head and its size that is another one after each change of it:
+ * whether that is so is tried when the module is loaded. Where it is not, the values themselves are gone through.
+ */
+enum { TAG = 3 };
+static int has_tags = 0;
+
+static uint64_t
+tag_of(PyObject *dict)
+{
+    uint64_t tag;
+    memcpy(&tag, (uint64_t *)dict + TAG, sizeof(tag));
+    return tag;
+}
+
+static int
+try_tags(void)
+{
+    PyObject *dict = PyDict_New(), *first = PyLong_FromLong(1), *second = PyLong_FromLong(2);
+    uint64_t tags[5] = {0};
+    int failed = dict == NULL || first == NULL || second == NULL || sizeof(void *) != sizeof(uint64_t);
+    for (int turn = 0; !failed && turn < 5; turn++) {
+        if (turn == 1 || turn == 2 || turn == 4)
+            failed = PyDict_SetItem(dict, first, turn == 1 ? first : second) < 0;
+        else if (turn == 3)
+            failed = PyDict_DelItem(dict, first) < 0;
+        if (!failed)
+            tags[turn] = tag_of(dict);
+    }
+    has_tags = !failed && tags[4] == tag_of(dict);
+    for (int turn = 1; turn < 5; turn++)
+        has_tags = has_tags && tags[turn] != tags[turn - 1];
+    Py_XDECREF(dict);
+    Py_XDECREF(first);
+    Py_XDECREF(second);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static uint64_t
+mark_of(PyObject *dict)
+{
+    if (has_tags)
+        return tag_of(dict);
+    PyObject *key, *value;
+    uint64_t mark = 0;
+    for (Py_ssize_t at = 0; PyDict_Next(dict, &at, &key, &value);) {
+        mark = (mark ^ (uint64_t)(uintptr_t)value) * 0x9E3779B97F4A7C15u;
+        mark ^= mark >> 29;
+    }
+    return mark;
+}
+
+static PyObject *
+marks_of(PyObject *Py_UNUSED(module), PyObject *dicts)
+{
+    Py_ssize_t count = PyTuple_Size(dicts);
+    if (count < 0)
+        return NULL;
+    PyObject *marks = PyBytes_FromStringAndSize(NULL, count * (Py_ssize_t)sizeof(uint64_t));
+    char *place = marks == NULL ? NULL : PyBytes_AsString(marks);
+    for (Py_ssize_t at = 0; place != NULL && at < count; at++, place += sizeof(uint64_t)) {
+        PyObject *dict = PyTuple_GetItem(dicts, at);
+        if (!PyDict_Check(dict)) {
+            PyErr_SetString(PyExc_TypeError, "dictionaries only");
+            Py_CLEAR(marks);
+            break;
+        }
+        uint64_t mark = mark_of(dict);
+        memcpy(place, &mark, sizeof(mark));
+    }
+    return marks;
+}
+
 static PyMethodDef functions[] = {
+    {"marks_of", marks_of, METH_O,
+     "Return a number (uint64) for each dictionary of a tuple, which is another one once a value in it is another."},
     {"followers_among", followers_among, METH_VARARGS,
      "Return those of the objects with these identities (int64) that come behind the first one in the collector's list, "
      "at most so many places; -1 for all that are in it. Nothing may be collected meanwhile."},
@@ -585,7 +662,7 @@ add_types(PyObject *module)
     PyObject *type = PyType_FromSpec(&walk_spec);
     int result = type == NULL ? -1 : PyModule_AddObjectRef(module, "Walk", type);
     Py_XDECREF(type);
-    return result;
+    return result < 0 ? result : try_tags();
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, add_types}, {0, NULL}};

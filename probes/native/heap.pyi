@@ -43,3 +43,6 @@ def followers_among(first: object, ids: bytes, most: int) -> list[Any]:
     Raises:
         ValueError: the collector does not track the first object.
     """
+
+def marks_of(dicts: tuple[dict[str, Any], ...]) -> bytes:
+    """Return a number (uint64) for each dictionary, which is another one once a value in it is another."""

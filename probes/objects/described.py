@@ -68,12 +68,17 @@ def is_librarys(item: object) -> bool:
 
 def is_tools(cls: type) -> bool:
     """Whether a class is of a tool that runs tests, or of a debugger."""
-    return module_of_class(cls).partition(".")[0] in (*_TOOLS, *_DEBUGGERS)
+    return is_of_tools(module_of_class(cls))
+
+
+def is_of_tools(module: str) -> bool:
+    """Whether a module is of a tool that runs tests, or of a debugger."""
+    return module.partition(".")[0] in (*_TOOLS, *_DEBUGGERS)
 
 
 def is_text_of_tool(text: str) -> bool:
     """Whether a text of `described` is that of a function or an object of a tool that runs tests."""
-    return text.removeprefix(LIBRARYS).partition(".")[0] in (*_TOOLS, *_DEBUGGERS)
+    return is_of_tools(text.removeprefix(LIBRARYS))
 
 
 def is_installed_module(name: str) -> bool:

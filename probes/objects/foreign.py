@@ -28,8 +28,9 @@ mro_of = type.__dict__["__mro__"].__get__
 namespace_of = type.__dict__["__dict__"].__get__
 flags_of = type.__dict__["__flags__"].__get__
 code_of = FunctionType.__dict__["__code__"].__get__
+cells_of = FunctionType.__dict__["__closure__"].__get__
 dict_of_module: Callable[[object], Any] = ModuleType.__dict__["__dict__"].__get__  # type: ignore[index]
-_qualname_of = type.__dict__["__qualname__"].__get__
+qualname_of = type.__dict__["__qualname__"].__get__
 _qualname_of_function: Callable[[object], str] = FunctionType.__dict__["__qualname__"].__get__
 _function_of_partial: Callable[[object], object] = functools.partial.__dict__["func"].__get__
 _module_of = type.__dict__["__module__"].__get__
@@ -85,7 +86,7 @@ def instance_dict(item: object) -> dict[str, object] | None:
 def type_name(cls: type) -> str:
     """Module and qualified name of a class, without asking its metaclass; `builtins.` is left out."""
     module = module_of_class(cls)
-    name: str = _qualname_of(cls)
+    name: str = qualname_of(cls)
     return name if module in ("", "builtins") else f"{module}.{name}"
 
 

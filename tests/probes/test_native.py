@@ -1,16 +1,18 @@
-"""What is written in C and reads the collector's lists."""
+"""What is written in C and reads the collector's lists, and what says that a dictionary has changed."""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lowtide.probes import native
 from lowtide.probes.heap import births
+from lowtide.probes.host import replaced
 
 if native.followers_among is None:
     pytest.skip("what is written in C was not built here", allow_module_level=True)
@@ -82,3 +84,33 @@ def test_no_reference_is_left() -> None:
 def test_what_is_in_no_list_is_refused(first: object) -> None:
     with pytest.raises(ValueError, match="does not track"):
         among(first, [[]])
+
+
+@pytest.mark.parametrize("marks_of", [native.marks_of, replaced._slow_marks], ids=["in C", "in Python"])
+def test_the_mark_of_a_dictionary_is_another_one_once_a_value_in_it_is(
+    marks_of: Callable[[tuple[dict[str, Any], ...]], bytes],
+) -> None:
+    cls = type("Class", (), {"method": len})
+    plain, of_class = {"a": len, "b": len}, gc.get_referents(vars(cls))[0]
+
+    def marks() -> tuple[bytes, bytes]:
+        found = marks_of((plain, of_class))
+        assert len(found) == 16
+        return found[:8], found[8:]
+
+    first = marks()
+    assert marks() == first
+    plain["a"] = max
+    second = marks()
+    assert (second[0] != first[0], second[1]) == (True, first[1])
+    cls.method = max  # type: ignore[attr-defined]
+    third = marks()
+    assert (third[0], third[1] != second[1]) == (second[0], True)
+    del plain["b"]
+    assert marks()[0] != third[0]
+
+
+def test_only_dictionaries_have_marks() -> None:
+    assert native.marks_of is not None
+    with pytest.raises(TypeError, match="dictionaries only"):
+        native.marks_of(({}, []))  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, changes_between, describe_change
-from lowtide.leakcheck.settings.setting_remedies import advice, run, undo, undoing
+from lowtide.leakcheck.settings.setting_remedies import advice, put_back, run, undo, undoing
 from lowtide.probes.host import torch_settings
 from lowtide.probes.host.settings import SettingReader
 from tests.loaded_modules import load_instead
@@ -101,6 +102,30 @@ def added(logger: logging.Logger, handler: logging.Handler) -> Callable[[ExitSta
     return call(lambda: logger.addHandler(handler), lambda: logger.removeHandler(handler))
 
 
+def replaced(holder: Any, name: str, value: object = None) -> Callable[[ExitStack], None]:
+    """As `monkeypatch.setattr`, which takes away again what a class had inherited."""
+
+    def change(stack: ExitStack) -> None:
+        patch = pytest.MonkeyPatch()
+        # The remedy may have taken it away.
+        stack.push(lambda *_: patch.undo() if name in vars(holder) else None)
+        patch.setattr(holder, name, value or stand_in)
+
+    return change
+
+
+def stand_in(*_: object, **__: object) -> None:
+    """What a test leaves in the place of a function or a method."""
+
+
+def wrapper(function: Any) -> Any:
+    return lambda *args, **kwargs: function(*args, **kwargs)
+
+
+def module_put(name: str, value: object) -> Callable[[ExitStack], None]:
+    return lambda stack: stack.enter_context(pytest.MonkeyPatch.context()).setitem(sys.modules, name, value)  # type: ignore[arg-type]
+
+
 ROOT, ENGINE = logging.getLogger(), logging.getLogger("lowtide_tests.engine")
 THREADS, LOCALE = torch.get_num_threads(), locale.setlocale(locale.LC_ALL)
 
@@ -159,6 +184,48 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
         "torch.set_printoptions(precision=4, threshold=1000, edgeitems=3, linewidth=80, sci_mode=None)",
     ),
     "torch.Event": (assign(torch, "Event", object), ""),
+    "torch.empty": (assign(torch, "empty", torch.zeros), "torch.empty = torch._C._VariableFunctions.empty"),
+    "torch.Tensor.to": (replaced(torch.Tensor, "to"), "del torch.Tensor.to"),
+    "torch.nn.Linear.cuda": (replaced(torch.nn.Linear, "cuda"), "del torch.nn.Linear.cuda"),
+    "torch.nn.Module.register_parameter": (
+        replaced(torch.nn.Module, "register_parameter", wrapper(torch.nn.Module.register_parameter)),
+        "torch.nn.Module.register_parameter = torch.nn.Module.register_parameter.__closure__[0].cell_contents",
+    ),
+    "torch.nn.Linear.forward": (replaced(torch.nn.Linear, "forward", torch.nn.Bilinear.forward), ""),
+    "torch.nn.Embedding.from_pretrained": (replaced(torch.nn.Embedding, "from_pretrained"), ""),
+    "torch.nn.functional.linear": (
+        replaced(torch.nn.functional, "linear"),
+        "torch.nn.functional.linear = torch._C._nn.linear",
+    ),
+    "torch.backends.mha._is_fastpath_enabled": (
+        call(
+            lambda: torch.backends.mha.set_fastpath_enabled(False),
+            lambda: torch.backends.mha.set_fastpath_enabled(True),
+        ),
+        "torch.backends.mha._is_fastpath_enabled = True",
+    ),
+    "torch.distributions.Distribution._validate_args": (
+        call(
+            lambda: torch.distributions.Distribution.set_default_validate_args(False),
+            lambda: torch.distributions.Distribution.set_default_validate_args(True),
+        ),
+        "torch.distributions.Distribution._validate_args = True",
+    ),
+    "time.time": (replaced(time, "time"), ""),
+    "pathlib.Path.exists": (replaced(Path, "exists"), ""),
+    "threading.Thread.is_alive": (replaced(threading.Thread, "is_alive"), ""),
+    "sys.modules['lowtide_tests_stub']": (
+        module_put("lowtide_tests_stub", ModuleType("lowtide_tests_stub")),
+        "sys.modules.pop('lowtide_tests_stub')",
+    ),
+    "sys.modules['lowtide_tests_blocked']": (
+        module_put("lowtide_tests_blocked", None),
+        "sys.modules.pop('lowtide_tests_blocked')",
+    ),
+    "sys.modules['json.decoder']": (
+        module_put("json.decoder", mock.MagicMock()),
+        "sys.modules['json.decoder'] = json.decoder",
+    ),
     "torch function mode tests.probes.test_settings.FunctionMode": (entered(FunctionMode), ""),
     "torch dispatch mode tests.probes.test_settings.DispatchMode": (entered(DispatchMode), ""),
     "torch's default hook for saved tensors": (entered(torch.autograd.graph.save_on_cpu), ""),
@@ -348,6 +415,9 @@ def test_a_change_is_seen_and_undone_by_the_code_that_is_named(name: str, reader
                 stack.pop_all()
         else:
             assert advice(changes)
+            if undoing(changes):
+                put_back(changes)
+                assert changes_between(before, reader.read()) == []
     assert reader.read() == before
 
 
@@ -408,7 +478,11 @@ def test_no_object_of_the_program_is_asked_anything(reader: SettingReader, monke
         changes = changes_between(before, reader.read())
         assert changes
         assert all(describe_change(change) and advice([change]) for change in changes)
-        assert {change.name for change in changes} >= {"sys.displayhook", "torch.Event", "threading.excepthook"}
+        assert {change.name for change in changes} >= {
+            "sys.displayhook",
+            "replaced torch.Event",
+            "threading.excepthook",
+        }
     finally:
         set_handler(signal.SIGUSR2, 0)
 
@@ -516,7 +590,8 @@ def test_a_long_value_is_shortened_and_no_code() -> None:
         ({"os.environ['A']": "'1'"}, {}, ["os.environ['A'] was '1', is not set any more"]),
         ({}, {"sys.path entry '/a'": "there"}, ["sys.path entry '/a' was added"]),
         ({"umask": "0o22"}, {"umask": "0o77"}, ["umask was 0o22, is 0o77"]),
-        ({"torch.Event": "torch.Event at 0x1"}, {"torch.Event": "a.B at 0x2"}, ["torch.Event was replaced by a.B"]),
+        ({}, {"replaced a.B": "c.D at 0x2 in place of a.B at 0x1"}, ["a.B was replaced by c.D"]),
+        ({"replaced a.B": "c.D at 0x2 in place of a.B at 0x1"}, {}, []),
     ],
 )
 def test_only_what_can_be_added_was_something_before(

@@ -117,17 +117,161 @@ CLEAN = """
 """
 
 
+VENDOR = """
+    import sys, types
+
+    import torch
+
+
+    def nothing_at_import():
+        pass
+
+
+    def nothing_at_start():
+        pass
+
+
+    def start():
+        torch.accelerator.empty_cache = nothing_at_start
+
+
+    torch.accelerator.empty_cache = nothing_at_import
+    sys.modules["vendor_native"] = types.ModuleType("vendor_native")
+"""
+
+REPLACED = """
+    import functools, sys, time, types
+    from unittest import mock
+
+    import pytest
+    import torch
+
+
+    def fake(*_, **__):
+        pass
+
+
+    def test_clean_import():
+        import json.tool
+        import vendor
+
+
+    def test_clean_first_uses():
+        optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+        torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
+        torch._dynamo.reset()
+
+
+    def test_clean_mock(monkeypatch):
+        monkeypatch.setattr(torch.nn.Linear, "cuda", fake)
+        monkeypatch.setitem(sys.modules, "lowtide_native", None)
+        with mock.patch.object(torch.nn.Module, "register_parameter"), mock.patch.object(torch.Tensor, "to"):
+            with mock.patch("time.time"), mock.patch.dict(sys.modules, {"lowtide_fake": mock.MagicMock()}):
+                pass
+
+
+    def test_clean_by_hand():
+        # What a class had inherited is its own then, and a class method a bound one.
+        to, load = torch.Tensor.to, torch.nn.Embedding.from_pretrained
+        torch.Tensor.to = torch.nn.Embedding.from_pretrained = fake
+        torch.Tensor.to, torch.nn.Embedding.from_pretrained = to, load
+
+
+    @pytest.fixture(scope="module")
+    def patched():
+        with mock.patch("torch.nn.functional.relu", fake):
+            yield
+
+
+    def test_clean_fixture(patched):
+        pass
+
+
+    def test_of_a_vendor():
+        import vendor
+
+        vendor.start()
+
+
+    def test_methods():
+        register = torch.nn.Module.register_parameter
+        torch.nn.Module.register_parameter = lambda self, name, value: register(self, name, value)
+        torch.Tensor.to = fake
+        torch.empty = torch.zeros
+
+
+    def test_library_decorator():
+        torch.Tensor.cpu = torch.no_grad()(lambda self: self)
+
+
+    def test_started_mock():
+        mock.patch.object(torch.nn.Linear, "forward", autospec=True).start()
+
+
+    def test_time():
+        time.time = lambda: 0.0
+
+
+    def test_stub():
+        sys.modules["lowtide_native"] = types.ModuleType("lowtide_native")
+
+
+    def test_class_default():
+        torch.distributions.Distribution.set_default_validate_args(not torch.distributions.Distribution._validate_args)
+"""
+
+
 @pytest.fixture(scope="module")
 def run(run_inner: RunInner) -> InnerRun:
     of_a_fixture = LIBRARY.replace("at-", "in-")
     files = {"library.py": LIBRARY, "library_of_a_fixture.py": of_a_fixture, "test_1_clean.py": CLEAN}
-    return run_inner({**files, "test_2_left.py": LEFT})
+    return run_inner({**files, "vendor.py": VENDOR, "test_2_left.py": LEFT, "test_3_replaced.py": REPLACED})
 
 
 def message(run: InnerRun, test: str) -> str:
     (finding,) = run.subject(f"test_2_left.py::{test}").findings
     assert (finding.resource, finding.cause) == ("globals", "not-restored")
     return finding.message
+
+
+@pytest.mark.parametrize("test", ["import", "first_uses", "mock", "by_hand", "fixture"])
+def test_what_is_put_back_or_a_librarys_own_is_not_reported(run: InnerRun, test: str) -> None:
+    subject = run.subject(f"test_3_replaced.py::test_clean_{test}")
+    assert not [finding for finding in subject.findings if finding.resource == "globals"], subject.findings
+
+
+@pytest.mark.parametrize(
+    ("test", "holder", "code"),
+    [
+        (
+            "of_a_vendor",
+            "torch.accelerator.empty_cache",
+            "torch.accelerator.empty_cache = torch.accelerator.memory.empty_cache",
+        ),
+        (
+            "methods",
+            "torch.Tensor.to, torch.empty, torch.nn.Module.register_parameter",
+            "del torch.Tensor.to; torch.empty = torch._C._VariableFunctions.empty; torch.nn.Module.register_parameter "
+            "= torch.nn.Module.register_parameter.__closure__[0].cell_contents",
+        ),
+        ("library_decorator", "torch.Tensor.cpu", "del torch.Tensor.cpu"),
+        ("started_mock", "torch.nn.Linear.forward", "putting torch.nn.Linear.forward back"),
+        ("time", "time.time", "time"),
+        (
+            "class_default",
+            "torch.distributions.Distribution._validate_args",
+            "torch.distributions.Distribution._validate_args = False",
+        ),
+        ("stub", "sys.modules['lowtide_native']", "sys.modules.pop('lowtide_native')"),
+    ],
+)
+def test_what_is_put_in_the_place_of_a_function_is_reported_and_put_back(
+    run: InnerRun, test: str, holder: str, code: str
+) -> None:
+    (finding,) = run.subject(f"test_3_replaced.py::test_{test}").findings
+    assert (finding.resource, finding.cause, finding.holder) == ("globals", "not-restored", holder)
+    assert code in (finding.advice or "" if finding.remedy is None else finding.remedy.action)
+    assert "it returns it" in (finding.advice or "") or "returns it" in finding.message
 
 
 @pytest.mark.parametrize(

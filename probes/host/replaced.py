@@ -1,0 +1,484 @@
+"""What somebody has put in the place of functions, classes and plain values of torch's and of Python's own modules.
+
+What each was when its module was first seen is kept for as long as the process runs: that is what is to be put back,
+whoever has replaced it, and however often.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import (
+    BuiltinFunctionType,
+    ClassMethodDescriptorType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    MethodType,
+    ModuleType,
+    WrapperDescriptorType,
+)
+from typing import Any
+
+from lowtide.probes import native
+from lowtide.probes.host.setting_values import is_loaded
+from lowtide.probes.objects.described import (
+    constant_text,
+    identified,
+    is_installed_module,
+    is_of_tools,
+    is_tools,
+    name_of,
+)
+from lowtide.probes.objects.foreign import (
+    LRU_CACHE,
+    MISSING,
+    dict_of_module,
+    flags_of,
+    is_a,
+    module_of_class,
+    mro_of,
+    namespace_of,
+    namespace_of_class,
+    qualname_of,
+)
+from lowtide.probes.originals import contents, loaded, sys, weakref
+
+REPLACED = "replaced "
+"""How the name of a setting begins that is an attribute, or an entry of `sys.modules`, in whose place is another."""
+
+IN_PLACE_OF = " in place of "
+"""What stands in its text between what is there and what was there first."""
+
+INHERITED = "what it inherits"
+NOTHING = "nothing"
+A_MODULE = "the module"
+"""What was there first, where that has no text of its own."""
+
+_FUNCTIONS = frozenset(
+    {
+        *(BuiltinFunctionType, ClassMethodDescriptorType, FunctionType, GetSetDescriptorType, LRU_CACHE),
+        *(MethodDescriptorType, MethodType, WrapperDescriptorType, classmethod, functools.partial, property),
+        staticmethod,
+    }
+)
+_PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
+
+_MAY_BE_SET = 1 << 9
+"""Of the flags of a class: the attributes of one that is made by C alone cannot be set."""
+
+_READ_ELSEWHERE = frozenset(
+    {
+        *("sys.dont_write_bytecode", "logging.raiseExceptions", "logging._loggerClass", "logging._logRecordFactory"),
+        *(
+            "torch.multiprocessing._sharing_strategy",
+            "torch.backends.opt_einsum.enabled",
+            "torch.backends.opt_einsum.strategy",
+        ),
+        *(f"torch.__future__._{name}_module_params_on_conversion" for name in ("swap", "overwrite")),
+    }
+)
+"""Attributes that are settings with names of their own."""
+
+_WITHOUT_C = frozenset(
+    {
+        "time",
+        "torch",
+        "torch.accelerator",
+        "torch.cuda",
+        "torch._tensor",
+        "torch.nn.functional",
+        "torch.nn.modules.module",
+    }
+)
+"""The modules that are read where what says that a dictionary has changed could not be compiled: that takes long."""
+
+
+@dataclass(eq=False)
+class _Space:
+    """A module or a class, with what its attributes were when it was first seen.
+
+    Attributes:
+        holder: the module or the class.
+        attributes: its namespace.
+        first: the functions, classes and plain values in it.
+        names: all names that there were, of a class.
+    """
+
+    holder: Any
+    attributes: dict[str, Any]
+    first: dict[str, Any] = field(init=False)
+    names: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        is_class = is_a(self.holder, type)
+        name = "" if is_class else f"{self.holder.__name__}."
+        self.first = {
+            key: value
+            for key, value in self.attributes.items()
+            if (cls := type(value)) in _FUNCTIONS or (cls in _PLAIN and key[:2] != "__") or issubclass(cls, type)
+            if is_class or not (key[:2] == "__" or key.endswith("hook") or name + key in _READ_ELSEWHERE)
+        }
+        if is_class:
+            self.names = frozenset(self.attributes)
+
+    @property
+    def path(self) -> str:
+        """The expression by which a program has the module or class: the shortest."""
+        if not is_a(self.holder, type):
+            return str(self.holder.__name__)
+        module, name = module_of_class(self.holder), str(qualname_of(self.holder))
+        parts = module.split(".")
+        for count in range(1, len(parts)):
+            package = sys.modules.get(".".join(parts[:count]))
+            if type(package) is ModuleType and vars(package).get(name) is self.holder:
+                return f"{package.__name__}.{name}"
+        return f"{module}.{name}"
+
+    def take_own_for_first(self) -> bool:
+        """Take for what was there first what a module has from a part of it, where another's function is there already.
+
+        As a package's `__init__` has it, which an import may have replaced before anybody looked.  Returns whether it
+        was so with any.
+        """
+        of_others = [
+            name
+            for name, value in self.first.items()
+            if type(value) is FunctionType and not _is_own(str(value.__globals__.get("__name__")))
+        ]
+        if not of_others:
+            return False
+        prefix = f"{self.holder.__name__}."
+        parts = [part for name, part in list(sys.modules.items()) if name.startswith(prefix)]
+        for name in of_others:
+            found = (dict_of_module(part).get(name) for part in parts if is_a(part, ModuleType))
+            own = next((value for value in found if type(value) is FunctionType and _is_own(value.__module__)), None)
+            self.first[name] = own or self.first[name]
+        return True
+
+    def differing(self) -> Iterator[tuple[str, Any, Any, bool]]:
+        """Give the name of each attribute that is another object than at first, with what was there and what is.
+
+        Of a class also those that it had inherited, and whether it had.
+        """
+        now = self.attributes
+        for name in [name for name, value in self.first.items() if now.get(name, MISSING) is not value]:
+            yield name, self.first[name], now.get(name, MISSING), False
+        for name in now.keys() - self.names if self.names else ():
+            found = (namespace_of(base).get(name, MISSING) for base in mro_of(self.holder)[1:])
+            first = next((value for value in found if value is not MISSING), MISSING)
+            if type(first) in _FUNCTIONS and now.get(name, first) is not first:
+                yield name, first, now[name], True
+
+
+class FirstValues:
+    """What attributes of torch's and of Python's own modules and classes were when each was first seen."""
+
+    def __init__(self) -> None:
+        self._spaces: list[_Space] = []
+        self._stubs: dict[str, str] = {}
+        self._dicts: tuple[dict[str, Any], ...] = (sys.modules,)
+        self._marks = b""
+        self._found: dict[int, dict[str, str]] = {}
+        self._texts: dict[str, str] = {}
+        self._seen: dict[str, int] = {}
+        # Whether there are modules whose import is not over.
+        self._is_waiting = False
+        self._modules: dict[str, Callable[[], Any]] = {}
+        self._bound: set[int] = set()
+        self._objects: dict[str, tuple[Any, str, Any]] = {}
+        self._stored: dict[str, dict[str, bool]] = {}
+
+    def read(self) -> dict[str, str]:
+        """Return what is not as it was first, as settings; the same object while nothing has changed."""
+        marks = _marks_of(self._dicts)
+        if marks == self._marks and not self._is_waiting:
+            return self._texts
+        if marks[:_WIDTH] != self._marks[:_WIDTH] or self._is_waiting:
+            self._see_modules()
+            marks = _marks_of(self._dicts)
+        # Of those that are new nothing differs from what was just read.
+        for place in _differing(self._marks, marks[: len(self._marks)]):
+            if place and (texts := self._differing(self._spaces[place - 1])) != self._found.get(place, {}):
+                self._found[place] = texts
+                self._texts = functools.reduce(operator.or_, self._found.values())
+        self._marks = marks
+        return self._texts
+
+    def first_of(self, setting: str) -> Any:
+        """Return what a replaced attribute was, or which module was there; `MISSING` if it is not known.
+
+        Args:
+            setting: as `torch.nn.Module.to`.
+        """
+        if setting in self._objects:
+            return self._objects[setting][2]
+        name = _of_modules(setting)
+        return MISSING if name is None or self._modules.get(name, _NONE)() is None else self._modules[name]()
+
+    def put_back(self, setting: str) -> None:
+        """Put a replaced attribute, or a module, back as it was first."""
+        name = _of_modules(setting)
+        if name is not None:
+            sys.modules[name] = self.first_of(setting)
+            return
+        holder, name, first = self._objects[setting]
+        if first is MISSING:
+            delattr(holder, name)
+        else:
+            setattr(holder, name, first)
+
+    def _differing(self, space: _Space) -> dict[str, str]:
+        found = {}
+        for name, first, now, is_inherited in list(space.differing()):
+            if _is_as_good(first, now):
+                continue
+            setting = f"{space.path}.{name}"
+            if setting == _OF_A_COMPILER and now is False and _has_compiled():
+                space.first[name] = now
+                continue
+            if not is_inherited and self._is_state(space, name):
+                del space.first[name]
+                continue
+            self._objects[setting] = (space.holder, name, MISSING if is_inherited else first)
+            found[f"{REPLACED}{setting}"] = f"{_text(now)}{IN_PLACE_OF}{INHERITED if is_inherited else _text(first)}"
+        return found
+
+    def _see_modules(self) -> None:
+        """Take up the modules that are new, and what was put into `sys.modules` that is none."""
+        seen, modules = self._seen, dict(sys.modules)
+        new = [(name, item) for name, item in modules.items() if seen.get(name) != id(item) and type(name) is str]
+        for name in [name for name in self._stubs if id(modules.get(name, MISSING)) != seen[name]]:
+            del self._stubs[name]
+        dicts = []
+        self._is_waiting = False
+        for name, item in new:
+            if _is_stub(name, item):
+                is_over = self._modules.get(name, _NONE)() is not None
+                self._stubs[name] = f"{name_of(item)}{IN_PLACE_OF}{A_MODULE if is_over else NOTHING}"
+            elif is_a(item, ModuleType):
+                if not is_loaded(item):
+                    self._is_waiting = True
+                    continue
+                self._modules[name] = weakref.ref(item)
+                dicts += self._bind(name, item) if _is_watched(name) else []
+            seen[name] = id(item)
+        for place, space in enumerate(self._spaces[len(self._dicts) - 1 :], len(self._dicts)):
+            if not space.names and space.take_own_for_first():
+                self._found[place] = self._differing(space)
+        for name in seen.keys() - modules.keys():
+            del seen[name]
+        self._found[0] = {f"{REPLACED}sys.modules[{name!r}]": text for name, text in self._stubs.items()}
+        self._texts = functools.reduce(operator.or_, self._found.values())
+        self._dicts += tuple(dicts)
+
+    def _bind(self, name: str, module: ModuleType) -> list[dict[str, Any]]:
+        spaces = [] if id(vars(module)) in self._bound else [_Space(module, vars(module))]
+        for item in list(vars(module).values()):
+            cls = type(item)
+            if cls is not type and not issubclass(cls, type):
+                continue
+            if id(item) not in self._bound and flags_of(item) & _MAY_BE_SET and _is_own(module_of_class(item)):
+                self._bound.add(id(item))
+                if _marks_of is not _slow_marks or module_of_class(item) == name:
+                    spaces.append(_Space(item, namespace_of_class(item)))
+        self._bound.add(id(vars(module)))
+        self._spaces += spaces
+        return [space.attributes for space in spaces]
+
+    def _is_state(self, space: _Space, name: str) -> bool:
+        """Whether the code of the module itself sets an attribute, and not only a setter to what it is given.
+
+        As a counter, a cache, or whether something was done already; of a class plain values only.
+        """
+        holder = space.holder
+        if is_a(holder, type) and type(space.first[name]) not in _PLAIN:
+            return False
+        module = module_of_class(holder) if is_a(holder, type) else holder.__name__
+        if module not in self._stored:
+            file = getattr(sys.modules.get(module), "__file__", None)
+            self._stored[module] = _stored_in(file) if type(file) is str else {}
+        return self._stored[module].get(name, False)
+
+
+_NONE: Callable[[], Any] = lambda: None  # noqa: E731
+
+
+class Replaced:
+    """The attributes of torch's and Python's modules and classes that are others than at first; stubs of modules."""
+
+    def raw(self) -> object:
+        """The texts, which are the same object while nothing has changed."""
+        return FIRST.read()
+
+    def texts(self) -> dict[str, str]:
+        """Each with what is there, and what was."""
+        return FIRST.read()
+
+
+def _differing(before: bytes, now: bytes) -> Iterator[int]:
+    """Give the places of the numbers that are others, or new."""
+    for start in range(0, len(now), _AT_ONCE):
+        if before[start : start + _AT_ONCE] != now[start : start + _AT_ONCE]:
+            for place in range(start, min(start + _AT_ONCE, len(now)), _WIDTH):
+                if before[place : place + _WIDTH] != now[place : place + _WIDTH]:
+                    yield place // _WIDTH
+
+
+_WIDTH = 8
+"""Bytes of a mark."""
+
+_AT_ONCE = 64 * _WIDTH
+
+
+def _slow_marks(dicts: tuple[dict[str, Any], ...]) -> bytes:
+    return b"".join(hash(tuple(map(id, found.values()))).to_bytes(_WIDTH, "little", signed=True) for found in dicts)
+
+
+_marks_of = native.marks_of or _slow_marks
+
+
+def _is_watched(name: str) -> bool:
+    """Whether the module of this name is torch's, or a public one of Python's."""
+    if _marks_of is _slow_marks:
+        return name in _WITHOUT_C
+    return _is_own(name) and (name.partition(".")[0] == "torch" or not ("._" in name or name.startswith("_")))
+
+
+def _is_own(module: str) -> bool:
+    """Whether a module is torch's or Python's."""
+    top = module.partition(".")[0]
+    return top == "torch" or top in sys.stdlib_module_names
+
+
+_OF_A_COMPILER = "torch.distributions.Distribution._validate_args"
+"""What `torch.compile` sets to False when it first compiles something (torch/_dynamo/eval_frame.py), and leaves so."""
+
+
+def _has_compiled() -> bool:
+    patcher = getattr(loaded("torch._dynamo.eval_frame"), "TorchPatcher", None)
+    patch: Any = _underlying(namespace_of(patcher).get("patch")) if is_a(patcher, type) else None
+    return is_a(patch, LRU_CACHE) and patch.cache_info().currsize > 0
+
+
+def _is_stub(name: str, item: Any) -> bool:
+    """Whether an entry of `sys.modules` is nothing that an import made, nor that the library puts there itself."""
+    cls = type(item)
+    if item is None:
+        return True
+    module = module_of_class(cls)
+    if is_installed_module(module) and module.partition(".")[0] not in sys.stdlib_module_names:
+        return False
+    if not is_a(item, ModuleType):
+        return True
+    attributes = dict_of_module(item)
+    spec = attributes.get("__spec__")
+    return (
+        getattr(spec, "loader", None) is None
+        and getattr(spec, "submodule_search_locations", None) is None
+        and not attributes.get("__file__")
+        and attributes.get("__loader__") is None
+    )
+
+
+def _of_modules(setting: str) -> str | None:
+    """The name of a module, of `sys.modules['name']`."""
+    if not setting.startswith("sys.modules["):
+        return None
+    return str(ast.literal_eval(setting.removeprefix("sys.modules[").removesuffix("]")))
+
+
+def _text(value: Any) -> str:
+    if value is MISSING:
+        return NOTHING
+    if type(value) in _PLAIN:
+        return constant_text(value) if type(value) is int else repr(value)
+    return identified(_underlying(value))
+
+
+def _underlying(value: Any) -> Any:
+    """The function of a class method, a static method, of a class method that was asked of its class, or a property."""
+    if type(value) is property:
+        return value.fget
+    return value.__func__ if type(value) in (classmethod, staticmethod, MethodType) else value
+
+
+def _is_as_good(first: Any, now: Any) -> bool:
+    """Whether what is there is as what was there first, or the library's own, made when it was first needed.
+
+    Whoever puts back what `Class.method` gave puts back the bound method of a class method; and tools that run tests
+    have their own reasons.
+    """
+    if now is MISSING:
+        return type(first) in _PLAIN
+    if type(first) in _PLAIN and type(now) in _PLAIN:
+        return type(first) is type(now) and bool(first == now or first != first)
+    before, function = _underlying(first), _underlying(now)
+    if function is before or is_tools(type(function)):
+        return True
+    if type(function) is not FunctionType:
+        # An object that the library fills in later, where there was nothing.
+        return first is None and type(function) not in _FUNCTIONS
+    # A decorator of a library's gives what it makes the name and the module of the program's function.
+    modules = [module for module in (function.__globals__.get("__name__"), function.__module__) if type(module) is str]
+    if modules and is_of_tools(modules[0]):
+        return True
+    return all(map(_is_own, modules)) and (
+        first is None
+        or "<locals>" in function.__qualname__
+        or (type(before) is FunctionType and before.__qualname__ == function.__qualname__)
+    )
+
+
+_SETTER = re.compile(r"(^|_)(set|enable|disable|use)(_|$)")
+
+
+def _stored_in(file: str) -> dict[str, bool]:
+    """Return the names that functions of a file set in its module or its classes.
+
+    With whether any of them sets one to something else than its own argument.
+    """
+    try:
+        tree = ast.parse(contents(file))
+    except (OSError, SyntaxError, ValueError):  # no source
+        return {}
+    found: dict[str, bool] = {}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            arguments = {part.arg for part in ast.walk(function.args) if isinstance(part, ast.arg)}
+            for name, value in _assigned(function):
+                is_given = isinstance(value, ast.Name) and value.id in arguments and _SETTER.search(function.name)
+                found[name] = found.get(name, False) or not is_given
+    return found
+
+
+def _assigned(function: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
+    """Give what a function sets beyond its own variables and those of an object that it calls `self`."""
+    parts = list(ast.walk(function))
+    shared = {name for part in parts if isinstance(part, ast.Global) for name in part.names}
+    for part in parts:
+        targets: Iterable[ast.AST] = ()
+        if isinstance(part, ast.Assign):
+            targets = [target for each in part.targets for target in ast.walk(each)]
+        elif isinstance(part, ast.AugAssign | ast.AnnAssign | ast.NamedExpr):
+            targets = [part.target]
+        value = part.value if isinstance(part, ast.Assign | ast.AnnAssign) else None
+        for target in targets:
+            if isinstance(target, ast.Name) and target.id in shared:
+                yield target.id, value
+            elif isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self":
+                yield target.attr, value
+
+
+FIRST = FirstValues()
+"""Of the process: what a reading that comes late takes for the first is what somebody put there before."""
+
+
+def split(text: str) -> tuple[str, str]:
+    """Return what is there and what was there first, of the text of a replaced attribute."""
+    now, _, first = text.partition(IN_PLACE_OF)
+    return now, first
