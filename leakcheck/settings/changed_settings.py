@@ -33,6 +33,7 @@ _TOLD_WITH: Mapping[str, tuple[str, ...]] = {
     "torch.backends.cudnn.conv.fp32_precision": ("torch.backends.cudnn.allow_tf32",),
     "torch.backends.cudnn.rnn.fp32_precision": ("torch.backends.cudnn.allow_tf32",),
     "torch.is_grad_enabled()": ("torch.is_inference_mode_enabled()",),
+    "torch.autograd.forward_ad._is_fwd_grad_enabled()": ("torch.is_inference_mode_enabled()",),
     "torch._C._is_multithreading_enabled()": ("torch.is_inference_mode_enabled()",),
     "torch.is_deterministic_algorithms_warn_only_enabled()": ("torch.are_deterministic_algorithms_enabled()",),
     "torch.is_anomaly_check_nan_enabled()": ("torch.is_anomaly_enabled()",),
@@ -98,8 +99,8 @@ def changes_between(
         then, is_now = before.get(name, ABSENT), now.get(name, ABSENT)
         if _OF_A_COMPILER.get(name) == is_now:
             continue
-        # What is as it was first, whoever had changed it, needs nothing.
-        if name.startswith(REPLACED) and is_now == ABSENT:
+        # What is as it was first, whoever had changed it, needs nothing; nor does a timer that has ended.
+        if name.startswith((REPLACED, "interval timer ")) and is_now == ABSENT:
             continue
         if then == is_now or LIBRARYS in name or is_now.startswith(LIBRARYS) or is_text_of_tool(then):
             continue
@@ -119,8 +120,10 @@ def describe_change(change: SettingChange) -> str:
     if change.name.startswith(("disabled of ", "propagate of ")):
         usual = str(change.name.startswith("propagate of "))
         return f"{change.setting} was {was or usual}, is {now or usual}"
-    if change.name.startswith(("level of ", "os.environ[")):
+    if change.name.startswith(("level of ", "os.environ[", "name of logging level ")):
         return f"{change.setting} was {was or 'not set'}, is {now or 'not set any more'}"
+    if change.name.startswith("interval timer "):
+        return f"{change.setting} is {now}"
     if is_entry(change.name):
         return f"{change.setting} was {'added' if change.before == ABSENT else 'removed'}"
     return f"{change.name} was {was}, is {now}"

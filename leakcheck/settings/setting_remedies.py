@@ -27,6 +27,8 @@ _MOST_LINES = 8
 _MOST_DISABLED = 5
 """Loggers that nobody disables one by one."""
 
+PR_SET_CHILD_SUBREAPER = 36
+
 _MODULE = re.compile(r"\b([a-z]\w*)\.")
 
 _SETTERS: Mapping[str, str] = {
@@ -39,6 +41,11 @@ _SETTERS: Mapping[str, str] = {
     "sys.dont_write_bytecode": "sys.dont_write_bytecode = {}",
     "time.tzname": "time.tzset()",
     "os.getcwd()": "os.chdir({})",
+    "os.sched_getaffinity(0)": "os.sched_setaffinity(0, {})",
+    "os.getpriority(os.PRIO_PROCESS, 0)": "os.setpriority(os.PRIO_PROCESS, 0, {})",
+    "sys.getdlopenflags()": "sys.setdlopenflags({})",
+    "signal.pthread_sigmask(signal.SIG_BLOCK, ())": "signal.pthread_sigmask(signal.SIG_SETMASK, {})",
+    "the child subreaper": f"ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, {{}}, 0, 0, 0)",
     "umask": "os.umask({})",
     "threading.stack_size()": "threading.stack_size({})",
     "logging.root.manager.disable": "logging.disable({})",
@@ -67,6 +74,11 @@ _SETTERS: Mapping[str, str] = {
     ),
     "torch.backends.nnpack.enabled": "torch.backends.nnpack.set_flags({})",
     "torch.backends.quantized.engine": "torch._C._set_qengine({})",
+    "torch.sparse.check_sparse_tensor_invariants.is_enabled()": "torch._C._set_check_sparse_tensor_invariants({})",
+    "torch.autograd.forward_ad._is_fwd_grad_enabled()": "torch._C._set_fwd_grad_enabled({})",
+    "torch._C._is_view_replay_enabled()": "torch._C._set_view_replay_enabled({})",
+    "torch._C._jit_texpr_fuser_enabled()": "torch._C._jit_set_texpr_fuser_enabled({})",
+    "torch._C._get_sdp_priority_order()": "torch._C._set_sdp_priority_order({})",
     "torch._C._is_multithreading_enabled()": "torch._C._set_multithreading_enabled({})",
     "torch._C._accelerator_getAllocatorSettings()": "torch._C._accelerator_setAllocatorSettings({})",
     "torch.__future__.get_swap_module_params_on_conversion()": (
@@ -184,6 +196,12 @@ def _entry(change: SettingChange) -> str | None:
         return None if is_secret(name, before) else f"{name} = {before}"
     if name.startswith("level of "):
         return f"{name.removeprefix('level of ')}.setLevel({before or 0})"
+    if name.startswith("interval timer "):
+        return f"signal.setitimer({name.removeprefix('interval timer ')}, 0)" if before == ABSENT else None
+    if name.startswith("name of logging level "):
+        level = name.removeprefix("name of logging level ")
+        taken = f"logging._nameToLevel.pop(logging._levelToName.pop({level}), None)"
+        return taken if before == ABSENT else f"logging.addLevelName({level}, {before})"
     if name.startswith("sys.path entry "):
         entry = name.removeprefix("sys.path entry ")
         return f"sys.path.remove({entry})" if before == ABSENT else f"sys.path.append({entry})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import functools
 import importlib
@@ -33,6 +34,9 @@ def interpreter_values() -> Values:
         Value("sys.get_coroutine_origin_tracking_depth()", sys.get_coroutine_origin_tracking_depth),
         Value("sys.dont_write_bytecode", lambda: sys.dont_write_bytecode is True),
         Value("time.tzname", lambda: time.tzname),
+        Value("os.getpriority(os.PRIO_PROCESS, 0)", functools.partial(os.getpriority, os.PRIO_PROCESS, 0)),
+        Value("sys.getdlopenflags()", sys.getdlopenflags),
+        Value("the child subreaper", _is_subreaper),
         *(
             Value(f"resource.getrlimit(resource.{name})", functools.partial(resource.getrlimit, number))
             for name in _LIMITS
@@ -60,6 +64,18 @@ def library_values() -> Values:
             "tracemalloc": lambda module: [Value("tracemalloc.is_tracing()", module.is_tracing)],
         },
     )
+
+
+_PR_GET_CHILD_SUBREAPER = 37
+_prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
+_answer = ctypes.c_int()
+_place_of_answer = ctypes.byref(_answer)
+
+
+def _is_subreaper() -> int:
+    """Whether the children of children that have ended become this process's; -1 where the kernel does not say."""
+    failed = _prctl is None or _prctl(_PR_GET_CHILD_SUBREAPER, _place_of_answer, 0, 0, 0)
+    return -1 if failed else _answer.value
 
 
 def _cwd() -> str:
@@ -263,7 +279,8 @@ _FIRST_REAL_TIME_SIGNAL = 32
 # Of the module in C: the one in Python looks for a name of the handler each time.
 # Where the processes of a group meet: whoever uses torch.distributed sets these, and reads what stands there.
 _RENDEZVOUS = (b"MASTER_ADDR", b"MASTER_PORT", b"RANK", b"WORLD_SIZE", b"LOCAL_RANK", b"LOCAL_WORLD_SIZE")
-_HANDLER_OF: Any = importlib.import_module("_signal").getsignal
+_SIGNALS: Any = importlib.import_module("_signal")
+_HANDLER_OF: Any = _SIGNALS.getsignal
 _SIGNAL_NAMES = {int(each): each.name for each in signal.Signals}
 _DEFAULT_HANDLERS = {int(signal.SIG_DFL): "signal.SIG_DFL", int(signal.SIG_IGN): "signal.SIG_IGN"}
 
@@ -277,6 +294,47 @@ def _handler(handler: object) -> str:
         if type(handler) is int and handler == value:
             return name
     return described(handler)
+
+
+class Timers:
+    """The interval timers that are armed, but for those that a tool that runs tests hears of: time limits."""
+
+    def raw(self) -> object:
+        """Which are armed, and who hears of them."""
+        return tuple((_TIMER_OF(number)[0] > 0, id(_HANDLER_OF(sent))) for number, sent in _TIMERS.values())
+
+    def texts(self) -> dict[str, str]:
+        """Each by its name."""
+        return {
+            f"interval timer {name}": "armed"
+            for name, (number, sent) in _TIMERS.items()
+            if _TIMER_OF(number)[0] > 0 and not is_librarys(_HANDLER_OF(sent))
+        }
+
+
+_TIMER_OF: Any = _SIGNALS.getitimer
+_TIMERS = {
+    f"signal.{timer}": (int(getattr(signal, timer)), int(getattr(signal, sent)))
+    for timer, sent in (("ITIMER_REAL", "SIGALRM"), ("ITIMER_VIRTUAL", "SIGVTALRM"), ("ITIMER_PROF", "SIGPROF"))
+}
+
+
+class LevelNames:
+    """The names of levels that `logging.addLevelName` has given."""
+
+    def raw(self) -> object:
+        """The levels with the identities of their names."""
+        names = logging._levelToName
+        return tuple((id(level), id(name)) for level, name in names.items()) if type(names) is dict else id(names)
+
+    def texts(self) -> dict[str, str]:
+        """Each name by its level."""
+        names = logging._levelToName
+        return {
+            f"name of logging level {level}": repr(name)
+            for level, name in (names.items() if type(names) is dict else ())
+            if type(level) is int and type(name) is str
+        }
 
 
 class Filters:
@@ -343,8 +401,10 @@ class CollectorCallbacks:
         return {f"gc.callbacks entry {described(item)}": "there" for item in list(gc.callbacks)}
 
 
-class Umask:
-    """The umask, from /proc: asking the kernel for it would change it for a moment, for every thread.
+class KernelStatus:
+    """What the kernel says of the main thread: the umask, which processors it may run on, which signals it blocks.
+
+    From /proc: asking for the umask would change it for a moment, for every thread.
 
     Args:
         status: gives the kernel's /proc/self/status; default: it is read.
@@ -354,15 +414,32 @@ class Umask:
         self._status = status or functools.partial(contents, "/proc/self/status")
 
     def raw(self) -> object:
-        """The mask; -1 where /proc does not show it."""
+        """The lines about them; nothing where /proc does not show it."""
         try:
-            text = self._status()
-            start = text.index(b"Umask:") + 6
-            return int(text[start : text.index(b"\n", start)], 8)
+            status = self._status()
+            return tuple(_line(status, name) for name in (b"\nUmask:", b"\nCpus_allowed:", b"\nSigBlk:"))
         except (OSError, ValueError):  # not this kernel
-            return -1
+            return ()
 
     def texts(self) -> dict[str, str]:
-        """In octal digits."""
-        mask = self.raw()
-        return {} if mask == -1 else {"umask": f"{mask:#o}"}
+        """The umask in octal digits, the others as sets."""
+        raw: Any = self.raw()
+        if not raw:
+            return {}
+        umask, processors, blocked = raw
+        return {
+            "umask": f"{int(umask, 8):#o}",
+            "os.sched_getaffinity(0)": _members(processors.replace(b",", b""), 0),
+            "signal.pthread_sigmask(signal.SIG_BLOCK, ())": _members(blocked, 1),
+        }
+
+
+def _line(status: bytes, name: bytes) -> bytes:
+    start = status.index(name) + len(name)
+    return status[start : status.index(b"\n", start)].strip()
+
+
+def _members(mask: bytes, first: int) -> str:
+    """The places of the bits of a mask in hexadecimal digits, as code."""
+    number = int(mask, 16)
+    return repr({place + first for place in range(number.bit_length()) if number >> place & 1})

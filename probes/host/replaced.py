@@ -11,6 +11,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import (
     BuiltinFunctionType,
@@ -176,9 +177,14 @@ class _Space:
 
 
 class FirstValues:
-    """What attributes of torch's and of Python's own modules and classes were when each was first seen."""
+    """What attributes of torch's and of Python's own modules and classes were when each was first seen.
+
+    Attributes:
+        turn: how often modules have come or gone.
+    """
 
     def __init__(self) -> None:
+        self.turn = 0
         self._spaces: list[_Space] = []
         self._stubs: dict[str, str] = {}
         self._dicts: tuple[dict[str, Any], ...] = (sys.modules,)
@@ -250,6 +256,7 @@ class FirstValues:
 
     def _see_modules(self) -> None:
         """Take up the modules that are new, and what was put into `sys.modules` that is none."""
+        self.turn += 1
         seen, modules = self._seen, dict(sys.modules)
         new = [(name, item) for name, item in modules.items() if seen.get(name) != id(item) and type(name) is str]
         for name in [name for name in self._stubs if id(modules.get(name, MISSING)) != seen[name]]:
@@ -312,12 +319,12 @@ class Replaced:
     """The attributes of torch's and Python's modules and classes that are others than at first; stubs of modules."""
 
     def raw(self) -> object:
-        """The texts, which are the same object while nothing has changed."""
-        return FIRST.read()
+        """The texts, which are the same objects while nothing has changed."""
+        return FIRST.read(), OPTIONS.read()
 
     def texts(self) -> dict[str, str]:
         """Each with what is there, and what was."""
-        return FIRST.read()
+        return FIRST.read() | OPTIONS.read()
 
 
 def _differing(before: bytes, now: bytes) -> Iterator[int]:
@@ -474,6 +481,86 @@ def _assigned(function: ast.AST) -> Iterator[tuple[str, ast.AST | None]]:
                 yield target.attr, value
 
 
+_CONFIGS = (
+    *("torch._dynamo.config", "torch._export.config", "torch._functorch.config", "torch._inductor.config"),
+    *("torch.compiler.config", "torch.distributed.config", "torch.fx.config", "torch.fx.experimental._config"),
+)
+"""Modules of torch whose attributes are options (torch/utils/_config_module.py), and not in their namespace."""
+
+
+class Options:
+    """What the options of torch's compiler and the like were when each was first seen, and which are others now."""
+
+    def __init__(self) -> None:
+        self._turn = -1
+        self._modules: list[Any] = []
+        self._entries: list[tuple[str, Any]] = []
+        self._read: Callable[[], list[Any]] = list
+        self._values: list[Any] = []
+        self._first: dict[str, str] = {}
+        self._texts: dict[str, str] = {}
+
+    def read(self) -> dict[str, str]:
+        """Return those that are not as they were first, as settings; the same object while nothing has changed."""
+        if self._turn != FIRST.turn:
+            self._turn = FIRST.turn
+            modules = list(map(loaded, _CONFIGS))
+            if len(modules) != len(self._modules) or any(map(operator.is_not, modules, self._modules)):
+                self._bind(modules)
+        values = self._read()
+        if any(map(operator.is_not, values, self._values)):
+            texts = dict(self._texts)
+            for (name, entry), value, before in zip(self._entries, values, self._values, strict=True):
+                if value is not before:
+                    now, first = _option(entry), self._first[name]
+                    texts.pop(REPLACED + name, None)
+                    texts |= {REPLACED + name: f"{now}{IN_PLACE_OF}{first}"} if now != first else {}
+            self._values = values
+            self._texts = texts if texts != self._texts else self._texts
+        return self._texts
+
+    def _bind(self, modules: list[Any]) -> None:
+        self._modules = modules
+        self._entries = [
+            (f"{module.__name__}.{name}", entry)
+            for module in modules
+            if module is not None and is_loaded(module)
+            for name, entry in dict_of_module(module).get("_config", {}).items()
+            if getattr(entry, "alias", None) is None and hasattr(entry, "user_override")
+        ]
+        overrides = [entry.user_override for _, entry in self._entries]
+        if all(type(override) is ContextVar for override in overrides):
+            self._read = lambda: list(map(ContextVar.get, overrides))
+        else:
+            # Before torch 2.13.
+            entries = [entry for _, entry in self._entries]
+            self._read = lambda: [entry.user_override for entry in entries]
+        self._values = self._read()
+        for name, entry in self._entries:
+            self._first.setdefault(name, _option(entry))
+
+
+def _option(entry: Any) -> str:
+    """What an option is, as code; of one that is no plain value, its class."""
+    override = entry.user_override.get() if type(entry.user_override) is ContextVar else entry.user_override
+    choices = (getattr(entry, "env_value_force", _UNSET), override, getattr(entry, "env_value_default", _UNSET))
+    value = next((choice for choice in choices if type(choice) is not object), entry.default)
+    return repr(value) if _is_plain(value) else name_of(value)
+
+
+_UNSET = object()
+"""As torch has it for what nobody has set."""
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple, set):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(part) for item in value.items() for part in item)
+    return type(value) in _PLAIN
+
+
+OPTIONS = Options()
 FIRST = FirstValues()
 """Of the process: what a reading that comes late takes for the first is what somebody put there before."""
 

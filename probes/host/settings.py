@@ -18,9 +18,11 @@ from lowtide.probes.host.interpreter_settings import (
     Filters,
     Finders,
     Hooks,
+    KernelStatus,
+    LevelNames,
     ModuleSearchPath,
     Signals,
-    Umask,
+    Timers,
     interpreter_values,
     library_values,
 )
@@ -174,6 +176,8 @@ _ENTRIES = (
     "gc.callbacks entry ",
     "handler ",
     "level of ",
+    "name of logging level ",
+    "interval timer ",
     "disabled of ",
     "propagate of ",
     "warnings filter ",
@@ -214,12 +218,14 @@ class SettingReader:
             Finders(),
             CollectorCallbacks(),
             Signals(),
+            Timers(),
             Loggers(),
+            LevelNames(),
             *((Filters(),) if warnings_filters else ()),
             Modes(),
         )
         self._runners = len(self._sources)
-        self._sources += (library_values(), torch_values(), ModuleHooks(), Replaced(), Umask(status))
+        self._sources += (library_values(), torch_values(), ModuleHooks(), Replaced(), KernelStatus(status))
         self._raw: list[object] = [None] * len(self._sources)
         self._texts: list[dict[str, str]] = [{} for _ in self._sources]
         self._settings: Mapping[str, str] = MappingProxyType({})

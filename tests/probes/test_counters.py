@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed
 
+from lowtide.leakcheck.settings.changed_settings import changes_between
 from lowtide.probes import originals, stages
 from lowtide.probes.device.driver import find_driver
 from lowtide.probes.host import counters
@@ -285,7 +286,7 @@ def test_a_setting_that_changes_has_another_text_and_the_old_one_again(name: str
     before = read().settings
     with SETTINGS[name]():
         during = read().settings
-    assert [key for key in before if during[key] != before[key]] == [name]
+    assert [change.setting for change in changes_between(before, during)] == [name]
     assert read().settings == before
 
 
@@ -331,7 +332,7 @@ def test_one_reader_sees_a_setting_change_and_come_back(reader: CounterReader, n
     before = reader.read().settings
     with SETTINGS[name]():
         during = reader.read().settings
-    assert [key for key in before if during[key] != before[key]] == [name]
+    assert [change.setting for change in changes_between(before, during)] == [name]
     assert reader.read().settings == before
 
 

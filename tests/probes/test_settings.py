@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import decimal
 import faulthandler
 import functools
@@ -126,6 +127,8 @@ def module_put(name: str, value: object) -> Callable[[ExitStack], None]:
     return lambda stack: stack.enter_context(pytest.MonkeyPatch.context()).setitem(sys.modules, name, value)  # type: ignore[arg-type]
 
 
+prctl = ctypes.CDLL(None).prctl
+
 ROOT, ENGINE = logging.getLogger(), logging.getLogger("lowtide_tests.engine")
 THREADS, LOCALE = torch.get_num_threads(), locale.setlocale(locale.LC_ALL)
 
@@ -210,6 +213,48 @@ CHANGES: dict[str, tuple[Callable[[ExitStack], None], str]] = {
             lambda: torch.distributions.Distribution.set_default_validate_args(True),
         ),
         "torch.distributions.Distribution._validate_args = True",
+    ),
+    "torch.sparse.check_sparse_tensor_invariants.is_enabled()": (
+        entered(torch.sparse.check_sparse_tensor_invariants),
+        "torch._C._set_check_sparse_tensor_invariants(False)",
+    ),
+    "torch.compiler.config.job_id": (
+        assign(torch.compiler.config, "job_id", "a"),
+        "torch.compiler.config.job_id = None",
+    ),
+    "interval timer signal.ITIMER_PROF": (
+        call(lambda: signal.setitimer(signal.ITIMER_PROF, 1000), lambda: signal.setitimer(signal.ITIMER_PROF, 0)),
+        "signal.setitimer(signal.ITIMER_PROF, 0)",
+    ),
+    "name of logging level 27": (
+        call(lambda: logging.addLevelName(27, "TRACE"), lambda: logging._levelToName.pop(27, None)),
+        "logging._nameToLevel.pop(logging._levelToName.pop(27), None)",
+    ),
+    "name of logging level 20": (
+        call(lambda: logging.addLevelName(20, "NOTE"), lambda: logging.addLevelName(20, "INFO")),
+        "logging.addLevelName(20, 'INFO')",
+    ),
+    "os.sched_getaffinity(0)": (
+        call(
+            lambda: os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1]),
+            functools.partial(os.sched_setaffinity, 0, os.sched_getaffinity(0)),
+        ),
+        f"os.sched_setaffinity(0, {set(os.sched_getaffinity(0))})",
+    ),
+    "the child subreaper": (
+        call(lambda: prctl(36, 1, 0, 0, 0), lambda: prctl(36, 0, 0, 0, 0)),
+        "ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)",
+    ),
+    "signal.pthread_sigmask(signal.SIG_BLOCK, ())": (
+        call(
+            lambda: signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1]),
+            lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1]),
+        ),
+        "signal.pthread_sigmask(signal.SIG_SETMASK, set())",
+    ),
+    "sys.getdlopenflags()": (
+        call(lambda: sys.setdlopenflags(1), functools.partial(sys.setdlopenflags, sys.getdlopenflags())),
+        f"sys.setdlopenflags({sys.getdlopenflags()})",
     ),
     "time.time": (replaced(time, "time"), ""),
     "pathlib.Path.exists": (replaced(Path, "exists"), ""),

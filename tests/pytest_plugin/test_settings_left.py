@@ -140,7 +140,7 @@ VENDOR = """
 """
 
 REPLACED = """
-    import functools, sys, time, types
+    import functools, signal, sys, time, types
     from unittest import mock
 
     import pytest
@@ -212,6 +212,23 @@ REPLACED = """
         time.time = lambda: 0.0
 
 
+    def test_option():
+        torch.compiler.config.job_id = "a"
+
+
+    def test_clean_options():
+        with torch._dynamo.config.patch(recompile_limit=9), mock.patch.object(torch._dynamo.config, "verbose", True):
+            pass
+
+
+    def test_timer():
+        signal.setitimer(signal.ITIMER_PROF, 1000)
+
+
+    def test_stub_of_the_same_kind():
+        sys.modules["vendor_native"] = types.ModuleType("vendor_native")
+
+
     def test_stub():
         sys.modules["lowtide_native"] = types.ModuleType("lowtide_native")
 
@@ -234,7 +251,7 @@ def message(run: InnerRun, test: str) -> str:
     return finding.message
 
 
-@pytest.mark.parametrize("test", ["import", "first_uses", "mock", "by_hand", "fixture"])
+@pytest.mark.parametrize("test", ["import", "first_uses", "mock", "by_hand", "fixture", "options"])
 def test_what_is_put_back_or_a_librarys_own_is_not_reported(run: InnerRun, test: str) -> None:
     subject = run.subject(f"test_3_replaced.py::test_clean_{test}")
     assert not [finding for finding in subject.findings if finding.resource == "globals"], subject.findings
@@ -257,6 +274,8 @@ def test_what_is_put_back_or_a_librarys_own_is_not_reported(run: InnerRun, test:
         ("library_decorator", "torch.Tensor.cpu", "del torch.Tensor.cpu"),
         ("started_mock", "torch.nn.Linear.forward", "putting torch.nn.Linear.forward back"),
         ("time", "time.time", "time"),
+        ("option", "torch.compiler.config.job_id", "torch.compiler.config.job_id = None"),
+        ("timer", "interval timer signal.ITIMER_PROF", "signal.setitimer(signal.ITIMER_PROF, 0)"),
         (
             "class_default",
             "torch.distributions.Distribution._validate_args",
@@ -285,6 +304,7 @@ def test_what_is_put_in_the_place_of_a_function_is_reported_and_put_back(
         "test_1_clean.py::test_that_ends_a_wider_fixture",
         "test_2_left.py::test_the_same_value_again",
         "test_2_left.py::test_last",
+        "test_3_replaced.py::test_stub_of_the_same_kind",
     ],
 )
 def test_what_is_not_left_is_not_reported(run: InnerRun, test: str) -> None:
