@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowtide.leakcheck.baseline.storages import live_keys
 from lowtide.leakcheck.findings.life_findings import ENGINE
 from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
 from lowtide.leakcheck.findings.storage_holders import Context
@@ -128,10 +129,11 @@ def test_of_a_sleep_that_gives_back_less_than_half_it_is_known_how_much(
 ) -> None:
     # What was there before the engine is none of it.
     there = memory(64)
-    slept = SleptTensors("cpu", [("cpu", there.untyped_storage().data_ptr())])
+    slept = SleptTensors("cpu", live_keys())
     engine = make()
     slept.begin("sleep(1)")
     engine.sleep()
+    del there
     assert slept.kept_asleep() == kept
     if kept is not None:
         found = slept.explain_kept("sleep(1)", Context(roots=[(ENGINE, engine)], living=True))
