@@ -249,9 +249,8 @@ class Ownership:
         return max(growth)[1] if growth else ""
 
     def left(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[SettingChange]:
-        """The settings that are not what they should be, and not as before an earlier change either."""
-        changes = self._changes(now, subject, ended)
-        return [change for change in changes if not self._history.is_earlier(change.name, change.now)]
+        """The settings that are not what they should be, and not as an earlier test has left them either."""
+        return self._history.news(self._changes(now, subject, ended))
 
     def _changes(self, now: Counters, subject: Subject, ended: Sequence[Owner]) -> list[SettingChange]:
         """The settings that a test or an ended owner left changed."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from lowtide.leakcheck.baseline.storages import Key
 from lowtide.leakcheck.explaining.explain import Explanation
 from lowtide.leakcheck.findings.empty_pools import pool_holder
-from lowtide.leakcheck.findings.item_findings import ItemLeak
+from lowtide.leakcheck.findings.item_findings import ItemLeak, with_followers
 from lowtide.leakcheck.findings.item_remedies import actions_for, try_actions
 from lowtide.leakcheck.findings.remedies import StorageWatch, prove
 from lowtide.leakcheck.findings.storage_holders import Context, explain_storages
@@ -153,7 +153,7 @@ def try_deferred(
     holders = _PoolHolders([item for subject in each for item in subject.items], context)
     for subject, findings in zip(each, found, strict=True):
         cuts = dict.fromkeys(each.remedy.action for each in findings.values() if each.remedy is not None and each.tried)
-        for item in subject.items:
+        for item in map(with_followers, subject.items):
             with sharing_walk() as walk:
                 draft = item.among(there.get(id(item), item.names))
                 # Its cache may have been emptied for another subject's tensors already.

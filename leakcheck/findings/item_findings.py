@@ -15,7 +15,7 @@ from lowtide.leakcheck.judging.items import FROZEN, listed
 from lowtide.leakcheck.judging.ladder import release
 from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.rule import Rung
-from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, describe_change
+from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, describe_change, sentences
 from lowtide.leakcheck.settings.setting_remedies import advice
 from lowtide.probes.device.graphs import any_graph_alive
 from lowtide.probes.host.settings import SettingReader
@@ -113,15 +113,16 @@ def with_changes(leak: ItemLeak, changes: Sequence[SettingChange], place_of: Cal
         changes: what has changed.
         place_of: where a setting was set last, by its name; empty where that is not known.
     """
-    places = {change: place_of(change.name) for change in changes}
-    sentences = [describe_change(change) + (f" ({place})" if place else "") for change, place in places.items()]
-    settings = tuple(dict.fromkeys(change.setting for change in changes))
+    told = sentences(changes, {change.name: place_of(change.name) for change in changes})
     finding = restated(
         leak.finding,
-        {"holder": first_of(settings, _SHOWN_SETTINGS), "advice": advice(changes)},
+        {
+            "holder": first_of(tuple(dict.fromkeys(name for name, _ in told)), _SHOWN_SETTINGS),
+            "advice": advice(changes),
+        },
         amount=format_amount(len(changes), "process-wide settings"),
         is_since=False,
-        things=tuple(sentences),
+        things=tuple(sentence for _, sentence in told),
         most=_TOLD_SETTINGS,
     )
     return replace(leak, finding=finding, changes=tuple(changes))
@@ -131,6 +132,14 @@ def still_changed(changes: Iterable[SettingChange]) -> list[SettingChange]:
     """Those of the settings that are not what they were."""
     now = SettingReader().read()
     return [change for change in changes if not change.is_undone_by(now.get(change.name, ABSENT))]
+
+
+def with_followers(leak: ItemLeak) -> ItemLeak:
+    """The same, of the objects that later tests have put in the place of those that were added to settings."""
+    if not leak.changes:
+        return leak
+    now = SettingReader().read()
+    return replace(leak, changes=tuple(change.followed_in(now) for change in leak.changes))
 
 
 def with_fingerprint(leak: ItemLeak, module: str) -> ItemLeak:

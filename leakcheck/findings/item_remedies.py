@@ -23,7 +23,7 @@ from lowtide.leakcheck.resources import resource_of
 from lowtide.leakcheck.resources.change import Change
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.settings.changed_settings import SettingChange
-from lowtide.leakcheck.settings.setting_remedies import advice, is_code, put_back, undoing
+from lowtide.leakcheck.settings.setting_remedies import advice, is_code, put_back, undo, undoing
 from lowtide.probes.heap.holders import SharedWalk
 from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread_name
 from lowtide.probes.originals import gc, threading, time
@@ -56,12 +56,14 @@ def actions_for(leak: ItemLeak, patience: float, *, may_unfreeze: bool, walk: Sh
     if leak.key.startswith(MEMORY_POOL):
         return _trimming(int(leak.finding.device.partition(":")[2]))
     if resource == "globals":
-        lines = undoing(leak.changes)
-        # Some may be back by now, such as the folder, to which pytest returns when it ends.
+        # Some may be back by now, such as the folder, to which pytest returns when it ends, and some have gone.
+        left = still_changed(leak.changes)
+        changes = [change for change in leak.changes if change in left or undo(change) is not None]
+        lines = undoing(changes)
         code = "; ".join(lines)
-        short = code if len(code) <= _LONGEST_CODE else advice(leak.changes)
-        undo = functools.partial(_put_back, leak.changes)
-        return [Change(short, "", undo, is_code=short == code and is_code(leak.changes))] if lines else []
+        short = code if len(code) <= _LONGEST_CODE else advice(changes)
+        do_undo = functools.partial(_put_back, changes)
+        return [Change(short, "", do_undo, is_code=short == code and is_code(changes))] if lines else []
     if resource == "reserved" and leak.explanation is not None and leak.explanation.cut is not None:
         cut = leak.explanation.cut
 

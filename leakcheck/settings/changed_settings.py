@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from lowtide.probes.host.replaced import A_MODULE, INHERITED, NOTHING, REPLACED, split
 from lowtide.probes.host.settings import is_entry
 from lowtide.probes.objects.described import LIBRARYS, is_text_of_tool
+from lowtide.reports.sizes import first_of
 
 ABSENT = ""
 """The text of what is not there."""
@@ -19,6 +21,11 @@ _MOST = 80
 
 _BEFORE = 20
 """Characters of a long value that are shown before the place where it was changed."""
+
+_MANY_DISABLED = 5
+"""Loggers that nobody disables one by one."""
+
+_SHOWN_LOGGERS = 3
 
 _IDENTITY = re.compile(r"(?: at |^)0x[0-9a-f]+")
 _SECRET = re.compile(r"TOKEN|KEY|PASS|PWD|SECRET|CREDENTIAL|AUTH|COOKIE|SIGNATURE|PRIVATE|DSN|SALT", re.IGNORECASE)
@@ -55,11 +62,13 @@ class SettingChange:
         name: as the probe names it.
         before: what it was, as text; `ABSENT` if it was not there.
         now: what it is.
+        beside: how many of its kind there were before, of an object that was added.
     """
 
     name: str
     before: str
     now: str
+    beside: int = 0
 
     @property
     def setting(self) -> str:
@@ -76,9 +85,20 @@ class SettingChange:
         """What was there before the first change of it, as far as that is known."""
         return split(self.now)[1] if self.is_replaced else self.before
 
+    @property
+    def is_of_same_kind(self) -> bool:
+        """Whether an object was put in the place of another one that has the same name."""
+        is_object = _IDENTITY.search(self.before) is not None
+        return is_object and _IDENTITY.sub("", self.before) == _IDENTITY.sub("", self.now)
+
     def is_undone_by(self, text: str) -> bool:
         """Whether a setting with this text is as it was: before this change, or before all."""
         return text == self.before or (self.is_replaced and text == ABSENT)
+
+    def followed_in(self, settings: Mapping[str, str]) -> SettingChange:
+        """Return the same of the last object of its kind, where that has taken the place of the one that was added."""
+        same = _of_kind(self.name, settings) if self.before == ABSENT and self.name not in settings else []
+        return replace(self, name=same[-1]) if len(same) > self.beside else self
 
 
 def changes_between(
@@ -106,10 +126,16 @@ def changes_between(
             continue
         # Of what its library had not been there for at one of the moments, nothing is known.
         if is_entry(name) or (name in before and name in now):
-            found.append(SettingChange(name, then, is_now))
+            found.append(SettingChange(name, then, is_now, len(_of_kind(name, before)) if then == ABSENT else 0))
     changed = {change.name for change in found}
     implied = {name for name in changed if changed & set(_TOLD_WITH.get(name, ()))}
     return sorted((change for change in found if change.name not in implied), key=lambda change: change.name)
+
+
+def _of_kind(name: str, settings: Mapping[str, str]) -> list[str]:
+    """The names of the objects of the kind of one, where there may be several."""
+    kind, _, identity = name.rpartition(" at ")
+    return [other for other in settings if other.startswith(f"{kind} at 0x")] if _IDENTITY.fullmatch(identity) else []
 
 
 def describe_change(change: SettingChange) -> str:
@@ -126,7 +152,55 @@ def describe_change(change: SettingChange) -> str:
         return f"{change.setting} is {now}"
     if is_entry(change.name):
         return f"{change.setting} was {'added' if change.before == ABSENT else 'removed'}"
+    if change.is_of_same_kind:
+        return f"{change.name} was replaced by another {now}"
     return f"{change.name} was {was}, is {now}"
+
+
+def sentences(changes: Sequence[SettingChange], places: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return what each setting is called, with a sentence on it; one on loggers that are disabled, if these are many.
+
+    And one on an object that was added to several and another one of its kind that was removed.
+
+    Args:
+        changes: what has changed.
+        places: where a setting was set last, by its name; empty where that is not known.
+    """
+    disabled = disabled_loggers(changes)
+    found = []
+    if disabled:
+        shown = first_of([change.setting.removeprefix("disabled of ") for change in disabled], _SHOWN_LOGGERS)
+        found.append(
+            (
+                f"disabled of {len(disabled)} loggers",
+                f"disabled of {len(disabled)} loggers was False, is True ({shown})",
+            )
+        )
+    removed = Counter(change.setting for change in changes if change.now == ABSENT and _is_one_of_several(change))
+    added = Counter(change.setting for change in changes if change.before == ABSENT and _is_one_of_several(change))
+    both = removed & added
+    for change in changes:
+        if change in disabled:
+            continue
+        if both[change.setting] and change.before == ABSENT:
+            both[change.setting] -= 1
+            found.append((change.setting, f"{change.setting} was replaced by another one"))
+        elif removed[change.setting] and change.now == ABSENT and added[change.setting]:
+            added[change.setting] -= 1
+        else:
+            place = places.get(change.name)
+            found.append((change.setting, describe_change(change) + (f" ({place})" if place else "")))
+    return found
+
+
+def _is_one_of_several(change: SettingChange) -> bool:
+    return not change.is_replaced and change.name != change.setting
+
+
+def disabled_loggers(changes: Sequence[SettingChange]) -> list[SettingChange]:
+    """Return the changes by which loggers were disabled, as `logging.config` does by default, if these are many."""
+    found = [change for change in changes if change.name.startswith("disabled of ") and change.now == "True"]
+    return found if len(found) >= _MANY_DISABLED else []
 
 
 def _replacement(change: SettingChange) -> str:

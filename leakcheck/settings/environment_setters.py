@@ -6,12 +6,14 @@ And what settings were before earlier tests changed them: to put one back is no 
 from __future__ import annotations
 
 import ast
+import collections
 import os as os_module
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange
 from lowtide.probes.host.passing_for import passing_for
 from lowtide.probes.objects.whose_code import is_of_python, is_of_site
 from lowtide.probes.originals import os, sys
@@ -22,9 +24,11 @@ class SettingHistory:
 
     def __init__(self) -> None:
         self._earlier: dict[str, list[str]] = {}
+        self._left: dict[str, str] = {}
 
     def note(self, name: str, before: str, now: str) -> None:
         """A test, or a fixture, is over and left a setting changed."""
+        self._left[name] = now
         earlier = self._earlier.setdefault(name, [])
         if now in earlier:
             del earlier[earlier.index(now) :]
@@ -40,6 +44,23 @@ class SettingHistory:
     def is_earlier(self, name: str, value: str) -> bool:
         """Whether a setting had this value before somebody changed it and left it so."""
         return value in self._earlier.get(name, ())
+
+    def news(self, changes: Sequence[SettingChange]) -> list[SettingChange]:
+        """Those of some changes that neither put back what somebody had left, nor put another of its kind in its place.
+
+        As a test that configures `logging` as the one before did: each has a handler of its own then, and there is one.
+        """
+        put_back = [change for change in changes if self.is_earlier(change.name, change.now)]
+        given_up = collections.Counter(change.setting for change in put_back if change.now == ABSENT)
+        found = []
+        for change in changes:
+            if change in put_back or (self._left.get(change.name) == change.before and change.is_of_same_kind):
+                continue
+            if change.before == ABSENT and given_up[change.setting]:
+                given_up[change.setting] -= 1
+                continue
+            found.append(change)
+        return found
 
 
 _CURRENT_TEST = b"PYTEST_CURRENT_TEST"

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, is_secret
+from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, disabled_loggers, is_secret
 from lowtide.probes.host.replaced import FIRST, INHERITED, NOTHING
 from lowtide.probes.host.settings import is_entry
 from lowtide.probes.host.torch_settings import DEFAULT_STREAM, NO_LIMIT
 from lowtide.probes.objects.described import is_of_tools
-from lowtide.probes.objects.foreign import MISSING, cells_of
+from lowtide.probes.objects.foreign import MISSING, cells_of, is_a
 from lowtide.probes.originals import gc, loaded, logging
 
 _LONGEST_LINE = 240
@@ -23,9 +23,6 @@ _LONGEST_LINE = 240
 
 _MOST_LINES = 8
 """Lines of advice about one finding."""
-
-_MOST_DISABLED = 5
-"""Loggers that nobody disables one by one."""
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -128,14 +125,37 @@ def undoing(changes: Iterable[SettingChange]) -> list[str]:
 
     Where there is no expression for what a replaced function was, words stand for what `put_back` does.
     """
-    lines = [undo(change) or _without_code(change) for change in _each_once(changes)]
-    return [line for line in dict.fromkeys(lines) if line is not None] if None not in lines else []
+    found = _each_once(changes)
+    many = disabled_loggers(found)
+    lines = [undo(change) or _without_code(change) for change in found if change not in many]
+    if None in lines:
+        return []
+    return [*filter(None, [_enabling(many)]), *(line for line in dict.fromkeys(lines) if line is not None)]
+
+
+def _enabling(changes: Sequence[SettingChange]) -> str | None:
+    """The line that enables loggers again that were disabled together, but for those that had been before."""
+    if not changes:
+        return None
+    known = logging.root.manager.loggerDict
+    disabled = {f"disabled of logging.getLogger({name!r})" for name, item in known.items() if _is_disabled(item)}
+    others = sorted(disabled - {change.name for change in changes})
+    but = "".join(f" and logger is not {name.removeprefix('disabled of ')}" for name in others)
+    loggers = "logging.root.manager.loggerDict.values()"
+    return f"[setattr(logger, 'disabled', False) for logger in {loggers} if hasattr(logger, 'disabled'){but}]"
+
+
+def _is_disabled(logger: object) -> bool:
+    return is_a(logger, logging.Logger) and vars(logger).get("disabled") is True
 
 
 def put_back(changes: Iterable[SettingChange]) -> None:
     """Do what `undoing` says."""
-    for change in _each_once(changes):
-        line = undo(change)
+    found = _each_once(changes)
+    many = disabled_loggers(found)
+    run(filter(None, [_enabling(many)]))
+    for change in found:
+        line = None if change in many else undo(change)
         if line is not None:
             run([line])
         elif _without_code(change) is not None:
@@ -154,14 +174,14 @@ def _without_code(change: SettingChange) -> str | None:
 
 def advice(changes: Sequence[SettingChange]) -> str:
     """What to do about settings: the code that puts them back, and words where there is none."""
-    lines = []
-    for change in _each_once(changes):
-        words = next((text for start, text in _ADVICE.items() if change.name.startswith(start)), _OTHERWISE)
-        lines.append(undo(change) or f"{change.setting}: {words}")
+    found = _each_once(changes)
+    many = disabled_loggers(found)
+    lines = ["give logging.config disable_existing_loggers=False", _enabling(many) or ""] if many else []
+    for change in found:
+        if change not in many:
+            words = next((text for start, text in _ADVICE.items() if change.name.startswith(start)), _OTHERWISE)
+            lines.append(undo(change) or f"{change.setting}: {words}")
     lines = list(dict.fromkeys(lines))
-    if sum(change.name.startswith("disabled of ") for change in changes) >= _MOST_DISABLED:
-        # As `logging.config` does by default.
-        lines.insert(0, "give logging.config disable_existing_loggers=False")
     return "; ".join(lines[:_MOST_LINES]) + (f"; and {len(lines) - _MOST_LINES} more" if lines[_MOST_LINES:] else "")
 
 

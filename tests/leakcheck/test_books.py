@@ -193,9 +193,9 @@ def test_each_changed_setting_counts_as_one(books: Ownership) -> None:
 
 
 def test_a_replaced_function_is_reported_as_replaced(books: Ownership) -> None:
-    books.begin("setup", counters(settings={"torch.cuda.empty_cache": "0x1"}))
-    now = counters(settings={"torch.cuda.empty_cache": "0x2"})
-    assert new(books, now, key="globals") == {"torch.cuda.empty_cache was replaced"}
+    books.begin("setup", counters())
+    now = counters(settings={"replaced torch.cuda.empty_cache": "own.nothing at 0x2 in place of empty_cache at 0x1"})
+    assert new(books, now, key="globals") == {"torch.cuda.empty_cache was replaced by own.nothing"}
 
 
 def test_a_setting_that_nobody_knew_before_is_not_changed(books: Ownership) -> None:

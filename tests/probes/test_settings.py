@@ -675,11 +675,35 @@ def test_of_two_long_values_that_is_reported_by_which_they_differ() -> None:
 def test_who_disables_all_loggers_is_told_how_not_to() -> None:
     many = [SettingChange(f"disabled of logging.getLogger('a{turn}')", ABSENT, "True") for turn in range(30)]
     assert describe_change(many[0]) == "disabled of logging.getLogger('a0') was False, is True"
-    assert advice(many).startswith(
-        "give logging.config disable_existing_loggers=False; logging.getLogger('a0').disabled"
-    )
-    assert advice(many).endswith("; and 23 more")
+    lines = ["give logging.config disable_existing_loggers=False", *undoing(many)]
+    assert len(lines) == 2
+    assert advice(many) == "; ".join(lines)
     assert not advice(many[:1]).startswith("give")
+
+
+def test_loggers_that_are_disabled_together_are_enabled_together_but_for_those_that_were_disabled_before(
+    reader: SettingReader,
+) -> None:
+    loggers = [logging.getLogger(f"lowtide_tests_many.{turn}") for turn in range(8)]
+    try:
+        loggers[0].disabled = True
+        before = reader.read()
+        for logger in loggers:
+            logger.disabled = True
+        reader.read()
+        # What was assigned further down is seen with the next change.
+        loggers[1].setLevel(logging.ERROR)
+        changes = [change for change in changes_between(before, reader.read()) if "disabled of" in change.name]
+        assert len(changes) in (7, 8)
+        changes = [change for change in changes if "many.0" not in change.name]
+        (line,) = undoing(changes)
+        assert line.endswith("and logger is not logging.getLogger('lowtide_tests_many.0')]")
+        run([line])
+        assert [logger.disabled for logger in loggers] == [True] + [False] * 7
+    finally:
+        for logger in loggers:
+            logger.disabled = False
+            logger.setLevel(logging.NOTSET)
 
 
 class Card:

@@ -238,11 +238,103 @@ REPLACED = """
 """
 
 
+AGAIN = """
+    import logging.config, logging.handlers, signal, sys, time
+
+    import pytest
+
+    CONFIGURATION = {
+        "version": 1,
+        "handlers": {"h": {"class": "logging.StreamHandler"}},
+        "loggers": {"lowtide_app": {"handlers": ["h"], "level": "INFO"}},
+    }
+    thrice = pytest.mark.parametrize("turn", range(3))
+
+
+    class Finder:
+        def find_spec(self, *_):
+            pass
+
+
+    @thrice
+    def test_configured(turn):
+        logging.config.dictConfig(CONFIGURATION)
+
+
+    @thrice
+    def test_handler(turn):
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+
+
+    @thrice
+    def test_hook(turn):
+        sys.displayhook = lambda *_: None
+
+
+    @thrice
+    def test_finder(turn):
+        sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder) is not Finder]
+        sys.meta_path.append(Finder())
+
+
+    @thrice
+    def test_clock(turn):
+        time.time = lambda: 0.0
+
+
+    @thrice
+    def test_one_more(turn):
+        logging.getLogger("lowtide_grows").addHandler(logging.StreamHandler())
+
+
+    @thrice
+    def test_replaced_and_one_more(turn):
+        logger = logging.getLogger("lowtide_doubles")
+        logger.handlers[:] = [logging.StreamHandler() for _ in range(len(logger.handlers) + 1)]
+
+
+    @thrice
+    def test_another_kind(turn):
+        kinds = (logging.StreamHandler, logging.Handler, logging.handlers.BufferingHandler)
+        handler = kinds[turn](*[1] * (turn == 2))
+        logging.getLogger("lowtide_kinds").handlers[:] = [handler]
+
+
+    def test_put_back():
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+
+
+    def test_handler_after_it_was_put_back():
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+
+
+    @pytest.fixture(scope="module")
+    def configured():
+        logger, handler = logging.getLogger("lowtide_fixture"), logging.StreamHandler()
+        logger.addHandler(handler)
+        before = signal.signal(signal.SIGUSR2, Finder().find_spec)
+        yield logger
+        signal.signal(signal.SIGUSR2, before)
+        logger.removeHandler(handler)
+
+
+    def test_of_a_wider_scope(configured):
+        configured.handlers[:] = [logging.StreamHandler()]
+        signal.signal(signal.SIGUSR2, Finder().find_spec)
+
+
+    def test_that_uses_it_too(configured):
+        pass
+"""
+
+
 @pytest.fixture(scope="module")
 def run(run_inner: RunInner) -> InnerRun:
     of_a_fixture = LIBRARY.replace("at-", "in-")
     files = {"library.py": LIBRARY, "library_of_a_fixture.py": of_a_fixture, "test_1_clean.py": CLEAN}
-    return run_inner({**files, "vendor.py": VENDOR, "test_2_left.py": LEFT, "test_3_replaced.py": REPLACED})
+    return run_inner(
+        {**files, "vendor.py": VENDOR, "test_2_left.py": LEFT, "test_3_replaced.py": REPLACED, "test_4_again.py": AGAIN}
+    )
 
 
 def message(run: InnerRun, test: str) -> str:
@@ -354,3 +446,40 @@ def test_many_are_one_finding(run: InnerRun) -> None:
     assert finding.remedy is not None
     lines = ["logging.getLogger('lowtide_late').setLevel(0)", f"os.chdir({str(run.folder)!r})"]
     assert finding.remedy.action == "; ".join([*lines, "torch.set_grad_enabled(True)"])
+
+
+@pytest.mark.parametrize("test", ["configured", "handler", "hook", "finder", "clock"])
+def test_what_takes_the_place_of_its_like_is_reported_once(run: InnerRun, test: str) -> None:
+    found = [run.leaks(f"test_4_again.py::test_{test}[{turn}]") for turn in range(3)]
+    assert found == [[("globals", "call")], [], []]
+
+
+@pytest.mark.parametrize("test", ["one_more", "replaced_and_one_more", "another_kind"])
+def test_what_becomes_more_or_is_of_another_kind_is_reported_each_time(run: InnerRun, test: str) -> None:
+    for turn in range(3):
+        (finding,) = run.subject(f"test_4_again.py::test_{test}[{turn}]").findings
+        assert (finding.resource, finding.count) == ("globals", 1)
+
+
+def test_what_was_put_back_in_between_is_reported_again(run: InnerRun) -> None:
+    assert run.is_clean("test_4_again.py::test_put_back")
+    assert run.leaks("test_4_again.py::test_handler_after_it_was_put_back") == [("globals", "call")]
+
+
+def test_what_takes_the_place_of_a_fixtures_own_is_reported_as_replaced(run: InnerRun) -> None:
+    (finding,) = run.subject("test_4_again.py::test_of_a_wider_scope").findings
+    handler = "handler logging.StreamHandler of logging.getLogger('lowtide_fixture')"
+    assert f"{handler} was replaced by another one" in finding.message
+    assert "signal.getsignal(signal.SIGUSR2) was replaced by another test_4_again.Finder.find_spec" in finding.message
+
+
+def test_many_loggers_that_a_configuration_disables_are_one_sentence_and_one_line_of_code(run: InnerRun) -> None:
+    (finding,) = run.subject("test_4_again.py::test_configured[0]").findings
+    assert finding.count is not None
+    assert finding.count > 20
+    assert f"disabled of {finding.count - 2} loggers was False, is True (logging.getLogger('" in finding.message
+    assert finding.message.count("getLogger(") < 10
+    assert finding.remedy is not None
+    # Of a later test's handler: it has taken the place of the first.
+    app = "logging.getLogger('lowtide_app')"
+    assert finding.remedy.action.endswith(f"; {app}.removeHandler({app}.handlers[0]); {app}.setLevel(0)")
