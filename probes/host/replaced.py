@@ -46,6 +46,7 @@ from lowtide.probes.objects.foreign import (
     namespace_of,
     namespace_of_class,
     qualname_of,
+    type_name,
 )
 from lowtide.probes.originals import contents, loaded, sys, weakref
 
@@ -427,6 +428,9 @@ def _is_as_good(first: Any, now: Any) -> bool:
     before, function = _underlying(first), _underlying(now)
     if function is before or is_tools(type(function)):
         return True
+    if is_a(function, type) and is_a(before, type):
+        # As after `importlib.reload`.
+        return type_name(function) == type_name(before) and _is_own(module_of_class(function))
     if type(function) is not FunctionType:
         # An object that the library fills in later, where there was nothing.
         return first is None and type(function) not in _FUNCTIONS

@@ -198,6 +198,47 @@ def test_a_replaced_function_is_reported_as_replaced(books: Ownership) -> None:
     assert new(books, now, key="globals") == {"torch.cuda.empty_cache was replaced by own.nothing"}
 
 
+def handlers(*identities: int, kind: str = "StreamHandler") -> Counters:
+    return counters(settings={f"handler logging.{kind} of logging.root at {each:#x}": "there" for each in identities})
+
+
+def test_what_takes_the_place_of_its_like_that_an_earlier_test_left_is_no_change_but_one_more_is(
+    books: Ownership,
+) -> None:
+    added = "handler logging.{} of logging.root was added"
+    books.begin("setup", counters(settings={DTYPE: "float32"}))
+    assert new(books, handlers(1), key="globals") == {added.format("StreamHandler")}
+    for turn in (1, 2, 3):
+        books.begin("setup", handlers(turn))
+        assert new(books, handlers(turn + 1), key="globals") == set()
+        assert new(books, handlers(turn, turn + 1), key="globals") == {added.format("StreamHandler")}
+        assert new(books, handlers(turn + 1, turn + 2), key="globals") == {added.format("StreamHandler")}
+        assert new(books, handlers(turn + 1, kind="Handler"), key="globals") == {added.format("Handler")}
+
+
+def test_a_handler_that_was_there_before_all_tests_is_replaced_once() -> None:
+    books = Ownership(OwnSegments())
+    books.begin("setup", handlers(1))
+    assert len(new(books, handlers(2), key="globals")) == 2
+    books.begin("setup", handlers(2))
+    assert new(books, handlers(3), key="globals") == set()
+
+
+def test_an_object_of_the_same_name_in_the_place_of_one_that_an_earlier_test_left_is_no_change(
+    books: Ownership,
+) -> None:
+    name = "signal.getsignal(signal.SIGUSR1)"
+    default, *others = (
+        counters(settings={name: text})
+        for text in ("signal.SIG_DFL", "app.stop at 0x1", "app.stop at 0x2", "b.c at 0x3")
+    )
+    books.begin("setup", default)
+    assert new(books, others[0], key="globals") == {f"{name} was signal.SIG_DFL, is app.stop"}
+    books.begin("setup", others[0])
+    assert new(books, others[1], key="globals") == set()
+    assert new(books, others[2], key="globals") == {f"{name} was app.stop, is b.c"}
+
+
 def test_a_setting_that_nobody_knew_before_is_not_changed(books: Ownership) -> None:
     assert new(books, counters(settings={DTYPE: "float64"}), key="globals") == set()
 

@@ -140,7 +140,7 @@ VENDOR = """
 """
 
 REPLACED = """
-    import functools, signal, sys, time, types
+    import importlib, signal, sys, time, types
     from unittest import mock
 
     import pytest
@@ -160,6 +160,10 @@ REPLACED = """
         optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
         torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
         torch._dynamo.reset()
+
+
+    def test_clean_reload():
+        importlib.reload(torch.utils.hooks)
 
 
     def test_clean_mock(monkeypatch):
@@ -343,7 +347,7 @@ def message(run: InnerRun, test: str) -> str:
     return finding.message
 
 
-@pytest.mark.parametrize("test", ["import", "first_uses", "mock", "by_hand", "fixture", "options"])
+@pytest.mark.parametrize("test", ["import", "first_uses", "reload", "mock", "by_hand", "fixture", "options"])
 def test_what_is_put_back_or_a_librarys_own_is_not_reported(run: InnerRun, test: str) -> None:
     subject = run.subject(f"test_3_replaced.py::test_clean_{test}")
     assert not [finding for finding in subject.findings if finding.resource == "globals"], subject.findings
