@@ -1,13 +1,14 @@
 """First use: values that were computed from plain data and are kept for the next time, until they go on to be more.
 
-A memo keeps them: an `lru_cache` asked for numbers, strings, dtypes and devices (tables of positions, scales), or what
-`torch.compile` made of a function (the constants of its graphs). What one test leaves in a memo is listed. Reported is
-what is too much for that, and once, as growth, what test after test goes on to leave. Excused is only what memos alone
-hold, and no object of the program: no module, no argument that is a tensor, and no tensor with a gradient.
+A memo keeps them: an `lru_cache` asked for plain data (numbers, strings, dtypes, devices, members of enumerations), or
+what `torch.compile` made of a function (the constants of its graphs). What one test leaves in a memo is listed.
+Reported is what is too much for that, and once, as growth, what test after test goes on to leave. Excused is only what
+memos alone hold, and no object of the program: no module, no argument that is a tensor, no tensor with a gradient.
 """
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from lowtide.probes.objects.foreign import (
 from lowtide.probes.objects.listed import Census
 from lowtide.probes.objects.whose_code import is_library, library_globals
 from lowtide.probes.originals import gc, loaded, weakref
+from lowtide.probes.references.definitions import is_dict_of_cache
 from lowtide.reports.schema import NotMeasured
 from lowtide.reports.sizes import format_amount, format_bytes
 
@@ -92,6 +94,7 @@ class _Kept:
         self.since = since
         self.first = self.turn = turn
         self.growth = ""
+        self.is_listed = False
         self._cache = None if cache is None else weakref.ref(cache)
         self._asked = 0
         # Before the first test that used it, and after each.
@@ -190,9 +193,10 @@ class CachedValues:
             if kept is None:
                 continue
             if not kept.is_more(sum(sizes.values()), self._turn, memo.most):
+                kept.is_listed = True
                 excused |= own
                 listed.append(_listed(memo, [storage for storage in held if storage.key in own]))
-            elif kept.first != self._turn:
+            elif kept.is_listed and kept.first != self._turn:
                 hints += [(_more(kept), holder) for holder in memo.holders]
         return SortedValues(frozenset(excused), tuple(hints), tuple(listed))
 
@@ -206,7 +210,7 @@ class CachedValues:
 def _more(kept: _Kept) -> str:
     since = kept.since or "an earlier test"
     first = f"its first values came with {since}, and were listed as once so far"
-    return f"it grows by what it keeps for the next time, {kept.growth}: {first}" if kept.growth else first
+    return f"it grows, {kept.growth}: {first}" if kept.growth else first
 
 
 def _listed(memo: _Memo, held: Sequence[HeldStorage]) -> NotMeasured:
@@ -272,36 +276,40 @@ def _compiled() -> dict[tuple[str, int, str], list[Any]]:
 
 
 def _caches_with(new: Mapping[Key, int], caches: Iterable[Any]) -> Iterator[_Memo]:
-    """Each library's cache that has computed one of some storages, with the tensors behind it."""
+    """Each `lru_cache` that has computed one of some storages, with the tensors behind it."""
     for cache in caches:
         tensors = _computed(cache)
-        name = _name_in_library(cache) if tensors and storage_keys(tensors) & new.keys() else ""
+        name = _name(cache) if tensors and storage_keys(tensors) & new.keys() else ""
         if name:
             function = vars(cache)["__wrapped__"]
             where = f"the cache of {function.__module__}.{function.__qualname__}"
-            yield _Memo(id(cache), [cache], tensors, where, f"{name}.cache_clear()", MOST_OF_LIBRARY, cache)
+            most = MOST_OF_LIBRARY if is_library(function.__code__.co_filename) else MOST_ADDED
+            yield _Memo(id(cache), [cache], tensors, where, f"{name}.cache_clear()", most, cache)
 
 
 def _computed(cache: Any) -> list[Any]:
-    """The tensors behind those values of a bounded cache that were computed from plain data."""
+    """The tensors behind those values of a cache that were computed from plain data."""
     _, _, most, entries = cache.cache_info()
-    if most is None or not entries or loaded("torch") is None:
+    if not entries or loaded("torch") is None:
         return []
     found: list[Any] = []
-    for key, value in _entries(cache, entries):
+    for key, value in _entries(cache, entries, is_bounded=most is not None):
         tensors = _tensors_in(value) if _is_plain(key) else None
         found += tensors or ()
     return found
 
 
-def _entries(cache: Any, number: int) -> Iterator[tuple[Any, Any]]:
-    """The keys of a bounded cache, each with its value; none if the interpreter shows them otherwise.
+def _entries(cache: Any, number: int, *, is_bounded: bool) -> Iterable[tuple[Any, Any]]:
+    """The keys of a cache, each with its value; none if the interpreter shows them otherwise.
 
-    It shows the collector each key and right behind it the value, and the dict of all keys.
+    It shows the collector the dict of all keys, which has the values where it has no bound; and a bounded one each key
+    and right behind it the value.
     """
     referents = gc.get_referents(cache)
-    tables = (item for item in referents if type(item) is dict and item is not vars(cache) and len(item) == number)
-    keys = {id(key) for key in next(tables, ())}
+    table: dict[Any, Any] = next((item for item in referents if is_dict_of_cache(cache, item)), {})
+    if not is_bounded:
+        return list(table.items())
+    keys = {id(key) for key in table}
     places = [place for place, item in enumerate(referents[:-1]) if id(item) in keys]
     pairs = []
     last = -1
@@ -310,7 +318,7 @@ def _entries(cache: Any, number: int) -> Iterator[tuple[Any, Any]]:
         if place > last:
             pairs.append((referents[place], referents[place + 1]))
             last = place + 1
-    return iter(pairs if len(pairs) == number else ())
+    return pairs if len(pairs) == number else ()
 
 
 def _is_plain(item: Any) -> bool:
@@ -318,6 +326,8 @@ def _is_plain(item: Any) -> bool:
     kind = type(item)
     if kind is tuple or kind is frozenset or _is_torchs(kind, ("Size",)):
         return all(map(_is_plain, kind.__iter__(item)))
+    if is_a(item, enum.Enum):
+        return True
     # With `typed=True` the arguments' types are part of the key; a bare object stands before the named arguments.
     return _is_plain_type(kind) or kind is object or (kind is type and _is_plain_type(item))
 
@@ -356,13 +366,13 @@ def _tensors_in(value: Any) -> list[Any] | None:
     return found
 
 
-def _name_in_library(cache: Any) -> str:
-    """A cache as code, if an installed library made it of a function of its own: where its module has it.
+def _name(cache: Any) -> str:
+    """A cache as code, if a module made it of a function of its own: where the module has it.
 
-    That is a global or a class attribute, perhaps behind decorators; empty if it is not the library's.
+    That is a global or a class attribute, perhaps behind decorators; empty if it is not the module's.
     """
     function = vars(cache).get("__wrapped__")
-    if type(function) is not FunctionType or not is_library(function.__code__.co_filename):
+    if type(function) is not FunctionType:
         return ""
     module = sys.modules.get(function.__module__) if type(function.__module__) is str else None
     if module is None or not is_a(module, ModuleType) or dict_of_module(module) is not function.__globals__:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import gc
 import sys
@@ -60,6 +61,11 @@ def same(item):
 @functools.cache
 def unbounded(length):
     return torch.zeros(64)
+
+@functools.lru_cache(maxsize=8)
+def pairs(length):
+    # As many as there will be entries.
+    return {"cos": torch.zeros(length), "sin": torch.zeros(length)}
 
 @functools.lru_cache(maxsize=8)
 def registered(name):
@@ -141,11 +147,28 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     monkeypatch.setitem(sys.modules, module.__name__, module)
     yield Process(module)
     own.cache_clear()
+    of_kind.cache_clear()
 
 
 @functools.lru_cache(maxsize=8)
-def own(length: int) -> Any:
-    return torch.zeros(64)
+def own(length: Any) -> Any:
+    return torch.zeros(int(length))
+
+
+@functools.cache
+def of_kind(kind: Kind, size: int = 1) -> Any:
+    return {"first": torch.zeros(size), "second": torch.zeros(size)}
+
+
+class Kind(enum.Enum):
+    """A small key."""
+
+    HALF = 1
+    FULL = 2
+
+
+class Length(int):
+    """An object of the program's that is a number."""
 
 
 def test_what_a_library_computed_from_plain_data_is_listed_once_for_each_cache(process: Process) -> None:
@@ -181,8 +204,8 @@ TOLD = {
     "an object of the program": lambda library: library.table(Process),
     "a parameter": lambda library: library.trained(3),
     "a module as value": lambda library: library.module(3),
-    "an unbounded cache": lambda library: library.unbounded(3),
-    "a cache of the program": lambda library: own(3),
+    "more of the program's than constants": lambda library: own(MOST_ADDED // 4 + 1),
+    "an object of the program's": lambda library: own(Length(3)),
     "too much": lambda library: library.sized(MOST_OF_LIBRARY // 4 + 1),
     "many that are too much": lambda library: [library.sized(MOST_OF_LIBRARY // 16 + turn) for turn in range(4)],
     "what the program holds too": lambda library: KEPT.append(library.table(7)),
@@ -203,6 +226,19 @@ def test_what_is_the_programs_or_too_much_is_reported(process: Process, use: Any
         assert not found.listed
     finally:
         KEPT.clear()
+
+
+def test_the_constants_in_a_cache_of_the_program_are_listed_with_a_bound_and_without_one(process: Process) -> None:
+    own(64)
+    of_kind(Kind.HALF)
+    of_kind(Kind.FULL, size=2)
+    process.library.unbounded(3)
+    process.library.table(5)
+    process.library.pairs(5)
+    process.library.pairs(6)
+    reported, found = process.end()
+    assert reported == 0
+    assert {line.what.rpartition(".")[2] for line in found.listed} == {"own", "of_kind", "unbounded", "table", "pairs"}
 
 
 def test_a_cache_that_the_program_made_of_a_librarys_function_is_the_programs(process: Process) -> None:
@@ -226,6 +262,13 @@ def test_what_a_later_test_adds_beyond_constants_is_reported_with_the_first_and_
     assert cache is process.library.sized
     process.library.sized(65)
     assert process.end("test_after")[0] == 0
+
+
+def test_what_was_never_listed_is_not_said_to_have_been(process: Process) -> None:
+    for extra in (1, 2):
+        own(MOST_ADDED // 4 * extra + extra)
+        reported, found = process.end()
+        assert (reported, found.hints) == (1, ())
 
 
 def test_what_each_of_many_tests_adds_is_told_once_as_growth(process: Process) -> None:

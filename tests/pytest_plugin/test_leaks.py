@@ -164,8 +164,8 @@ def by_key(tensor):
 
 
 @functools.lru_cache
-def by_value(size):
-    return make(size)
+def by_value(make):
+    return make()
 
 
 @functools.lru_cache
@@ -301,7 +301,7 @@ HOLDERS = (
     Case("lru_cache_key", "by_key(make())", "by_key.cache_clear()", "lru-cache", "test_holders.by_key (lru_cache key"),
     Case(
         "lru_cache_value",
-        "by_value(SIZE)",
+        "by_value(make)",
         "by_value.cache_clear()",
         "lru-cache",
         "test_holders.by_value (lru_cache",

@@ -1,4 +1,4 @@
-"""What is computed once passes as a first use and is listed: a library's table, what a compiled function keeps."""
+"""What is computed once passes as a first use and is listed: a table, a constant, what a compiled function keeps."""
 
 from __future__ import annotations
 
@@ -92,8 +92,38 @@ def test_model():
     tables.anchors(torch.nn.Linear(8, 8), 100)
 
 
-def test_own_cache():
-    own_positions(100)
+@functools.cache
+def scale(bits, device="cpu"):
+    return torch.tensor(2.0**bits, device=device)
+
+
+@pytest.mark.parametrize("bits", [4, 8, 6, 4])
+def test_memo_of_constants(bits):
+    scale(bits)
+
+
+@functools.cache
+def of_request(number):
+    return torch.ones(16)
+
+
+@pytest.mark.parametrize("number", range(15))
+def test_memo_that_goes_on(number):
+    of_request(number)
+
+
+class Layer:
+    @functools.cache
+    def scale(self, bits):
+        return torch.tensor(2.0**bits)
+
+
+def test_memo_of_a_method():
+    Layer().scale(4)
+
+
+def test_large_memo():
+    own_positions(1 << 16)
 """
 
 
@@ -129,6 +159,21 @@ def test_much_that_a_later_test_adds_fails_with_the_first(judged: InnerRun) -> N
     assert "its first values came with test_tables.py::test_first" in finding.message
 
 
-def test_what_is_the_programs_fails_at_once(judged: InnerRun) -> None:
-    assert set(judged.leaks("test_tables.py::test_model")) == {("tensors", "call")}
-    assert judged.leaks("test_tables.py::test_own_cache") == [("tensors", "call")]
+def test_a_memo_of_constants_is_listed_and_passes(judged: InnerRun) -> None:
+    for name in ("4_0", "8", "6", "4_1"):
+        assert judged.is_clean(f"test_tables.py::test_memo_of_constants[{name}]"), judged.out
+    (line,) = judged.subject("test_tables.py::test_memo_of_constants[8]").not_measured
+    assert line.what == "4 B in 1 tensor (float32 []) in the cache of test_tables.scale"
+
+
+def test_a_memo_that_goes_on_is_told_once(judged: InnerRun) -> None:
+    names = [f"test_tables.py::test_memo_that_goes_on[{number}]" for number in range(15)]
+    assert [name for name in names if not judged.is_clean(name)] == [names[11]]
+    (finding,) = judged.subject(names[11]).findings
+    assert finding.holder == "test_tables.of_request (lru_cache value)"
+    assert "+64 B in each of 12 tests" in finding.message
+
+
+def test_what_is_no_constant_fails_at_once(judged: InnerRun) -> None:
+    for name in ("model", "memo_of_a_method", "large_memo"):
+        assert set(judged.leaks(f"test_tables.py::test_{name}")) == {("tensors", "call")}

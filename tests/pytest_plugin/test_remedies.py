@@ -81,7 +81,7 @@ def supports(method):
 
 @functools.lru_cache
 def tokenizer(name):
-    return {{"table": make(1021)}}
+    return {{"table": torch.nn.Parameter(make(1021), requires_grad=False)}}
 
 
 def serve():
@@ -452,7 +452,7 @@ ROWS, LATEST, TABLE, LAYERS = [], [], {{}}, {{}}
 
 @functools.lru_cache
 def cached(size):
-    return make(size)
+    return torch.nn.Parameter(make(size), requires_grad=False)
 """
 
 OFF = """

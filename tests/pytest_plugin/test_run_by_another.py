@@ -16,7 +16,7 @@ LEAKING = """
 
     @functools.lru_cache(maxsize=4)
     def table(size):
-        return torch.zeros(size)
+        return torch.nn.Parameter(torch.zeros(size))
 
     RUNS = []
 
