@@ -75,7 +75,6 @@ _SETTERS: Mapping[str, str] = {
     "torch.autograd.forward_ad._is_fwd_grad_enabled()": "torch._C._set_fwd_grad_enabled({})",
     "torch._C._is_view_replay_enabled()": "torch._C._set_view_replay_enabled({})",
     "torch._C._jit_texpr_fuser_enabled()": "torch._C._jit_set_texpr_fuser_enabled({})",
-    "torch._C._get_sdp_priority_order()": "torch._C._set_sdp_priority_order({})",
     "torch._C._is_multithreading_enabled()": "torch._C._set_multithreading_enabled({})",
     "torch._C._accelerator_getAllocatorSettings()": "torch._C._accelerator_setAllocatorSettings({})",
     "torch.__future__.get_swap_module_params_on_conversion()": (

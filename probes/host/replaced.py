@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from importlib.machinery import ExtensionFileLoader
 from types import (
     BuiltinFunctionType,
     ClassMethodDescriptorType,
@@ -264,9 +265,14 @@ class FirstValues:
             del self._stubs[name]
         dicts = []
         self._is_waiting = False
+        # They make modules by hand that they share: Cython's do, for their types.
+        is_from_c = any(_is_extension(item) for _, item in new)
         for name, item in new:
             if _is_stub(name, item):
                 is_over = self._modules.get(name, _NONE)() is not None
+                if is_from_c and not is_over and type(item) is ModuleType:
+                    seen[name] = id(item)
+                    continue
                 self._stubs[name] = f"{name_of(item)}{IN_PLACE_OF}{A_MODULE if is_over else NOTHING}"
             elif is_a(item, ModuleType):
                 if not is_loaded(item):
@@ -391,6 +397,12 @@ def _is_stub(name: str, item: Any) -> bool:
         and not attributes.get("__file__")
         and attributes.get("__loader__") is None
     )
+
+
+def _is_extension(item: Any) -> bool:
+    """Whether an import has made a module from a file of C."""
+    spec = dict_of_module(item).get("__spec__") if is_a(item, ModuleType) else None
+    return type(getattr(spec, "loader", None)) is ExtensionFileLoader
 
 
 def _of_modules(setting: str) -> str | None:

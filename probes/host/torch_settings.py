@@ -35,7 +35,6 @@ _PLAIN = {
     "torch.autograd.forward_ad._is_fwd_grad_enabled()": "_is_fwd_grad_enabled",
     "torch._C._is_view_replay_enabled()": "_is_view_replay_enabled",
     "torch._C._jit_texpr_fuser_enabled()": "_jit_texpr_fuser_enabled",
-    "torch._C._get_sdp_priority_order()": "_get_sdp_priority_order",
     "torch.backends.cudnn.enabled": "_get_cudnn_enabled",
     "torch.backends.cudnn.benchmark": "_get_cudnn_benchmark",
     "torch.backends.cudnn.deterministic": "_get_cudnn_deterministic",

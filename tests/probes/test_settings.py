@@ -23,6 +23,7 @@ import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -792,6 +793,22 @@ def test_a_filter_is_a_library_s_only_if_it_comes_with_the_library_s_module(
         name = f"warnings filter (once, {module}.LateWarning)"
         for _ in range(2):
             assert (name in reader.read()) is shown
+
+
+@pytest.mark.parametrize("with_extension", [True, False])
+def test_what_an_extension_puts_beside_itself_is_no_stub(with_extension: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Cython's modules do, for the types that they share."""
+    reader = SettingReader()
+    reader.read()
+    monkeypatch.setitem(sys.modules, "lowtide_shared_types", ModuleType("lowtide_shared_types"))
+    if with_extension:
+        extension = ModuleType("lowtide_extension")
+        loader = ExtensionFileLoader("lowtide_extension", "/lowtide_extension.so")
+        extension.__spec__ = ModuleSpec("lowtide_extension", loader)
+        monkeypatch.setitem(sys.modules, "lowtide_extension", extension)
+    for _ in range(2):
+        names = [name for name in reader.read() if "lowtide_shared_types" in name]
+        assert bool(names) is not with_extension
 
 
 def test_a_filter_of_a_module_that_came_long_before_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
