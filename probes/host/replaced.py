@@ -296,10 +296,11 @@ class FirstValues:
             cls = type(item)
             if cls is not type and not issubclass(cls, type):
                 continue
-            if id(item) not in self._bound and flags_of(item) & _MAY_BE_SET and _is_own(module_of_class(item)):
+            if id(item) in self._bound or not flags_of(item) & _MAY_BE_SET or not _is_own(module_of_class(item)):
+                continue
+            if _marks_of is not _slow_marks or module_of_class(item) == name:
                 self._bound.add(id(item))
-                if _marks_of is not _slow_marks or module_of_class(item) == name:
-                    spaces.append(_Space(item, namespace_of_class(item)))
+                spaces.append(_Space(item, namespace_of_class(item)))
         self._bound.add(id(vars(module)))
         self._spaces += spaces
         return [space.attributes for space in spaces]

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, changes_between, describe_change
 from lowtide.leakcheck.settings.setting_remedies import advice, put_back, run, undo, undoing
+from lowtide.probes.host import replaced as replaced_attributes
 from lowtide.probes.host import torch_settings
 from lowtide.probes.host.settings import SettingReader
 from tests.loaded_modules import load_instead
@@ -823,3 +824,20 @@ def test_a_filter_of_a_module_that_came_long_before_is_shown(monkeypatch: pytest
         reader.read()
         warnings.simplefilter("once", warning_of(module))
         assert f"warnings filter (once, {module}.LateWarning)" in reader.read()
+
+
+def test_without_what_is_written_in_c_the_most_used_modules_and_classes_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replaced_attributes, "_marks_of", replaced_attributes._slow_marks)
+    first = replaced_attributes.FirstValues()
+    before = set(first.read())
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "to", stand_in)
+        patched.setattr(torch.nn.Module, "register_parameter", stand_in)
+        patched.setattr(time, "time", stand_in)
+        found = set(first.read())
+    assert found - before == {
+        f"replaced {name}" for name in ("torch.Tensor.to", "torch.nn.Module.register_parameter", "time.time")
+    }
+    assert set(first.read()) == before
