@@ -141,6 +141,13 @@ def delete_from_sequence(items: Any, held: Collection[int]) -> None:
         base.__delitem__(items, place)
 
 
+def set_in_sequence(items: Any, held: int, value: object) -> None:
+    """Put something else where the object of an identity is first in a list or deque."""
+    place = Entries(items).place(held)
+    if place is not None:
+        _base_of(items).__setitem__(items, place, value)
+
+
 def discard(elements: Any, held: Collection[int]) -> None:
     """Take the objects of some identities out of a set, but where that would hash or compare what is not plain."""
     known, found = Entries(elements), list(set.__iter__(elements))

@@ -77,6 +77,7 @@ class Names:
         holder: the name there by which what holds is known; empty if it has none.
         are_free: whether any name may be set to None: the program has ended but for its checker.
         sizes: how many names each module had (`namespace_sizes`); None if nobody knows.
+        by_source: whether the program's source says what was there, since nothing else does.
     """
 
     older: Container[int] | None = None
@@ -85,6 +86,7 @@ class Names:
     holder: str = ""
     are_free: bool = False
     sizes: NamespaceSizes | None = None
+    by_source: bool = False
     _sources: dict[int, tuple[object, str]] = field(default_factory=dict, repr=False, compare=False)
     _keys: dict[tuple[int, str], tuple[object, declarations.Keys | None]] = field(
         default_factory=dict, repr=False, compare=False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from types import CellType, CoroutineType, FunctionType, GeneratorType, ModuleType
+from types import CellType, CoroutineType, FunctionType, GeneratorType, MappingProxyType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 from lowtide.leakcheck.explaining import declarations
 from lowtide.leakcheck.explaining.container_entries import (
@@ -17,6 +19,7 @@ from lowtide.leakcheck.explaining.container_entries import (
     delete_keys,
     discard,
     set_in_dict,
+    set_in_sequence,
 )
 from lowtide.leakcheck.explaining.cut import Cut, LinkOwner, Names, Place, Refused
 from lowtide.leakcheck.explaining.expressions import call, entry_of, is_name, is_plain, is_this_threads, key_of
@@ -27,12 +30,20 @@ from lowtide.probes.objects.foreign import (
     dict_of_module,
     instance_dict,
     is_a,
+    is_definition,
     mro_of,
+    namespace_of,
     namespace_of_class,
     type_name,
 )
 from lowtide.probes.originals import loaded, threading
 from lowtide.probes.references.unseen_references import object_parts
+
+_PUT_BACK = "put back what {} was"
+"""In place of what the program does not run without: a function or class that it calls, a part of a module."""
+
+_OF_WEAK_KEYS = ".data"
+"""Where a `weakref.WeakKeyDictionary` has its entries."""
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -56,6 +67,16 @@ def cut_of(link: Link, code: str | None, names: Names, words: str = "") -> Cut |
     return next((cut for make in _MAKERS if (cut := make(link, owner, names)) is not None), None)
 
 
+def is_declared(link: Link, names: Names) -> bool:
+    """Whether a program's source binds the name of a global or attribute to something, and not to None."""
+    name = link.edge[1:]
+    if link.kind == "module-global" and is_a(link.owner, ModuleType):
+        return names.bound(declarations.of_global, link.owner, name) == "other"
+    if link.kind == "instance-attribute" and name.isidentifier():
+        return names.bound(declarations.of_instance_attribute, type(link.owner), name) == "other"
+    return False
+
+
 def _cache(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if link.kind not in ("lru-cache-key", "lru-cache-value") or type(link.owner) is not LRU_CACHE:
         return None
@@ -71,9 +92,15 @@ def _entry(link: Link, of: LinkOwner, names: Names) -> Cut | None:
         return None
     entries = names.entries(carrier)
     index = entries.place(link.held)
-    if index is None or (carrier is not link.owner and link.kind == "item"):
+    if index is None:
         return None
-    key = entries.keys[index]
+    key, value = entries.keys[index], next(itertools.islice(dict.values(carrier), index, None))
+    # A function that was registered, as by `functools.singledispatch`, goes from behind the view that is shown.
+    is_registry = type(link.owner) is MappingProxyType and is_definition(value)
+    if carrier is not link.owner and link.kind == "item" and not is_registry:
+        return None
+    if type(key) is ReferenceType and of.text.endswith(_OF_WEAK_KEYS):
+        of = LinkOwner(of.words.removesuffix(_OF_WEAK_KEYS), of.code and of.code.removesuffix(_OF_WEAK_KEYS))
     found = [names.bound_key(module, key) for module in names.modules if names.holder]
     bound = "none" if "none" in found else "other" if "other" in found else "absent"
     where = of.code if link.owner is carrier else None
@@ -91,6 +118,9 @@ def _entry(link: Link, of: LinkOwner, names: Names) -> Cut | None:
         raise Refused
     if not entries.can_delete(index):
         return None
+    if bound == "other" and is_definition(value):
+        change = functools.partial(set_in_dict, carrier, link.held, None)
+        return of.cut(None, _PUT_BACK.format(text), f"{text} is None", change, sets_none=True)
     is_last = index == dict.__len__(carrier) - 1
     delete = None if where is None else _deleting(where, carrier, key_text, is_last=is_last)
     place = _place_in(of, carrier, index, f"[{key_text}]", "dict") if link.owner is carrier else None
@@ -173,6 +203,10 @@ def _slot(link: Link, of: LinkOwner, names: Names) -> Cut | None:
 
     place = _place_in(of, carrier, index, f"[{index}]", "list" if base is list else "deque")
     text = f"{of.text}{place.key}"
+    if items.has_none:
+        code = _setting(of.text, carrier, str(index))
+        empty = functools.partial(set_in_sequence, carrier, link.held, None)
+        return of.cut(code, f"set {text} to None", f"{text} is None", empty, sets_none=True)
     plain = is_plain(type(carrier), "__delitem__")
     delete = f"del {text}" if plain else call(of.text, carrier, "__delitem__", str(index))
     cut = of.cut(
@@ -241,7 +275,8 @@ def _global(link: Link, of: LinkOwner, names: Names) -> Cut | None:
         return _removal(of, link.owner, name, lambda: namespace.pop(name, None))
     if not names.are_free and bound != "none":
         raise Refused
-    return _emptying(of, link.owner, name, lambda: namespace.__setitem__(name, None))
+    is_replaced = bound == "other" and is_definition(namespace[name])
+    return _emptying(of, link.owner, name, lambda: namespace.__setitem__(name, None), is_replaced=is_replaced)
 
 
 def _removal(of: LinkOwner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
@@ -251,9 +286,19 @@ def _removal(of: LinkOwner, owner: object, name: str, apply: Callable[[], object
     return of.cut(code if is_name(name) else None, f"delete {text}", f"{text}{where} is deleted", apply)
 
 
-def _emptying(of: LinkOwner, owner: object, name: str, apply: Callable[[], object], where: str = "") -> Cut:
-    """None for an attribute, past a `__setattr__` of the program's own."""
+def _emptying(
+    of: LinkOwner,
+    owner: object,
+    name: str,
+    apply: Callable[[], object],
+    where: str = "",
+    *,
+    is_replaced: bool = False,
+) -> Cut:
+    """None for an attribute, past a `__setattr__` of the program's own; words where a function was in its place."""
     text = f"{of.text}.{name}"
+    if is_replaced:
+        return of.cut(None, _PUT_BACK.format(text), f"{text}{where} is None", apply, sets_none=True)
     plain = is_plain(type(owner), "__setattr__")
     code = f"{text} = None" if plain else call(of.text, owner, "__setattr__", repr(name), "None")
     own = code if is_name(name) else None
@@ -290,10 +335,21 @@ def _attribute(link: Link, of: LinkOwner, names: Names) -> Cut | None:
             bound = "other"
     if bound == "absent" and namespace is not None and names.is_new(namespace, name):
         return _removal(of, link.owner, name, lambda: deleter(link.owner, name))
+    value = namespace.get(name) if of_class and namespace is not None else attribute(link.owner, name)
+    if not of_class and id(value) == link.held and _has_method(type(link.owner), name):
+        # The class has it as well.
+        return _removal(of, link.owner, name, lambda: deleter(link.owner, name))
     # An exception's traceback, the gradient of a tensor: nobody relies on them.
     if not (names.are_free or bound == "none" or _is_left_over(link.owner, name)):
         raise Refused
-    return _emptying(of, link.owner, name, lambda: setter(link.owner, name, None))
+    is_replaced = bound == "other" and is_definition(value)
+    return _emptying(of, link.owner, name, lambda: setter(link.owner, name, None), is_replaced=is_replaced)
+
+
+def _has_method(cls: type, name: str) -> bool:
+    """Whether a class has a function of that name, which an instance's own attribute hides."""
+    found = next((namespace_of(base)[name] for base in mro_of(cls) if name in namespace_of(base)), None)
+    return any(type(found) is kind for kind in (FunctionType, classmethod, staticmethod))
 
 
 def _is_left_over(owner: object, name: str) -> bool:
@@ -304,7 +360,10 @@ def _is_left_over(owner: object, name: str) -> bool:
 
 
 def _registered(link: Link, of: LinkOwner, names: Names) -> Cut | None:
-    """What a `torch.nn.Module` has registered; None is legal for each of them."""
+    """What a `torch.nn.Module` has registered.
+
+    None is legal for each of them, but a module of whose class one is does not run without.
+    """
     entries = link.carrier
     registered = names.entries(entries)
     place = registered.place(link.held)
@@ -314,12 +373,19 @@ def _registered(link: Link, of: LinkOwner, names: Names) -> Cut | None:
     if not names.are_free:
         raise Refused
     text = f"{of.text}{link.edge}"
+    bound = names.bound(declarations.of_instance_attribute, type(link.owner), link.edge[1:])
+    if names.older is not None and registered.last_old < place and bound not in ("none", "other"):
+        deletes = "__delattr__" if link.edge.startswith(".") else "__delitem__"
+        is_code = is_plain(type(link.owner), deletes)
+        apply = functools.partial(delete_from_dict, entries, [link.held])
+        return of.cut(f"del {text}" if is_code else None, f"delete {text}", f"{text} is deleted", apply)
     sets = "__setattr__" if link.edge.startswith(".") else "__setitem__"
     plain = is_plain(type(link.owner), sets) and is_plain(type(link.owner), "__getattr__")
     other = None if of.code is None else entry_of(f"{of.code}.{_registry(link)}", entries, link.held)
     code = f"{text} = None" if plain or other is None else f"{other} = None"
-    apply = functools.partial(entries.__setitem__, key, None)
-    return of.cut(code, f"set {text} to None", f"{text} is None", apply, sets_none=True)
+    empty = functools.partial(entries.__setitem__, key, None)
+    instead = f"set {text} to None" if bound != "other" else _PUT_BACK.format(text)
+    return of.cut(code if bound != "other" else None, instead, f"{text} is None", empty, sets_none=True)
 
 
 def _registry(link: Link) -> str:

@@ -7,6 +7,9 @@ and the leaked one. Meant to live are:
   defines them once, at import;
 - every object that the caller names as innocent (what was alive before the leak), and whatever the path passes before.
 
+What is cut may come before the first suspect: a function or class that is newer than the module that the path begins at
+was registered there, and is taken out whole.
+
 So `helper.ENGINE.model.weight` is a `module-global` leak: the engine is not meant to live, and the first suspect edge
 is `.ENGINE`. If the caller names the engine as innocent, the same path is an `instance-attribute` leak of `.model`.
 """
@@ -16,11 +19,13 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Hashable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from types import CellType
 from typing import Any
 
 import msgspec
 
 from lowtide.leakcheck.explaining.cut import Cut, Names
+from lowtide.leakcheck.explaining.cuts import is_declared
 from lowtide.leakcheck.explaining.inspectors import marks
 from lowtide.leakcheck.explaining.library_objects import (
     advice_for_root,
@@ -28,6 +33,7 @@ from lowtide.leakcheck.explaining.library_objects import (
 from lowtide.leakcheck.explaining.path_names import (
     AUTOGRAD,
     cause_of_edge,
+    first_registered,
     holder_name,
     shown_from_landmark,
     suspect_steps,
@@ -398,10 +404,16 @@ class _Parts:
 
 
 def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
-    first, last = suspect_steps(path.steps)
+    if names.by_source:
+        path = _with_declared(path, [found.link(place, turn) for turn in range(len(path.steps))], names)
+    is_declared_to_live = names.by_source and path.steps[0].mark == "innocent"
+    blamed, last = suspect_steps(path.steps)
+    # What came with a module, as it was imported, is a part of that.
+    is_whole = names.older is not None and names.may_have_been_there(found.root(place))
+    first = first_registered(path.steps, blamed) if is_whole or is_declared_to_live else blamed
     shown = shown_from_landmark(path)
     # How the walk came to what the program knows by a name says nothing.
-    cause = telling_cause(shown.path) or cause_of_edge(path, first)
+    cause = telling_cause(shown.path) or cause_of_edge(path, blamed)
     way = Way(shown, place, found)
     links = way.links[first:]
     hops = (
@@ -415,6 +427,8 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
     )
     begin = max(0, first - shown.skipped)
     new = frozenset(link.held for link in links)
+    # The cells of a function that is new itself: what else has them is, too.
+    new |= {id(link.carrier) for link in links[1:] if type(link.carrier) is CellType}
     if not first and path.root_kind in ("interpreter", "native") and not names.may_have_been_there(links[0].owner):
         new |= {id(links[0].owner)}
     running = path.thread or (path.root_name if path.root_kind == "thread" else "")
@@ -438,7 +452,7 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
         cause=cause,
         holder=holder_name(shown.path, begin),
         path=(Hop(type=shown.path.root_kind, edge=shown.path.root_name), *hops),
-        suspects=suspects_of(shown.path, begin, max(0, last - shown.skipped)),
+        suspects=suspects_of(shown.path, max(0, blamed - shown.skipped), max(0, last - shown.skipped)),
         cut=cut,
         thread=running,
         new=new,
@@ -449,6 +463,16 @@ def _with_path(path: Path, place: int, found: Traces, names: Names) -> _Draft:
     draft = _Draft(explanation, place, links, first, last, decided, shown.skipped)
     common = replace(shown.path, steps=shown.path.steps[: draft.end])
     return replace(draft, holder=holder_name(common, begin))
+
+
+def _with_declared(path: Path, links: Sequence[Link], names: Names) -> Path:
+    """The path with what the program's own source makes marked as meant to live, as far as it leads through that."""
+    steps = list(path.steps)
+    for turn, link in enumerate(links[:-1]):
+        if not is_declared(link, names):
+            break
+        steps[turn] = replace(steps[turn], mark=steps[turn].mark or "innocent")
+    return replace(path, steps=tuple(steps))
 
 
 def _without_path(target: Any, natively: Collection[int], holders: Collection[str], *, frozen: bool) -> Explanation:

@@ -159,12 +159,14 @@ def entry_of(code: str, entries: Any, held: int) -> str | None:
 def key_of(code: str, entries: Any, place: int, key: object) -> str | None:
     """A key of a dict as code: as a literal, by the name of a class or function, or by its place.
 
-    None for a key that only its place identifies and that runs the program's code when it is hashed.
+    None for a key that only its place identifies and that runs the program's code when it is hashed; an ordered dict
+    may hash all of them.
     """
     literal = _literal(key)
     if literal is not None:
         return literal
-    if is_a(entries, OrderedDict) or not has_plain_hash(key):
+    hashed = dict.keys(entries) if is_a(entries, OrderedDict) else (key,)
+    if not all(map(has_plain_hash, hashed)):
         return None
     return f"{listed(code, entries)}[{place}]"
 

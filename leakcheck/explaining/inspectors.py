@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Container, Sequence
-from types import MemberDescriptorType
+from types import FunctionType, MemberDescriptorType
 from typing import Any
 
 from lowtide.probes.heap.paths import Mark
@@ -75,13 +75,15 @@ def marks(
 
 
 def _young_by_what_they_hold(items: Sequence[object], innocent: Container[int]) -> set[int]:
-    """Those of the objects on a path that the collector does not know, and that hold what was made after the baseline.
+    """Those of the objects on a path of which it is unknown when they were made, but that hold what came later.
 
-    Nobody notes when they are made, but what they hold was there before them: a view's base.
+    What they hold was there before them: a view's base, the cells of a function.
     """
     young: set[int] = set()
     for item, held in zip(reversed(items[:-1]), reversed(items[1:]), strict=True):
         if is_view_of(item, held) and (id(held) not in innocent or id(held) in young):
+            young.add(id(item))
+        if type(item) is FunctionType and any(id(cell) not in innocent for cell in item.__closure__ or ()):
             young.add(id(item))
     return young
 

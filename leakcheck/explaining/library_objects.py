@@ -26,6 +26,7 @@ from lowtide.probes.objects.foreign import (
     type_name,
 )
 from lowtide.probes.originals import loaded, os, threading, weakref
+from lowtide.probes.references.edges import names_in_class
 
 _DUNDER = re.compile(r"__\w+__")
 # Instances of these have no names but those that the program gives them.
@@ -80,8 +81,8 @@ def territories(root: str, links: Sequence[Link]) -> list[Territory]:
         library = library if own is None else own
         if own == "" or (own and is_definition(link.owner)):
             shared = own
-        if library and _is_private(link):
-            inside = inside or library
+        if _is_private(link):
+            inside = inside or library or _library_of_private(link)
         found.append(Territory(shared, inside))
     return found
 
@@ -195,10 +196,49 @@ def offered_function(words: str) -> Offer | None:
     return Offer("unittest.mock.patch.stopall()", "all started patches are stopped", lambda _: _stop_patches())
 
 
+def is_hook(words: str) -> bool:
+    """Whether a path leads to the function of a hook that is still registered."""
+    return _HOOK.fullmatch(words) is not None
+
+
 def offered_method(owner: object) -> Offer | None:
     """The method by which an object of the standard library ends, and with it what it holds."""
     name = type_name(type(owner))
     return next((offer for names, offer in _METHODS if name in names), None)
+
+
+def offered_by_torch(module: Any, name: str, behind: str) -> tuple[str, str, str] | None:
+    """The function of `torch.nn.utils` that takes out of a module what another one has put there.
+
+    Args:
+        module: whatever has the attribute.
+        name: the attribute.
+        behind: the next step of the path.
+
+    Returns:
+        The module of torch that has the function, its name, and the parameter that it is called with beside the module;
+        None where nothing of torch has put the attribute there.
+    """
+    if name == "parametrizations" and any(module_of_class(base) == _PARAMETRIZE for base in mro_of(type(module))):
+        return _PARAMETRIZE, "remove_parametrizations", behind.strip(".[']")
+    hooks: Any = attribute(module, "_forward_pre_hooks")
+    for hook in list(dict.values(hooks)) if is_a(hooks, dict) else ():
+        names = {type_name(base) for base in mro_of(type(hook))}
+        for kind, (home, function, field) in _UNDOING.items():
+            parameter = attribute(hook, field)
+            if kind in names and type(parameter) is str and name.startswith(parameter):
+                return home, function, parameter
+    return None
+
+
+_UNDOING = {
+    "torch.nn.utils.prune.BasePruningMethod": ("torch.nn.utils.prune", "remove", "_tensor_name"),
+    "torch.nn.utils.spectral_norm.SpectralNorm": ("torch.nn.utils", "remove_spectral_norm", "name"),
+    "torch.nn.utils.weight_norm.WeightNorm": ("torch.nn.utils", "remove_weight_norm", "name"),
+}
+"""By the class of a hook of a module: where the function is that undoes it, and what names its parameter."""
+
+_PARAMETRIZE = "torch.nn.utils.parametrize"
 
 
 def _stop_patches() -> None:
@@ -231,15 +271,17 @@ _OFFERED = {
     "contextlib.AsyncExitStack": "end the stack with aclose()",
     "multiprocessing.pool.Pool": "end the pool with terminate() and join()",
     "multiprocessing.util.Finalize": "call cancel() of the multiprocessing.util.Finalize that registered it",
+    "selectors.BaseSelector": "call unregister() of the selector with what was registered",
     "threading.Thread": "tell the thread's function to return, and wait for it with join()",
     "threading.Timer": "end the timer with cancel()",
     "torch.jit.Future": "complete the future with set_result() or set_exception(): then it lets go of its callbacks",
 }
 """By a class, what it offers to let go of what its instances keep."""
 
-_HANDLE = "the hook is still registered: keep the handle that registering it returned, and call its remove()"
+_HOOK = re.compile(r".*\._(?:\w*_)?hooks(?:_\w+)?\[[^\[\]]*\]")
+HANDLE = "the hook is still registered: keep the handle that registering it returned, and call its remove()"
 _KNOWN: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r".*\._(?:\w*_)?hooks(?:_\w+)?\b.*"), _HANDLE),
+    (re.compile(r".*\._(?:\w*_)?hooks(?:_\w+)?\b.*"), HANDLE),
     (
         re.compile(r"unittest\.mock\._patch\._active_patches\b.*"),
         "the patch was started and not stopped: call its stop(), or unittest.mock.patch.stopall()",
@@ -274,6 +316,18 @@ def top_of(module: str) -> str:
 
 def _library(module: str) -> str:
     return top_of(module) if module and is_installed(module) else ""
+
+
+def _library_of_private(link: Link) -> str:
+    """The library from whose class an instance of the program's own has a private attribute; empty if from none.
+
+    As `_forward_hooks` of a `torch.nn.Module`: that library's code mentions it.
+    """
+    name = link.edge[1:]
+    if link.kind != "instance-attribute" or not name.isidentifier():
+        return ""
+    bases = (base for base in mro_of(type(link.owner)) if _library(module_of_class(base)))
+    return next((_library(module_of_class(base)) for base in bases if name in names_in_class(base)), "")
 
 
 def _is_private(link: Link) -> bool:

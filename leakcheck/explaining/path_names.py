@@ -54,6 +54,8 @@ _TELLING_TYPES: tuple[tuple[Cause, re.Pattern[str]], ...] = (
 )
 
 
+_CACHE = type_name(LRU_CACHE)
+
 _LONGEST_HOLDER = 120
 
 _LONGEST_CODE = 2000
@@ -220,6 +222,22 @@ def suspect_steps(steps: Sequence[PathStep]) -> tuple[int, int]:
     first = max(0, min(first, len(steps) - 1))
     wrong = (turn for turn, step in enumerate(steps) if turn >= first and step.mark == "holding")
     return first, next(wrong, len(steps) - 1)
+
+
+def first_registered(steps: Sequence[PathStep], first: int) -> int:
+    """The first of the functions and classes right before a step that are not meant to live: somebody registered them.
+
+    Where there are none, the step itself. A cache is no such thing: it is emptied, wherever it is.
+
+    Args:
+        steps: those of a path, of which it is known what was there before the leak.
+        first: the first suspect step.
+    """
+    while first and steps[first - 1].definition and steps[first - 1].mark != "innocent":
+        if steps[first - 1].type_name == _CACHE:
+            break
+        first -= 1
+    return first
 
 
 def cause_of_edge(path: Path, place: int) -> Cause:

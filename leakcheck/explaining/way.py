@@ -7,15 +7,20 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
+from lowtide.leakcheck.explaining.container_entries import delete_from_dict
 from lowtide.leakcheck.explaining.cut import Cut, Names, Refused
 from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.expressions import of_public_global, of_root, one_step
 from lowtide.leakcheck.explaining.library_objects import (
+    HANDLE,
     Territory,
     advice_for,
     advice_for_finalizer,
+    is_hook,
     library_of,
+    offered_by_torch,
     offered_function,
     offered_method,
     territories,
@@ -25,7 +30,7 @@ from lowtide.probes.heap.holders import Traces
 from lowtide.probes.heap.paths import Link, Path
 from lowtide.probes.heap.roots import is_library
 from lowtide.probes.objects.foreign import is_a
-from lowtide.probes.originals import signal, sys
+from lowtide.probes.originals import loaded, signal, sys
 
 CACHED = ("lru-cache-key", "lru-cache-value")
 
@@ -128,6 +133,11 @@ class Way:
         offer = offered_function(self.words(turn + 1))
         if offer is not None:
             return Cut(offer.call, offer.changed, functools.partial(offer.do, None), ends_anyway=True)
+        for at, link in enumerate(self.links[turn : turn + 2], turn):
+            if link.kind == "item" and is_a(link.carrier, dict) and is_hook(self.words(at + 1)):
+                # As its handle does; whoever registered it has that.
+                remove = functools.partial(delete_from_dict, link.carrier, [link.held])
+                return Cut(f"hook {link.edge}: {HANDLE}", f"hook {link.edge} is removed", remove, is_code=False)
         owner = self._offering_at(turn)
         if owner < 0:
             return None
@@ -135,6 +145,21 @@ class Way:
         assert method is not None
         do = functools.partial(method.do, self.links[owner].owner)
         return Cut(f"{code}.{method.call}", f"{code} {method.changed}", do, ends_anyway=True)
+
+    def undoing(self, turn: int) -> Cut | None:
+        """The call by which torch takes out again what it has put into a module, where a step leads to such a thing."""
+        link, code = self.links[turn], self.code(turn)
+        if link.kind != "instance-attribute" or code is None:
+            return None
+        behind = self.links[turn + 1].edge if turn + 1 < len(self.links) else ""
+        offer = offered_by_torch(link.owner, link.edge[1:], behind)
+        if offer is None:
+            return None
+        home, function, parameter = offer
+        do: Any = getattr(loaded(home), function)
+        undo = functools.partial(do, link.owner, parameter)
+        call = f"{home}.{function}({code}, {parameter!r})"
+        return Cut(call, f"{parameter} of {code} is plain again", undo, ends_anyway=True)
 
     def _offering_at(self, turn: int) -> int:
         """The last step up to one that starts from what has a method of its own to end; -1 if none does."""
@@ -191,6 +216,8 @@ def first_cut(way: Way, first: int, names: Names) -> tuple[Cut | None, int]:
         if inside and names.are_free and (offer := way.offer(turn)) is not None:
             # Once nothing runs any more, the library may be asked to release it.
             return offer, turn
+        if names.are_free and way.can_cut(turn) and (undoing := way.undoing(turn)) is not None:
+            return undoing, turn
         if not way.can_cut(turn) or _is_part_of_librarys_object(way.links, turn):
             continue
         if names.older is None and not names.are_free and turn < len(way.links) - 1 and link.kind not in CACHED:

@@ -206,8 +206,9 @@ def older_than(context: Context) -> Older:
 
 def names_known(context: Context) -> Names:
     """What is known of the program's names, for cuts that do no harm."""
-    older = None if context.born is None else older_than(context)
-    return Names(older, are_free=context.is_over, sizes=context.namespaces)
+    if context.born is None:
+        return Names(are_free=context.is_over, sizes=context.namespaces, by_source=True)
+    return Names(older_than(context), are_free=context.is_over, sizes=context.namespaces)
 
 
 def common_holder(explanations: Sequence[Explanation]) -> str:

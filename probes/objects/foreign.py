@@ -15,6 +15,7 @@ from types import (
     WrapperDescriptorType,
 )
 from typing import Any
+from weakref import ReferenceType
 
 from lowtide.probes.originals import gc
 
@@ -34,6 +35,7 @@ qualname_of = type.__dict__["__qualname__"].__get__
 _qualname_of_function: Callable[[object], str] = FunctionType.__dict__["__qualname__"].__get__
 _function_of_partial: Callable[[object], object] = functools.partial.__dict__["func"].__get__
 _module_of = type.__dict__["__module__"].__get__
+_referent_of: Callable[[object], object] = ReferenceType.__call__  # type: ignore[assignment]
 
 _SHOWS_VALUES_PAST_DICTS = bool(sys.version_info >= (3, 13))
 
@@ -114,6 +116,8 @@ def has_plain_hash(key: object) -> bool:
         part = waiting.pop()
         if type(part) is tuple:
             waiting += part
+        elif type(part) is ReferenceType and (referent := _referent_of(part)) is not None:
+            waiting.append(referent)
         elif not _has_plain_hash(part):
             return False
     return True

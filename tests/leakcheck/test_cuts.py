@@ -494,7 +494,13 @@ def slot_of_a_deque(program: Any, thing: Any) -> None:
     program.SLOTS[0] = thing
 
 
-@cut("del program.SLOTS[1]", "SLOTS = [None, None, [2]]", lambda program: program.SLOTS == [None, [2]], known="over")
+@cut(
+    "program.SLOTS[1] = None",
+    "SLOTS = [None, None, [2]]",
+    lambda program: program.SLOTS == [None, None, [2]],
+    "program.SLOTS[1] is None",
+    known="over",
+)
 def slot_when_the_program_is_over(program: Any, thing: Any) -> None:
     program.SLOTS[1] = thing
 
@@ -984,6 +990,154 @@ def exception_whose_cause_has_a_traceback_too(program: Any, thing: Any) -> Seque
     return [program.STORED, *frames_of(program.STORED), cause, *frames_of(cause)]
 
 
+REGISTERED = """
+import weakref
+from collections import OrderedDict
+
+HOOKS, LISTED = {"first": lambda x: x}, [lambda x: x]
+CALLBACK = None
+
+
+def plain(x):
+    return x
+
+
+STATIC = {"plain": plain}
+SLOTS = [plain, None, None]
+
+
+class Layer:
+    handler = None
+
+    def __init__(self):
+        self.seen = []
+
+    def run(self, x):
+        return x
+
+
+LAYER = Layer()
+ORDERED, WEAK = OrderedDict(), weakref.WeakKeyDictionary()
+
+
+def hook_of(thing):
+    return lambda x: (x, thing)[0]
+
+
+def works():
+    hooks = [*HOOKS.values(), *LISTED, *STATIC.values(), SLOTS[0], LAYER.run, plain]
+    return all(hook(1) == 1 for hook in hooks) and len(SLOTS) == 3 and CALLBACK is LAYER.handler is None
+"""
+
+
+def parts_of_function(function: Any) -> list[object]:
+    """A function with what is as new as itself."""
+    return [function, *(function.__closure__ or ())]
+
+
+def works(program: Any) -> bool:
+    return bool(program.works())
+
+
+@cut("del program.HOOKS['rope']", REGISTERED, works, "program.HOOKS['rope'] is deleted", known="over")
+def closure_of_a_registered_function(program: Any, thing: Any) -> Sequence[object]:
+    program.HOOKS["rope"] = program.hook_of(thing)
+    return parts_of_function(program.HOOKS["rope"])
+
+
+@cut("del program.HOOKS['rope']", REGISTERED, works)
+def closure_of_a_registered_function_while_tests_follow(program: Any, thing: Any) -> Sequence[object]:
+    return closure_of_a_registered_function(program, thing)
+
+
+@cut("del program.HOOKS['rope']", REGISTERED, works, known="over")
+def default_of_a_registered_function(program: Any, thing: Any) -> Sequence[object]:
+    program.HOOKS["rope"] = lambda x, kept=thing: x
+    return parts_of_function(program.HOOKS["rope"])
+
+
+@cut("del program.LISTED[1]", REGISTERED, works, known="over")
+def attribute_of_a_registered_class(program: Any, thing: Any) -> Sequence[object]:
+    made = type("Made", (), {"kept": thing})
+    program.LISTED.append(made)
+    return [made, vars(made), *gc.get_referents(vars(made))]
+
+
+@cut("program.CALLBACK = None", REGISTERED, works, known="over")
+def closure_of_a_callback(program: Any, thing: Any) -> Sequence[object]:
+    program.CALLBACK = program.hook_of(thing)
+    return parts_of_function(program.CALLBACK)
+
+
+@cut("program.LAYER.handler = None", REGISTERED, works, known="over")
+def closure_of_an_instances_callback(program: Any, thing: Any) -> Sequence[object]:
+    program.LAYER.handler = program.hook_of(thing)
+    return parts_of_function(program.LAYER.handler)
+
+
+@cut("del program.ADDED", REGISTERED, works, known="over")
+def closure_of_a_function_under_a_new_name(program: Any, thing: Any) -> Sequence[object]:
+    program.ADDED = program.hook_of(thing)
+    return parts_of_function(program.ADDED)
+
+
+@cut("del program.LAYER.run", REGISTERED, works, "program.LAYER.run is deleted", known="over")
+def closure_of_what_hides_a_method(program: Any, thing: Any) -> Sequence[object]:
+    program.LAYER.run = program.hook_of(thing)
+    return parts_of_function(program.LAYER.run)
+
+
+@cut("put back what program.plain was", REGISTERED, lambda program: program.plain is None, known="over")
+def closure_of_what_replaces_a_function(program: Any, thing: Any) -> Sequence[object]:
+    program.plain = program.hook_of(thing)
+    return parts_of_function(program.plain)
+
+
+@cut("put back what program.Layer.run was", REGISTERED, lambda program: program.Layer.run is None, known="over")
+def closure_of_what_replaces_a_method(program: Any, thing: Any) -> Sequence[object]:
+    program.Layer.run = program.hook_of(thing)
+    return parts_of_function(program.Layer.run)
+
+
+@cut("put back what program.STATIC['plain'] was", REGISTERED, known="over")
+def closure_of_what_replaces_an_entry(program: Any, thing: Any) -> Sequence[object]:
+    program.STATIC["plain"] = program.hook_of(thing)
+    return parts_of_function(program.STATIC["plain"])
+
+
+@cut("program.SLOTS[1] = None", REGISTERED, works, known="over")
+def closure_of_a_function_in_a_slot(program: Any, thing: Any) -> Sequence[object]:
+    program.SLOTS[1] = program.hook_of(thing)
+    return parts_of_function(program.SLOTS[1])
+
+
+@cut("del program.ORDERED[list(program.ORDERED)[0]]", REGISTERED, lambda program: not program.ORDERED, known="over")
+def entry_of_an_ordered_dict_by_an_object(program: Any, thing: Any) -> None:
+    program.ORDERED[program.LAYER] = thing
+
+
+@cut("del program.WEAK[list(program.WEAK)[0]]", REGISTERED, lambda program: not len(program.WEAK), known="over")
+def entry_of_a_weak_dict(program: Any, thing: Any) -> None:
+    program.WEAK[program.LAYER] = thing
+
+
+DISPATCHED = """
+import functools
+
+
+@functools.singledispatch
+def run(x):
+    return x
+"""
+
+
+@cut("delete program.run.registry[<class int>]", DISPATCHED, lambda program: program.run(1) == 1, known="over")
+def closure_of_a_function_in_a_read_only_view(program: Any, thing: Any) -> Sequence[object]:
+    things = [thing]
+    del thing
+    return parts_of_function(program.run.register(int, lambda x: (x, things)[0]))
+
+
 CLOSURES = """
 def make():
     a, kept, z = [1], [2], [3]
@@ -1308,6 +1462,29 @@ def test_what_is_set_to_none_is_no_entry_less(cut_cases: dict[str, Tried]) -> No
 
 
 # --- one thing at a time --------------------------------------------------------------------------------------------
+
+
+DECLARED = """
+class Pool:
+    def __init__(self):
+        self.workspace = None
+        self.entries = {}
+
+
+POOL, NOBODY = Pool(), None
+"""
+
+
+def test_where_nobody_knows_what_was_there_the_source_says_what_is_meant_to_live(load: Load) -> None:
+    program = load(DECLARED)
+    things = [Thing() for _ in range(3)]
+    program.POOL.workspace, program.POOL.entries["a"], program.NOBODY = things
+    reported = explain(things, names=Names(are_free=True, by_source=True))
+    assert [found.cause for found in reported] == ["instance-attribute", "instance-attribute", "module-global"]
+    code = [found.cut.code if found.cut is not None else "" for found in reported]
+    assert code == ["program.POOL.workspace = None", "del program.POOL.entries['a']", "program.NOBODY = None"]
+    without = explain(things, names=Names(are_free=True))
+    assert [found.cause for found in without] == ["module-global"] * 3
 
 
 class Leak:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import re
+import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +14,9 @@ import torch
 from lowtide.leakcheck.explaining.cut import Names, Refused
 from lowtide.leakcheck.explaining.cuts import cut_of
 from lowtide.leakcheck.explaining.explain import explain
+from lowtide.leakcheck.explaining.library_objects import HANDLE
 from lowtide.probes.heap.paths import Link
+from tests.leakcheck.executing import execute
 from tests.leakcheck.test_cuts import Case, Load, Others, Tried, as_program, cut_all, load
 
 __all__ = ["load"]
@@ -58,7 +63,7 @@ CASES = {
     "registered_part": Case(hold_as_a_registered_part, None, NETWORK, "", lambda program: True, "before"),
     "registered_part_when_the_program_is_over": Case(
         hold_as_a_registered_part,
-        "program.NETWORK.linear = None",
+        "put back what program.NETWORK.linear was",
         NETWORK,
         "",
         lambda program: program.NETWORK.linear is None,
@@ -110,12 +115,105 @@ def test_what_a_torch_module_has_registered_is_refused_until_the_program_is_over
     assert [found.holder for found in reported] == [f"program.NETWORK{edge}" for edge in edges]
     assert [found.cut for found in reported] == [None, None, None]
     over = explain(things, innocent=older, names=Names(older, are_free=True))
-    assert [found.cut and found.cut.code for found in over] == [f"program.NETWORK{edge} = None" for edge in edges]
-    for found in over:
-        assert found.cut is not None
-        found.cut.apply()
-    assert [network.table, network[0].weight, network[1]] == [None, None, None]
-    assert network[0].bias is not None
+    cuts = [found.cut for found in over if found.cut is not None]
+    assert [(cut.code, cut.is_code) for cut in cuts] == [
+        ("del program.NETWORK.table", True),
+        # Without it the layer does not run.
+        ("put back what program.NETWORK[0].weight was", False),
+        ("del program.NETWORK[1]", True),
+    ]
+    for cut in cuts[::2]:
+        execute(cut.code)
+    assert network(torch.ones(1, 1)).shape == (1, 1)
+    cuts[1].apply()
+    assert (len(network), network[0].weight, [*network.buffers()]) == (1, None, [])
+
+
+LAYER = """
+import torch
+from torch.nn.utils import parametrize, prune, weight_norm
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1, 2))
+
+    def forward(self, weight):
+        return weight * self.scale
+
+
+class Network(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 1, bias=False)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+NETWORK = Network()
+
+
+def pruned():
+    prune.identity(NETWORK.linear, "weight")
+    return NETWORK.linear.weight_mask
+
+
+def parametrized():
+    parametrize.register_parametrization(NETWORK.linear, "weight", Scaled())
+    return NETWORK.linear.parametrizations.weight[0].scale
+
+
+def normed():
+    weight_norm(NETWORK.linear)
+    return NETWORK.linear.weight_v
+
+
+def hooked():
+    thing = torch.ones(1)
+    NETWORK.register_forward_hook(lambda module, inputs, output: (output, thing)[0])
+    return thing
+
+
+def hooked_tensor():
+    thing = torch.ones(1)
+    NETWORK.linear.weight.register_hook(lambda gradient: (gradient, thing)[0])
+    return thing
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+@pytest.mark.parametrize(
+    ("way", "action"),
+    [
+        ("pruned", "torch.nn.utils.prune.remove(program.NETWORK.linear, 'weight')"),
+        ("parametrized", "torch.nn.utils.parametrize.remove_parametrizations(program.NETWORK.linear, 'weight')"),
+        ("normed", "torch.nn.utils.remove_weight_norm(program.NETWORK.linear, 'weight')"),
+        ("hooked", f"hook [*]: {HANDLE}"),
+        ("hooked_tensor", f"hook [*]: {HANDLE}"),
+    ],
+)
+def test_what_torch_has_put_into_a_module_goes_by_what_torch_offers_and_the_module_runs(
+    load: Load, way: str, action: str
+) -> None:
+    program = load(LAYER)
+    before = set(map(id, gc.get_objects()))
+    things = [getattr(program, way)()]
+    older = Others(*(item for item in gc.get_objects() if id(item) not in before))
+    watched = weakref.ref(things[0])
+    (reported,) = explain(things, innocent=older, names=Names(older, are_free=True))
+    things.clear()
+    assert reported.cut is not None
+    assert re.sub(r"\[\d+\]", "[*]", reported.cut.code) == action
+    if reported.cut.is_code:
+        execute(reported.cut.code)
+    else:
+        reported.cut.apply()
+    gc.collect()
+    assert watched() is None
+    program.NETWORK(torch.ones(3, 2)).sum().backward()
+    assert [name for name, _ in program.NETWORK.named_parameters()] == ["linear.weight"]
 
 
 def test_a_new_key_is_deleted_with_its_entry_and_an_older_one_stays() -> None:

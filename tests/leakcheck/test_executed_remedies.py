@@ -132,12 +132,13 @@ WORDS = {"own key", "long key", "not a number", "one of several elements", "anot
 
 @dataclass
 class Executed:
-    """What came of running one action; `words` where it is no code."""
+    """What came of running one action; `words` where it is no code, `works` if the program's next use does."""
 
     action: str = ""
     words: str = ""
     error: str = ""
     died: bool = False
+    works: bool = True
 
 
 def executed(programs: dict[str, Any], things: list[Any], made: list[object], *, over: bool) -> dict[str, Executed]:
@@ -164,6 +165,7 @@ def executed(programs: dict[str, Any], things: list[Any], made: list[object], *,
         if left() is not None:
             gc.collect()
         outcome.died = left() is None
+        outcome.works = name not in CASES or bool(CASES[name].left(programs[name]))
     return done
 
 
@@ -230,6 +232,7 @@ def test_all_code_runs_and_lets_go_of_what_it_says(programs: dict[str, Executed]
     assert len(code) >= 100
     assert {name: (outcome.action, outcome.error) for name, outcome in code.items() if outcome.error} == {}
     assert {name: outcome.action for name, outcome in code.items() if not outcome.died} == {}
+    assert {name: outcome.action for name, outcome in code.items() if not outcome.works} == {}
 
 
 def test_words_are_no_code(programs: dict[str, Executed]) -> None:

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide.leakcheck.explaining.cut import Names
 from lowtide.leakcheck.explaining.explain import explain
 from lowtide.leakcheck.explaining.inspectors import marks
+from tests.leakcheck.test_cuts import Others
 
 
 class Closable:
@@ -514,3 +516,22 @@ def test_a_running_engine_leaves_only_its_own_leak_suspect(helper: Any) -> None:
     assert reported.suspects[0] == "helper.ENGINE.model .log"
     (reported,) = explain([helper.ENGINE.model.log[0]])
     assert reported.suspects[0] == "helper .ENGINE"
+
+
+def test_a_function_is_no_older_than_its_cells() -> None:
+    """Of what is known of a leak when the program is over, the second of two functions with one cell is not."""
+    kept = [object()]
+
+    def first() -> object:
+        return kept
+
+    def second() -> object:
+        return kept
+
+    hooks = {"first": first, "second": second}
+    (cell,) = first.__closure__ or ()
+    assert marks([hooks, second, kept], innocent={id(hooks), id(second), id(cell)}, ages_known=True)[1] == "innocent"
+    assert marks([hooks, second, kept], innocent={id(hooks), id(second)}, ages_known=True)[1] is None
+    older = Others(first, cell, kept, kept[0])
+    (reported,) = explain([kept], innocent=older, names=Names(older), roots=[("hooks", hooks)])
+    assert id(cell) in reported.new
