@@ -82,7 +82,6 @@ class Drafting:
         """What one subject has left, as findings and as leaks for which remedies are still to be tried."""
         own = [LadderStep(step.rung, step.reading.readings[turn], step.seconds) for step in steps]
         context = replace(context, module=(subject.where if subject is not None else "") or module)
-        devices = devices_of(self._ownership.baseline)
         found: list[Draft] = []
         judged = judge(metrics, Reading(), own, stage=stage, cycle=1)
         for finding, key in zip(judged.findings, judged.keys, strict=True):
@@ -121,7 +120,9 @@ class Drafting:
                 found += [
                     part
                     for part in named
-                    if part.explanation is not None or not may_be_of_libraries(part.finding, devices)
+                    if part.explanation is not None
+                    # By the devices of now: a card's first use is what takes most.
+                    or not may_be_of_libraries(part.finding, devices_of(self._read()))
                 ]
         return found
 

@@ -562,7 +562,18 @@ def _option(entry: Any) -> str:
     override = entry.user_override.get() if type(entry.user_override) is ContextVar else entry.user_override
     choices = (getattr(entry, "env_value_force", _UNSET), override, getattr(entry, "env_value_default", _UNSET))
     value = next((choice for choice in choices if type(choice) is not object), entry.default)
-    return repr(value) if _is_plain(value) else name_of(value)
+    return _code_of(value) if _is_plain(value) else name_of(value)
+
+
+def _code_of(value: Any) -> str:
+    """A plain value as code; of two sets that are equal the same, though they were filled in another order."""
+    if type(value) is set:
+        return f"{{{', '.join(sorted(map(_code_of, value)))}}}" if value else "set()"
+    if type(value) is list:
+        return f"[{', '.join(map(_code_of, value))}]"
+    if type(value) is dict:
+        return f"{{{', '.join(f'{_code_of(key)}: {_code_of(part)}' for key, part in value.items())}}}"
+    return repr(value)
 
 
 _UNSET = object()

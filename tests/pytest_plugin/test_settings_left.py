@@ -223,6 +223,10 @@ REPLACED = """
     def test_clean_options():
         with torch._dynamo.config.patch(recompile_limit=9), mock.patch.object(torch._dynamo.config, "verbose", True):
             pass
+        # The same names: in a larger table their order is another one.
+        many = set(map(str, range(1000)))
+        names = torch._dynamo.config.allowed_functions_module_string_ignorelist
+        torch._dynamo.config.allowed_functions_module_string_ignorelist = ({*names} | many) - many
 
 
     def test_timer():
