@@ -27,7 +27,7 @@ from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.stand_ins import stand_ins
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.opened_in_c import files_at
-from lowtide.probes.objects.thread_names import thread_key
+from lowtide.probes.objects.thread_names import thread_key, thread_name
 from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports.schema import Finding, Hop
 from lowtide.reports.sizes import first_of
@@ -291,14 +291,25 @@ def _cause(holder: Holder | None, item: object) -> CommonCause | None:
     """The first object on the way that should be gone; None where nothing of the program's leads to it."""
     if holder is None:
         return None
-    name, (root, *_, last) = way_text(holder.path), (holder.path[0], *holder.path)
+    path = _of_thread(holder.path)
+    name, (root, *_, last) = way_text(path), (path[0], *path)
     ending = ending_of(type(item) if holder.identity == id(item) else class_named(last.type))
     advice = f"end {name} where its owner ends" + (f": {on(name, ending)}" if ending else "")
-    if root.type == "interpreter":
-        # No code leads to what only C holds.
+    if root.type in ("interpreter", "thread"):
+        # No code leads to what only C holds, or a thread that runs.
         advice = f"end the {last.type} where its owner ends" + (f": {ending}" if ending else "")
         advice += "".join(f"; {hint}" for hint in [advice_for_root(root.edge)] if hint)
-    return CommonCause(holder.identity, name, holder.path, advice, holder.cause, ending, holder.identity == id(item))
+    return CommonCause(holder.identity, name, path, advice, holder.cause, ending, holder.identity == id(item))
+
+
+def _of_thread(path: tuple[Hop, ...]) -> tuple[Hop, ...]:
+    """The path from the thread that runs, where it begins at Python's own table of those."""
+    if [hop.edge for hop in path[:2]] != ["threading", "._active"] or len(path) < 3:
+        return path
+    thread = dict(threading._active).get(int(path[2].edge.strip("[]")))  # type: ignore[attr-defined]
+    if thread is None:
+        return path
+    return (Hop(type="thread", edge=f"thread {thread_name(thread)!r}", suspect=path[2].suspect), *path[3:])
 
 
 def _mapped_files(found: Sequence[Draft]) -> dict[str, int]:

@@ -52,8 +52,12 @@ class SmallHeap:
             module = types.ModuleType(name)
             self._made[id(spec)] = module
             sys.modules[name] = module
-        for name, spec in self._roots.items():
-            _fill(sys.modules[name], spec, self._make)
+        try:
+            for name, spec in self._roots.items():
+                _fill(sys.modules[name], spec, self._make)
+        except ValueError:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -112,6 +112,14 @@ def test_one(make, is_kept, tmp_path):
 
 
 @pytest.mark.parametrize("is_kept", [True, False])
+def test_thread_of_nobody(is_kept):
+    worker = Worker()
+    worker.thread.name = "scheduler"
+    if not is_kept:
+        worker.close()
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
 def test_array(is_kept):
     array = multiprocessing.Array("d", 1000)
     if is_kept:
@@ -201,6 +209,7 @@ def finding_of(run: InnerRun, name: str) -> Finding:
         ("test_one[make_database-True]", "file-descriptors", "test_inner.LEFT[3]", "LEFT[3].close()"),
         ("test_one[make_worker-True]", "threads", "test_inner.LEFT[4]", "it runs test_inner.Worker.serve (test_inner"),
         ("test_one[make_worker-True]", "threads", "test_inner.LEFT[4]", "started in Worker.__init__, test_inner.py:"),
+        ("test_thread_of_nobody[True]", "threads", "thread 'scheduler'", "it runs test_inner.Worker.serve (test_inner"),
         ("test_array[True]", "file-descriptors", "test_inner.LEFT[5]", "pym-"),
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "2.0 GiB at 0x"),
         ("test_reserved[True]", "address-space", "test_inner.LEFT[6]", "LEFT[6].close()"),
@@ -235,7 +244,16 @@ def test_a_thing_is_told_by_what_it_is_and_who_holds_it(
         *(f"test_one[make_{kind}-False]" for kind in ("epoll", "scandir", "mmap", "database", "worker")),
         *(
             f"test_{kind}[False]"
-            for kind in ("array", "reserved", "at_exit", "segments", "processes", "process_of_a_class", "socket_file")
+            for kind in (
+                "thread_of_nobody",
+                "array",
+                "reserved",
+                "at_exit",
+                "segments",
+                "processes",
+                "process_of_a_class",
+                "socket_file",
+            )
         ),
         "test_client",
     ],
