@@ -45,7 +45,7 @@ NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/packag
 	$(addprefix tests/pytest_plugin/test_, causes.py growth.py growth_in_processes.py hidden_holders.py later_tests.py library_insides.py \
 	library_tables.py passes.py remedies.py retention.py run_by_another.py settings.py settings_left.py shapes.py \
 	spent.py xdist.py) \
-	$(addprefix tests/leakcheck/test_, bisect_run.py calibration.py check.py checked_life.py damage.py defects.py empty_pools_in_lives.py \
+	$(addprefix tests/leakcheck/test_, bisect_run.py calibration.py check.py checked_life.py compiled_values.py damage.py defects.py empty_pools_in_lives.py \
 	engine_processes.py filled_caches.py exec.py first_use_in_lives.py fuzz.py growing_processes.py history_postgresql.py host_figure.py \
 	imports_in_lives.py life_processes.py leftovers.py library_items.py lifecycle.py notebook_cells.py own_growth.py owner_growth.py planted_leaks.py ranks_in_lives.py ray_cells.py ray_workers.py \
 	remains.py shared_sweep.py watched_life.py sleeping_lives.py target_life.py transformers_target.py unseen.py witness.py)
