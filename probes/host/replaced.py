@@ -439,6 +439,9 @@ def _is_as_good(first: Any, now: Any) -> bool:
     if type(first) in _PLAIN and type(now) in _PLAIN:
         return type(first) is type(now) and bool(first == now or first != first)
     before, function = _underlying(first), _underlying(now)
+    if type(function) is functools.partial:
+        # As Inductor's overrides make of their own, when they are first needed.
+        function = _underlying(function.func)
     if function is before or is_tools(type(function)):
         return True
     if is_a(function, type) and is_a(before, type):

@@ -796,6 +796,27 @@ def test_a_filter_is_a_library_s_only_if_it_comes_with_the_library_s_module(
             assert (name in reader.read()) is shown
 
 
+def made_by_torch() -> Callable[..., str]:
+    """A function as one of torch's makes it when it is first needed."""
+    namespace: dict[str, Any] = {"__name__": "torch.nn.modules.linear"}
+    exec("def route(*arguments): return ''", namespace)
+    route: Any = namespace["route"]
+    route.__qualname__ = "Overrides.setup.<locals>.route"
+    return route  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"), [(made_by_torch(), False), (torch.nn.Module.cpu, True), (lambda *arguments: "", True)]
+)
+def test_what_a_library_makes_of_its_own_is_no_replacement(
+    function: Any, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = SettingReader()
+    reader.read()
+    monkeypatch.setattr(torch.nn.Linear, "extra_repr", functools.partial(function))
+    assert any("torch.nn.Linear.extra_repr" in name for name in reader.read()) is shown
+
+
 @pytest.mark.parametrize("with_extension", [True, False])
 def test_what_an_extension_puts_beside_itself_is_no_stub(with_extension: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Cython's modules do, for the types that they share."""
