@@ -40,9 +40,12 @@ class SleptTensors:
     Args:
         kind: of the engine's device, `cpu` or `cuda`; empty: of cards where any holds something when a sleep begins.
         before: the storages that were there before the engine was.
+        beside_arenas: whether an engine that announces arenas is looked at, too: its pages tell most, and a reading
+            takes as long as going through the heap.
     """
 
-    def __init__(self, kind: str = "", before: Collection[Key] = ()) -> None:
+    def __init__(self, kind: str = "", before: Collection[Key] = (), *, beside_arenas: bool = True) -> None:
+        self._beside_arenas = beside_arenas
         self._wanted = kind
         self._others = before
         self.kind = kind
@@ -59,8 +62,11 @@ class SleptTensors:
     def begin(self, stage: str) -> None:
         """Note what is there when a stage begins; nothing is read at any but sleeps, and wakes from them."""
         self.end()
-        self._is_in = stage.startswith("sleep") or (stage.startswith("wake") and bool(self._at_work))
-        if stage.startswith("sleep"):
+        sleeps = stage.startswith("sleep")
+        if sleeps and not self._beside_arenas and any(pool.kind == "arena" for pool in announced_pools()):
+            self._at_work, self._before, self._kept, self._made, sleeps = 0, {}, set(), set(), False
+        self._is_in = sleeps or (stage.startswith("wake") and bool(self._at_work))
+        if sleeps:
             storages = _outside_pools()
             self.kind = self._wanted or ("cuda" if any(device.startswith("cuda") for device, _ in storages) else "cpu")
             self._before = self._now = self._of_engine(storages)

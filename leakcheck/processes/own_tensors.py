@@ -32,7 +32,7 @@ class OwnTensors:
 
     def __init__(self) -> None:
         self._leftovers: LeftoverTensors | None = None
-        self._slept = SleptTensors()
+        self._slept = SleptTensors(beside_arenas=False)
         self._imported: dict[str, int] = {}
         self._cycle = 0
 

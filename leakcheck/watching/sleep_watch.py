@@ -41,7 +41,7 @@ class SleepWatch:
     def __init__(self, elsewhere: Callable[[], bool] = lambda: False) -> None:
         self._memory: dict[str, list[LabelledRange]] = {}
         self._findings: list[Finding] = []
-        self._slept = SleptTensors()
+        self._slept = SleptTensors(beside_arenas=False)
         self.engine: object = None
         self._elsewhere = elsewhere
         self._unjudged: dict[str, NotMeasured] = {}

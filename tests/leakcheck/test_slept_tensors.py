@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowtide.engine.device_allocator.arena import Arena
+from lowtide.engine.pages.cpu import CpuPages
 from lowtide.leakcheck.baseline.storages import live_keys
 from lowtide.leakcheck.findings.life_findings import ENGINE
 from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
@@ -144,6 +146,17 @@ def test_where_nobody_says_what_a_sleep_returns_that_is_said_with_the_bytes() ->
     missing = not_judged("sleep(1)", (12 * MIB, 12 * MIB), "cpu", "pid 7 (core)")
     assert missing.what == "what sleep(1) gives back on cpu in pid 7 (core): 0 B of 12.0 MiB came back"
     assert missing.why.startswith("nobody says how much it should be")
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_an_engine_with_arenas_is_looked_at_where_that_is_asked_for(beside: bool) -> None:
+    slept = SleptTensors("cpu", beside_arenas=beside)
+    without = after(KeepsAView(), slept)
+    arena = Arena("kv_cache", MIB, CpuPages())
+    try:
+        assert [len(found) for found in (without, after(KeepsAView(), slept))] == [1, beside]
+    finally:
+        arena.close()
 
 
 def test_nothing_is_read_of_other_stages_and_of_a_wake_without_a_sleep() -> None:
