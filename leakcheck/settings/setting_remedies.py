@@ -13,7 +13,7 @@ from typing import Any
 from lowtide.leakcheck.settings.changed_settings import ABSENT, SettingChange, disabled_loggers, is_secret
 from lowtide.probes.host.replaced import FIRST, INHERITED, NOTHING
 from lowtide.probes.host.settings import is_entry
-from lowtide.probes.host.torch_settings import DEFAULT_STREAM, NO_LIMIT
+from lowtide.probes.host.torch_settings import CARD_LIMITS, DEFAULT_STREAM, NO_LIMIT
 from lowtide.probes.objects.described import is_of_tools
 from lowtide.probes.objects.foreign import MISSING, cells_of, is_a
 from lowtide.probes.originals import gc, loaded, logging
@@ -43,6 +43,10 @@ _SETTERS: Mapping[str, str] = {
     "sys.getdlopenflags()": "sys.setdlopenflags({})",
     "signal.pthread_sigmask(signal.SIG_BLOCK, ())": "signal.pthread_sigmask(signal.SIG_SETMASK, {})",
     "the child subreaper": f"ctypes.CDLL(None).prctl({PR_SET_CHILD_SUBREAPER}, {{}}, 0, 0, 0)",
+    **{
+        f"the card's {name}": f"ctypes.CDLL('libcuda.so.1').cuCtxSetLimit({number}, ctypes.c_size_t({{}}))"
+        for name, number in CARD_LIMITS.items()
+    },
     "umask": "os.umask({})",
     "threading.stack_size()": "threading.stack_size({})",
     "logging.root.manager.disable": "logging.disable({})",

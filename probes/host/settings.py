@@ -27,7 +27,7 @@ from lowtide.probes.host.interpreter_settings import (
     library_values,
 )
 from lowtide.probes.host.replaced import REPLACED, Replaced
-from lowtide.probes.host.torch_settings import Modes, ModuleHooks, torch_values
+from lowtide.probes.host.torch_settings import CardLimits, Modes, ModuleHooks, torch_values
 from lowtide.probes.objects.described import is_installed_module, is_tools
 from lowtide.probes.objects.foreign import module_of_class, mro_of, namespace_of
 from lowtide.probes.originals import logging
@@ -225,7 +225,14 @@ class SettingReader:
             Modes(),
         )
         self._runners = len(self._sources)
-        self._sources += (library_values(), torch_values(), ModuleHooks(), Replaced(), KernelStatus(status))
+        self._sources += (
+            library_values(),
+            torch_values(),
+            CardLimits(),
+            ModuleHooks(),
+            Replaced(),
+            KernelStatus(status),
+        )
         self._raw: list[object] = [None] * len(self._sources)
         self._texts: list[dict[str, str]] = [{} for _ in self._sources]
         self._settings: Mapping[str, str] = MappingProxyType({})

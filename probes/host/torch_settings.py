@@ -5,6 +5,7 @@ They are read through torch's own C functions, each in some tens of nanoseconds,
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import operator
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 from lowtide.probes.host.setting_values import Value, Values, is_loaded
 from lowtide.probes.objects.described import described, identified, is_tools
 from lowtide.probes.objects.foreign import type_name
-from lowtide.probes.originals import loaded, torch_with_cuda
+from lowtide.probes.originals import loaded, os, torch_with_cuda
 
 _PLAIN = {
     "torch.get_num_threads()": "get_num_threads",
@@ -229,6 +230,49 @@ def _card(torch: Any) -> list[Value]:
         Value("torch.cuda.current_device()", device),
         Value("torch.cuda.current_stream()", stream, str),
     ]
+
+
+CARD_LIMITS = {"cudaLimitStackSize": 0, "cudaLimitPrintfFifoSize": 1, "cudaLimitMallocHeapSize": 2}
+"""The limits of a card that are read, with CUDA's numbers for them."""
+
+
+class CardLimits:
+    """Bytes that the current card sets aside for its threads: of their stacks, their output and their heap.
+
+    Until torch has begun to work on a card there is none, and nothing is begun.
+    """
+
+    def __init__(self) -> None:
+        self._driver: Any = None
+        self._value = ctypes.c_size_t()
+        self._place = ctypes.byref(self._value)
+
+    def raw(self) -> object:
+        """The limits, in the order of their names."""
+        torch = torch_with_cuda()
+        if torch is None or not torch.cuda.is_initialized():
+            return ()
+        if self._driver is None:
+            self._driver = _loaded_driver()
+        return tuple(map(self._limit, CARD_LIMITS.values())) if self._driver is not None else ()
+
+    def texts(self) -> dict[str, str]:
+        """Each by the name that it has in CUDA's runtime."""
+        limits: Any = self.raw()
+        return {
+            f"the card's {name}": str(value) for name, value in zip(CARD_LIMITS, limits, strict=False) if value >= 0
+        }
+
+    def _limit(self, number: int) -> int:
+        # Fails where no card is current in this thread.
+        return self._value.value if self._driver.cuCtxGetLimit(self._place, number) == 0 else -1
+
+
+def _loaded_driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+    except OSError:
+        return None
 
 
 class Modes:

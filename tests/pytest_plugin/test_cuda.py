@@ -56,6 +56,17 @@ def test_pools_of_two_holders():
 def test_driver_segment():
     driver_allocation(2 << 20)
 
+def limit_of_stacks(size):
+    cuda = ctypes.CDLL("libcuda.so.1")
+    torch.zeros(1, device="cuda")
+    before = ctypes.c_size_t()
+    assert cuda.cuCtxGetLimit(ctypes.byref(before), 0) == 0
+    assert cuda.cuCtxSetLimit(0, ctypes.c_size_t(size or before.value)) == 0
+    return before.value
+
+def test_limit(): limit_of_stacks(4096)
+def test_limit_given_back(): limit_of_stacks(limit_of_stacks(2048))
+
 ARRAYS = {}
 
 def test_host_array():
@@ -291,6 +302,13 @@ def test_an_array_which_the_driver_lists_with_other_ranges_is_found_and_hangs_no
     assert array.outcome == ("clean" if hidden else "leak")
 
 
+def test_a_limit_of_the_card_that_stays_changed_is_a_setting(leaks: Report) -> None:
+    (finding,) = [item for item in subject(leaks, "test_limit").findings if item.resource == "globals"]
+    assert "the card's cudaLimitStackSize was 1024, is 4096" in finding.message
+    assert finding.remedy is not None
+    assert finding.remedy.action.startswith("ctypes.CDLL('libcuda.so.1').cuCtxSetLimit(0, ctypes.c_size_t(1024))")
+
+
 def test_an_array_on_the_host_is_found_below_what_a_card_s_libraries_may_take_there(leaks: Report) -> None:
     (finding,) = subject(leaks, "test_host_array").findings
     assert (finding.resource, finding.holder) == ("host-memory", "test_inner.ARRAYS['batch']")
@@ -299,7 +317,13 @@ def test_an_array_on_the_host_is_found_below_what_a_card_s_libraries_may_take_th
 
 @pytest.mark.parametrize(
     "name",
-    ["test_at_tolerance", "test_driver_segment_given_back", "test_cuda_array_given_back", "test_pinned_given_back"],
+    [
+        "test_at_tolerance",
+        "test_driver_segment_given_back",
+        "test_cuda_array_given_back",
+        "test_pinned_given_back",
+        "test_limit_given_back",
+    ],
 )
 def test_what_came_back_is_clean(leaks: Report, name: str) -> None:
     assert subject(leaks, name).findings == ()
