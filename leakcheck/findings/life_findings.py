@@ -80,10 +80,11 @@ class LeftoverTensors:
         """What lives that are not the last have left, and was explained."""
         return tuple(self._earlier.values())
 
-    @property
-    def seen(self) -> frozenset[Key]:
-        """The storages that were there before the first life."""
-        return self._seen
+    def of_process(self) -> frozenset[Key]:
+        """Return the storages that are no engine's: they were there before the first life, or an import made them."""
+        made = [born.item for born in self._births.survivors() if born.label.startswith(_IMPORT)]
+        storages = survey_storages(item for item in made if is_tensor(item)).storages
+        return self._seen | {(each.device, each.address) for each in storages}
 
     def open(self) -> None:
         """Begin: what is there now is not the engine's."""

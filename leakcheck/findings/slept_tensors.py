@@ -39,15 +39,18 @@ class SleptTensors:
 
     Args:
         kind: of the engine's device, `cpu` or `cuda`; empty: of cards where any holds something when a sleep begins.
-        before: the storages that were there before the engine was.
+        others: gives the storages that are none of the engine's, when a sleep begins.
         beside_arenas: whether an engine that announces arenas is looked at, too: its pages tell most, and a reading
             takes as long as going through the heap.
     """
 
-    def __init__(self, kind: str = "", before: Collection[Key] = (), *, beside_arenas: bool = True) -> None:
+    def __init__(
+        self, kind: str = "", others: Callable[[], Collection[Key]] = tuple, *, beside_arenas: bool = True
+    ) -> None:
         self._beside_arenas = beside_arenas
         self._wanted = kind
-        self._others = before
+        self._ask_others = others
+        self._others: Collection[Key] = ()
         self.kind = kind
         self._at_work = 0
         self._is_in = False
@@ -67,7 +70,7 @@ class SleptTensors:
             self._at_work, self._before, self._kept, self._made, sleeps = 0, {}, set(), set(), False
         self._is_in = sleeps or (stage.startswith("wake") and bool(self._at_work))
         if sleeps:
-            storages = _outside_pools()
+            storages, self._others = _outside_pools(), self._ask_others()
             self.kind = self._wanted or ("cuda" if any(device.startswith("cuda") for device, _ in storages) else "cpu")
             self._before = self._now = self._of_engine(storages)
             self._kept, self._made = set(self._before), set()

@@ -224,7 +224,7 @@ class LifecycleRun:
         engine = getattr(life, "engine", life)
         may_grow = False
         self._own_growth.begin_life()
-        slept = SleptTensors(self._device.partition(":")[0], self._leftovers.seen)
+        slept = SleptTensors(self._device.partition(":")[0], self._leftovers.of_process)
         for turn, name in enumerate(self._script[:-1]):
             self._announce(cycle, turn)
             self._leftovers.stage(name, cycle)

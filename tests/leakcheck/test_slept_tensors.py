@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -131,7 +133,7 @@ def test_of_a_sleep_that_gives_back_less_than_half_it_is_known_how_much(
 ) -> None:
     # What was there before the engine is none of it.
     there = memory(64)
-    slept = SleptTensors("cpu", live_keys())
+    slept = SleptTensors("cpu", functools.partial(frozenset, live_keys()))
     engine = make()
     slept.begin("sleep(1)")
     engine.sleep()
