@@ -27,7 +27,7 @@ from lowtide.probes.heap.reach import reach
 from lowtide.probes.heap.stand_ins import stand_ins
 from lowtide.probes.objects.foreign import is_a
 from lowtide.probes.objects.opened_in_c import files_at
-from lowtide.probes.objects.thread_names import thread_key, thread_name
+from lowtide.probes.objects.thread_names import thread_ident, thread_key, thread_name
 from lowtide.probes.originals import gc, loaded, threading
 from lowtide.reports.schema import Finding, Hop
 from lowtide.reports.sizes import first_of
@@ -306,7 +306,8 @@ def _of_thread(path: tuple[Hop, ...]) -> tuple[Hop, ...]:
     """The path from the thread that runs, where it begins at Python's own table of those."""
     if [hop.edge for hop in path[:2]] != ["threading", "._active"] or len(path) < 3:
         return path
-    thread = dict(threading._active).get(int(path[2].edge.strip("[]")))  # type: ignore[attr-defined]
+    running = (each for each in threading.enumerate() if path[2].edge == f"[{thread_ident(each)}]")
+    thread = next(running, None)
     if thread is None:
         return path
     return (Hop(type="thread", edge=f"thread {thread_name(thread)!r}", suspect=path[2].suspect), *path[3:])
