@@ -41,6 +41,8 @@ def read_apart(path: Path) -> AllocatorSnapshot:
         answers.close()
         reader.kill()
         reader.join()
+        # Its pipes, which an error's traceback would keep until the next full collection.
+        reader.close()
     if isinstance(read, SnapshotError):
         raise read
     return read

@@ -38,7 +38,8 @@ class ProcessStat:
     """A line of `/proc/PID/stat`; `started` in ticks since boot.
 
     `faults` are the pages that it has touched for the first time, or written where it had them from its parent; 0 on a
-    kernel that does not count them.
+    kernel that does not count them. `layout` is where its code, its stack and its heap begin, which a fork has from its
+    parent; empty where that may not be read: another user's process.
     """
 
     pid: int
@@ -49,6 +50,7 @@ class ProcessStat:
     started: int
     session: int
     faults: int = 0
+    layout: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,6 @@ class Rollup:
     """What `smaps_rollup` says, in bytes.
 
     Attributes:
-        layout: first and last address of the process: a fork has its parent's.
         private: what only it maps, swapped out or not.
         anonymous: what is no file's, swapped out or not.
         shared: what is in physical memory and others map, too: libraries' code, shared memory.
@@ -64,7 +65,6 @@ class Rollup:
         huge: the part of `anonymous` in huge pages, each of which is one fault.
     """
 
-    layout: str
     private: int
     anonymous: int
     shared: int
@@ -83,7 +83,9 @@ def stat(pid: int) -> ProcessStat | None:
     fields = tail.split()
     parent, group, session = map(int, fields[1:4])
     faults = int(fields[7]) + int(fields[9])
-    return ProcessStat(pid, head.partition("(")[2], fields[0], parent, group, int(fields[19]), session, faults)
+    code, stack, heap = fields[23], fields[25], fields[44]
+    layout = (code, stack, heap) if int(stack) else ()
+    return ProcessStat(pid, head.partition("(")[2], fields[0], parent, group, int(fields[19]), session, faults, layout)
 
 
 def catches(pid: int, number: int) -> bool | None:
@@ -187,7 +189,7 @@ def sizes(pid: int) -> tuple[int, int]:
 def rollup(pid: int) -> Rollup | None:
     """Its memory by kind; None where it may not be read: another user's process, or a kernel before 4.14."""
     try:
-        head, *lines = lines_of(f"/proc/{pid}/smaps_rollup")
+        _, *lines = lines_of(f"/proc/{pid}/smaps_rollup")
     except (OSError, ValueError):  # or it ends: then the file is empty
         return None
     sizes = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}
@@ -196,7 +198,7 @@ def rollup(pid: int) -> Rollup | None:
         sum(sizes.get(f"{kind}_{part}", 0) for part in ("Clean", "Dirty", "Hugetlb")) for kind in ("Private", "Shared")
     )
     anonymous, huge = sizes.get("Anonymous", 0) + swapped, sizes.get("AnonHugePages", 0)
-    return Rollup(head.split()[0], private + swapped, anonymous, shared, swapped, huge)
+    return Rollup(private + swapped, anonymous, shared, swapped, huge)
 
 
 def has_opened_a_card(pid: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import count_cards
@@ -17,11 +17,11 @@ from lowtide.probes.host.process_files import (
     children_of,
     has_opened_a_card,
     lives,
+    rollup,
     sizes,
     stat,
 )
 from lowtide.probes.host.process_files import name_of as name_of
-from lowtide.probes.host.process_files import rollup as _rollup
 from lowtide.probes.originals import contents, os, resource, sys
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -30,6 +30,8 @@ _BLOCK = 160
 """Bytes of the pages behind one of Python's objects, at most: a fork copies them when it collects or looks at them."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+
+_HARDLY_ANY = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +175,10 @@ class ProcessTree:
         parent = stat(process.parent)
         if process.parent != 1 and (parent is None or parent.command not in REAPERS):
             return False
-        layout, of_this = _layout(process.pid), _layout(os.getpid())
-        if not layout or layout == of_this:
+        if not process.layout or process.layout == own.layout:
             return True
-        neighbours = (pid for pid in _group_members(own.group) if pid not in family and pid != process.pid)
-        return not marks and not any(_layout(pid) == layout for pid in neighbours)
+        neighbours = (other for other in _group_members(own.group) if other.pid not in {*family, process.pid})
+        return not marks and not any(other.layout == process.layout for other in neighbours)
 
 
 def _marks_of(pid: int) -> list[str]:
@@ -191,18 +192,12 @@ def _marks_of(pid: int) -> list[str]:
     return [token.decode(errors="replace") for mark in marks for token in mark.split(b":") if token]
 
 
-def _layout(pid: int) -> str:
-    """Where a process's memory begins and ends, which a fork has from its parent; empty where it may not be read."""
-    memory = _rollup(pid)
-    return "" if memory is None else memory.layout
-
-
-def _group_members(group: int) -> Iterator[int]:
-    """The living processes of a process group."""
+def _group_members(group: int) -> Iterator[ProcessStat]:
+    """Yield the living processes of a process group."""
     for name in os.listdir("/proc"):
         process = stat(int(name)) if name.isdigit() else None
         if process is not None and process.group == group and process.state != "Z":
-            yield process.pid
+            yield process
 
 
 class TreeMemory:
@@ -215,6 +210,7 @@ class TreeMemory:
     def __init__(self, tree: ProcessTree) -> None:
         self._tree = tree
         self._inherited: dict[int, int] = {}
+        self._last: dict[int, _Memory] = {}
         self._cards: int | None = None
         self._last_anonymous = anonymous_bytes()
 
@@ -240,32 +236,43 @@ class TreeMemory:
         start, self._last_anonymous = min(self._last_anonymous, anonymous), anonymous
         family = self._tree.descendants()
         on_cards = self._on_cards(family, ask()) if family and ask is not None else {}
-        layouts: dict[str, int] = {}
+        own = stat(os.getpid())
+        layouts = {} if own is None else {own.layout: start}
         found = []
         for pid in family:
             resident, swapped = sizes(pid)
-            if resident + swapped < floor and pid not in on_cards:
+            process = stat(pid)
+            if process is None or (resident + swapped < floor and pid not in on_cards):
                 continue
-            if not layouts:
-                own = _rollup(os.getpid())
-                layouts = {own.layout: start} if own is not None else {"": 0}
-            memory, forked = _rollup(pid), False
+            memory, forked = self._memory_of(process, resident + swapped), False
             if memory is None:
                 private, own_bytes = None, resident + swapped
             else:
                 private = memory.private
-                forked = memory.layout in layouts
-                copied = self._inherited.setdefault(pid, layouts.get(memory.layout, 0))
+                forked = process.layout in layouts
+                copied = self._inherited.setdefault(pid, layouts.get(process.layout, 0))
                 # Of what is anonymous, pages may be shared with the parent; the rest of the private ones is its own.
                 own_bytes = max(0, memory.anonymous - copied) + max(0, private - memory.anonymous)
                 if forked:
-                    own_bytes = _own_of_fork(pid, memory, own_bytes)
+                    own_bytes = _own_of_fork(process, memory, own_bytes)
                 own_bytes = min(private, own_bytes)
-                layouts.setdefault(memory.layout, memory.anonymous)
+                layouts.setdefault(process.layout, memory.anonymous)
             name = name_of(pid)
             found.append(ProcessMemory(pid, name, private, resident, own_bytes, on_cards.get(pid, {}), forked))
         self._inherited = {pid: size for pid, size in self._inherited.items() if pid in family}
+        self._last = {pid: memory for pid, memory in self._last.items() if pid in family}
         return anonymous, found
+
+    def _memory_of(self, process: ProcessStat, held: int) -> Rollup | None:
+        """Return what its pages are; as they were when last read, where it has touched and given back hardly any since.
+
+        The kernel goes through all pages to say it: 5 ms for a process with torch.
+        """
+        now = _Memory(process, held)
+        last = self._last.get(process.pid)
+        if last is None or not now.is_nearly(last):
+            last = self._last[process.pid] = replace(now, pages=rollup(process.pid))
+        return last.pages
 
     def _on_cards(self, family: Sequence[int], driver: Driver) -> dict[int, dict[str, int | None]]:
         if self._cards is None:
@@ -284,20 +291,35 @@ class TreeMemory:
         return found
 
 
-def _own_of_fork(pid: int, memory: Rollup, fresh: int) -> int:
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What is known of a process's pages: what it has touched, and bytes that are in memory or swapped out."""
+
+    process: ProcessStat
+    held: int
+    pages: Rollup | None = None
+
+    def is_nearly(self, before: _Memory) -> bool:
+        """Tell whether the process has touched and given back less than a mebibyte since."""
+        if self.process.started != before.process.started or not self.process.faults:
+            return False
+        touched = (self.process.faults - before.process.faults) * _PAGE
+        return touched < _HARDLY_ANY and abs(self.held - before.held) < _HARDLY_ANY
+
+
+def _own_of_fork(process: ProcessStat, memory: Rollup, fresh: int) -> int:
     """What of a fork's memory is no copy that it took by looking at its parent's objects.
 
     What its parent has taken between the last look and the fork seems fresh.  The fork has not touched it, though, and
     the kernel counts what it touches: so no code needs to run at a fork to read what the parent held then.
 
     Args:
-        pid: the fork.
+        process: the fork.
         memory: what it holds.
         fresh: bytes that it holds and that its parent did not have when it was last looked at.
     """
     looked_at = sys.getallocatedblocks() * _BLOCK
-    process = stat(pid)
-    if process is not None and process.faults:
+    if process.faults:
         touched = process.faults * _PAGE + memory.huge
         if touched < fresh:
             fresh = max(0, touched - looked_at)

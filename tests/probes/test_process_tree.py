@@ -18,7 +18,7 @@ import pytest
 
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.probes.device.driver.nvml import NvmlDriver
-from lowtide.probes.host import process_tree
+from lowtide.probes.host import process_files, process_tree
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.process_files import MARK, name_of
 from lowtide.probes.host.process_tree import ProcessMemory, ProcessTree, TreeMemory
@@ -287,11 +287,64 @@ def test_what_a_fork_writes_of_its_parents_memory_is_its_own(tree: ProcessTree, 
 def test_memory_that_may_not_be_read_is_unknown_and_reported_as_resident(
     tree: ProcessTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lowtide.probes.host.process_tree._rollup", lambda pid: None)
+    monkeypatch.setattr("lowtide.probes.host.process_tree.rollup", lambda pid: None)
     with child(f"held = b'x' * {64 * MIB}; {WAITS}"):
         found = only(tree)
     assert found.private is None
     assert found.own == found.resident > 64 * MIB
+
+
+def test_pages_are_counted_again_once_a_process_has_touched_or_given_back_some(
+    tree: ProcessTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    monkeypatch.setattr(process_tree, "rollup", lambda pid: (counted.append(pid), process_files.rollup(pid))[1])
+    memory = TreeMemory(tree)
+
+    def private() -> int:
+        _, (found,) = memory.read(None, floor=0)
+        return found.private or 0
+
+    steps = "for size in (32 << 20, 0): sys.stdin.readline(); held = None; held = b'x' * size; print(flush=True)"
+    with child(f"import sys; print(flush=True)\n{steps}\nsys.stdin.read()") as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        few = private()
+        assert abs(private() - few) < MIB
+        assert len(counted) == 1
+        for held in (32 * MIB, 0):
+            process.stdin.write("\n")
+            process.stdin.flush()
+            process.stdout.readline()
+            assert abs(private() - few - held) < 4 * MIB
+        assert len(counted) == 3
+
+
+def test_pages_that_a_fork_writes_are_counted_though_it_gets_no_larger(tree: ProcessTree) -> None:
+    inherited = bytearray(b"x" * (64 * MIB))
+    fork = get_context("fork")
+    mine, theirs = fork.Pipe()
+    memory = TreeMemory(tree)
+    process = fork.Process(target=_write_when_told, args=(theirs, inherited))
+    process.start()
+    try:
+        mine.recv()
+        memory.read(None, floor=0)
+        mine.send("write")
+        mine.recv()
+        _, (found,) = memory.read(None, floor=0)
+    finally:
+        process.kill()
+        process.join()
+    assert (found.private or 0) >= 64 * MIB
+    assert len(inherited) == 64 * MIB
+
+
+def _write_when_told(pipe: Any, inherited: bytearray) -> None:
+    sum(inherited[page] for page in range(0, len(inherited), 4096))
+    pipe.send("ready")
+    pipe.recv()
+    _write(pipe, inherited, len(inherited))
 
 
 def test_memory_on_cards_is_that_of_the_drivers_list(tree: ProcessTree, monkeypatch: pytest.MonkeyPatch) -> None:
