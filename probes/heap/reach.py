@@ -35,7 +35,7 @@ def reach(
         starts: where to begin.
         boundaries: types not to look into, besides classes, modules and their namespaces, code and frames.
         packages: top-level packages whose objects are not to be looked into.
-        namespaces: `module_namespaces()`, for who asks more than once.
+        namespaces: `module_namespaces()`, for who asks more than once, and whatever else is not to be entered.
         enters: whether to look into this class, and whether at the attributes of this function.
         max_objects: how many to look at.
 
@@ -43,7 +43,6 @@ def reach(
     reference does not keep its target.
     """
     stops = (*_BOUNDARIES, *boundaries)
-    namespaces = module_namespaces() if namespaces is None else namespaces
     seen: dict[int, object] = {}
     known: dict[int, bool] = {}
     readers: dict[int, Reader | None] = {}
@@ -54,9 +53,14 @@ def reach(
         del waiting[-_CHUNK:]
         plain: list[object] = []
         for item in chunk:
-            if id(item) in seen or id(item) in namespaces:
+            if id(item) in seen:
                 continue
             kind = type(item)
+            if kind is dict and namespaces is None:
+                # Two thousand modules with torch: most walks meet no dict.
+                namespaces = module_namespaces()
+            if namespaces is not None and id(item) in namespaces:
+                continue
             if id(kind) not in known:
                 known[id(kind)] = _stops(kind, stops, packages)
             if known[id(kind)] and not (is_a(item, type) and enters(item)):

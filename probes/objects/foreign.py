@@ -52,9 +52,10 @@ _DEFINITIONS = frozenset(
 
 
 def is_a(item: object, cls: type) -> bool:
-    """Whether the object's real type derives from `cls`."""
+    """Tell whether the object's real type derives from `cls`."""
     # Not `isinstance`, which asks the object, nor `issubclass`, which asks the class.
-    return any(base is cls for base in mro_of(type(item)))
+    kind = type(item)
+    return kind is cls or any(base is cls for base in mro_of(kind))
 
 
 def namespace_of_class(cls: type) -> Any:
