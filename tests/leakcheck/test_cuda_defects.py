@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowtide.engine.defects import DEFECTS, LATE_BY
-from lowtide.leakcheck.cli.verify import Verified, verify
+from lowtide.leakcheck.cli.defects import Verified, verify
 from lowtide.reports.schema import Finding, Subject
 
 pytestmark = [

@@ -20,8 +20,8 @@ from lowtide.engine.defects import DEFECTS, Defect, find_defect, switched_on
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.processes.extensions import entered
 from lowtide.engine.worker import Worker
-from lowtide.leakcheck.cli import verify as module
-from lowtide.leakcheck.cli.verify import Verified, VerifiedRun, table, verify
+from lowtide.leakcheck.cli import defects as module
+from lowtide.leakcheck.cli.defects import Verified, VerifiedRun, table, verify
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.targets.reference import ReferenceLife
 from lowtide.probes.device.driver.none import NoDriver

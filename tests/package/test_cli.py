@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 
 from lowtide.engine.defects import DEFECTS
 from lowtide.leakcheck.cli import commands as cli
-from lowtide.leakcheck.cli import fuzz_command, verify
+from lowtide.leakcheck.cli import defects as defects_module
+from lowtide.leakcheck.cli import fuzz_command
 from lowtide.leakcheck.fuzzing.fuzz import Found
 from lowtide.leakcheck.lives import lifecycle
 from lowtide.leakcheck.lives.script import Coverage
@@ -228,13 +229,13 @@ def test_verified_defects_decide_the_exit_code(
 ) -> None:
     first, second = list(DEFECTS.values())[:2]
 
-    def verified(defects: object, device: str, *, jobs: int, in_core: bool) -> Iterator[verify.Verified]:
+    def verified(defects: object, device: str, *, jobs: int, in_core: bool) -> Iterator[defects_module.Verified]:
         assert (device, jobs, in_core) == ("cpu", 3, False)
-        run = verify.VerifiedRun(subject("leak") if ran else None, 1.0, "")
-        yield verify.Verified(first, "cpu", run, verify.VerifiedRun(subject("clean"), 1.0, ""), note)
-        yield verify.Verified(second, "", None, None, "needs a card")
+        run = defects_module.VerifiedRun(subject("leak") if ran else None, 1.0, "")
+        yield defects_module.Verified(first, "cpu", run, defects_module.VerifiedRun(subject("clean"), 1.0, ""), note)
+        yield defects_module.Verified(second, "", None, None, "needs a card")
 
-    monkeypatch.setattr(verify, "verify", verified)
+    monkeypatch.setattr(defects_module, "verify", verified)
     # As many as are told here.
     monkeypatch.setattr("lowtide.engine.defects.DEFECTS", {first.name: first, second.name: second})
     done = invoke("defects", "--verify", "--device", "cpu", "--jobs", "3")

@@ -1,27 +1,99 @@
-"""The tables of `lowtide snapshot`."""
+"""`lowtide snapshot`: what snapshots of torch's allocator say, one by itself or several beside each other."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
-from rich.console import RenderableType
+import typer
 from rich.text import Text
 
-from lowtide.leakcheck.snapshots.allocator_snapshot import (
-    AllocatorSnapshot,
-    By,
-    Compared,
-    Survivors,
-    compare,
-    sum_stages,
-    texts_of,
-)
-from lowtide.leakcheck.snapshots.blocks_and_events import OUTSIDE, Segment
+from lowtide.leakcheck.cli.console import find_console, refuse
 from lowtide.probes.memory.stack_frames import StackFrame, telling_frames
 from lowtide.reports.figure_table import Column, FigureTable
 from lowtide.reports.hanging_text import HangingText
 
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lowtide.leakcheck.snapshots.allocator_snapshot import AllocatorSnapshot, Compared, Survivors
+    from lowtide.leakcheck.snapshots.allocator_snapshot import By as ComparedBy
+    from lowtide.leakcheck.snapshots.blocks_and_events import Segment
+
 _MOST_FRAMES = 4
+"""Of a stack that is shown below the tables."""
+
+
+class By(str, Enum):
+    """What several files are, and what is added up."""
+
+    cycle = "cycle"
+    rank = "rank"
+    stage = "stage"
+
+
+def snapshot(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Pickles that torch.cuda.memory._dump_snapshot has written."),
+    ],
+    by: Annotated[
+        By,
+        typer.Option(
+            help="What several files are: one process at later and later moments (cycle), or ranks at the same one "
+            "(rank). With stage, one process; what is in use is added up by stage, not by stack."
+        ),
+    ] = By.cycle,
+    top: Annotated[int, typer.Option(min=1, help="Rows of each table.")] = 20,
+) -> None:
+    """Show what is in use by allocating stack and stage, and how free memory lies; of several files what differs.
+
+    The stage is what torch.cuda.memory._set_memory_metadata had set when a block was allocated, or else the innermost
+    torch.profiler.record_function; "not known" where the history in the file does not have the allocation, or has no
+    stages.
+
+    Nothing in a file is executed: whatever is more than plain data is refused by its name.
+
+    Exit codes: 0 shown, 2 a file is no snapshot.
+    """
+    from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError
+    from lowtide.leakcheck.snapshots.separate_reader import read_apart
+
+    try:
+        read = [replace(read_apart(file), name=name) for file, name in zip(files, _names(files), strict=True)]
+    except SnapshotError as error:
+        refuse(str(error))
+    console = find_console()
+    for part in _shown(read, by.value, top):
+        console.print(part)
+
+
+def _names(files: Sequence[Path]) -> list[str]:
+    """What to call each: as much of the end of its path as tells them apart."""
+    longest = max(len(file.parts) for file in files)
+    for length in range(1, longest + 1):
+        names = [str(Path(*file.parts[-length:])) for file in files]
+        if len(set(names)) == len(set(files)):
+            break
+    return names
+
+
+def _shown(read: Sequence[AllocatorSnapshot], by: ComparedBy, top: int) -> Iterator[RenderableType]:
+    for each in read:
+        yield pools_table(each)
+    if len(read) > 1:
+        yield differences_table(read, by, top)
+        return
+    (only,) = read
+    yield from segments_table(only.segments, top)
+    if by == "stage":
+        yield stages_table(only, top)
+    else:
+        yield survivors_table(only.survivors, top)
+        yield from stack_lines(only.survivors[:top])
 
 
 def pools_table(read: AllocatorSnapshot) -> FigureTable:
@@ -79,6 +151,8 @@ def segments_table(segments: Sequence[Segment], top: int) -> Iterator[FigureTabl
 
 def survivors_table(survivors: Sequence[Survivors], top: int) -> FigureTable:
     """What is in use by allocating stack, and by stage where any is known."""
+    from lowtide.leakcheck.snapshots.allocator_snapshot import texts_of
+
     shown = survivors[:top]
     stages = (
         (Column("stage", tuple(_stage(each) for each in shown)),)
@@ -104,6 +178,8 @@ def survivors_table(survivors: Sequence[Survivors], top: int) -> FigureTable:
 
 def stages_table(read: AllocatorSnapshot, top: int) -> FigureTable:
     """What is in use by the stage in which it was allocated."""
+    from lowtide.leakcheck.snapshots.allocator_snapshot import sum_stages
+
     stages = sum_stages(read)
     shown = stages[:top]
     return FigureTable(
@@ -142,8 +218,10 @@ def _frames(stack: Sequence[StackFrame]) -> Iterator[HangingText]:
             yield HangingText(f"  … {after - turn - 1} more", style="dim")
 
 
-def differences_table(read: Sequence[AllocatorSnapshot], by: By, top: int) -> RenderableType:
+def differences_table(read: Sequence[AllocatorSnapshot], by: ComparedBy, top: int) -> RenderableType:
     """What differs between several snapshots, by stack or by stage."""
+    from lowtide.leakcheck.snapshots.allocator_snapshot import compare, texts_of
+
     differing = compare(read, by)
     if not differing:
         return Text(f"in use is the same in all of them, {'stage by stage' if by == 'stage' else 'stack by stack'}")
@@ -180,6 +258,8 @@ def _pool(number: tuple[int, int]) -> str:
 
 
 def _stage(survivors: Survivors) -> str:
+    from lowtide.leakcheck.snapshots.blocks_and_events import OUTSIDE
+
     if survivors.stage is None:
         return "not known"
     return "outside of all" if survivors.stage == OUTSIDE else survivors.stage
