@@ -17,9 +17,9 @@ import machine
 import torch
 
 from lowtide.engine.defects import DEFECTS
-from lowtide.leakcheck.cli.fuzz_command import reference_target
-from lowtide.leakcheck.fuzzing.fuzz import fuzz
+from lowtide.leakcheck.lives.fuzz import fuzz
 from lowtide.leakcheck.lives.script import simplest
+from lowtide.leakcheck.targets.reference import reference_target
 
 ON_CPU = ("wake-oom", "undrained-offload", "block-table-contents", "frozen-heap", "bound-method-cache")
 ON_CARD = (*ON_CPU, "workspace-resize")

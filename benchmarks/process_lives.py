@@ -21,8 +21,8 @@ from typing import Any
 import machine
 import psutil
 
-from lowtide.leakcheck.fuzzing.fuzz import fuzz
-from lowtide.leakcheck.targets.reference_target import ReferenceTarget
+from lowtide.leakcheck.lives.fuzz import fuzz
+from lowtide.leakcheck.targets.reference import ReferenceTarget
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 

@@ -11,9 +11,9 @@ from typing import Any
 
 RENAMED = {
     "lowtide.leakcheck.checked_life": "lowtide.leakcheck.lives.checked_life",
-    "lowtide.leakcheck.fuzz": "lowtide.leakcheck.fuzzing.fuzz",
-    "lowtide.leakcheck.reference_target": "lowtide.leakcheck.targets.reference_target",
-    "lowtide.leakcheck.small_checkpoint": "lowtide.leakcheck.targets.small_checkpoint",
+    "lowtide.leakcheck.fuzz": "lowtide.leakcheck.lives.fuzz",
+    "lowtide.leakcheck.reference_target": "lowtide.leakcheck.targets.reference",
+    "lowtide.leakcheck.small_checkpoint": "lowtide.leakcheck.targets.reference",
     "lowtide.leakcheck.target": "lowtide.leakcheck.targets.target",
     "lowtide.leakcheck.transformers_target": "lowtide.leakcheck.targets.transformers_target",
 }

@@ -13,10 +13,10 @@ from lowtide.leakcheck import targets
 from lowtide.leakcheck.targets import *  # noqa: F403 - the room's face is the public one
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.targets.reference_target import reference
+    from lowtide.leakcheck.targets.reference import reference
     from lowtide.leakcheck.targets.transformers_target import transformers_model
 
-_HOMES = {"reference": "reference_target", "transformers_model": "transformers_target"}
+_HOMES = {"reference": "reference", "transformers_model": "transformers_target"}
 
 __all__ = ["reference", "transformers_model"]
 __all__ += targets.__all__

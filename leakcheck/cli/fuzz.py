@@ -1,22 +1,35 @@
-"""`lowtide fuzz`: its options, and the order in which what was found is written and shown."""
+"""`lowtide fuzz`: searches, shows how far it is, writes and prints what it found."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console, RenderableType
+from rich.table import Column, Table
+from rich.text import Text
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse, say
+from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, progress_line, refuse, say
 from lowtide.leakcheck.cli.reporting import begin_report, check_writable, ended_with, make_report, write_report
-from lowtide.leakcheck.targets.target import Device, device_name
+from lowtide.leakcheck.targets.target import Device, Subjected, TargetError, device_name, make_target, named_target
+from lowtide.reports.escaping import one_line
+from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.outcomes import judged_as, largest_of_each
+from lowtide.reports.schema import Finding, ReportError, Subject
+from lowtide.reports.terminal import finding_text, not_judged_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+    from lowtide.leakcheck.lives.fuzz import Found
+    from lowtide.leakcheck.lives.script import Coverage
+    from lowtide.leakcheck.lives.sweep import Swept
+    from lowtide.leakcheck.lives.witness import Killed
 
-    from lowtide.reports.schema import Subject
+
+PROGRAM = "life.py"
+"""The file of a report's folder that has the life that fails."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +113,8 @@ def _fuzz(
     jobs: int,
     report: Path | None,
 ) -> int:
-    from lowtide.leakcheck.cli.fuzz_command import verdict, write_program
     from lowtide.probes.device.driver import find_driver
     from lowtide.reports import schema
-    from lowtide.reports.hanging_text import HangingText
 
     console = find_console()
     driver = find_driver()
@@ -146,8 +157,7 @@ def _search(
     """What was found, the life that fails as a program, and how much was tried."""
     from lowtide.engine import EngineError
     from lowtide.engine.defects import find_defect
-    from lowtide.leakcheck.cli.fuzz_command import checkpoint_target, fail_all, named_target, reference_target, search
-    from lowtide.leakcheck.targets.target import TargetError
+    from lowtide.leakcheck.targets.reference import checkpoint_target, reference_target
 
     try:
         if target is not None:
@@ -162,3 +172,185 @@ def _search(
         return search(subjected, examples=examples, seed=seed, steps=steps, console=console)
     except (EngineError, TargetError) as error:
         refuse(str(error))
+
+
+def search(
+    subjected: Subjected, *, examples: int, seed: int | None, steps: int, console: Console
+) -> tuple[Subject, str, str]:
+    """Random lives, with a progress line.
+
+    Returns:
+        What was found, for a report; the life that fails as a program, empty where none does; how much was tried.
+
+    Raises:
+        TargetError: the target cannot be driven.
+    """
+    from lowtide.leakcheck.lives import fuzz as random_lives
+
+    with progress_line(console) as progress, subjected.context:
+        task = progress.add_task("loading", total=examples)
+
+        def show(coverage: Coverage) -> None:
+            what = "shrinking" if coverage.failed else "lives"
+            found = "1 finding" if coverage.failed else "no finding"
+            said = f"{what}: {len(coverage.states)} states, {len(coverage.edges)} edges, {found}"
+            progress.update(task, description=said, completed=min(coverage.lives, examples))
+
+        found = random_lives.fuzz(subjected.factory, examples=examples, seed=seed, steps=steps, listener=show)
+    program = random_lives.as_program(found.life, subjected.source) if found.life else ""
+    outcome, unseen = judged_as("leak" if found.findings else "clean", found.not_measured)
+    subject = Subject(
+        id=f"fuzz[{subjected.name}]",
+        outcome="error" if found.reason else outcome,
+        reason=found.reason or unseen,
+        findings=found.findings,
+        not_measured=found.not_measured,
+    )
+    return subject, program, _summary(found)
+
+
+def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[Subject, str, Table]:
+    """Every fault point of every stage, and a kill in each, with a progress line.
+
+    Args:
+        subjected: what is fuzzed.
+        jobs: processes at the same time that fail points.
+        console: where the progress line is shown.
+
+    Returns:
+        What was found, for a report; the first life that fails as a program, empty where none does; the points.
+
+    Raises:
+        TargetError: the target cannot be driven.
+    """
+    from lowtide.leakcheck.lives.fuzz import as_program
+    from lowtide.leakcheck.lives.sweep import shared_sweep
+    from lowtide.leakcheck.lives.witness import kill_in_each_stage
+    from lowtide.probes.device.driver import find_driver
+
+    swept: list[Swept] = []
+    table = _points_table()
+    with progress_line(console) as progress, subjected.context:
+        task = progress.add_task("loading", total=None)
+
+        def show(stage: str, kind: str, at: int, points: int) -> None:
+            progress.update(task, description=f"{stage}: {kind}", completed=at, total=points)
+
+        able = make_target(subjected.factory).capabilities
+        items = shared_sweep(subjected.source, able, config=subjected.thorough, jobs=jobs, listener=show)
+        killed: list[Killed] = []
+        unknown = ""
+        driver = find_driver()
+        try:
+            for item in items:
+                swept.append(item)
+                if item.points or item.findings:
+                    verdict = "; ".join(finding.message for finding in item.findings) or "survived"
+                    _add_row(table, item.stage, item.kind, str(item.points), str(item.raised), verdict)
+            for dead in kill_in_each_stage(
+                subjected.from_outside or subjected.source,
+                able,
+                config=subjected.thorough,
+                driver=driver,
+                listener=lambda stage: progress.update(task, description=f"{stage}: kill", total=None),
+            ):
+                killed.append(dead)
+                verdict = "; ".join(finding.message for finding in dead.findings) or "nothing stayed"
+                _add_row(table, dead.stage, "kill", "1", "1", verdict)
+        except TargetError as error:
+            if not swept:
+                raise
+            # What was found before is not lost for it.
+            unknown = str(error)
+        finally:
+            driver.close()
+    table.add_row("all", "", str(sum(item.points for item in swept)), str(sum(item.raised for item in swept)), "")
+    life = next((item.life for item in swept if item.findings), ())
+    subject = _sweep_subject(subjected, (*swept, *killed), unknown)
+    return subject, as_program(life, subjected.source) if life else "", table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    # As text, not as a string: what stands in brackets is no markup.
+    table.add_row(*(Text(one_line(cell)) for cell in cells))
+
+
+def _points_table() -> Table:
+    return Table(
+        Column("stage", overflow="fold"),
+        Column("fails", overflow="fold"),
+        Column("points", justify="right", no_wrap=True),
+        Column("raised", justify="right", no_wrap=True),
+        Column("", overflow="fold"),
+        box=None,
+    )
+
+
+def _sweep_subject(subjected: Subjected, tried: Sequence[Swept | Killed], unknown: str) -> Subject:
+    """What every fault point and every kill found, each finding once; `unknown` says why not everything was tried."""
+    findings: dict[str, Finding] = {}
+    for found in [found for item in tried for found in item.findings]:
+        # The same in several stages is one.
+        findings.setdefault(found.fingerprint, found)
+    # The same of each stage.
+    unmeasured = [missing for item in tried for missing in item.not_measured]
+    not_measured = (*subjected.not_measured, *largest_of_each(unmeasured))
+    outcome, unseen = judged_as("leak" if findings else "error" if unknown else "clean", not_measured)
+    return Subject(
+        id=f"faults[{subjected.name}]",
+        outcome=outcome,
+        reason=unknown or unseen,
+        findings=tuple(findings.values()),
+        not_measured=not_measured,
+    )
+
+
+def verdict(subject: Subject, attempts: str | Table) -> Iterator[RenderableType]:
+    """What is shown in the end."""
+    if isinstance(attempts, Table):
+        yield attempts
+    for missing in subject.not_measured:
+        if missing.process is not None and subject.outcome == "unsupported":
+            continue  # its reason says so
+        yield not_judged_text(missing)
+    for finding in subject.findings:
+        yield finding_text(finding)
+    if isinstance(attempts, str):
+        tried = attempts
+    else:
+        ended = bool(subject.reason) and subject.outcome != "unsupported"
+        tried = "not everything was tried" if ended else "every fault point was failed once"
+    if subject.outcome == "clean":
+        yield HangingText(f"CLEAN: {tried}", style="bold green")
+    if subject.outcome == "unsupported":
+        yield HangingText(subject.reason, style="yellow")
+        yield HangingText(f"NOT JUDGED: nothing can be concluded; {tried}", style="bold yellow")
+    elif subject.reason:
+        yield HangingText(f"NOT MEASURED: {subject.reason}; {tried}", style="bold yellow")
+    if subject.outcome == "leak":
+        yield HangingText(f"LEAK: {len(subject.findings)} finding(s); {tried}", style="bold red")
+
+
+def write_program(folder: Path, program: str) -> None:
+    """Puts the life that fails beside the report; where none does, one of an earlier report goes.
+
+    Raises:
+        ReportError: the folder cannot be written to.
+    """
+    path = folder / PROGRAM
+    try:
+        if program:
+            path.write_text(program, encoding="utf-8")
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error.strerror}; choose another report folder") from error
+
+
+def _summary(found: Found) -> str:
+    seen = found.coverage
+    rate = seen.lives / found.seconds if found.seconds else 0.0
+    return (
+        f"{seen.lives} lives, {seen.calls} calls, {len(seen.states)} states, {len(seen.edges)} edges in "
+        f"{found.seconds:.1f} s ({rate:.1f} lives/s)"
+    )

@@ -22,8 +22,8 @@ from typing import Any
 import msgspec
 
 import lowtide
-from lowtide.leakcheck.fuzzing.target_source import start_program
 from lowtide.leakcheck.gate.matrix import CALIBRATION_FILE
+from lowtide.leakcheck.targets.target import start_program
 from lowtide.reports import schema
 from lowtide.reports.escaping import one_line
 from lowtide.reports.folder import write_folder

@@ -17,11 +17,10 @@ from lowtide.leakcheck.findings.storage_holders import Context
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.judging.ladder import trim_heap
-from lowtide.leakcheck.lives.script import Call, failure_of
+from lowtide.leakcheck.lives.script import Call, LifeModel, failure_of
 from lowtide.leakcheck.lives.shared_lives import SharedLives
 from lowtide.leakcheck.processes.kept_asleep import explain_kept
 from lowtide.leakcheck.suppressions.entries import shipped
-from lowtide.leakcheck.targets.life_model import LifeModel
 from lowtide.leakcheck.targets.target import Capabilities, LifecycleTarget, Unjudged, make_target
 from lowtide.probes.host.counters import anonymous_bytes
 from lowtide.probes.originals import gc

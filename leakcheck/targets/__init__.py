@@ -1,6 +1,6 @@
 """What an engine offers so that it can be driven, the engines that lowtide brings, and how a call of theirs fails.
 
-A user's target implements what `target` describes; `reference_target` and `transformers_target` are two that do.
+A user's target implements what `target` describes; `reference` and `transformers_target` are two that do.
 """
 
 from lowtide.leakcheck.targets.target import (

@@ -1,12 +1,19 @@
-"""What an engine offers so that the fuzzer, the fault sweep and `lowtide check` can drive it, and where that runs."""
+"""What an engine offers so that the fuzzer, the fault sweep and `lowtide check` can drive it, and where that runs.
+
+Another process gets at the same target by the lines of Python that make it there.
+"""
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -15,6 +22,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
+
+    from lowtide.reports.schema import NotMeasured
+
+_DEAF = """import signal
+signal.signal(signal.SIGINT, lambda number, frame: None)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+"""
+"""A handler, and nothing that an engine's own processes would inherit."""
 
 
 class Device(str, Enum):
@@ -279,3 +294,80 @@ def load_factory(name: str) -> TargetFactory:
     if not callable(found):
         raise TargetError(f"{name!r} is a {type(found).__name__}: it must be a callable that makes a target")
     return found  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class TargetSource:
+    """How a program gets at a target.
+
+    Attributes:
+        imports: lines.
+        factory: an expression for what makes a target.
+        context: an expression for a context manager around it all, such as a defect; may be empty.
+    """
+
+    imports: Sequence[str]
+    factory: str
+    context: str = ""
+
+    def program(self, module: str, function: str, *arguments: object) -> str:
+        """Python that calls a module's function with the factory and these arguments, within the context."""
+        imports = sorted({*self.imports, f"from {module} import {function}"})
+        call = f"{function}({', '.join([self.factory, *map(repr, arguments)])})"
+        within = [f"with {self.context}:", f"    {call}"] if self.context else [call]
+        return "\n".join([*imports, *within])
+
+
+def start_program(program: str, *, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
+    """A process of its own that runs Python, and finds the modules that this one finds.
+
+    A terminal's Ctrl-C, which it gets from its beginning on, is for the one who has started it, and ends it.
+
+    Args:
+        program: its text.
+        env: variables of its environment besides this one's.
+        options: of `subprocess.Popen`.
+    """
+    paths = os.pathsep.join(entry for entry in sys.path if entry)
+    known = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _DEAF + program], env={**os.environ, "PYTHONPATH": paths, **(env or {})}, **options
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, known)
+
+
+@dataclass(frozen=True)
+class Subjected:
+    """What is fuzzed.
+
+    Attributes:
+        name: of the subject in the report.
+        factory: makes a target.
+        source: how a program gets at the same.
+        context: what is switched on meanwhile.
+        from_outside: the same for a program that will be killed, and must leave no files; None if `source` leaves none.
+        thorough: the configuration whose faults are swept: with everything that can fail.
+        not_measured: what cannot fail here, and why.
+    """
+
+    name: str
+    factory: TargetFactory
+    source: TargetSource
+    context: AbstractContextManager[object]
+    from_outside: TargetSource | None = None
+    thorough: Mapping[str, Any] = field(default_factory=dict)
+    not_measured: tuple[NotMeasured, ...] = ()
+
+
+def named_target(name: str) -> Subjected:
+    """The user's own, as MODULE:FACTORY.
+
+    Raises:
+        TargetError: there is none of that name.
+    """
+    module, _, attribute = name.partition(":")
+    factory = load_factory(name)
+    imported = f"from {module} import {attribute.partition('.')[0]}"
+    return Subjected(name, factory, TargetSource([imported], attribute), nullcontext())

@@ -17,12 +17,12 @@ import torch
 
 from lowtide.engine.device_allocator.arena import Arena
 from lowtide.engine.pages.cpu import CpuPages
-from lowtide.leakcheck.fuzzing.fault_sweep import sweep
-from lowtide.leakcheck.fuzzing.fuzz import fuzz
 from lowtide.leakcheck.judging.ladder import SettlePolicy
 from lowtide.leakcheck.lives import checked_life
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
+from lowtide.leakcheck.lives.fuzz import fuzz
 from lowtide.leakcheck.lives.script import Call, Fault, LifeError
+from lowtide.leakcheck.lives.sweep import sweep
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.targets.faults import Seam
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory

@@ -12,10 +12,9 @@ import torch
 
 from lowtide.engine import EngineConfig
 from lowtide.engine.defects import find_defect
-from lowtide.leakcheck.cli.fuzz_command import reference_target
-from lowtide.leakcheck.fuzzing.fault_sweep import sweep
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.targets.reference import ReferenceLife
+from lowtide.leakcheck.lives.sweep import sweep
+from lowtide.leakcheck.targets.reference import ReferenceLife, reference_target
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.reports.schema import Subject

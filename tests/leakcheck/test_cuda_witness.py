@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.leakcheck.cli.fuzz_command import reference_target
-from lowtide.leakcheck.fuzzing.target_source import TargetSource
-from lowtide.leakcheck.fuzzing.witness import Killed, kill_in_each_stage
-from lowtide.leakcheck.targets.target import Capabilities
+from lowtide.leakcheck.lives.witness import Killed, kill_in_each_stage
+from lowtide.leakcheck.targets.reference import reference_target
+from lowtide.leakcheck.targets.target import Capabilities, TargetSource
 from lowtide.probes.device.driver import find_driver
 from tests.leakcheck.test_witness import Bare
 

@@ -16,10 +16,9 @@ from lowtide.engine import EngineConfig, LLMEngine
 from lowtide.engine.errors import CheckpointError
 from lowtide.engine.model_executor import checkpoint as module
 from lowtide.engine.model_executor.tensor_parallel import Shard
-from lowtide.leakcheck.cli.fuzz_command import checkpoint_target
-from lowtide.leakcheck.fuzzing.fault_sweep import Swept, sweep
+from lowtide.leakcheck.lives.sweep import Swept, sweep
 from lowtide.leakcheck.targets.faults import DamagedShardError, Injection, ShardSeam, cut_short, injecting, misshape
-from lowtide.leakcheck.targets.small_checkpoint import SmallCheckpoint
+from lowtide.leakcheck.targets.reference import SmallCheckpoint, checkpoint_target
 
 DAMAGES = ("shard-cut", "shard-shape")
 

@@ -19,13 +19,12 @@ from rich.console import Console
 from rich.progress import Progress, TaskID
 
 from lowtide.engine.defects import DEFECTS
-from lowtide.leakcheck.cli import fuzz_command
-from lowtide.leakcheck.cli.fuzz_command import reference_target
-from lowtide.leakcheck.fuzzing.fault_sweep import stages, sweep
-from lowtide.leakcheck.fuzzing.fuzz import Found, as_program, fuzz, lifecycle_machine
-from lowtide.leakcheck.fuzzing.target_source import TargetSource, start_program
+from lowtide.leakcheck.cli import fuzz as fuzz_command
+from lowtide.leakcheck.lives.fuzz import Found, as_program, fuzz, lifecycle_machine
 from lowtide.leakcheck.lives.script import Call, Coverage, Fault, LifeError
-from lowtide.leakcheck.targets.reference_target import THOROUGH, reference
+from lowtide.leakcheck.lives.sweep import stages, sweep
+from lowtide.leakcheck.targets.reference import THOROUGH, reference, reference_target
+from lowtide.leakcheck.targets.target import TargetSource, start_program
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_checked_life import DoesNotRollBack, ForgetsAtWake, SaysOtherThings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowtide.leakcheck.targets.life_model import LifeModel
+from lowtide.leakcheck.lives.script import LifeModel
 from lowtide.leakcheck.targets.target import Capabilities
 
 WHOLE = Capabilities(

@@ -16,12 +16,12 @@ import pytest
 
 from lowtide.engine import EngineState
 from lowtide.engine.errors import OutOfMemoryError
-from lowtide.leakcheck.fuzzing import fuzz
-from lowtide.leakcheck.fuzzing.fault_sweep import live, stages
+from lowtide.leakcheck.lives import fuzz
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.script import Fault, LifeError
+from lowtide.leakcheck.lives.sweep import live, stages
 from lowtide.leakcheck.targets.faults import Injection, Kind
-from lowtide.leakcheck.targets.reference_target import ReferenceTarget
+from lowtide.leakcheck.targets.reference import ReferenceTarget
 from lowtide.leakcheck.targets.target import TargetFactory
 from lowtide.probes.host.process_files import stat
 from tests.leakcheck import spawned_target

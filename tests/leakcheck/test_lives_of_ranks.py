@@ -11,9 +11,8 @@ from typer.testing import CliRunner
 
 from lowtide.engine.defects import find_defect
 from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.cli.fuzz_command import reference_target
 from lowtide.leakcheck.lives.life_record import LifeRecord
-from lowtide.leakcheck.targets.reference_target import ReferenceTarget
+from lowtide.leakcheck.targets.reference import ReferenceTarget, reference_target
 
 
 class Names:

@@ -17,13 +17,11 @@ import psutil
 import pytest
 import torch
 
-from lowtide.leakcheck.fuzzing import shared_sweep as module
-from lowtide.leakcheck.fuzzing import witness
-from lowtide.leakcheck.fuzzing.fault_sweep import Swept, SweptCall, SweptLife, sweep
-from lowtide.leakcheck.fuzzing.shared_sweep import shared_sweep
-from lowtide.leakcheck.fuzzing.target_source import TargetSource
+from lowtide.leakcheck.lives import sweep as module
+from lowtide.leakcheck.lives import witness
 from lowtide.leakcheck.lives.script import Call, Fault
-from lowtide.leakcheck.targets.target import TargetError
+from lowtide.leakcheck.lives.sweep import Swept, SweptCall, SweptLife, shared_sweep, sweep
+from lowtide.leakcheck.targets.target import TargetError, TargetSource
 from tests.leakcheck.small_target import KEPT, SmallTarget
 from tests.leakcheck.test_checked_life import NOT_USED, ElsewhereOnCard
 from tests.leakcheck.test_witness import Bare

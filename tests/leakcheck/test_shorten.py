@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowtide.leakcheck.fuzzing.fuzz import Life, shorten
+from lowtide.leakcheck.lives.fuzz import Life, shorten
 from lowtide.leakcheck.lives.script import Call, Fault
 from lowtide.leakcheck.targets.target import Capabilities
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck.fuzzing.fuzz import fuzz
+from lowtide.leakcheck.lives.fuzz import fuzz
 from lowtide.leakcheck.targets.transformers_target import transformers_model
 
 

@@ -16,14 +16,14 @@ import psutil
 import pytest
 from rich.console import Console
 
-from lowtide.leakcheck.cli import fuzz_command
-from lowtide.leakcheck.fuzzing import witness as module
-from lowtide.leakcheck.fuzzing.fault_sweep import Swept
-from lowtide.leakcheck.fuzzing.target_source import TargetSource
-from lowtide.leakcheck.fuzzing.witness import Killed, kill_in_each_stage
+from lowtide.leakcheck.cli import fuzz as fuzz_command
+from lowtide.leakcheck.lives import sweep
+from lowtide.leakcheck.lives import witness as module
 from lowtide.leakcheck.lives.script import Call
+from lowtide.leakcheck.lives.sweep import Swept
+from lowtide.leakcheck.lives.witness import Killed, kill_in_each_stage
 from lowtide.leakcheck.targets.faults import Seam
-from lowtide.leakcheck.targets.target import Capabilities, TargetError
+from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetSource
 from lowtide.probes.device.driver import Driver, DriverReading
 from lowtide.probes.device.driver.none import NoDriver
 from lowtide.reports.schema import NotMeasured
@@ -199,8 +199,8 @@ class Shared:
 
 def test_what_stays_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     stayed = Killed("wake", 1, 2, (module._finding("processes", "wake", "cpu", "a child ran on", ["python"], 1),))
-    monkeypatch.setattr(fuzz_command, "kill_in_each_stage", lambda *args, **settings: iter([stayed]))
-    monkeypatch.setattr(fuzz_command, "shared_sweep", lambda *args, **settings: iter([]))
+    monkeypatch.setattr(module, "kill_in_each_stage", lambda *args, **settings: iter([stayed]))
+    monkeypatch.setattr(sweep, "shared_sweep", lambda *args, **settings: iter([]))
     subjected = fuzz_command.named_target(f"{__name__}:Bare")
     subject, program, _ = fuzz_command.fail_all(subjected, console=Console(quiet=True))
     assert (subject.outcome, subject.findings, program) == ("leak", stayed.findings, "")
@@ -210,7 +210,7 @@ def test_a_process_that_does_not_come_there_loses_nothing_of_the_sweep(monkeypat
     def raises(*args: Any, **settings: Any) -> Any:
         raise TargetError("it ended by itself")
 
-    monkeypatch.setattr(fuzz_command, "kill_in_each_stage", raises)
+    monkeypatch.setattr(module, "kill_in_each_stage", raises)
     subject, _, table = fuzz_command.fail_all(
         fuzz_command.named_target(f"{__name__}:Bare"), console=Console(quiet=True)
     )
@@ -227,7 +227,7 @@ def test_a_sweep_that_cannot_go_on_loses_nothing_of_what_it_found(monkeypatch: p
         yield Swept("infer", "map", 2, 1, (finding,), (Call("create"), Call("infer")))
         raise TargetError("it ended by itself")
 
-    monkeypatch.setattr(fuzz_command, "shared_sweep", breaks_off)
+    monkeypatch.setattr(sweep, "shared_sweep", breaks_off)
     subject, program, table = fuzz_command.fail_all(
         fuzz_command.named_target(f"{__name__}:Bare"), console=Console(quiet=True)
     )
@@ -243,7 +243,7 @@ def test_a_target_that_cannot_be_driven_at_all_is_no_result(monkeypatch: pytest.
     def refuses(*args: Any, **settings: Any) -> Iterator[Swept]:
         raise TargetError("there is no engine")
 
-    monkeypatch.setattr(fuzz_command, "shared_sweep", refuses)
+    monkeypatch.setattr(sweep, "shared_sweep", refuses)
     with pytest.raises(TargetError, match="there is no engine"):
         fuzz_command.fail_all(fuzz_command.named_target(f"{__name__}:Bare"), console=Console(quiet=True))
 
@@ -288,8 +288,8 @@ def test_what_is_not_measured_is_said_once(monkeypatch: pytest.MonkeyPatch) -> N
     other = NotMeasured(what="driver cuda:0", why="another")
     dead = [Killed(stage, 1, 2, (), (missing,)) for stage in ("create", "wake")]
     swept = [Swept(stage, "map", 2, 2, not_measured=(other,)) for stage in ("create", "wake")]
-    monkeypatch.setattr(fuzz_command, "kill_in_each_stage", lambda *args, **settings: iter(dead))
-    monkeypatch.setattr(fuzz_command, "shared_sweep", lambda *args, **settings: iter(swept))
+    monkeypatch.setattr(module, "kill_in_each_stage", lambda *args, **settings: iter(dead))
+    monkeypatch.setattr(sweep, "shared_sweep", lambda *args, **settings: iter(swept))
     subject, _, table = fuzz_command.fail_all(
         fuzz_command.named_target(f"{__name__}:Bare"), console=Console(quiet=True)
     )

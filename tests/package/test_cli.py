@@ -22,9 +22,9 @@ from typer.testing import CliRunner
 from lowtide.engine.defects import DEFECTS
 from lowtide.leakcheck.cli import commands as cli
 from lowtide.leakcheck.cli import defects as defects_module
-from lowtide.leakcheck.cli import fuzz_command
-from lowtide.leakcheck.fuzzing.fuzz import Found
+from lowtide.leakcheck.cli import fuzz as fuzz_command
 from lowtide.leakcheck.lives import lifecycle
+from lowtide.leakcheck.lives.fuzz import Found
 from lowtide.leakcheck.lives.script import Coverage
 from lowtide.leakcheck.suppressions.entries import load
 from lowtide.reports import schema
@@ -673,7 +673,9 @@ def test_a_check_of_an_engine_in_another_process_is_not_measured(tmp_path: Path)
 def test_random_lives_of_an_engine_in_another_process_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     process = schema.OtherProcess(pid=7, name="EngineCore", host=1 << 30)
     missing = schema.NotMeasured(what="memory of pid 7 (EngineCore): 1.0 GiB host", why="move it", process=process)
-    monkeypatch.setattr(fuzz_command, "fuzz", lambda *args, **kwargs: Found(Coverage(), 1.0, not_measured=(missing,)))
+    monkeypatch.setattr(
+        "lowtide.leakcheck.lives.fuzz.fuzz", lambda *args, **kwargs: Found(Coverage(), 1.0, not_measured=(missing,))
+    )
     done = invoke("fuzz", "--device", "cpu")
     assert done.exit_code == 2
     assert done.stdout.count("not judged: memory of pid 7 (EngineCore): 1.0 GiB host; move it") == 1

@@ -21,10 +21,6 @@ ARROWS = {
 LAZY = {("leakcheck", "engine")}
 REACHING = (
     "reference.py",
-    "reference_target.py",
-    "reference_seams.py",
-    "remote_faults.py",
-    "small_checkpoint.py",
     "planted_leaks.py",
 )
 """The command line reaches the engine, from inside its functions, or through these of `leakcheck`: what drives the

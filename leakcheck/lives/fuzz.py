@@ -16,12 +16,10 @@ from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
-from lowtide.leakcheck.fuzzing.target_source import TargetSource
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
-from lowtide.leakcheck.lives.script import Call, Coverage, Fault, LifeError, failure_of
+from lowtide.leakcheck.lives.script import Call, Coverage, Fault, LifeError, LifeModel, failure_of
 from lowtide.leakcheck.targets.faults import Kind
-from lowtide.leakcheck.targets.life_model import LifeModel
-from lowtide.leakcheck.targets.target import Capabilities, TargetFactory
+from lowtide.leakcheck.targets.target import Capabilities, TargetFactory, TargetSource
 from lowtide.reports.schema import Finding, NotMeasured
 
 Life = tuple[Call, ...]

@@ -22,12 +22,18 @@ import psutil
 
 from lowtide.leakcheck.baseline.orphaned_files import OwnSegments
 from lowtide.leakcheck.baseline.shared_card import CardUse, card_use, grown_by_nobody_else
-from lowtide.leakcheck.fuzzing.fault_sweep import SweptCall, stages
-from lowtide.leakcheck.fuzzing.target_source import TargetSource, start_program
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.leakcheck.lives.script import Call, simplest
+from lowtide.leakcheck.lives.sweep import SweptCall, stages
 from lowtide.leakcheck.targets.faults import STANDING, Injection, Pause, injecting_into
-from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory, make_target
+from lowtide.leakcheck.targets.target import (
+    Capabilities,
+    TargetError,
+    TargetFactory,
+    TargetSource,
+    make_target,
+    start_program,
+)
 from lowtide.probes.device.driver import Driver, DriverError
 from lowtide.probes.host.readings import mapped_shared_memory
 from lowtide.reports.schema import Finding, NotMeasured, ResourceName

@@ -1,1 +1,0 @@
-"""Lives that nobody writes by hand: drawn calls (`fuzz`), every fault point (`fault_sweep`), kills (`witness`)."""
