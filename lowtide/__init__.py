@@ -46,11 +46,11 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Give a notebook the cell magic `%%leakcheck`: `%load_ext lowtide` calls this."""
     try:
         # By its name, as all that is here: no room below may depend on the notebook.
-        magic = importlib.import_module("lowtide.leakcheck.notebooks.magic")
+        notebook = importlib.import_module("lowtide.leakcheck.watching.notebook")
     except ModuleNotFoundError as error:
         if error.name != "rich":
             raise
         from IPython.core.error import UsageError
 
         raise UsageError('rich is not installed: pip install "lowtide[cli]"') from None
-    magic.register(ipython)
+    notebook.register(ipython)

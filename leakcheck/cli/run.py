@@ -116,8 +116,8 @@ def _run(
     from lowtide.engine import EngineError
     from lowtide.engine.defects import find_defect
     from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+    from lowtide.leakcheck.lives.tenant import tenant_of
     from lowtide.leakcheck.targets.reference import ReferenceLife
-    from lowtide.leakcheck.tenant.tenant import tenant_of
 
     try:
         active = find_defect(defect) if defect is not None else None

@@ -59,8 +59,7 @@ def snapshot(
 
     Exit codes: 0 shown, 2 a file is no snapshot.
     """
-    from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError
-    from lowtide.leakcheck.snapshots.separate_reader import read_apart
+    from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, read_apart
 
     try:
         read = [replace(read_apart(file), name=name) for file, name in zip(files, _names(files), strict=True)]

@@ -11,7 +11,7 @@ import typer
 from lowtide.leakcheck.cli.console import refuse, say
 
 if TYPE_CHECKING:
-    from lowtide.leakcheck.suppressions.writing import Added
+    from lowtide.leakcheck.suppressions.toml import Added
 
 
 def suppress(
@@ -24,8 +24,7 @@ def suppress(
 
     Exit codes: 0 written, or nothing to write; 2 bad input, and the file is as it was.
     """
-    from lowtide.leakcheck.suppressions.toml import SuppressionError
-    from lowtide.leakcheck.suppressions.writing import append_entries
+    from lowtide.leakcheck.suppressions.toml import SuppressionError, append_entries
     from lowtide.reports import schema
 
     try:

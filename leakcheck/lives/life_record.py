@@ -20,12 +20,12 @@ from lowtide.leakcheck.judging.judge import Judgement, Level, grouped, one_for_e
 from lowtide.leakcheck.judging.level_growth import trend_of
 from lowtide.leakcheck.judging.metrics import NOT_OF_PYTHON
 from lowtide.leakcheck.lives.script import Life, asked
+from lowtide.leakcheck.lives.tenant import context_sizes
 from lowtide.leakcheck.processes.engine_processes import EngineProcesses
 from lowtide.leakcheck.processes.tree_end import read_running, with_dead_files, with_running
 from lowtide.leakcheck.processes.unmeasured_processes import UnmeasuredProcesses
 from lowtide.leakcheck.resources import read_items
 from lowtide.leakcheck.settings.environment_setters import EnvironmentSetters
-from lowtide.leakcheck.tenant.bare_context import context_sizes
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.device.driver.card_holders import read_card_holders
 from lowtide.probes.host.counters import CounterReader

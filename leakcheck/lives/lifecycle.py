@@ -1,4 +1,8 @@
-"""Drives an engine through its life, reads between the stages, and judges."""
+"""Drives an engine through its life, reads between the stages, and judges.
+
+Whether the tensors that an engine in this process keeps grow from inference to inference is judged while it lives: at
+its shutdown it may give all of them back, and a server is not shut down for weeks.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from lowtide.leakcheck.baseline.import_watch import Imported, ImportWatch
 from lowtide.leakcheck.baseline.owners import Owner
 from lowtide.leakcheck.baseline.preserved_state import PreservedState
-from lowtide.leakcheck.findings.life_findings import LeftoverTensors
+from lowtide.leakcheck.findings.life_findings import ENGINE, LeftoverTensors
 from lowtide.leakcheck.findings.slept_tensors import SleptTensors, not_judged
 from lowtide.leakcheck.judging import contract
 from lowtide.leakcheck.judging.buffer_growth import GrowthWatch
 from lowtide.leakcheck.judging.judge import Excess
-from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb, release
+from lowtide.leakcheck.judging.ladder import LadderStep, SettlePolicy, climb, release, trim_heap
 from lowtide.leakcheck.judging.late_release import DRIVER_PATIENCE, wait_for_release
+from lowtide.leakcheck.judging.level_growth import FEWEST_TURNS
 from lowtide.leakcheck.judging.metrics import shutdown_metrics
 from lowtide.leakcheck.lives.interrupts import Interrupts
-from lowtide.leakcheck.lives.life_metrics import LifeMetrics
 from lowtide.leakcheck.lives.life_record import LifeProbes, LifeRecord, Lived
-from lowtide.leakcheck.lives.own_growth import OwnGrowth, leaves_more
 from lowtide.leakcheck.lives.process_state import ProcessState
 from lowtide.leakcheck.lives.script import (
     SCRIPT,
@@ -31,16 +34,18 @@ from lowtide.leakcheck.lives.script import (
     perform,
     was_interrupted,
 )
-from lowtide.leakcheck.lives.shutdown_judgement import ShutdownJudgement
+from lowtide.leakcheck.lives.shutdown_judgement import LifeMetrics, ShutdownJudgement
+from lowtide.leakcheck.lives.tenant import Tenant, freed_between
 from lowtide.leakcheck.processes.kept_asleep import explain_kept
+from lowtide.leakcheck.processes.own_tensors import outside_pools
+from lowtide.leakcheck.processes.process_growth import Inferences, Left, grown_under, is_under
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.targets.target import TargetError
-from lowtide.leakcheck.tenant import Tenant, freed_between
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import child_processes
 from lowtide.probes.host.makers import Makers
-from lowtide.probes.originals import threading, time
+from lowtide.probes.originals import gc, threading, time
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announced_pools, listening
 from lowtide.reports.outcomes import largest_of_each
@@ -466,3 +471,56 @@ class LifecycleRun:
 
     def _snapshot_at_end(self) -> Snapshot:
         return self._snapshot("after shutdown")
+
+
+class OwnGrowth:
+    """Follows the engine of one life.
+
+    Args:
+        leftovers: knows what appeared in which inference.
+    """
+
+    def __init__(self, leftovers: LeftoverTensors) -> None:
+        self._leftovers = leftovers
+        self._inferences = Inferences()
+        self._found: list[Finding] = []
+
+    def begin_life(self) -> None:
+        """Another life begins; what is known of the one before it is forgotten, since each shows the same."""
+        self._inferences.again, self._found = [], []
+
+    def after(self, stage: str) -> None:
+        """A stage has ended."""
+        self._inferences.after(stage)
+
+    @property
+    def missing(self) -> int:
+        """How many inferences in a row would show growth, at the end of this life."""
+        return max(0, FEWEST_TURNS - len(self._inferences.again))
+
+    def keeps_any(self, cycle: int, engine: object) -> bool:
+        """Whether an engine keeps anything that it has made while it inferred in this life."""
+        return any(is_under(ENGINE, finding) for finding, _ in self._left(cycle, engine))
+
+    def look(self, cycle: int, engine: object) -> None:
+        """Look for what an engine keeps that is about to be shut down."""
+        self._found = grown_under(ENGINE, self._left(cycle, engine), self._inferences.again)
+
+    def _left(self, cycle: int, engine: object) -> Left:
+        # Garbage that waits for the collector looks like what is kept.
+        gc.collect()
+        left = self._leftovers.explain_turns(cycle, "infer", announced_pools(), engine)
+        # What the walk has taken is free, and none of the engine's.
+        trim_heap()
+        return left
+
+    def findings(self, known: Sequence[Finding]) -> list[Finding]:
+        """What has grown under the engine, and is not known as what it has kept asleep or left."""
+        holders = {finding.holder for finding in known}
+        return [finding for finding in self._found if finding.holder not in holders]
+
+
+def leaves_more(before: Snapshot, after: Snapshot) -> bool:
+    """Return whether there is more under tensors outside pools, on any device."""
+    then, now = (outside_pools(each.tensors, each.pools) for each in (before, after))
+    return any(size > then.get(device, 0) for device, size in now.items())

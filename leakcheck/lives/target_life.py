@@ -11,8 +11,8 @@ import torch
 from lowtide.leakcheck.judging.contract import holders
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
 from lowtide.leakcheck.lives.script import Event, simplest
+from lowtide.leakcheck.lives.tenant import tenant_of
 from lowtide.leakcheck.targets.target import Capabilities, TargetFactory, make_target
-from lowtide.leakcheck.tenant.tenant import tenant_of
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 
 if TYPE_CHECKING:

@@ -1,11 +1,10 @@
 """Known findings, each with its reason: read, matched and written.
 
-`entries` matches them with findings; `toml` reads the files, `writing` adds to them.
+`entries` matches them with findings; `toml` reads and writes the files.
 """
 
 from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions, find, load, problems, shipped
-from lowtide.leakcheck.suppressions.toml import SuppressionError
-from lowtide.leakcheck.suppressions.writing import write_entries
+from lowtide.leakcheck.suppressions.toml import SuppressionError, write_entries
 
 __all__ = [
     "Suppression",

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lowtide.leakcheck.tenant import bare_context
-from lowtide.leakcheck.tenant.bare_context import BareContexts, context_sizes
+from lowtide.leakcheck.lives import tenant as bare_context
+from lowtide.leakcheck.lives.tenant import BareContexts, context_sizes
 from lowtide.probes.device.driver import Driver, DriverError, find_driver
 from lowtide.probes.device.driver.card_holders import CardHolders
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lowtide.leakcheck.snapshots import separate_reader
-from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, read_snapshot
-from lowtide.leakcheck.snapshots.separate_reader import read_apart
+from lowtide.leakcheck.snapshots import allocator_snapshot as separate_reader
+from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, read_apart, read_snapshot
 from tests.leakcheck.torch_snapshots import FORWARD, LOAD, block, segment, written
 from tests.waiting import HANG_S, wait_until
 

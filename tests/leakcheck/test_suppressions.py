@@ -14,8 +14,7 @@ import msgspec
 import pytest
 
 from lowtide.leakcheck.suppressions.entries import Suppressions, find, load, problems, shipped
-from lowtide.leakcheck.suppressions.toml import PYPROJECT_TABLE, SuppressionError
-from lowtide.leakcheck.suppressions.writing import Added, append_entries, write_entries
+from lowtide.leakcheck.suppressions.toml import PYPROJECT_TABLE, Added, SuppressionError, append_entries, write_entries
 from lowtide.reports.schema import Finding, Hop, Outcome, Subject
 
 TODAY = date(2027, 1, 31)

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from lowtide.leakcheck.tenant import Tenant
-from lowtide.leakcheck.tenant import tenant as tenants
-from lowtide.leakcheck.tenant.device_memory import DeviceMemoryError, open_card
-from lowtide.leakcheck.tenant.occupier import PIECE, main, occupy
+from lowtide.leakcheck.lives import tenant as tenants
+from lowtide.leakcheck.lives.card_memory import PIECE, DeviceMemoryError, main, occupy, open_card
+from lowtide.leakcheck.lives.tenant import Tenant
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -190,7 +189,7 @@ def test_nothing_else_of_a_library_is_needed() -> None:
 
 NEIGHBOUR = """
 import sys
-from lowtide.leakcheck.tenant.device_memory import open_card
+from lowtide.leakcheck.lives.card_memory import open_card
 
 card = open_card("cuda", 0)
 print(card.allocate(card.free_bytes() - (2 << 30)) is not None, flush=True)
@@ -199,7 +198,7 @@ sys.stdin.read()
 
 RACED = f"""
 import subprocess, sys
-from lowtide.leakcheck.tenant import occupier
+from lowtide.leakcheck.lives import card_memory as occupier
 
 class Raced:
     # Between what the driver says and the first allocation, another process takes all but 2 GiB.

@@ -1,17 +1,25 @@
-"""While an engine sleeps, a second process takes what the sleep claims to have freed; judges what it got."""
+"""Second processes on an engine's card: one that takes what a sleep has freed, and one with a context alone.
+
+What the first cannot have was not freed; what the second takes is no leak of the engine's processes. `card_memory` is
+the program of both.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.leakcheck.judging.fingerprints import fingerprint
-from lowtide.leakcheck.tenant.device_memory import kind_of_cards
+from lowtide.leakcheck.lives.card_memory import kind_of_cards
+from lowtide.probes.device.driver import Driver, DriverError
+from lowtide.probes.device.driver.card_holders import read_card_holders
+from lowtide.probes.processes.outside_view import by_process
 from lowtide.probes.snapshot import Snapshot
 from lowtide.reports.schema import Finding, NotMeasured
 from lowtide.reports.sizes import format_bytes
@@ -22,6 +30,9 @@ TOLERANCE = 64 << 20
 LIMIT_S = 120.0
 """How long the tenant may take, in seconds."""
 
+CONTEXT_LIMIT_S = 20.0
+"""How long a process with a context alone may take to end, in seconds."""
+
 
 @dataclass
 class Tenant:
@@ -30,13 +41,13 @@ class Tenant:
     Attributes:
         device: the engine's, as torch names it: `cuda:0`.
         kind: of the card: `cuda` or `hip`.
-        command: the occupier's, without its arguments.
+        command: the program's, without its arguments.
         not_measured: what could not be tried, by stage.
     """
 
     device: str
     kind: str = "cuda"
-    command: Sequence[str] = (sys.executable, "-m", "lowtide.leakcheck.tenant.occupier")
+    command: Sequence[str] = (sys.executable, "-m", "lowtide.leakcheck.lives.card_memory")
     not_measured: dict[str, NotMeasured] = field(default_factory=dict)
 
     def after_sleep(self, stage: str, freed: int | None) -> list[Finding]:
@@ -112,3 +123,57 @@ def freed_between(before: Snapshot, after: Snapshot, device: str) -> int | None:
     """Bytes that the driver counts less for this process; None if it does not say."""
     held, holds = before.driver_bytes(device), after.driver_bytes(device)
     return None if held is None or holds is None else held - holds
+
+
+@dataclass
+class BareContexts:
+    """Measures it on each card, once, with a process of its own.
+
+    Attributes:
+        driver: gives whom to ask.
+        kind: of the cards: `cuda` or `hip`.
+        ended: hears of each process that was started for it, once it has ended.
+        command: the program that makes a context, without its arguments.
+    """
+
+    driver: Callable[[], Driver]
+    kind: str = "cuda"
+    ended: Callable[[int], None] = lambda pid: None
+    command: Sequence[str] = (sys.executable, "-m", "lowtide.leakcheck.lives.card_memory")
+    _sizes: dict[str, int | None] = field(default_factory=dict)
+
+    def size(self, device: str) -> int | None:
+        """Bytes on a card, such as `cuda:0`; None where the card has no room for it or the driver does not say."""
+        if device not in self._sizes:
+            self._sizes[device] = self._measure(device)
+        return self._sizes[device]
+
+    def _measure(self, device: str) -> int | None:
+        arguments = [*self.command, self.kind, device.partition(":")[2] or "0"]
+        try:
+            with subprocess.Popen(
+                arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            ) as process:
+                assert process.stdout is not None
+                ready = process.stdout.readline()
+                size = by_process(read_card_holders(self.driver())).get(process.pid, {}).get(device) if ready else None
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=CONTEXT_LIMIT_S)
+                process.kill()
+            self.ended(process.pid)
+        except (OSError, DriverError):
+            return None
+        return size
+
+
+def context_sizes(
+    device: str, driver: Callable[[], Driver], ended: Callable[[int], None] = lambda pid: None
+) -> Callable[[str], int | None]:
+    """What gives the bytes of a context alone on each card; nothing where the engine is on the CPU.
+
+    Args:
+        device: the engine's.
+        driver: gives whom to ask.
+        ended: hears of each process that was started for it, once it has ended.
+    """
+    return (lambda card: None) if device == "cpu" else BareContexts(driver, kind_of_cards(), ended).size

@@ -1,4 +1,10 @@
-"""Allocates a card's memory through the driver's library alone: CUDA's, or HIP's with the same calls.
+"""Takes a card's memory through the driver's library alone, CUDA's or HIP's: the program of `tenant`'s processes.
+
+    python -m lowtide.leakcheck.lives.card_memory KIND INDEX BYTES
+
+allocates, writes and frees, and prints one line of JSON: `free` (bytes that the driver says are free), `wanted` (of
+those, as much as was asked for), `whole` (bytes that it got in one piece) and `pieces` (bytes that it got in pieces of
+2 MiB); or `error`. Without BYTES it makes a context, prints a line, and ends with its standard input.
 
 torch would bring caches of its own, and seconds of imports.
 """
@@ -6,11 +12,17 @@ torch would bring caches of its own, and seconds of imports.
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 from typing import Any, Protocol
 
 LIBRARIES = {"cuda": "libcuda.so.1", "hip": "libamdhip64.so"}
 """The library of each kind of card."""
+
+PIECE = 2 << 20
+"""Bytes of a small piece: the driver's own granularity."""
+
+_TRIES = 12
 
 
 class DeviceMemoryError(RuntimeError):
@@ -132,3 +144,70 @@ def kind_of_cards() -> str:
 def _check(code: int, call: str) -> None:
     if code:
         raise DeviceMemoryError(f"{call} failed with code {code}")
+
+
+def occupy(card: TenantCard, asked: int) -> dict[str, int]:
+    """Take up to `asked` bytes in one piece, then in small ones; nothing is left allocated.
+
+    Raises:
+        DeviceMemoryError: the driver refused a call that is no allocation.
+    """
+    free = card.free_bytes()
+    wanted = min(asked, free) // PIECE * PIECE
+    return {"free": free, "wanted": wanted, "whole": _largest(card, wanted), "pieces": _in_pieces(card, wanted)}
+
+
+def _largest(card: TenantCard, wanted: int) -> int:
+    """The largest piece of up to `wanted` bytes that there is, to within a part in thousands."""
+    got, size, step = 0, wanted, wanted // 2
+    for _ in range(_TRIES):
+        if size <= 0:
+            break
+        address = card.allocate(size)
+        if address is not None:
+            card.free(address)
+            got = max(got, size)
+            if size == wanted:
+                break
+        size = min(wanted, (size + step if address is not None else size - step) // PIECE * PIECE)
+        step //= 2
+    return got
+
+
+def _in_pieces(card: TenantCard, wanted: int) -> int:
+    taken: list[int] = []
+    try:
+        while len(taken) * PIECE < wanted:
+            address = card.allocate(PIECE)
+            if address is None:
+                break
+            taken.append(address)
+        return len(taken) * PIECE
+    finally:
+        for address in taken:
+            card.free(address)
+
+
+def main(arguments: list[str]) -> int:
+    """Print the line; the exit code is 1 where there is only an error.
+
+    Raises:
+        DeviceMemoryError: a context alone was asked for, and the card cannot be used.
+    """
+    kind, index, *asked = arguments
+    if not asked:
+        card = open_card(kind, int(index))
+        print("ready", flush=True)  # noqa: T201 - who measures reads it
+        sys.stdin.read()
+        del card
+        return 0
+    try:
+        said: dict[str, Any] = occupy(open_card(kind, int(index)), int(asked[0]))
+    except DeviceMemoryError as error:
+        said = {"error": str(error)}
+    print(json.dumps(said))  # noqa: T201 - the tenant reads it
+    return int("error" in said)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
