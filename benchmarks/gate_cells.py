@@ -15,7 +15,7 @@ from typing import Any
 
 import machine
 
-from lowtide.leakcheck.gate import cells_of, load_settings
+from lowtide.leakcheck.gate.matrix import cells_of, load_settings
 from lowtide.reports.schema import read
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -18,8 +18,9 @@ from lowtide.leakcheck.cli.reporting import check_writable, ended_with, show_on_
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from lowtide.leakcheck.gate import Cell, Gate
     from lowtide.leakcheck.gate.cells import CellResult
+    from lowtide.leakcheck.gate.gate import Gate
+    from lowtide.leakcheck.gate.matrix import Cell
     from lowtide.reports.schema import Machine, Report, Subject
 
 _KNOWN_DAYS = 90
@@ -80,17 +81,10 @@ def _gate(
     ray: str | None,
     list_cells: bool,
 ) -> int:
-    from lowtide.leakcheck.gate import (
-        Gate,
-        GateError,
-        KnownFindings,
-        KnownFindingsError,
-        Shard,
-        cells_of,
-        load_settings,
-    )
-    from lowtide.leakcheck.gate.cards import count_cards
-    from lowtide.leakcheck.gate.gate import earlier_findings
+    from lowtide.leakcheck.gate.cells import count_cards
+    from lowtide.leakcheck.gate.gate import Gate, earlier_findings
+    from lowtide.leakcheck.gate.known_findings import KnownFindings, KnownFindingsError
+    from lowtide.leakcheck.gate.matrix import GateError, Shard, cells_of, load_settings
     from lowtide.leakcheck.gate.ray_cells import RayCluster
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.reports.schema import ReportError, exit_code
@@ -131,7 +125,7 @@ def _gate(
 
 def _chosen(cells: list[Cell], only: str | None, shard: object) -> list[Cell]:
     """The cells that this job runs."""
-    from lowtide.leakcheck.gate import GateError, Shard
+    from lowtide.leakcheck.gate.matrix import GateError, Shard
 
     chosen = [cell for cell in cells if only is None or fnmatch(cell.name, only)]
     if not chosen:

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from lowtide.leakcheck.cli.console import find_console, refuse
 
+if TYPE_CHECKING:
+    from lowtide.leakcheck.gate.trends import Trend
+from lowtide.reports.escaping import one_line
+from lowtide.reports.hanging_text import HangingText
+from lowtide.reports.terminal.sparkline import sparkline
+
 _FILE = "lowtide-history.sqlite"
 _VARIABLE = "LOWTIDE_HISTORY"
+
+_MOST_SHOWN = 40
+"""Trends that are shown; all are on the page."""
+
+_WIDTH = 40
 
 
 def history(
@@ -42,15 +57,13 @@ def history(
         refuse("--commit belongs to --add: add it, or leave it out")
     address = database or os.environ.get(_VARIABLE) or _FILE
     try:
-        from lowtide.leakcheck.history.database import open_database
-        from lowtide.leakcheck.history.page import render_page
-        from lowtide.leakcheck.history.terminal import trend_lines
-        from lowtide.leakcheck.history.trends import read_trends
+        from lowtide.leakcheck.gate.history import open_database
+        from lowtide.leakcheck.gate.trends import read_trends, render_page
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("lowtide"):
             raise
         refuse(f'{error.name} is not installed: pip install "lowtide[history]"')
-    from lowtide.leakcheck.history.errors import HistoryError
+    from lowtide.leakcheck.gate.history import HistoryError
     from lowtide.reports.folder import write_whole
     from lowtide.reports.hanging_text import HangingText
     from lowtide.reports.schema import ReportError
@@ -77,7 +90,7 @@ def history(
 def _add(engine: object, folder: Path, commit: str) -> str:
     from sqlalchemy.engine import Engine
 
-    from lowtide.leakcheck.history.store import add_report
+    from lowtide.leakcheck.gate.history import add_report
     from lowtide.reports import schema
 
     assert isinstance(engine, Engine)
@@ -95,3 +108,21 @@ def _commit() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def trend_lines(trends: Sequence[Trend]) -> Iterator[RenderableType]:
+    """What to print, from the newest change of a level to the trends that stayed as they were."""
+    sentences = [sentence for trend in trends for sentence in trend.sentences()]
+    for sentence in sentences[:_MOST_SHOWN]:
+        yield HangingText(sentence, style="bold")
+    if not sentences:
+        yield HangingText("no level changed")
+    table = Table("subject", "what", "hardware", "trend, oldest first", "last", box=None, header_style="dim")
+    for trend in trends[:_MOST_SHOWN]:
+        cells = (trend.subject, trend.what, trend.hardware)
+        table.add_row(
+            *(Text(one_line(cell)) for cell in cells), sparkline(trend.values, _WIDTH), trend.amount(trend.values[-1])
+        )
+    yield table
+    if len(trends) > _MOST_SHOWN:
+        yield HangingText(f"… and {len(trends) - _MOST_SHOWN} more; --page FILE writes all")

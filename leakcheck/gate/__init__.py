@@ -1,22 +1,5 @@
 """The nightly gate: a matrix of subjects, devices and settings, each cell in processes of its own, one report.
 
-`settings` reads the configuration, `matrix` makes cells of it, `cells` runs one cell below a `guardian`, `gate` runs
-them all; `known_findings` is the committed baseline.
+`matrix` makes cells of the configuration, `cells` runs one below a `guardian`, `gate` runs them all.
+`known_findings` is the committed baseline, `history` a database of all reports, `trends` reads and draws it.
 """
-
-from lowtide.leakcheck.gate.gate import Gate
-from lowtide.leakcheck.gate.known_findings import KnownFindings, KnownFindingsError
-from lowtide.leakcheck.gate.matrix import Cell, Shard, cells_of
-from lowtide.leakcheck.gate.settings import GateError, GateSettings, load_settings
-
-__all__ = [
-    "Cell",
-    "Gate",
-    "GateError",
-    "GateSettings",
-    "KnownFindings",
-    "KnownFindingsError",
-    "Shard",
-    "cells_of",
-    "load_settings",
-]

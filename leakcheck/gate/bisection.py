@@ -6,18 +6,14 @@ bad, so that a commit that does not build never passes for the culprit.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from lowtide.leakcheck.gate import guardian
+from lowtide.leakcheck.gate.cells import run_guarded
 from lowtide.reports import schema
 from lowtide.reports.schema import Report
 
@@ -31,8 +27,6 @@ EXIT_CODES = {"absent": 0, "present": 1, "unknown": 125}
 """As `git bisect run` reads them: good, bad, to be skipped."""
 
 Answer = Literal["absent", "present", "unknown"]
-
-_GUARDIAN_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -90,55 +84,19 @@ class BisectStep:
             folder = Path(name) / "report"
             folder.mkdir()
             # Outside of the report folder, which some commands empty.
-            ended = _run_guarded(
-                [argument.replace(PLACEHOLDER, str(folder)) for argument in self.command],
-                folder,
-                Path(name) / "end.json",
-                self.timeout,
-            )
+            command = [argument.replace(PLACEHOLDER, str(folder)) for argument in self.command]
+            env = {**os.environ, REPORT_VARIABLE: str(folder)}
+            ended = run_guarded(command, Path(name) / "end.json", self.timeout, env)
             return _judge(folder, ended, self)
 
 
-@dataclass(frozen=True)
-class End:
-    """How the command ended; `code` is None where it could not be started or its guardian was killed."""
-
-    code: int | None = None
-    timed_out: bool = False
-
-
-def _run_guarded(command: list[str], folder: Path, result: Path, timeout: float) -> End:
-    """Run a command below a guardian, so that nothing of it is left to disturb the next life."""
-    reading, writing = os.pipe()
-    # By its path: the working folder may hold a `lowtide` of its own, as old as the commit.
-    watched = [sys.executable, guardian.__file__, str(result), str(timeout), str(reading), "--", *command]
-    env = {**os.environ, REPORT_VARIABLE: str(folder)}
-    try:
-        process = subprocess.Popen(watched, env=env, pass_fds=(reading,), start_new_session=True)
-        os.close(reading)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout + _GUARDIAN_S)
-    finally:
-        # A guardian that still runs ends the command when this closes.
-        os.close(writing)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(_GUARDIAN_S)
-    process.kill()
-    process.wait()
-    try:
-        ended = json.loads(result.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return End()
-    return End(ended["code"], ended["timed_out"])
-
-
-def _judge(folder: Path, ended: End, step: BisectStep) -> CommandRun:
-    if ended.timed_out:
-        return CommandRun("unknown", f"the command was ended after {step.timeout:g} s, its time limit")
-    if ended.code is None:
+def _judge(folder: Path, ended: Mapping[str, Any], step: BisectStep) -> CommandRun:
+    if not ended:
         return CommandRun("unknown", f"{step.command[0]} could not be started, or was killed")
+    if ended["timed_out"]:
+        return CommandRun("unknown", f"the command was ended after {step.timeout:g} s, its time limit")
     if not schema.is_in(folder):
-        return CommandRun("unknown", f"the command ended with exit code {ended.code} and wrote no report")
+        return CommandRun("unknown", f"the command ended with exit code {ended['code']} and wrote no report")
     try:
         report = schema.read(folder)
     except schema.ReportError as error:
@@ -151,9 +109,9 @@ def _judge(folder: Path, ended: End, step: BisectStep) -> CommandRun:
         return CommandRun("unknown", f"{failed[0].id} was not judged: {failed[0].reason}")
     if not any(subject.outcome in ("clean", "leak") for subject in report.subjects):
         return CommandRun("unknown", "the report judges nothing")
-    if ended.code not in (0, schema.exit_code(report)):
+    if ended["code"] not in (0, schema.exit_code(report)):
         return CommandRun(
-            "unknown", f"the command ended with exit code {ended.code}, which its report does not explain"
+            "unknown", f"the command ended with exit code {ended['code']}, which its report does not explain"
         )
     return CommandRun("absent", f"{step.fingerprint} is not in the report")
 

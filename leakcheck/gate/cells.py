@@ -1,23 +1,26 @@
-"""One cell: its processes, its log, and what its report and its end say."""
+"""One cell: its processes, its log, what its report and its end say, and the card that it has alone meanwhile."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
-from lowtide.leakcheck.gate.matrix import Cell
+from lowtide.leakcheck.gate import guardian
+from lowtide.leakcheck.gate.matrix import Cell, GateError
 from lowtide.leakcheck.judging.fingerprints import fingerprint
 from lowtide.reports import schema
 from lowtide.reports.schema import Finding, Machine, Report, Subject
@@ -27,13 +30,15 @@ LOG = "log.txt"
 """The output of a cell's command, in its folder."""
 
 _GUARDIAN_S = 60.0
-"""How long a guardian may take beyond its cell's time limit, in seconds: it ends processes and waits for them."""
+"""How long a guardian may take beyond its command's time limit, in seconds: it ends processes and waits for them."""
 
 _POLL_S = 0.2
 _SHOWN = 200
 _STACK = re.compile(
     r'Current thread .*most recent call first\):\n  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)'
 )
+
+_LOCK_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -75,45 +80,71 @@ def run_cell(cell: Cell, folder: Path, card: int | None, stopped: Callable[[], b
         for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
             visible = [each for each in os.environ.get(name, "").split(",") if each]
             env[name] = visible[card] if card < len(visible) else str(card)
-    ended = run_guarded(cell, folder, env, stopped)
-    return result_of(cell, folder, ended)
+    return result_of(cell, folder, run_in_folder(cell, folder, env, stopped))
 
 
-def run_guarded(
+def run_in_folder(
     cell: Cell, folder: Path, env: Mapping[str, str], stopped: Callable[[], bool], cwd: str | None = None
 ) -> dict[str, Any]:
-    """Run a cell's command; what the guardian says of the end, empty if it said nothing.
+    """Run a cell's command below a guardian; return what that says of the end.
 
     Args:
         cell: what to run.
         folder: an empty one, for its report and its log.
         env: its whole environment.
-        stopped: whether the gate stops; asked while the cell runs.
+        stopped: whether the gate stops; asked while it runs.
         cwd: its working folder; None for this process's.
     """
-    result = folder / "end.json"
+    command = [*cell.command, f"{cell.report_option}={folder}"]
+    with (folder / LOG).open("wb") as log:
+        return run_guarded(command, folder / "end.json", cell.timeout, env, stopped, cwd=cwd, log=log)
+
+
+def run_guarded(
+    command: Sequence[str],
+    result: Path,
+    timeout: float,
+    env: Mapping[str, str],
+    stopped: Callable[[], bool] = lambda: False,
+    *,
+    cwd: str | None = None,
+    log: BinaryIO | None = None,
+) -> dict[str, Any]:
+    """Run a command below a guardian, so that nothing of it is left; return what the guardian says of its end.
+
+    That is nothing where the command could not be started, was stopped, or its guardian was killed.
+
+    Args:
+        command: with its arguments.
+        result: the file in which the guardian says it.
+        timeout: seconds after which its processes are ended.
+        env: its whole environment.
+        stopped: whether it is to end; asked while it runs.
+        cwd: its working folder; None for this process's.
+        log: takes its output; None leaves it to this process's.
+    """
     reading, writing = os.pipe()
-    guardian = [sys.executable, "-m", "lowtide.leakcheck.gate.guardian", str(result), str(cell.timeout), str(reading)]
+    # By its path: the working folder may hold a `lowtide` of its own, as old as a commit that is judged.
+    watched = [sys.executable, guardian.__file__, str(result), str(timeout), str(reading), "--", *command]
     try:
-        with (folder / LOG).open("wb") as log:
-            process = subprocess.Popen(
-                [*guardian, "--", *cell.command, f"{cell.report_option}={folder}"],
-                env=env,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(reading,),
-                # A Ctrl-C is the gate's, which then closes the pipe.
-                start_new_session=True,
-            )
-        until = time.monotonic() + cell.timeout + _GUARDIAN_S
+        process = subprocess.Popen(
+            watched,
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=None if log is None else subprocess.STDOUT,
+            pass_fds=(reading,),
+            # A Ctrl-C is this process's, which then closes the pipe.
+            start_new_session=True,
+        )
+        until = time.monotonic() + timeout + _GUARDIAN_S
         while process.poll() is None and time.monotonic() < until and not stopped():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
     finally:
         os.close(reading)
-        # By this the guardian ends the cell, if it still runs; it is given the time for that.
+        # By this the guardian ends the command, if it still runs; it is given the time for that.
         os.close(writing)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_GUARDIAN_S)
@@ -206,3 +237,58 @@ def _left_behind(cell: Cell, subjects: list[Subject], left: Any) -> list[Subject
         advice="end and join them in the engine's shutdown",
     )
     return [Subject(id=f"{cell.name}/end", outcome="leak", findings=(finding,))]
+
+
+def count_cards() -> int:
+    """How many cards the driver shows and the environment leaves visible; asks no torch, so that no context is made."""
+    from lowtide.probes.device.driver import find_driver
+
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if name in os.environ:
+            return len([each for each in os.environ[name].split(",") if each.strip() and each.strip() != "-1"])
+    driver = find_driver()
+    try:
+        count = 0
+        while driver.read(count).card_total is not None:
+            count += 1
+        return count
+    finally:
+        driver.close()
+
+
+@contextmanager
+def exclusive(card: int, stopped: Callable[[], bool]) -> Iterator[None]:
+    """Have a card alone among the gates of this machine; waits until another one gives it back.
+
+    Args:
+        card: its index.
+        stopped: asked while it waits; once true, it raises.
+
+    Raises:
+        GateError: the gate stopped meanwhile, or the lock cannot be made.
+    """
+    path = Path(tempfile.gettempdir()) / f"lowtide-card-{card}.lock"
+    try:
+        handle = _open(path)
+    except OSError as error:
+        raise GateError(f"{path} cannot be opened, which locks card {card}: {error.strerror}") from error
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if stopped():
+                    raise GateError(f"stopped while another gate had card {card}") from None
+                time.sleep(_LOCK_POLL_S)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _open(path: Path) -> int:
+    """Open a lock for reading, which is enough for `flock`, and which another user's file allows."""
+    with suppress(FileNotFoundError):
+        # Without O_CREAT, which Linux refuses for another user's file in /tmp (`fs.protected_regular`).
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    return os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)

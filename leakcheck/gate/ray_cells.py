@@ -17,9 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lowtide.leakcheck.gate.cells import LOG, CellResult, not_run, result_of, run_guarded
-from lowtide.leakcheck.gate.matrix import Cell
-from lowtide.leakcheck.gate.settings import GateError
+from lowtide.leakcheck.gate.cells import LOG, CellResult, not_run, result_of, run_in_folder
+from lowtide.leakcheck.gate.matrix import Cell, GateError
 
 RETRIES = 3
 """How often a cell is run again whose worker or node was lost."""
@@ -111,7 +110,7 @@ def _run_on_node(cell: Cell, folder: str) -> tuple[dict[str, Any], dict[str, byt
     # The node's own Python: the gate's may lie elsewhere.
     here = replace(cell, command=(sys.executable, *cell.command[1:]))
     with tempfile.TemporaryDirectory(prefix="lowtide-cell-") as written:
-        ended = run_guarded(here, Path(written), {**os.environ, **cell.env}, lambda: False, cwd=folder)
+        ended = run_in_folder(here, Path(written), {**os.environ, **cell.env}, lambda: False, cwd=folder)
         files: dict[str, bytes] = {}
         room = _MOST_BYTES
         # The report first, so that nothing else leaves no room for it.

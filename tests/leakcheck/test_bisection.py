@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -53,13 +54,13 @@ def write_in_turn(monkeypatch: pytest.MonkeyPatch, folder: Path, names: list[str
     """Put a report into each life's folder as its command would, without the processes."""
     turns = iter(names)
 
-    def ended(command: object, report: Path, *_: object) -> bisection.End:
+    def ended(command: object, result: object, timeout: object, env: Mapping[str, str]) -> dict[str, object]:
         source = folder / f"{next(turns)}.json"
         if source.exists():
-            shutil.copy(source, report / "leakcheck.json")
-        return bisection.End(code)
+            shutil.copy(source, Path(env["LOWTIDE_REPORT"]) / "leakcheck.json")
+        return {"code": code, "timed_out": False}
 
-    monkeypatch.setattr(bisection, "_run_guarded", ended)
+    monkeypatch.setattr(bisection, "run_guarded", ended)
 
 
 def run(step: BisectStep) -> tuple[str, list[CommandRun]]:

@@ -18,13 +18,11 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from lowtide.leakcheck import gate as gate_package
 from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.gate import Cell, Gate, KnownFindings
-from lowtide.leakcheck.gate import cards as card_locks
-from lowtide.leakcheck.gate.gate import earlier_findings
-from lowtide.leakcheck.gate.known_findings import KnownFinding
-from lowtide.leakcheck.gate.settings import GateError
+from lowtide.leakcheck.gate import cells as card_locks
+from lowtide.leakcheck.gate.gate import Gate, earlier_findings
+from lowtide.leakcheck.gate.known_findings import KnownFinding, KnownFindings
+from lowtide.leakcheck.gate.matrix import Cell, GateError
 from lowtide.reports.schema import Machine, Report, Subject, exit_code, read
 from tests.waiting import HANG_S, wait_until
 
@@ -200,7 +198,8 @@ def test_where_its_report_cannot_be_written_what_a_gate_found_is_shown_first(
     Path("lowtide.toml").write_text('[gate]\ncalibrate = false\n[[gate.subject]]\nengine = "tiny"\n')
     # As on a disk that is full by now.
     body = f"path = Path({str(tmp_path / 'out' / 'leakcheck.json')!r}); path.unlink(); path.mkdir()"
-    monkeypatch.setattr(gate_package, "cells_of", lambda *_: [cell("leaking", f"{body}\nreport(marks='a')")])
+    leaking = cell("leaking", f"{body}\nreport(marks='a')")
+    monkeypatch.setattr("lowtide.leakcheck.gate.matrix.cells_of", lambda *_: [leaking])
     done = CliRunner().invoke(app, ["gate", "--report", "out"])
     assert (done.exit_code, done.stdout.splitlines()[-1]) == (2, "LEAK: 1 of 1 subject(s) leaked")
     assert done.stderr.startswith("lowtide: out/leakcheck.json cannot be written: Is a directory")
@@ -228,7 +227,7 @@ import sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
 from tests.leakcheck.test_gate import MACHINE, cell
-from lowtide.leakcheck.gate import Gate
+from lowtide.leakcheck.gate.gate import Gate
 slow = 'subprocess.Popen(["env", "-i", "setsid", "sleep", "4711.7"]); print("at work", flush=True); time.sleep(600)'
 Gate([cell("one", "report()"), cell("two", slow), cell("three", "report()")], Path({folder!r}), MACHINE).run()
 """

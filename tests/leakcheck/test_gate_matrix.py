@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck import gate
-from lowtide.leakcheck.gate import Cell, GateError, GateSettings, Shard, load_settings
+from lowtide.leakcheck.gate import matrix
+from lowtide.leakcheck.gate.matrix import Cell, GateError, GateSettings, Shard, load_settings
 
 SMALL = '[gate]\n[[gate.subject]]\nengine = "tiny"\n'
 
@@ -23,7 +23,7 @@ def written(folder: Path, text: str, name: str = "lowtide.toml") -> GateSettings
 
 def cells_of(settings: GateSettings, cards: int) -> list[Cell]:
     """The subjects' cells, without those that calibrate."""
-    return [cell for cell in gate.cells_of(settings, cards) if not cell.name.startswith("calibration-")]
+    return [cell for cell in matrix.cells_of(settings, cards) if not cell.name.startswith("calibration-")]
 
 
 def test_the_matrix_is_subjects_times_devices_times_settings(tmp_path: Path) -> None:
@@ -91,10 +91,10 @@ def test_each_device_is_calibrated_once_unless_switched_off(tmp_path: Path) -> N
     text = (
         '[gate]\ndevices = ["cpu", "cuda"]\n[gate.settings.a]\n[gate.settings.b]\n[[gate.subject]]\nengine = "tiny"\n'
     )
-    cells = gate.cells_of(written(tmp_path, text), 1)
+    cells = matrix.cells_of(written(tmp_path, text), 1)
     assert [cell.name for cell in cells if cell.calibrates] == ["calibration-cpu", "calibration-cuda"]
     assert cells[1].command[1:] == ("-m", "lowtide.leakcheck.gate.calibration", "--device", "cuda")
-    assert len(gate.cells_of(written(tmp_path, text.replace("[gate]", "[gate]\ncalibrate = false", 1)), 1)) == 4
+    assert len(matrix.cells_of(written(tmp_path, text.replace("[gate]", "[gate]\ncalibrate = false", 1)), 1)) == 4
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_engine_that_is_calibrated_is_judged_by_the_calibration(
 
 def test_each_shard_calibrates_the_devices_that_it_uses(tmp_path: Path) -> None:
     subjects = [f'[[gate.subject]]\nname = "{device}"\nengine = "tiny"\ndevices = ["{device}"]\n' for device in DEVICES]
-    cells = gate.cells_of(written(tmp_path, "[gate]\n" + "".join(subjects)), 1)
+    cells = matrix.cells_of(written(tmp_path, "[gate]\n" + "".join(subjects)), 1)
     parts = [[cell.name for cell in Shard(index, 2).part(cells)] for index in (1, 2)]
     assert parts == [["calibration-cpu", "cpu-cpu"], ["calibration-cuda", "cuda-cuda"]]
 

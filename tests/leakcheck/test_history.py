@@ -22,13 +22,18 @@ from sqlalchemy.engine import Engine
 from typer.testing import CliRunner
 
 from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.history.database import NEWEST, open_database
-from lowtide.leakcheck.history.errors import HistoryError
-from lowtide.leakcheck.history.page import draw, render_page
-from lowtide.leakcheck.history.store import add_report
-from lowtide.leakcheck.history.tables import METADATA, RESIDUES, RUNS, SERIES
-from lowtide.leakcheck.history.terminal import trend_lines
-from lowtide.leakcheck.history.trends import Trend, read_trends
+from lowtide.leakcheck.cli.history import trend_lines
+from lowtide.leakcheck.gate.history import (
+    METADATA,
+    NEWEST,
+    RESIDUES,
+    RUNS,
+    SERIES,
+    HistoryError,
+    add_report,
+    open_database,
+)
+from lowtide.leakcheck.gate.trends import Trend, draw, read_trends, render_page
 from lowtide.reports import schema
 from lowtide.reports.folder import write_folder
 from tests.reports.small_reports import HOSTILE, finding, report, subject

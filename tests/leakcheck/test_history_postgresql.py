@@ -18,12 +18,8 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from lowtide.leakcheck.history.database import open_database
-from lowtide.leakcheck.history.errors import HistoryError
-from lowtide.leakcheck.history.page import render_page
-from lowtide.leakcheck.history.store import add_report
-from lowtide.leakcheck.history.tables import METADATA, RESIDUES, RUNS, SUBJECTS
-from lowtide.leakcheck.history.trends import read_trends
+from lowtide.leakcheck.gate.history import METADATA, RESIDUES, RUNS, SUBJECTS, HistoryError, add_report, open_database
+from lowtide.leakcheck.gate.trends import read_trends, render_page
 from tests.leakcheck.test_history import MIB, add_nights, night
 from tests.reports.small_reports import HOSTILE, finding, subject
 from tests.waiting import HANG_S
@@ -32,8 +28,8 @@ WRITERS, NIGHTS = 4, 25
 
 WRITER = """
 import sys
-from lowtide.leakcheck.history.database import open_database
-from lowtide.leakcheck.history.store import add_report
+from lowtide.leakcheck.gate.history import open_database
+from lowtide.leakcheck.gate.history import add_report
 from tests.leakcheck.test_history import night
 from tests.reports.small_reports import finding, subject
 

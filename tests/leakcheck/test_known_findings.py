@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.leakcheck.gate import KnownFindings, KnownFindingsError
-from lowtide.leakcheck.gate.known_findings import KnownFinding
+from lowtide.leakcheck.gate.known_findings import KnownFinding, KnownFindings, KnownFindingsError
 from lowtide.reports.schema import Finding, Subject
 
 TODAY = datetime.date(2030, 1, 1)

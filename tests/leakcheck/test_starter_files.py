@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.gate import cells_of, load_settings
+from lowtide.leakcheck.gate.matrix import cells_of, load_settings
 
 CONFIGURATION = "lowtide.toml"
 WORKFLOW = ".github/workflows/lowtide.yml"

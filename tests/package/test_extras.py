@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from lowtide.leakcheck.gate.starter_files import workflow
+from lowtide.leakcheck.cli.init import workflow
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
-from lowtide.leakcheck.gate.starter_files import workflow
+from lowtide.leakcheck.cli.init import workflow
 from tests.package.test_extras import PROJECT, SUITE
 
 ROOT = Path(__file__).parents[2]

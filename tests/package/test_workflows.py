@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from lowtide.leakcheck.cli.commands import app
-from lowtide.leakcheck.gate import cells_of, load_settings
+from lowtide.leakcheck.gate.matrix import cells_of, load_settings
 
 ROOT = Path(__file__).parents[2]
 OPTION = re.compile(r"--[a-z][a-z-]*")

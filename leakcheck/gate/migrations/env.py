@@ -1,10 +1,10 @@
-"""Runs the migrations in the connection that `database.migrate` hands over; Alembic loads this file by its path."""
+"""Runs the migrations in the connection that `history` hands over; Alembic loads this file by its path."""
 
 from __future__ import annotations
 
 from alembic import context
 
-from lowtide.leakcheck.history.tables import METADATA
+from lowtide.leakcheck.gate.history import METADATA
 
 
 def _run() -> None:

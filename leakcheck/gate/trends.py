@@ -1,6 +1,7 @@
 """Reads the history as trends: one series on one kind of hardware, with a value for each run that judged it.
 
-The runs at which a series changed its level are found by change-point detection (ruptures).
+The runs at which a series changed its level are found by change-point detection (ruptures). All trends are shown as one
+HTML page that needs nothing else: no network, no scripts, no fonts.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ import numpy.typing as npt
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection, Engine
 
-from lowtide.leakcheck.history.database import reading
-from lowtide.leakcheck.history.store import SeriesKey
-from lowtide.leakcheck.history.tables import RESIDUES, RUNS, SERIES, SUBJECTS, VERDICTS
+from lowtide.leakcheck.gate.history import RESIDUES, RUNS, SERIES, SUBJECTS, VERDICTS, SeriesKey, reading
+from lowtide.reports.escaping import one_line
 from lowtide.reports.sizes import format_amount, format_bytes
 
 _SHORTEST = 2
@@ -35,6 +35,16 @@ _SPIKE = 5.0
 
 _CERTAINTY = 6.0
 """Factor of the penalty sigma² · ln n for each further level; noise alone exceeds the BIC's, 2, too often."""
+
+_SMALLEST_FINDING = 1 << 10
+
+_SMALLEST_READING = 4 << 20
+"""Bytes by which a level must change: a finding has passed its tolerance, a reading has the noise of a whole life."""
+
+MOST_DRAWN = 500
+"""Trends that are drawn."""
+
+_WIDTH, _HEIGHT = 720, 120
 
 
 class LevelChange(NamedTuple):
@@ -105,11 +115,6 @@ def _large_enough(signal: npt.NDArray[np.float64], places: list[int], least: flo
         if small is None or abs(small.after - small.before) >= least:
             return changes
         places.remove(small.place)
-
-
-_SMALLEST_FINDING = 1 << 10
-_SMALLEST_READING = 4 << 20
-"""Bytes by which a level must change: a finding has passed its tolerance, a reading has the noise of a whole life."""
 
 
 @dataclass(frozen=True)
@@ -269,3 +274,73 @@ def _trend(
 def _urgency(trend: Trend) -> tuple[bool, float, int, str]:
     newest = trend.runs[trend.changes[-1].place].created.timestamp() if trend.changes else 0.0
     return not trend.changes, -newest, -abs(trend.values[-1]), trend.subject
+
+
+class Mark(NamedTuple):
+    """A change of the level in a drawing."""
+
+    x: float
+    text: str
+
+
+class Drawing(NamedTuple):
+    """A trend as an image of 720 by 120 units.
+
+    Attributes:
+        trend: what it shows.
+        steps: the path of its values, in the language of SVG.
+        zero: the height of the line of zero.
+        highest: the largest value, or zero.
+        lowest: the smallest value, or zero.
+        marks: where its level changed.
+    """
+
+    trend: Trend
+    steps: str
+    zero: float
+    highest: str
+    lowest: str
+    marks: list[Mark]
+
+
+def render_page(trends: Sequence[Trend]) -> str:
+    """The page, with the changes of levels first, and a drawing of each trend."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("lowtide.leakcheck.gate"),
+        autoescape=True,
+        finalize=lambda value: one_line(value) if type(value) is str else value,
+        lstrip_blocks=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    return environment.get_template("history.html.j2").render(
+        sentences=[sentence for trend in trends for sentence in trend.sentences()],
+        drawings=[draw(trend) for trend in trends[:MOST_DRAWN]],
+        left_out=max(len(trends) - MOST_DRAWN, 0),
+        runs=len({run.id for trend in trends for run in trend.runs}),
+        width=_WIDTH,
+        height=_HEIGHT,
+    )
+
+
+def draw(trend: Trend) -> Drawing:
+    """A trend as steps: a value holds until the next run."""
+    values = trend.values
+    lowest, highest = min(0, *values), max(0, *values)
+    span = (highest - lowest) or 1
+    wide = _WIDTH / len(values)
+
+    def height(value: int) -> float:
+        return round(_HEIGHT - (value - lowest) / span * _HEIGHT, 1)
+
+    # What stays the same takes no room, however many runs there are.
+    steps = [place for place in range(1, len(values)) if values[place] != values[place - 1]]
+    parts = [f"H{place * wide:.1f}V{height(values[place])}" for place in steps]
+    path = "".join([f"M0 {height(values[0])}", *parts, f"H{_WIDTH}"])
+    marks = [
+        Mark(round(change.place * wide, 1), sentence)
+        for change, sentence in zip(trend.changes, trend.sentences(), strict=True)
+    ]
+    return Drawing(trend, path, height(0), trend.amount(highest), trend.amount(lowest), marks)
