@@ -24,7 +24,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)
 # Four groups, each in processes of its own, because what goes through the whole heap takes as long as that is large,
 # and each process imports all files of its group: torch makes it four times as large, a thousand tests by half. Torch's
 # compiler and transformers make it twice as large for all that is run after them, and so come last.
-ALL := $(sort $(wildcard tests/*/test_*.py))
+ALL := $(sort $(wildcard tests/*/test_*.py tests/leakcheck/*/test_*.py))
 LOADING_MORE := tests/engine/test_checkpoint.py $(shell grep -lE \
 	'= torch\.compile|FakeTensorMode|torch\.profiler|import transformers|from transformers' $(ALL))
 HEAPS := $(filter tests/probes/% tests/leakcheck/%,$(ALL))
@@ -45,10 +45,15 @@ NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/packag
 	$(addprefix tests/pytest_plugin/test_, causes.py growth.py growth_in_processes.py hidden_holders.py later_tests.py library_insides.py \
 	library_tables.py passes.py remedies.py retention.py run_by_another.py settings.py settings_left.py shapes.py \
 	spent.py xdist.py) \
-	$(addprefix tests/leakcheck/test_, bisect_run.py calibration.py check.py checked_life.py compiled_values.py damage.py defects.py empty_pools_in_lives.py \
-	engine_processes.py filled_caches.py exec.py first_use_in_lives.py fuzz.py growing_processes.py history_postgresql.py host_figure.py \
-	imports_in_lives.py life_processes.py leftovers.py library_items.py lifecycle.py notebook_cells.py own_growth.py owner_growth.py planted_leaks.py ranks_in_lives.py ray_cells.py ray_workers.py \
-	remains.py shared_sweep.py watched_life.py sleeping_lives.py target_life.py transformers_target.py unseen.py witness.py)
+	$(addprefix tests/leakcheck/cli/test_, defects.py execute.py watched_life.py) \
+	$(addprefix tests/leakcheck/gate/test_, bisect_run.py calibration.py history_postgresql.py planted_leaks.py ray_cells.py) \
+	$(addprefix tests/leakcheck/lives/test_, checked_life.py empty_pools_in_lives.py first_use_in_lives.py fuzz.py host_figure.py \
+	imports_in_lives.py life_processes.py lifecycle.py own_growth.py ranks_in_lives.py ray_workers.py sleeping_lives.py sweep.py \
+	target_life.py witness.py) \
+	$(addprefix tests/leakcheck/targets/test_, damaged_shards.py transformers_target.py) \
+	tests/leakcheck/watching/test_notebook_cells.py \
+	$(addprefix tests/leakcheck/test_, check.py compiled_values.py engine_processes.py filled_caches.py growing_processes.py leftovers.py \
+	library_items.py owner_growth.py remains.py unseen.py)
 
 test: $(STAMP)
 	$(PYTEST) $(filter-out $(NIGHTLY),$(WALKS))

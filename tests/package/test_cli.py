@@ -623,9 +623,9 @@ def test_a_users_engine_goes_through_the_fixed_life(tmp_path: Path) -> None:
 
 
 def test_what_a_users_engine_leaves_fails_its_check(tmp_path: Path) -> None:
-    done = lowtide("check", "tests.leakcheck.test_target_life:Keeps", "--cycles", "1")
+    done = lowtide("check", "tests.leakcheck.lives.test_target_life:Keeps", "--cycles", "1")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "tests.leakcheck.test_target_life.KEPT" in done.stdout
+    assert "tests.leakcheck.lives.test_target_life.KEPT" in done.stdout
 
 
 KILLED = """
@@ -708,14 +708,14 @@ def test_a_search_that_cannot_be_made_is_refused_in_one_line(arguments: tuple[st
 
 def test_a_search_prints_the_life_that_fails_and_keeps_it(tmp_path: Path) -> None:
     # In a process of its own: the example database is kept in the current directory.
-    target = "tests.leakcheck.test_checked_life:ForgetsAtWake"
+    target = "tests.leakcheck.lives.test_checked_life:ForgetsAtWake"
     done = lowtide("fuzz", "--target", target, "--seed", "1", "--report", tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "weights changed its contents between sleep and wake" in done.stdout
     assert "LEAK: 1 finding(s); " in done.stdout
     program = (tmp_path / "life.py").read_text()
     assert program in done.stdout
-    assert "from tests.leakcheck.test_checked_life import ForgetsAtWake" in program
+    assert "from tests.leakcheck.lives.test_checked_life import ForgetsAtWake" in program
     assert "    life.create()\n    life.sleep(" in program
     assert json.loads((tmp_path / "leakcheck.json").read_text())["subjects"][0]["outcome"] == "leak"
 
@@ -745,7 +745,7 @@ def test_failing_every_point_prints_how_many_there_are(tmp_path: Path) -> None:
     # Of an earlier run into the same folder.
     (tmp_path / "life.py").write_text("it failed")
     done = lowtide(
-        "fuzz", "--target", "tests.leakcheck.test_witness:Bare", "--faults", "--jobs", "2", "--report", tmp_path
+        "fuzz", "--target", "tests.leakcheck.lives.test_witness:Bare", "--faults", "--jobs", "2", "--report", tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CLEAN: every fault point was failed once" in done.stdout

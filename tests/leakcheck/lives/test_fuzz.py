@@ -25,8 +25,8 @@ from lowtide.leakcheck.lives.script import Call, Coverage, Fault, LifeError
 from lowtide.leakcheck.lives.sweep import stages, sweep
 from lowtide.leakcheck.targets.reference import THOROUGH, reference, reference_target
 from lowtide.leakcheck.targets.target import TargetSource, start_program
+from tests.leakcheck.lives.test_checked_life import DoesNotRollBack, ForgetsAtWake, SaysOtherThings
 from tests.leakcheck.small_target import KEPT, SmallTarget
-from tests.leakcheck.test_checked_life import DoesNotRollBack, ForgetsAtWake, SaysOtherThings
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_the_progress_line_says_what_was_found(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(fuzz_command, "progress_line", lambda console: Line(console=console, disable=True))
     # Where it looks for targets, and stays.
     monkeypatch.syspath_prepend(Path.cwd())
-    subjected = fuzz_command.named_target("tests.leakcheck.test_checked_life:ForgetsAtWake")
+    subjected = fuzz_command.named_target("tests.leakcheck.lives.test_checked_life:ForgetsAtWake")
     fuzz_command.search(subjected, examples=50, seed=1, steps=10, console=Console(quiet=True))
     lives = [line for line in said if line.startswith("lives: ")]
     shrinking = [line for line in said if line.startswith("shrinking: ")]
@@ -141,11 +141,11 @@ def test_what_fails_only_once_is_said_not_to_have_been_measured() -> None:
 
 def test_a_life_is_printed_as_a_program_that_fails_by_itself(tmp_path: Path) -> None:
     found = fuzz(ForgetsAtWake, examples=100, seed=0)
-    source = TargetSource(["from tests.leakcheck.test_checked_life import ForgetsAtWake"], "ForgetsAtWake")
+    source = TargetSource(["from tests.leakcheck.lives.test_checked_life import ForgetsAtWake"], "ForgetsAtWake")
     program = as_program(found.life, source)
     file = tmp_path / "life.py"
     file.write_text(program)
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, str(file)], capture_output=True, text=True, check=False, env={"PYTHONPATH": str(root)}
     )

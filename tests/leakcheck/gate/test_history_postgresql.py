@@ -20,7 +20,7 @@ from alembic.migration import MigrationContext
 
 from lowtide.leakcheck.gate.history import METADATA, RESIDUES, RUNS, SUBJECTS, HistoryError, add_report, open_database
 from lowtide.leakcheck.gate.trends import read_trends, render_page
-from tests.leakcheck.test_history import MIB, add_nights, night
+from tests.leakcheck.gate.test_history import MIB, add_nights, night
 from tests.reports.small_reports import HOSTILE, finding, subject
 from tests.waiting import HANG_S
 
@@ -30,7 +30,7 @@ WRITER = """
 import sys
 from lowtide.leakcheck.gate.history import open_database
 from lowtide.leakcheck.gate.history import add_report
-from tests.leakcheck.test_history import night
+from tests.leakcheck.gate.test_history import night
 from tests.reports.small_reports import finding, subject
 
 writer, nights = int(sys.argv[2]), int(sys.argv[3])

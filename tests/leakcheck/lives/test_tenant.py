@@ -1,22 +1,66 @@
-"""What a sleep claims to have freed is taken by a second process: all of it passes, less is a finding."""
+"""What a sleep claims to have freed is taken by a second process: all of it passes, less is a finding.
+
+How much a context alone takes on a card is measured by a process that has nothing else there.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 
+from lowtide.leakcheck.lives import card_memory
 from lowtide.leakcheck.lives import tenant as tenants
 from lowtide.leakcheck.lives.card_memory import PIECE, DeviceMemoryError, main, occupy, open_card
-from lowtide.leakcheck.lives.tenant import Tenant
+from lowtide.leakcheck.lives.tenant import BareContexts, Tenant, context_sizes
+from lowtide.probes.device.driver import Driver, DriverError, find_driver
+from lowtide.probes.device.driver.card_holders import CardHolders
 
 MIB = 1 << 20
 GIB = 1 << 30
+
+NEIGHBOUR = """
+import sys
+from lowtide.leakcheck.lives.card_memory import open_card
+
+card = open_card("cuda", 0)
+print(card.allocate(card.free_bytes() - (2 << 30)) is not None, flush=True)
+sys.stdin.read()
+"""
+
+RACED = f"""
+import subprocess, sys
+from lowtide.leakcheck.lives import card_memory as occupier
+
+class Raced:
+    # Between what the driver says and the first allocation, another process takes all but 2 GiB.
+    def __init__(self, card):
+        self.card = card
+        self.allocate, self.free = card.allocate, card.free
+
+    def free_bytes(self):
+        free = self.card.free_bytes()
+        self.neighbour = subprocess.Popen(
+            [sys.executable, "-c", {NEIGHBOUR!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.neighbour.stdout.readline() == b"True\\n"
+        return free
+
+opened = occupier.open_card
+occupier.open_card = lambda kind, index: Raced(opened(kind, index))
+sys.exit(occupier.main(sys.argv[1:]))
+"""
+
+WAITS = (sys.executable, "-S", "-c", "import sys; print('ready', flush=True); sys.stdin.read()")
+
+FAILS = (sys.executable, "-S", "-c", "raise SystemExit(1)")
 
 
 class Card:
@@ -127,6 +171,16 @@ def test_the_program_without_a_library_says_which(capsys: pytest.CaptureFixture[
     assert json.loads(capsys.readouterr().out)["error"].startswith("libamdhip64.so cannot be loaded: ")
 
 
+def test_the_program_holds_a_context_alone_until_its_input_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[tuple[str, int]] = []
+    monkeypatch.setattr(card_memory, "open_card", lambda *card: opened.append(card))
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert main(["cuda", "1"]) == 0
+    assert (opened, capsys.readouterr().out) == ([("cuda", 1)], "ready\n")
+
+
 class Library:
     """The calls of a driver's library, over a `Card`; out of memory is its code for that."""
 
@@ -187,39 +241,6 @@ def test_nothing_else_of_a_library_is_needed() -> None:
         open_card("cuda", 0, SimpleNamespace())
 
 
-NEIGHBOUR = """
-import sys
-from lowtide.leakcheck.lives.card_memory import open_card
-
-card = open_card("cuda", 0)
-print(card.allocate(card.free_bytes() - (2 << 30)) is not None, flush=True)
-sys.stdin.read()
-"""
-
-RACED = f"""
-import subprocess, sys
-from lowtide.leakcheck.lives import card_memory as occupier
-
-class Raced:
-    # Between what the driver says and the first allocation, another process takes all but 2 GiB.
-    def __init__(self, card):
-        self.card = card
-        self.allocate, self.free = card.allocate, card.free
-
-    def free_bytes(self):
-        free = self.card.free_bytes()
-        self.neighbour = subprocess.Popen(
-            [sys.executable, "-c", {NEIGHBOUR!r}], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self.neighbour.stdout.readline() == b"True\\n"
-        return free
-
-opened = occupier.open_card
-occupier.open_card = lambda kind, index: Raced(opened(kind, index))
-sys.exit(occupier.main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not Path("/dev/nvidia0").exists(), reason="needs a CUDA card; there is no /dev/nvidia0")
 @pytest.mark.parametrize("raced", [False, True])
@@ -233,3 +254,63 @@ def test_what_a_neighbour_on_the_card_takes_meanwhile_cannot_be_had(raced: bool)
     (finding,) = found
     assert 6 * GIB <= finding.bytes < 8 * GIB
     assert "of 8.0 GiB could be allocated in pieces of 2 MiB by another process" in finding.message
+
+
+class Listed(dict[int, int]):
+    """Counts 450 MiB for every process that it is asked about."""
+
+    def get(self, pid: int, default: Any = None) -> Any:
+        return {"cuda:1": 450 * MIB}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    asked: list[object] = []
+
+    def read(driver: object) -> tuple[CardHolders, ...]:
+        asked.append(driver)
+        return ()
+
+    monkeypatch.setattr(tenants, "read_card_holders", read)
+    monkeypatch.setattr(tenants, "by_process", lambda cards: Listed())
+    return asked
+
+
+def make(command: tuple[str, ...]) -> BareContexts:
+    return BareContexts(lambda: cast("Driver", "a driver"), command=command)
+
+
+def test_it_is_measured_once_for_each_card(asked: list[object]) -> None:
+    contexts = make(WAITS)
+    assert [contexts.size("cuda:1"), contexts.size("cuda:1")] == [450 * MIB] * 2
+    assert contexts.size("cuda:0") is None
+    assert len(asked) == 2
+
+
+def test_a_card_without_room_for_a_context_is_not_known(asked: list[object]) -> None:
+    assert make(FAILS).size("cuda:1") is None
+    assert asked == []
+
+
+def test_a_driver_that_does_not_answer_is_not_known(monkeypatch: pytest.MonkeyPatch, asked: list[object]) -> None:
+    def refuse(driver: object) -> None:
+        raise DriverError("no answer")
+
+    monkeypatch.setattr(tenants, "read_card_holders", refuse)
+    assert make(WAITS).size("cuda:1") is None
+
+
+def test_an_engine_on_the_cpu_has_none() -> None:
+    assert context_sizes("cpu", find_driver)("cuda:0") is None
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+def test_a_context_on_a_real_card_takes_hundreds_of_mebibytes() -> None:
+    driver = find_driver()
+    try:
+        size = context_sizes("cuda:0", lambda: driver)("cuda:0")
+    finally:
+        driver.close()
+    assert size is not None
+    assert 100 * MIB < size < 2048 * MIB

@@ -16,7 +16,18 @@ from rich.cells import cell_len
 from lowtide.leakcheck.snapshots import allocator_snapshot
 from lowtide.leakcheck.snapshots.allocator_snapshot import compare, sum_stages
 from lowtide.leakcheck.snapshots.blocks_and_events import OUTSIDE, Annotation, StageTimeline
-from tests.leakcheck.torch_snapshots import FORWARD, LOAD, MIB, annotation, block, event, frame, read, segment, written
+from tests.leakcheck.snapshots.torch_snapshots import (
+    FORWARD,
+    LOAD,
+    MIB,
+    annotation,
+    block,
+    event,
+    frame,
+    read,
+    segment,
+    written,
+)
 
 MANY = 1500
 """More than a batch of a list, after which what was read of it is summed."""

@@ -26,7 +26,7 @@ from lowtide.leakcheck.gate.matrix import Cell, GateError
 from lowtide.reports.schema import Machine, Report, Subject, exit_code, read
 from tests.waiting import HANG_S, wait_until
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 MACHINE = Machine(platform="here", python="3", torch="", cpus=2, memory=1, devices=(), driver="none")
 
@@ -226,7 +226,7 @@ KILLED = """
 import sys
 sys.path.insert(0, {root!r})
 from pathlib import Path
-from tests.leakcheck.test_gate import MACHINE, cell
+from tests.leakcheck.gate.test_gate import MACHINE, cell
 from lowtide.leakcheck.gate.gate import Gate
 slow = 'subprocess.Popen(["env", "-i", "setsid", "sleep", "4711.7"]); print("at work", flush=True); time.sleep(600)'
 Gate([cell("one", "report()"), cell("two", slow), cell("three", "report()")], Path({folder!r}), MACHINE).run()

@@ -11,7 +11,7 @@ from lowtide.leakcheck.gate.gate import Gate
 from lowtide.leakcheck.gate.matrix import GateError
 from lowtide.leakcheck.gate.ray_cells import RayCluster
 from lowtide.reports.schema import exit_code
-from tests.leakcheck.test_gate import MACHINE, by_id, cell, is_running
+from tests.leakcheck.gate.test_gate import MACHINE, by_id, cell, is_running
 
 pytest.importorskip("ray", reason="Ray is not installed: install lowtide[ray]")
 

@@ -16,7 +16,7 @@ from lowtide.leakcheck.lives.witness import Killed, kill_in_each_stage
 from lowtide.leakcheck.targets.reference import reference_target
 from lowtide.leakcheck.targets.target import Capabilities, TargetSource
 from lowtide.probes.device.driver import find_driver
-from tests.leakcheck.test_witness import Bare
+from tests.leakcheck.lives.test_witness import Bare
 
 pytestmark = [
     pytest.mark.cuda,

@@ -22,9 +22,9 @@ from lowtide.leakcheck.lives import witness
 from lowtide.leakcheck.lives.script import Call, Fault
 from lowtide.leakcheck.lives.sweep import Swept, SweptCall, SweptLife, shared_sweep, sweep
 from lowtide.leakcheck.targets.target import TargetError, TargetSource
+from tests.leakcheck.lives.test_checked_life import NOT_USED, ElsewhereOnCard
+from tests.leakcheck.lives.test_witness import Bare
 from tests.leakcheck.small_target import KEPT, SmallTarget
-from tests.leakcheck.test_checked_life import NOT_USED, ElsewhereOnCard
-from tests.leakcheck.test_witness import Bare
 from tests.waiting import HANG_S
 
 
@@ -187,7 +187,7 @@ def test_a_life_that_does_not_end_is_reported_with_where_it_stood(
     said = (
         r"map number 0 failed in create, and the life had not ended after [\d.]+ s: "
         r"it stood in wait \(threading.py:\d+\), called by wait \(threading.py:\d+\), "
-        r"called by join_worker \(test_shared_sweep.py:\d+\), called by create .*"
+        r"called by join_worker \(test_sweep.py:\d+\), called by create .*"
     )
     assert re.fullmatch(said, finding.message)
     with contextlib.suppress(psutil.NoSuchProcess):

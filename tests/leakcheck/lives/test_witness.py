@@ -315,7 +315,7 @@ class WithFiles(SmallTarget):
 def test_an_engine_with_everything_in_it_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    source = TargetSource(["from tests.leakcheck.test_witness import WithFiles"], "WithFiles")
+    source = TargetSource(["from tests.leakcheck.lives.test_witness import WithFiles"], "WithFiles")
     found = next(kill_in_each_stage(source, WithFiles.capabilities, config={}, driver=NO_DRIVER))
     assert found.findings == ()
     # Not even temporary files, which only its own end would have removed.

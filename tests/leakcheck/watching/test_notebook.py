@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("IPython")
 
-from tests.leakcheck.notebook_shell import Notebook, notebook
+from tests.leakcheck.watching.notebook_shell import Notebook, notebook
 
 __all__ = ["notebook"]
 

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("IPython")
 
-from tests.leakcheck.notebook_shell import Notebook, notebook
+from tests.leakcheck.watching.notebook_shell import Notebook, notebook
 
 __all__ = ["notebook"]
 
@@ -252,7 +252,7 @@ def test_a_kernel_of_jupyter_shows_the_report_and_stops_at_a_cell_that_fails(
 
 
 def test_the_page_has_each_option(notebook: Notebook) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "notebooks.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "notebooks.md").read_text(encoding="utf-8")
     options = re.findall(r"(?<![\w-])--[a-z][a-z-]*", notebook.shell.find_cell_magic("leakcheck").__doc__)
     assert len(set(options)) > 8
     assert [option for option in options if f"| `{option}" not in page] == []

@@ -1,4 +1,7 @@
-"""Snapshots of torch's allocator: read without running anything, summed by stack and pool, and compared."""
+"""Snapshots of torch's allocator: read without running anything, summed by stack and pool, and compared.
+
+Those that would hang or crash Python's unpickler are refused in one line by the process that asked for them.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,21 @@ import os
 import pickle
 import re
 import resource
+import signal
 import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, compare, read_snapshot, texts_of
-from tests.leakcheck.torch_snapshots import (
+from lowtide.leakcheck.snapshots import allocator_snapshot
+from lowtide.leakcheck.snapshots.allocator_snapshot import SnapshotError, compare, read_apart, read_snapshot, texts_of
+from tests.leakcheck.snapshots.torch_snapshots import (
     FORWARD,
     LOAD,
     MIB,
@@ -30,11 +36,25 @@ from tests.leakcheck.torch_snapshots import (
     segment,
     written,
 )
+from tests.waiting import HANG_S, wait_until
 
 PROTOCOLS = (2, 3, 4, 5)
 
 MANY = 1500
 """More than a batch of a list, after which what was read of it is summed."""
+
+NESTED = b"]" * 100_000 + b"a" * 99_999
+"""Opcodes of lists in each other: Python cannot compare them, nor make a text of them."""
+
+SMALL = pickle.dumps({"segments": [segment(block(1, LOAD), block(2, FORWARD))], "device_traces": history(2)})
+
+LARGE = pickle.dumps(
+    {
+        "segments": [segment(*[block(1, FORWARD) for _ in range(MANY)])],
+        "device_traces": history(MANY),
+        "external_annotations": [annotation("START", 1, "forward"), annotation("END", 2, "forward")],
+    }
+)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -282,10 +302,6 @@ def test_what_is_asked_for_is_one_line_however_it_is_called(tmp_path: Path) -> N
     assert str(raised.value).isprintable()
 
 
-NESTED = b"]" * 100_000 + b"a" * 99_999
-"""Opcodes of lists in each other: Python cannot compare them, nor make a text of them."""
-
-
 def odd_frame() -> dict[str, Any]:
     """Of C++, and so nobody looks at its name."""
     return frame("".join(["HE", "RE"]), file="??")
@@ -354,16 +370,6 @@ def test_a_file_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
         read_snapshot(tmp_path / "none.pickle")
     with pytest.raises(SnapshotError, match="cannot be read: "):
         read_snapshot(tmp_path)
-
-
-SMALL = pickle.dumps({"segments": [segment(block(1, LOAD), block(2, FORWARD))], "device_traces": history(2)})
-LARGE = pickle.dumps(
-    {
-        "segments": [segment(*[block(1, FORWARD) for _ in range(MANY)])],
-        "device_traces": history(MANY),
-        "external_annotations": [annotation("START", 1, "forward"), annotation("END", 2, "forward")],
-    }
-)
 
 
 def test_a_bytearray_that_is_too_large_is_refused_in_one_line_alone(
@@ -478,3 +484,65 @@ def test_the_command_refuses_what_is_no_snapshot(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "os.system" in done.stderr
+
+
+TWICE_ITSELF = b"K\x01\x94" + b"".join(b"0h%ch%c\x86\x94" % (turn, turn) for turn in range(60))
+"""Opcodes of a tuple that has itself twice, sixty times over."""
+
+NESTED_TUPLES = b"N" + b"\x85" * 3_000_000
+"""Opcodes of tuples in each other."""
+
+
+def with_key(folder: Path, key: bytes) -> Path:
+    """A file of one dict, which hashes its key."""
+    path = folder / "a.pickle"
+    path.write_bytes(b"\x80\x04}" + key + b"Ns.")
+    return path
+
+
+def test_it_reads_what_the_reader_reads(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.pickle", segment(block(8, LOAD), block(2, FORWARD), block(6, state="inactive")))
+    assert read_apart(path) == read_snapshot(path)
+
+
+def test_a_file_that_takes_years_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocator_snapshot, "_LEAST_SECONDS", 1)
+    with pytest.raises(SnapshotError, match=r"a\.pickle: it takes more time than plain data of its size needs"):
+        read_apart(with_key(tmp_path, TWICE_ITSELF))
+
+
+def test_what_is_no_snapshot_is_refused_in_the_same_words(tmp_path: Path) -> None:
+    path = tmp_path / "a.pickle"
+    path.write_bytes(b"\x80\x04cos\nsystem\n.")
+    with pytest.raises(SnapshotError) as here:
+        read_snapshot(path)
+    with pytest.raises(SnapshotError) as apart:
+        read_apart(path)
+    assert str(apart.value) == str(here.value)
+
+
+def test_the_command_outlives_a_file_that_overflows_the_stack(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-m", "lowtide", "snapshot", with_key(tmp_path, NESTED_TUPLES)],
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "Python cannot read it, the process that tried ended with signal 11: refused" in done.stderr
+
+
+def test_an_interrupt_ends_the_command_and_its_reader(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lowtide", "snapshot", str(with_key(tmp_path, TWICE_ITSELF))]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as asking:
+        children = Path(f"/proc/{asking.pid}/task/{asking.pid}/children")
+        wait_until(children.read_text)
+        reader = children.read_text().strip()
+        # At work, and no more starting up.
+        wait_until(lambda: psutil.Process(int(reader)).cpu_times().user > 0.5)
+        # As the terminal does: to all of its processes.
+        os.killpg(asking.pid, signal.SIGINT)
+        _, said = asking.communicate(timeout=HANG_S)
+    assert (asking.returncode, "Traceback" in said) == (130, False)
+    assert not Path(f"/proc/{reader}").exists()

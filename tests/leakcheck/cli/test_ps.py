@@ -26,7 +26,7 @@ from tests.probes import left_processes
 from tests.probes.left_processes import holder
 from tests.probes.test_driver import FakeNvml
 
-SHIPPED = Path(__file__).parents[2] / "reports" / "processes" / "lowtide-ps-1.schema.json"
+SHIPPED = Path(__file__).parents[3] / "reports" / "processes" / "lowtide-ps-1.schema.json"
 MIB = 1 << 20
 
 Ps = Callable[..., Result]
