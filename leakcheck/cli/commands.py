@@ -79,7 +79,7 @@ def command_line() -> int:
 
 
 def _run(interrupts: Interrupts) -> int:
-    """The exit code of the command line."""
+    """Return the exit code of the command line."""
     try:
         return app(standalone_mode=False, prog_name="lowtide") or 0
     except _UsageError as error:

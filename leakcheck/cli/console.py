@@ -49,7 +49,7 @@ _CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def find_console(output: TextIO | None = None) -> Console:
-    """Where to print: as wide as its terminal; elsewhere tables take `COLUMNS`, or 100, and prose is not folded.
+    """Return where to print: as wide as its terminal; elsewhere tables take `COLUMNS` or 100, and prose is not folded.
 
     Without a terminal no control code is printed, whatever the environment forces; with `NO_COLOR` neither colours nor
     other styles.
@@ -97,12 +97,12 @@ class _Escaped:
 
 
 def colors_are_off() -> bool:
-    """Whether the user wants none: https://no-color.org."""
+    """Return whether the user wants no colours: https://no-color.org."""
     return os.environ.get("NO_COLOR", "") != ""
 
 
 def progress_line(console: Console) -> Progress:
-    """A line with what is being done, how far it is and since when; only on a terminal, and gone when it is done."""
+    """Return a line with what is being done, how far and since when: on a terminal alone, and gone when it is done."""
     return Progress(
         SpinnerColumn(),
         # What is done gives way to the figures where both do not fit.
@@ -223,7 +223,7 @@ class _Bytes:
 
 
 def guard_standard_output() -> GuardedStream:
-    """From here on no write to standard output or error ends in a traceback, which has the exit code of a leak.
+    """Keep any write to standard output or error from ending in a traceback, which has the exit code of a leak.
 
     What the encoding does not have is spelled in ASCII, letters by their numbers. Where the reader has gone away, as
     `head` does, the rest is dropped: the exit code is still the verdict's.

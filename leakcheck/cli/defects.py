@@ -126,7 +126,7 @@ class Verified:
 
 
 def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2, in_core: bool = False) -> Iterator[Verified]:
-    """Each bug, and the same engine without it, in the order given; as soon as they are known.
+    """Yield each bug, and the same engine without it, in the order given; as soon as they are known.
 
     Args:
         defects: which to run.
@@ -162,7 +162,7 @@ def verify(defects: Iterable[Defect], device: str, *, jobs: int = 2, in_core: bo
 
 
 def _has_cards(number: int) -> bool:
-    """Whether there are so many, where one is not enough."""
+    """Return whether there are so many cards, where one is not enough."""
     if number < 2:
         return True
     import torch
@@ -171,7 +171,7 @@ def _has_cards(number: int) -> bool:
 
 
 def table(verified: Sequence[Verified]) -> list[str]:
-    """What was verified, as lines of Markdown."""
+    """Return what was verified, as lines of Markdown."""
     rows = ["| bug | where it happened | found | held by | what gives it back | |", "| --- " * 6 + "|"]
     for item in verified:
         findings = () if item.bug is None or item.bug.subject is None else item.bug.subject.findings

@@ -193,7 +193,7 @@ class _MarkedLife:
     found: list[Finding] = field(default_factory=list)
 
     def take(self, report: StageReport) -> None:
-        """A stage begins or ends, and the program waits."""
+        """Note that a stage begins or ends; the program waits meanwhile."""
         name = report.path[-1]
         self.engine.drivers.add(report.pid)
         if report.begins:
@@ -215,7 +215,7 @@ class _MarkedLife:
 
 
 def _is_in_foreground() -> bool:
-    """Whether a terminal sends its signals to this process's group: the command is in it, and has had them."""
+    """Return whether a terminal sends its signals to this process's group, and so to the command in it."""
     try:
         with open("/dev/tty", "rb") as terminal:  # noqa: PTH123 - no file to be read
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

@@ -154,7 +154,7 @@ def _search(
     jobs: int,
     console: Console,
 ) -> tuple[Subject, str, str | Table]:
-    """What was found, the life that fails as a program, and how much was tried."""
+    """Return what was found, the life that fails as a program, and how much was tried."""
     from lowtide.engine import EngineError
     from lowtide.engine.defects import find_defect
     from lowtide.leakcheck.targets.reference import checkpoint_target, reference_target
@@ -210,7 +210,7 @@ def search(
 
 
 def fail_all(subjected: Subjected, *, jobs: int = 1, console: Console) -> tuple[Subject, str, Table]:
-    """Every fault point of every stage, and a kill in each, with a progress line.
+    """Fail every fault point of every stage, and kill the engine in each, with a progress line.
 
     Args:
         subjected: what is fuzzed.
@@ -287,7 +287,7 @@ def _points_table() -> Table:
 
 
 def _sweep_subject(subjected: Subjected, tried: Sequence[Swept | Killed], unknown: str) -> Subject:
-    """What every fault point and every kill found, each finding once; `unknown` says why not everything was tried."""
+    """Return all findings, each once, as a subject; `unknown` says why not everything was tried."""
     findings: dict[str, Finding] = {}
     for found in [found for item in tried for found in item.findings]:
         # The same in several stages is one.
@@ -306,7 +306,7 @@ def _sweep_subject(subjected: Subjected, tried: Sequence[Swept | Killed], unknow
 
 
 def verdict(subject: Subject, attempts: str | Table) -> Iterator[RenderableType]:
-    """What is shown in the end."""
+    """Yield what is shown in the end."""
     if isinstance(attempts, Table):
         yield attempts
     for missing in subject.not_measured:

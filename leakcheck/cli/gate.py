@@ -124,7 +124,7 @@ def _gate(
 
 
 def _chosen(cells: list[Cell], only: str | None, shard: object) -> list[Cell]:
-    """The cells that this job runs."""
+    """Return the cells that this job runs."""
     from lowtide.leakcheck.gate.matrix import GateError, Shard
 
     chosen = [cell for cell in cells if only is None or fnmatch(cell.name, only)]
@@ -171,7 +171,7 @@ class _Lines:
 
 
 def _outcome(subjects: Iterable[Subject]) -> tuple[str, str]:
-    """A cell's outcome in a word, and the style in which it is shown."""
+    """Return a cell's outcome in a word, and the style in which it is shown."""
     outcomes = {subject.outcome for subject in subjects}
     if "leak" in outcomes:
         return "leak", "red"
@@ -181,7 +181,7 @@ def _outcome(subjects: Iterable[Subject]) -> tuple[str, str]:
 
 
 def _show(console: Console, run: Gate, report: Report) -> None:
-    """What failed and why, what is known, and what the baseline no longer needs."""
+    """Print what failed and why, what is known, and what the baseline no longer needs."""
     from lowtide.reports.hanging_text import HangingText
     from lowtide.reports.markdown import verdict
     from lowtide.reports.terminal import finding_text

@@ -99,7 +99,7 @@ def _add(engine: object, folder: Path, commit: str) -> str:
 
 
 def _commit() -> str:
-    """The commit of this CI job, else that of the working folder; "" where there is none."""
+    """Return the commit of this CI job, else that of the working folder; "" where there is none."""
     named = os.environ.get("GITHUB_SHA")
     if named:
         return named
@@ -111,7 +111,7 @@ def _commit() -> str:
 
 
 def trend_lines(trends: Sequence[Trend]) -> Iterator[RenderableType]:
-    """What to print, from the newest change of a level to the trends that stayed as they were."""
+    """Yield what to print, from the newest change of a level to the trends that stayed as they were."""
     sentences = [sentence for trend in trends for sentence in trend.sentences()]
     for sentence in sentences[:_MOST_SHOWN]:
         yield HangingText(sentence, style="bold")

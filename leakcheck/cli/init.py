@@ -161,7 +161,7 @@ def _write_starter_files(folder: Path, target: str | None, tests: str | None) ->
 
 
 def _configuration(target: str | None, tests: str | None) -> str:
-    """The text of a first `lowtide.toml`."""
+    """Return the text of a first `lowtide.toml`."""
     parts = [_HEAD]
     # A string of JSON is one of TOML as well.
     parts.append(_NO_TARGET if target is None else Template(_TARGET_SUBJECT).substitute(target=json.dumps(target)))
@@ -173,6 +173,6 @@ def _configuration(target: str | None, tests: str | None) -> str:
 
 
 def workflow(folder: Path) -> str:
-    """The text of a first nightly workflow."""
+    """Return the text of a first nightly workflow."""
     is_package = any((folder / name).exists() for name in ("pyproject.toml", "setup.py", "setup.cfg"))
     return re.sub(r" +\n", "\n", _WORKFLOW.substitute(install="." if is_package else ""))

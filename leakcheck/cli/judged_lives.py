@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def load_suppressions(path: Path | None) -> Suppressions:
-    """The user's entries, then the shipped ones."""
+    """Read the user's entries, then the shipped ones."""
     from lowtide.leakcheck.suppressions.entries import Suppressions, load, shipped
     from lowtide.leakcheck.suppressions.toml import SuppressionError
 
@@ -41,7 +41,7 @@ def load_suppressions(path: Path | None) -> Suppressions:
 
 
 def load_tolerances(calibration: Path | None, device: str) -> dict[str, int]:
-    """What one life on a device may leave, by a calibration's report folder; nothing but the table's without one."""
+    """Read the tolerances of a life on a device from a calibration's report folder; {} without one."""
     from lowtide.leakcheck.gate.calibration import CalibrationError, read_tolerances
 
     try:
@@ -51,7 +51,7 @@ def load_tolerances(calibration: Path | None, device: str) -> dict[str, int]:
 
 
 def snapshots_in(report: Path | None) -> AllocatorSnapshots | None:
-    """Where torch's snapshots of stages that leave something come; nowhere without a report."""
+    """Return what keeps torch's snapshots of stages that leave something; None without a report."""
     from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 
     if report is None:
@@ -119,7 +119,7 @@ def _tell(listeners: Iterable[Callable[[Event], None]], event: Event) -> None:
 
 @contextmanager
 def broadcast_live(folder: Path, make_report: Callable[[], Report]) -> Iterator[Callable[[Event], None]]:
-    """A listener for lives, which writes each event into a folder while somebody watches there.
+    """Yield a listener for lives, which writes each event into a folder while somebody watches there.
 
     Args:
         folder: of the report.
@@ -136,7 +136,7 @@ def broadcast_live(folder: Path, make_report: Callable[[], Report]) -> Iterator[
 
 @contextmanager
 def shown_live(console: Console) -> Iterator[Callable[[Event], None]]:
-    """A listener for lives, which draws each event on a terminal that can be drawn on, and elsewhere does nothing.
+    """Yield a listener for lives, which draws each event on a terminal that can be drawn on, else does nothing.
 
     What it has drawn is gone when the block ends.
     """

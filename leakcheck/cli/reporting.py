@@ -36,7 +36,7 @@ def check_writable(folder: Path) -> None:
 
 
 def show_on_github(report: Report) -> None:
-    """In a job of GitHub Actions: append the summary to the step's page, and mark the holders' lines."""
+    """Append the summary to the page of a step of GitHub Actions, and mark the holders' lines."""
     if os.environ.get("GITHUB_ACTIONS") != "true":
         return
     from lowtide.reports.github import append_summary, render_annotations
@@ -74,7 +74,7 @@ def begin_report(folder: Path | None, driver: Driver, part: str = "") -> Iterato
 
 
 def make_report(subject: Subject | None, driver: Driver) -> Report:
-    """The report of one subject, or of none yet, with this machine and the command line."""
+    """Return the report of one subject, or of none yet, with this machine and the command line."""
     from lowtide.leakcheck.baseline.readings import this_machine
     from lowtide.reports.schema import Report
 
@@ -90,7 +90,7 @@ def make_report(subject: Subject | None, driver: Driver) -> Report:
 
 
 def write_report(report: Report, folder: Path | None, *, is_final: bool = True) -> tuple[Path | None, str]:
-    """Where the report is now, and why it cannot be written; neither without a folder.
+    """Write a report; return where it is, and why it could not be written. Both are empty without a folder.
 
     What was found is shown all the same, and then why: see `ended_with`.
 
@@ -109,14 +109,14 @@ def write_report(report: Report, folder: Path | None, *, is_final: bool = True) 
 
 
 def ended_with(code: int, unwritten: str) -> int:
-    """The exit code of a verdict, or 2 where its report could not be written, which is said."""
+    """Return the exit code of a verdict, or say why its report could not be written and return 2."""
     if unwritten:
         say(f"lowtide: {unwritten}", err=True)
     return 2 if unwritten else code
 
 
 def command_settings() -> dict[str, str]:
-    """The arguments and options of the command that runs, with those that were not given; empty outside of one."""
+    """Return all arguments and options of the command that runs; nothing outside of one."""
     # click's, which typer takes from elsewhere in some versions.
     package = typer.Context.__mro__[1].__module__.rpartition(".")[0]
     context = importlib.import_module(f"{package}.globals").get_current_context(silent=True)

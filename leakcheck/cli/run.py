@@ -148,7 +148,7 @@ def _run(
 def _configure(
     device: Device, model: str, seed: int, shape: _Shape, defect: Defect | None, *, twin: bool
 ) -> tuple[EngineConfig, int]:
-    """The engine's settings and its vocabulary, checked as far as that goes without memory.
+    """Return the engine's settings and the size of its vocabulary, checked as far as that goes without memory.
 
     Raises:
         EngineError: something cannot work.

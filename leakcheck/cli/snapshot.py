@@ -71,7 +71,7 @@ def snapshot(
 
 
 def _names(files: Sequence[Path]) -> list[str]:
-    """What to call each: as much of the end of its path as tells them apart."""
+    """Return what to call each file: as much of the end of its path as tells them apart."""
     longest = max(len(file.parts) for file in files)
     for length in range(1, longest + 1):
         names = [str(Path(*file.parts[-length:])) for file in files]
@@ -96,7 +96,7 @@ def _shown(read: Sequence[AllocatorSnapshot], by: ComparedBy, top: int) -> Itera
 
 
 def pools_table(read: AllocatorSnapshot) -> FigureTable:
-    """How free memory lies in the pools of each card."""
+    """Show how free memory lies in the pools of each card."""
     pools = read.pools
     figures = {
         "segments": [str(pool.segments) for pool in pools],
@@ -124,7 +124,7 @@ def pools_table(read: AllocatorSnapshot) -> FigureTable:
 
 
 def segments_table(segments: Sequence[Segment], top: int) -> Iterator[FigureTable]:
-    """How free memory lies in the segments that have some; no table where none has."""
+    """Yield how free memory lies in the segments that have some; no table where none has."""
     with_free = [each for each in segments if each.free]
     if not with_free:
         return
@@ -149,7 +149,7 @@ def segments_table(segments: Sequence[Segment], top: int) -> Iterator[FigureTabl
 
 
 def survivors_table(survivors: Sequence[Survivors], top: int) -> FigureTable:
-    """What is in use by allocating stack, and by stage where any is known."""
+    """Show what is in use by allocating stack, and by stage where any is known."""
     from lowtide.leakcheck.snapshots.allocator_snapshot import texts_of
 
     shown = survivors[:top]
@@ -176,7 +176,7 @@ def survivors_table(survivors: Sequence[Survivors], top: int) -> FigureTable:
 
 
 def stages_table(read: AllocatorSnapshot, top: int) -> FigureTable:
-    """What is in use by the stage in which it was allocated."""
+    """Show what is in use by the stage in which it was allocated."""
     from lowtide.leakcheck.snapshots.allocator_snapshot import sum_stages
 
     stages = sum_stages(read)
@@ -196,7 +196,7 @@ def stages_table(read: AllocatorSnapshot, top: int) -> FigureTable:
 
 
 def stack_lines(survivors: Sequence[Survivors]) -> Iterator[RenderableType]:
-    """Of each stack the innermost frame, and the first ones that are not torch's or Python's."""
+    """Yield, of each stack, the innermost frame and the first ones that are not torch's or Python's."""
     # One stack stands in the table once for each stage; two of one fingerprint may be in other files.
     sizes: dict[tuple[str, tuple[StackFrame, ...]], int] = {}
     for each in survivors:
@@ -218,7 +218,7 @@ def _frames(stack: Sequence[StackFrame]) -> Iterator[HangingText]:
 
 
 def differences_table(read: Sequence[AllocatorSnapshot], by: ComparedBy, top: int) -> RenderableType:
-    """What differs between several snapshots, by stack or by stage."""
+    """Show what differs between several snapshots, by stack or by stage."""
     from lowtide.leakcheck.snapshots.allocator_snapshot import compare, texts_of
 
     differing = compare(read, by)

@@ -37,7 +37,7 @@ def suppress(
 
 
 def _lines(added: Added, folder: Path, file: Path) -> Iterator[str]:
-    """What `suppress` says of what it did."""
+    """Yield what to say of what was written."""
     already = f"{added.known} leak(s) have an entry in {file} already" if added.known else ""
     if not added.entries:
         yield f"nothing to write: {already or f'{folder} has no leak that is not suppressed'}"

@@ -117,7 +117,7 @@ def _judge(folder: Path, ended: Mapping[str, Any], step: BisectStep) -> CommandR
 
 
 def _found(report: Report, fingerprint: str) -> str:
-    """The message of the leak, known or not; "" if it is not there."""
+    """Return the message of the leak, known or not; "" if it is not there."""
     for subject in report.subjects:
         for finding in subject.findings:
             for each in (finding, *finding.parts):

@@ -255,7 +255,7 @@ class _Table(msgspec.Struct):
 
 
 def read_tolerances(folder: Path, device: str) -> dict[str, int]:
-    """The calibrated tolerances of a device, in a calibration's report folder.
+    """Read a device's calibrated tolerances from a calibration's report folder.
 
     Raises:
         CalibrationError: there are none, they cannot be read, or they are of another device.
@@ -275,7 +275,7 @@ def read_tolerances(folder: Path, device: str) -> dict[str, int]:
 
 
 def _in_own_process(function: str, *arguments: object) -> Any:
-    """What a function of `planted_leaks` writes, called in a process of its own.
+    """Call a function of `planted_leaks` in a process of its own; return what it writes.
 
     Raises:
         CalibrationError: it ended otherwise.

@@ -59,7 +59,7 @@ class CellResult:
 
 
 def not_run(cell: Cell, outcome: schema.Outcome, reason: str) -> CellResult:
-    """The result of a cell that did not run."""
+    """Return the result of a cell that did not run."""
     return CellResult(cell.name, (Subject(id=cell.name, outcome=outcome, reason=reason),), 0.0)
 
 
@@ -158,7 +158,7 @@ def run_guarded(
 
 
 def result_of(cell: Cell, folder: Path, ended: Mapping[str, Any]) -> CellResult:
-    """What a cell's folder and its guardian say."""
+    """Read a cell's report, and what its guardian says of its end."""
     report = problem = None
     if schema.is_in(folder):
         try:
@@ -178,7 +178,7 @@ def result_of(cell: Cell, folder: Path, ended: Mapping[str, Any]) -> CellResult:
 
 
 def _what_went_wrong(cell: Cell, folder: Path, report: Report | None, ended: Mapping[str, Any]) -> str:
-    """Why a cell's report is not all that counts; "" if it is."""
+    """Return why a cell's report is not all that counts; "" if it is."""
     if not ended:
         return f"ended with the gate, or its guardian was killed; {_last_line(folder)}"
     if ended["timed_out"]:
@@ -195,7 +195,7 @@ def _what_went_wrong(cell: Cell, folder: Path, report: Report | None, ended: Map
 
 
 def _where_it_was(folder: Path) -> str:
-    """The innermost Python frame of the main thread, which `faulthandler` writes into the log of an aborted command."""
+    """Return the main thread's innermost Python frame, which `faulthandler` writes into an aborted command's log."""
     with suppress(OSError):
         log = (folder / LOG).read_text(encoding="utf-8", errors="replace")
         match = _STACK.search(log)
@@ -205,7 +205,7 @@ def _where_it_was(folder: Path) -> str:
 
 
 def _last_line(folder: Path) -> str:
-    """Where the log is, and the last line in it that says something."""
+    """Return where the log is, and the last line in it that says something."""
     where = f"log: cells/{folder.name}/{LOG}"
     with suppress(OSError):
         lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -216,7 +216,7 @@ def _last_line(folder: Path) -> str:
 
 
 def _left_behind(cell: Cell, subjects: list[Subject], left: Any) -> list[Subject]:
-    """A subject about the processes that outlived the command, unless a finding of its own report is about them."""
+    """Report the processes that outlived the command, unless a finding of its own report is about them."""
     if not left or any(finding.resource == "processes" for subject in subjects for finding in subject.findings):
         return []
     names = sorted(str(process["name"]) for process in left)
@@ -240,7 +240,7 @@ def _left_behind(cell: Cell, subjects: list[Subject], left: Any) -> list[Subject
 
 
 def count_cards() -> int:
-    """How many cards the driver shows and the environment leaves visible; asks no torch, so that no context is made."""
+    """Count the cards that the driver shows and the environment leaves visible; torch would make a context."""
     from lowtide.probes.device.driver import find_driver
 
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):

@@ -122,13 +122,13 @@ class Gate:
                 self._stopped.wait(_CALIBRATION_POLL_S)
 
     def _is_ready(self, cell: Cell) -> bool:
-        """Whether the calibration that a cell is judged by has ended, if it is run here at all."""
+        """Return whether the calibration that a cell is judged by has ended, if it is run here at all."""
         if self.cluster is not None or cell.calibration in self.results:
             return True
         return all(each.name != cell.calibration for each in self.cells)
 
     def _calibrated(self, cell: Cell) -> Cell:
-        """The cell with the tolerances of its calibration; unchanged where that has written none.
+        """Return the cell with the tolerances of its calibration; unchanged where that has written none.
 
         Nor for a cluster, whose nodes have noise of their own.
         """
@@ -165,7 +165,7 @@ class Gate:
         write_folder(self.report(), self.folder)
 
     def judge_by(self, known: KnownFindings) -> Report:
-        """The report by another baseline, written in the place of the first.
+        """Write the report anew, by another baseline.
 
         Raises:
             ReportError: it cannot be written.
@@ -175,7 +175,7 @@ class Gate:
         return self.report()
 
     def report(self) -> Report:
-        """What is known so far; a cell that has not ended is an error, so that no unfinished report is clean."""
+        """Report what is known so far; a cell that has not ended is an error, so that no unfinished report is clean."""
         subjects: list[Subject] = []
         for cell in self.cells:
             result = self.results.get(cell.name)
@@ -198,7 +198,7 @@ class Gate:
         return [self.earlier.judge(subject, today)[0] for subject in marked]
 
     def judged(self) -> frozenset[str]:
-        """The names of the cells that ran to their end, so that what they do not report is gone."""
+        """Return the names of the cells that ran to their end: what they do not report is gone."""
         wrong = ("error", "unsupported")
         return frozenset(
             name

@@ -87,7 +87,7 @@ def _raise_exit(number: int, _: Any) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], pipe: int, until: float) -> str:
-    """What ended first: the `command`, the `gate`, or the time (`timeout`)."""
+    """Wait; return what ended first: the `command`, the `gate`, or the time (`timeout`)."""
     handle = os.pidfd_open(process.pid)
     try:
         poll = select.poll()
@@ -106,7 +106,7 @@ def _wait(process: subprocess.Popen[bytes], pipe: int, until: float) -> str:
 
 
 def _left_after(patience: float) -> list[dict[str, Any]]:
-    """The processes of the command that outlive it."""
+    """Return the processes of the command that outlive it."""
     until = time.monotonic() + patience
     while True:
         _reap()

@@ -123,7 +123,7 @@ _AT_ONCE = 500
 
 
 def open_database(address: str) -> Engine:
-    """The database at an address, with today's tables.
+    """Open the database at an address, with today's tables.
 
     Args:
         address: a URL (`postgresql://HOST/NAME`, `sqlite:///FILE`), or the path of a file of SQLite.
@@ -143,7 +143,7 @@ def open_database(address: str) -> Engine:
 
 @contextmanager
 def writing(engine: Engine) -> Iterator[Connection]:
-    """A transaction in which no other writer of the history is at work.
+    """Begin a transaction in which no other writer of the history is at work.
 
     Writers take turns, for milliseconds each; otherwise two that add the same new subject at once would end in a
     conflict or in a deadlock.
@@ -160,7 +160,7 @@ def writing(engine: Engine) -> Iterator[Connection]:
 
 @contextmanager
 def reading(engine: Engine) -> Iterator[Connection]:
-    """A transaction that sees one state of the history.
+    """Begin a transaction that sees one state of the history.
 
     Raises:
         HistoryError: the database refused what was done.
@@ -294,7 +294,7 @@ def add_report(engine: Engine, report: Report, commit: str) -> int | None:
 
 
 def residues(subject: Subject) -> Iterator[Residue]:
-    """What is followed of a subject: its findings, known ones too, and of a life what its last cycle left behind.
+    """Yield what is followed of a subject: all its findings, and of a life what its last cycle left behind.
 
     A reading shows a drift while it is still within its tolerance.
     """
@@ -348,7 +348,7 @@ def _created(report: Report) -> datetime.datetime:
 
 
 def _subject_places(connection: Connection, names: Sequence[str]) -> dict[str, int]:
-    """The numbers of subjects, those of new ones too."""
+    """Return the numbers of subjects, those of new ones too."""
     known = _known_subjects(connection, names)
     _insert(connection, SUBJECTS, [{"name": name} for name in names if name not in known])
     return known | _known_subjects(connection, [name for name in names if name not in known])

@@ -59,7 +59,7 @@ class KnownFindingsUpdate:
     removed: tuple[KnownFinding, ...]
 
     def lines(self) -> list[str]:
-        """The difference, a line per entry."""
+        """Return the difference, a line per entry."""
         return [
             *(f"- {entry.fingerprint} {entry.resource}: {entry.message}" for entry in self.removed),
             *(f"+ {entry.fingerprint} {entry.resource}: {entry.message}" for entry in self.added),
@@ -80,7 +80,7 @@ class KnownFindings:
 
     @classmethod
     def load(cls, file: Path) -> KnownFindings:
-        """The baseline of a file; empty if there is none yet.
+        """Read the baseline of a file; it is empty if there is none yet.
 
         Raises:
             KnownFindingsError: it cannot be read.
@@ -117,7 +117,7 @@ class KnownFindings:
             raise KnownFindingsError(f"{self.file} cannot be written: {error.strerror}") from error
 
     def mark(self, subjects: Iterable[Subject], today: datetime.date) -> list[Subject]:
-        """The subjects, with each finding that is known marked as suppressed by its entry."""
+        """Return the subjects with each known finding marked as suppressed by its entry."""
         known = Suppressions(
             tuple(
                 Suppression(
@@ -132,11 +132,11 @@ class KnownFindings:
         return [known.judge(subject, today)[0] for subject in subjects]
 
     def expired(self, today: datetime.date) -> list[KnownFinding]:
-        """The entries whose last day is over; their findings fail the gate again."""
+        """Return the entries whose last day is over; their findings fail the gate again."""
         return [entry for entry in self.entries if entry.expires < today]
 
     def gone(self, subjects: Sequence[Subject], judged: Collection[str]) -> list[KnownFinding]:
-        """The entries that no longer have a finding, and can be removed.
+        """Return the entries that no longer have a finding, and can be removed.
 
         Args:
             subjects: all of the gate.
@@ -154,7 +154,7 @@ class KnownFindings:
         owner: str,
         expires: datetime.date,
     ) -> tuple[KnownFindings, KnownFindingsUpdate]:
-        """The baseline with the findings that nothing knows added and those that are gone removed.
+        """Return the baseline with the findings that nothing knows added and those that are gone removed.
 
         Raises:
             KnownFindingsError: something is to be added, and reason or owner is missing.

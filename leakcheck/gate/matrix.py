@@ -129,7 +129,7 @@ class GateSettings(_Table, frozen=True, kw_only=True):
 
 
 def load_settings(path: Path | None, folder: Path) -> tuple[GateSettings, Path]:
-    """The configuration, and the file that it was read from.
+    """Read the configuration; return it and the file that it was read from.
 
     Args:
         path: the file; None looks for `FILES` in `folder`.
@@ -177,7 +177,7 @@ def _settings(table: Any, path: Path) -> GateSettings:
 
 
 def _problems(settings: GateSettings) -> list[str]:
-    """What cannot work, one line each."""
+    """Return what cannot work, one line each."""
     found = [] if settings.subject else ["the gate has no subject: add one [[gate.subject]]"]
     found += _device_problems(settings.devices)
     found += [f"cpu-workers {settings.cpu_workers} is not possible: use 1 or more"] if settings.cpu_workers < 1 else []
@@ -267,7 +267,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str) -> Shard:
-        """The shard that `2/5` means.
+        """Return the shard that `2/5` means.
 
         Raises:
             GateError: it means none.
@@ -279,14 +279,14 @@ class Shard:
         return shard
 
     def part(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Its cells; each part calibrates the devices that it uses, since it may have a machine of its own."""
+        """Return its cells; each part calibrates the devices that it uses, since it may have a machine of its own."""
         part = [cell for cell in cells if not cell.calibrates][self.index - 1 :: self.of]
         devices = {cell.device for cell in part}
         return [cell for cell in cells if cell.calibrates and cell.device in devices] + part
 
 
 def cells_of(settings: GateSettings, cards: int) -> list[Cell]:
-    """All cells: the calibrations, and then the subjects in the order of the configuration.
+    """Return all cells: the calibrations, and then the subjects in the order of the configuration.
 
     Args:
         settings: the configuration.
@@ -338,7 +338,7 @@ def _cell(settings: GateSettings, subject: SubjectSettings, device: str, setting
 
 
 def _calibration(settings: GateSettings, device: str, cards: int) -> Cell:
-    """The cell that measures the smallest leak which a device shows."""
+    """Return the cell that measures the smallest leak which a device shows."""
     like = _cell(settings, SubjectSettings(engine="tiny"), device, "", cards)
     module = "lowtide.leakcheck.gate.calibration"
     command = (sys.executable, "-m", module, "--device", "cpu" if device == "cpu" else "cuda")
@@ -350,7 +350,7 @@ def _calibration_name(device: str) -> str:
 
 
 def _command(subject: SubjectSettings, device: str) -> list[str]:
-    """The module and arguments that run a subject."""
+    """Return the module and arguments that run a subject."""
     tenant = ["--tenant"] if subject.tenant and device != "cpu" else []
     seed = [] if subject.seed is None else ["--seed", str(subject.seed)]
     if subject.engine is not None:

@@ -69,7 +69,7 @@ class PlantedLeak(ABC):
 
     @classmethod
     def metric_on(cls, device: str) -> str:
-        """The key of the metric that counts it."""
+        """Return the key of the metric that counts it."""
         return f"{cls.key} {device}" if cls.on_device else cls.key
 
     @abstractmethod
@@ -82,7 +82,7 @@ class PlantedLeak(ABC):
         gc.collect()
 
     def is_reported(self, finding: Finding, size: int) -> bool:
-        """Whether a finding reports a leak of `size` bytes in this place."""
+        """Return whether a finding reports a leak of `size` bytes in this place."""
         return finding.resource == self.resource and finding.bytes >= (size // 2 if self.is_level else size)
 
 
@@ -140,7 +140,7 @@ class FrozenLeak(PlantedLeak):
         super().remove()
 
     def is_reported(self, finding: Finding, size: int) -> bool:
-        """Whether a finding also blames the frozen heap."""
+        """Return whether a finding also blames the frozen heap."""
         return super().is_reported(finding, size) and finding.verdict in ("frozen-garbage", "frozen-holder")
 
 
@@ -169,7 +169,7 @@ class CacheLeak(PlantedLeak):
         super().remove()
 
     def is_reported(self, finding: Finding, size: int) -> bool:
-        """Whether a finding also blames a cache."""
+        """Return whether a finding also blames a cache."""
         return super().is_reported(finding, size) and finding.cause == "lru-cache"
 
 
@@ -232,7 +232,7 @@ PLANTED: Sequence[type[PlantedLeak]] = (PoolLeak, ArenaLeak, FrozenLeak, CacheLe
 
 
 def sizes(page: int) -> tuple[int, ...]:
-    """Bytes of the leaks that are planted where memory comes in pages, from the largest to the smallest."""
+    """Return the sizes in bytes of the leaks planted where memory comes in pages, the largest first."""
     halved = (LARGEST >> turn for turn in range((LARGEST // SMALLEST).bit_length()))
     return tuple(size for size in halved if size % page == 0)
 
@@ -303,7 +303,7 @@ def _tensor(size: int, device: str) -> torch.Tensor:
 
 
 def write_smallest(name: str, device: str, alternatives: Sequence[Mapping[str, int]], file: str) -> None:
-    """In a process of its own: write the bytes of the smallest leak in a place by each set of tolerances, as JSON.
+    """Write the bytes of the smallest leak found in a place by each set of tolerances, as JSON; in its own process.
 
     `found` has them, None where no leak is found; `floor` gives the bytes of the smallest that is planted there.
     """
@@ -313,7 +313,7 @@ def write_smallest(name: str, device: str, alternatives: Sequence[Mapping[str, i
 
 
 def write_null_lives(device: str, lives: int, file: str) -> None:
-    """In a process of its own: write what whole lives show with nothing planted, as JSON.
+    """Write what whole lives show with nothing planted, as JSON; in a process of its own.
 
     `problem` says what did not come back; `lives` gives, for each life and by the metric's key, how far the metric was
     above its baseline (None where that cannot be read); `tolerances` gives the bytes of the table by the same keys.

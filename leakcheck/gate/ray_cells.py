@@ -100,7 +100,7 @@ class RayCluster:
 
 
 def _run_on_node(cell: Cell, folder: str) -> tuple[dict[str, Any], dict[str, bytes], str]:
-    """How the cell ended, the files that it wrote, by name, and where it ran; in a worker of Ray's.
+    """Run the cell in a worker of Ray's; return how it ended, its files by name, and where it ran.
 
     Ray has chosen the card, and shows the worker no other one.
     """

@@ -62,7 +62,7 @@ class LevelChange(NamedTuple):
 
 
 def level_changes(values: Sequence[int], smallest: int) -> list[LevelChange]:
-    """The steps in a series, oldest first.
+    """Find the steps in a series, oldest first.
 
     Single spikes are removed first.  The levels then minimise the squared error plus a penalty per level (Killick,
     Fearnhead and Eckley, 2012), with the noise estimated from the differences of neighbours, which a step does not
@@ -90,7 +90,7 @@ def level_changes(values: Sequence[int], smallest: int) -> list[LevelChange]:
 
 
 def _without_spikes(signal: npt.NDArray[np.float64], height: float) -> npt.NDArray[np.float64]:
-    """The series with each value replaced that stands out by more than `height` from both of its neighbours."""
+    """Replace each value of the series that stands out by more than `height` from both of its neighbours."""
     # At an end the two inner neighbours count: what one run alone shows there is no level yet.
     left = np.concatenate((signal[2:3], signal[:-1]))
     right = np.concatenate((signal[1:], signal[-3:-2]))
@@ -99,12 +99,12 @@ def _without_spikes(signal: npt.NDArray[np.float64], height: float) -> npt.NDArr
 
 
 def _noise(signal: npt.NDArray[np.float64]) -> float:
-    """The standard deviation of values around their level, from the median absolute difference of neighbours."""
+    """Estimate the deviation of values around their level from the median absolute difference of neighbours."""
     return float(1.4826 * np.median(np.abs(np.diff(signal))) / math.sqrt(2))
 
 
 def _large_enough(signal: npt.NDArray[np.float64], places: list[int], least: float) -> list[LevelChange]:
-    """The changes that are left once the smallest one that is too small is taken out, again and again."""
+    """Return the changes that are left once the smallest one that is too small is taken out, again and again."""
     while True:
         bounds = [0, *places, len(signal)]
         levels = [float(np.median(signal[start:end])) for start, end in pairwise(bounds)]
@@ -168,11 +168,11 @@ class Trend:
         return f"{series.resource}/{series.cause}{on} since {series.stage}, {series.fingerprint}"
 
     def amount(self, value: float) -> str:
-        """A value as people read it."""
+        """Return a value as people read it."""
         return format_amount(round(value), self.series.resource) if self.counted else format_bytes(round(value))
 
     def sentences(self) -> list[str]:
-        """The changes of its level, oldest first."""
+        """Return the changes of its level, oldest first."""
         return [
             f"{self.subject}: {self.what}: {self.amount(change.before)} until "
             f"{self.runs[change.place - 1].title}, {self.amount(change.after)} since {self.runs[change.place].title}"
@@ -181,7 +181,7 @@ class Trend:
 
 
 def read_trends(engine: Engine, subjects: str = "*", last: int = 400) -> list[Trend]:
-    """The trends of the last runs; those whose level changed come first, the newest change before the others.
+    """Read the trends of the last runs; those with the newest change of a level come first.
 
     Args:
         engine: the history's database.
@@ -215,7 +215,7 @@ def read_trends(engine: Engine, subjects: str = "*", last: int = 400) -> list[Tr
 
 
 def _runs(connection: Connection, last: int) -> dict[int, Run]:
-    """The last runs of each kind of hardware, oldest first."""
+    """Return the last runs of each kind of hardware, oldest first."""
     columns = [RUNS.c[name] for name in ("id", "created", "commit", "hardware", "driver", "torch", "lowtide")]
     turn = sa.func.row_number().over(partition_by=RUNS.c.hardware, order_by=(RUNS.c.created.desc(), RUNS.c.id.desc()))
     numbered = sa.select(*columns, turn.label("turn")).subquery()
@@ -225,7 +225,7 @@ def _runs(connection: Connection, last: int) -> dict[int, Run]:
 
 
 def _judged(connection: Connection, runs: Mapping[int, Run], names: Mapping[int, str]) -> dict[int, list[Run]]:
-    """By subject, the runs that judged it, oldest first."""
+    """Return the runs that judged each subject, oldest first."""
     columns = (VERDICTS.c.run_id, VERDICTS.c.subject_id)
     chosen = sa.select(*columns).where(VERDICTS.c.outcome.in_(("clean", "leak")), VERDICTS.c.run_id >= _first(runs))
     found: defaultdict[int, set[int]] = defaultdict(set)
@@ -244,7 +244,7 @@ def _series(connection: Connection, names: Mapping[int, str]) -> dict[int, tuple
 def _values(
     connection: Connection, runs: Mapping[int, Run], series: Mapping[int, object]
 ) -> defaultdict[int, dict[int, tuple[int, int]]]:
-    """By series and run, its bytes and its count."""
+    """Return bytes and count of each series in each run."""
     columns = (RESIDUES.c.series_id, RESIDUES.c.run_id, RESIDUES.c.bytes, RESIDUES.c.count)
     found: defaultdict[int, dict[int, tuple[int, int]]] = defaultdict(dict)
     for number, run, size, count in connection.execute(sa.select(*columns).where(RESIDUES.c.run_id >= _first(runs))):
@@ -260,7 +260,7 @@ def _first(runs: Mapping[int, Run]) -> int:
 def _trend(
     subject: str, key: SeriesKey, hardware: str, runs: Sequence[Run], values: Mapping[int, tuple[int, int]]
 ) -> Trend | None:
-    """None if the series has nothing on this hardware."""
+    """Return the trend of a series on some hardware; None if it has nothing there."""
     if not any(run.id in values for run in runs):
         return None
     # A finding that a run did not report is gone there, since the run judged its subject.
@@ -304,7 +304,7 @@ class Drawing(NamedTuple):
 
 
 def render_page(trends: Sequence[Trend]) -> str:
-    """The page, with the changes of levels first, and a drawing of each trend."""
+    """Render the page, with the changes of levels first, and a drawing of each trend."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -326,7 +326,7 @@ def render_page(trends: Sequence[Trend]) -> str:
 
 
 def draw(trend: Trend) -> Drawing:
-    """A trend as steps: a value holds until the next run."""
+    """Draw a trend as steps: a value holds until the next run."""
     values = trend.values
     lowest, highest = min(0, *values), max(0, *values)
     span = (highest - lowest) or 1

@@ -33,14 +33,14 @@ class TenantCard(Protocol):
     """The memory of one card."""
 
     def free_bytes(self) -> int:
-        """Bytes that the driver says are free on the card.
+        """Return the bytes that the driver says are free on the card.
 
         Raises:
             DeviceMemoryError: it does not say.
         """
 
     def allocate(self, size: int) -> int | None:
-        """The address of so many new bytes, each of them written; None if there is no such memory."""
+        """Return the address of so many new bytes, each of them written; None if there is no such memory."""
 
     def free(self, address: int) -> None:
         """Free what was allocated at an address."""
@@ -117,7 +117,7 @@ class _HipMemory:
 
 
 def open_card(kind: str, index: int, library: Any = None) -> TenantCard:
-    """The memory of a card.
+    """Open the memory of a card.
 
     Args:
         kind: `cuda` or `hip`.
@@ -136,7 +136,7 @@ def open_card(kind: str, index: int, library: Any = None) -> TenantCard:
 
 
 def kind_of_cards() -> str:
-    """Of the cards that this process's torch is built for: `hip`, or else `cuda`."""
+    """Return the kind of cards that this process's torch is built for: `hip`, or else `cuda`."""
     torch: Any = sys.modules.get("torch")
     return "hip" if getattr(getattr(torch, "version", None), "hip", None) is not None else "cuda"
 
@@ -158,7 +158,7 @@ def occupy(card: TenantCard, asked: int) -> dict[str, int]:
 
 
 def _largest(card: TenantCard, wanted: int) -> int:
-    """The largest piece of up to `wanted` bytes that there is, to within a part in thousands."""
+    """Return the largest piece of up to `wanted` bytes that there is, to within a part in thousands."""
     got, size, step = 0, wanted, wanted // 2
     for _ in range(_TRIES):
         if size <= 0:

@@ -262,7 +262,7 @@ class CheckedLife(LifeChecks):
         return levels
 
     def _any_arguments(self) -> dict[str, tuple[Any, ...]]:
-        """What would be right in another state."""
+        """Return arguments that would be right in another state."""
         able = self._capabilities
         requests = ([able.prompt_lengths[0]], 1)
         return {
@@ -275,7 +275,7 @@ class CheckedLife(LifeChecks):
         }
 
     def _open(self) -> None:
-        """A new engine's baseline."""
+        """Take a new engine's baseline."""
         # Otherwise what an engine takes anew may come out of what earlier ones left in torch's cache, and show nowhere.
         release(Rung.EMPTY_CACHE)
         trim_heap()
@@ -337,7 +337,7 @@ class CheckedLife(LifeChecks):
         return not failed
 
     def _judge_error(self, name: str, error: BaseException, injection: Injection | None) -> None:
-        """Whether an error is the one that was injected."""
+        """Check that an error is the one that was injected."""
         able = self._capabilities
         for known in (injection, self._late):
             if known is not None and known.raised is not None and known.caused(error, able.failure):
@@ -351,7 +351,7 @@ class CheckedLife(LifeChecks):
         self._fail("state", f"{name} raised {said(error)}{instead}", type(error).__name__)
 
     def _check(self, name: str) -> None:
-        """What must hold after every call."""
+        """Check what must hold after every call."""
         self._check_state(name)
         if self.model.phase in ("running", "asleep"):
             self._check_kv_blocks(name)
@@ -361,7 +361,7 @@ class CheckedLife(LifeChecks):
             self._raise(self._preserved_state.dangling(name, self._preserved(), self._graph_buffers()))
 
     def _check_ledger(self, name: str) -> None:
-        """What no arena, pool or segment of torch accounts for must not grow beyond what libraries need."""
+        """Check that what no arena, pool or segment accounts for does not grow beyond what libraries need."""
         at_work = self._lives.host_at_work
         phases = ("running", "asleep") if self.model.awake else (self.model.phase,)
         allowed = max(at_work.get(phase, 0) for phase in phases) + host_memory_tolerance([self._device])

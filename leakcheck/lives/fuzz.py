@@ -27,7 +27,7 @@ Attempt = Callable[[Life], "Life | None"]
 
 
 def shorten(life: Sequence[Call], fails: Callable[[Life], Life | None], able: Capabilities) -> Life:
-    """A life that still fails, of which no call can be left out and no argument made simpler.
+    """Return a life that still fails, of which no call can be left out and no argument made simpler.
 
     Settings and faults first, because some settings (captured graphs, a process group) make a life on a card take ten
     times as long; then calls, in large parts and then one by one, because every life costs as much as it has calls;
@@ -75,7 +75,7 @@ def _without_settings(life: Life, attempt: Attempt) -> Life:
 
 
 def _with_settings(call: Call, kept: Collection[str]) -> Call:
-    """The call without the settings that are not kept."""
+    """Return the call without the settings that are not kept."""
     config = call.arguments.get("config", {})
     if config.keys() <= set(kept):
         return call
@@ -268,7 +268,7 @@ class LifecycleMachine(RuleBasedStateMachine):
 
 
 def lifecycle_machine(factory: TargetFactory) -> type[LifecycleMachine]:
-    """The state machine of a target, whose `TestCase` a test module takes: `TestLives = Machine.TestCase`.
+    """Make the state machine of a target, whose `TestCase` a test module takes: `TestLives = Machine.TestCase`.
 
     Subclass it for more rules and invariants; `TestCase.settings` are Hypothesis's.
 
@@ -360,7 +360,7 @@ def fuzz(
 
 
 def replay(factory: TargetFactory, life: Sequence[Call]) -> tuple[Finding, ...]:
-    """What is wrong in a life, with who holds what it leaves; nothing if it passes.
+    """Return what is wrong in a life, with who holds what it leaves; nothing if it passes.
 
     Raises:
         TargetError: what the factory makes cannot be driven.
@@ -378,7 +378,7 @@ def replay(factory: TargetFactory, life: Sequence[Call]) -> tuple[Finding, ...]:
 
 
 def _failing(lives: Lives, calls: Sequence[Call], kind: tuple[str, str]) -> tuple[Call, ...] | None:
-    """The calls up to the one that fails in this way; None if none does, or one is not to be made there."""
+    """Return the calls up to the one that fails in this way; None if none does, or one is not to be made there."""
     life = CheckedLife(lives)
     try:
         for call in calls:
@@ -396,7 +396,7 @@ def _failing(lives: Lives, calls: Sequence[Call], kind: tuple[str, str]) -> tupl
 
 
 def as_program(life: Sequence[Call], source: TargetSource) -> str:
-    """A life as Python that runs on its own, and fails as the life did."""
+    """Write a life as Python that runs on its own, and fails as the life did."""
     names = ["CheckedLife", *(["Fault"] if any(call.fault for call in life) else []), "Lives"]
     imports = sorted([*source.imports, f"from lowtide.leakcheck.checked_life import {', '.join(names)}"])
     opened = f"{source.context}, " if source.context else ""
@@ -423,7 +423,7 @@ def _settings(examples: int, steps: int) -> settings:
 
 
 def _weight(name: str, model: LifeModel) -> int:
-    """How often a call is made, beside the others that are legal: what leads on comes most."""
+    """Return how often a call is made, beside the others that are legal: what leads on comes most."""
     if name in ("step", "abort") and not model.unfinished:
         return 0
     if name == "shutdown":

@@ -62,7 +62,7 @@ class LifeChecks:
         return self._target  # type: ignore[no-any-return]
 
     def _unchanged(self, what: str, before: Mapping[str, int]) -> None:
-        """What failed has left the memory as it was."""
+        """Check that what failed has left the memory as it was."""
         now = self._pages()
         for tag in sorted({*before, *now}):
             # The workspaces grow with what was computed before it failed, and are the engine's to keep.
@@ -134,20 +134,19 @@ class LifeChecks:
             self._lives.not_measured[not_judged(stage, sizes, self._slept.kind)] = None
 
     def _check_woke(self) -> None:
-        """An engine without arenas has no more after a wake than before the sleep."""
+        """Check that an engine without arenas has no more after a wake than before the sleep."""
         self._raise(self._slept.more_awake("wake", self._context))
 
     def _context(self) -> Context:
         return Context(roots=[(ENGINE, getattr(self._target, "engine", self._target))], living=True)
 
     def _host_outside(self) -> int:
-        """Bytes of the process's own host memory beyond announced pools and what imported modules took."""
+        """Return the bytes of the process's own host memory beyond announced pools and what imported modules took."""
         pooled = sum(pool.mapped for pool in announced_pools() if pool.device == "cpu")
         return anonymous_bytes() - pooled - self._lives.imported.growth("host-memory")
 
     def _outside(self, unknown: int = 0) -> int:
-        """Bytes that the driver counts for this process beyond arenas and torch's segments; where it reports nothing,
-        what is given as unknown."""
+        """Return the driver's bytes beyond arenas and torch's segments; `unknown` where it reports nothing."""
         amount = self._lives.counters.read().amounts.get(f"driver {self._device}")
         return unknown if amount is None else amount
 
@@ -155,7 +154,7 @@ class LifeChecks:
         return self._lives.imported.growth(f"driver {self._device}")
 
     def _left(self) -> list[Finding]:
-        """What the life has left behind, now that it is over."""
+        """Report what the life has left behind, now that it is over."""
         verdict = self._lives.end()
         self._lives.not_measured.update(dict.fromkeys(verdict.not_measured))
         found = shipped().apply(verdict.findings, date.today()).findings
@@ -177,7 +176,7 @@ class LifeChecks:
             )
 
     def _pages(self) -> dict[str, int]:
-        """Bytes with pages behind them, by arena tag, of this life's engines."""
+        """Return the bytes with pages behind them, by arena tag, of this life's engines."""
         elsewhere: Mapping[str, int] | None = asked(self._target, "pages")
         if elsewhere is not None:
             return dict(elsewhere)
@@ -239,13 +238,13 @@ def void(result: object) -> None:
 
 
 def asked(target: Any, name: str) -> Any:
-    """What a target says, where it has something to say."""
+    """Return what a target says, where it has something to say."""
     method = getattr(target, name, None)
     return None if method is None else method()
 
 
 def said(error: BaseException) -> str:
-    """An error's type and message."""
+    """Return an error's type and message."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -328,7 +327,7 @@ def levels_at_work(
 def added_up(
     plain: Mapping[str, Any], levels: Mapping[str, int], others: Sequence[tuple[Mapping[str, Any], Mapping[str, int]]]
 ) -> dict[str, int]:
-    """What an engine has at most with any configuration, by phase, in bytes: what each setting adds may come together.
+    """Return the most bytes of an engine in any configuration, by phase: what each setting adds may come together.
 
     Args:
         plain: the simplest configuration.

@@ -103,7 +103,7 @@ class LifeRecord:
         self._begun: tuple[int, dict[str, int]] = (0, {})
 
     def note_baseline(self, cycle: int, baseline: Snapshot) -> None:
-        """What nothing explains before a first life is the process's; before the second also what libraries took."""
+        """Note what nothing explains before a first life as the process's; before a second also what libraries took."""
         self._begun = (len(self.stages), sizes_of(baseline, self._device))
         if cycle == 1:
             self._context = self._unexplained(baseline)
@@ -112,14 +112,14 @@ class LifeRecord:
             self._libraries = {device: left - self._context[device] for device, left in unexplained.items()}
 
     def sizes(self) -> dict[str, int]:
-        """Bytes at the latest reading, by name: after the last stage, or before the life that begins."""
+        """Return the bytes at the latest reading, by name: after the last stage, or before the life that begins."""
         stages, begun = self._begun
         if stages == len(self.stages):
             return begun
         return sizes_of(self.stages[-1].after, self._device, self.stages[-1].processes)
 
     def note_returns(self, judgement: Judgement, cycle: int, explained: Collection[str]) -> None:
-        """What came back after a life and at which rung, and in which lives each finding was left."""
+        """Note what came back after a life and at which rung, and in which lives each finding was left."""
         self.returns += [item for item in judgement.returns if not is_reported(item, explained)]
         offset = 1 if self._cycles > 1 else 0
         for finding, metric in zip(judgement.findings, judgement.metrics, strict=True):
@@ -136,7 +136,7 @@ class LifeRecord:
         self.not_measured.update({item.what: item for item in judgement.not_measured})
 
     def note_preserved(self, life: Life, *, elsewhere: bool) -> Mapping[str, Any]:
-        """What a life says must survive a sleep; where nothing of it is in any process, the report says so.
+        """Note what a life says must survive a sleep; where none of it is in any process, the report says so.
 
         Args:
             life: who is asked.
@@ -152,7 +152,7 @@ class LifeRecord:
     def subject(
         self, failure: str, more_not_measured: Sequence[NotMeasured], used_before: dict[str, set[int]]
     ) -> Subject:
-        """What the report says.
+        """Return what the report says.
 
         Args:
             failure: why the run ended early; empty where it did not.
@@ -170,7 +170,7 @@ class LifeRecord:
         return msgspec.structs.replace(subject, outcome="leak" if findings else "error", reason=failure)
 
     def subject_of_latest(self, of_tensors: Sequence[Finding], more_not_measured: Sequence[NotMeasured]) -> Subject:
-        """What is known after a life that others follow, with the stages of that life alone.
+        """Return what is known after a life that others follow, with the stages of that life alone.
 
         Args:
             of_tensors: findings that are among those of the whole run only after its last life.
@@ -196,7 +196,7 @@ class LifeRecord:
         )
 
     def latest_stages(self, most: int) -> tuple[Stage, ...]:
-        """The last stages that have ended, as a report has them."""
+        """Return the last stages that have ended, as a report has them."""
         first = max(0, len(self.stages) - most)
         return tuple(
             self._stage(lived, follows=turn > first and lived.before is self.stages[turn - 1].after)
@@ -240,7 +240,7 @@ class LifeRecord:
 
 
 def sizes_of(snapshot: Snapshot, device: str, processes: Sequence[ProcessStage] = ()) -> dict[str, int]:
-    """The bytes to watch a life by, by name.
+    """Return the bytes to watch a life by, by name.
 
     Those mapped by each arena in all of the engine's processes, what the other processes hold, what the driver counts
     for this one where it is asked, and this process's resident memory.
@@ -265,7 +265,7 @@ def sizes_of(snapshot: Snapshot, device: str, processes: Sequence[ProcessStage] 
 
 
 def is_reported(item: Finding | Return, devices: Collection[str]) -> bool:
-    """Whether tensors are what it is about, and those on its device are reported one by one."""
+    """Return whether it is about tensors, and those on its device are reported one by one."""
     is_plain = item.resource == "tensors" and item.bytes > 0 and getattr(item, "verdict", None) not in NOT_OF_PYTHON
     return is_plain and item.device in devices
 
@@ -302,7 +302,7 @@ class LifeProbes:
         )
 
     def engine_processes(self, device: str) -> EngineProcesses:
-        """What asks the other processes of an engine on a device."""
+        """Return what asks the other processes of an engine on a device."""
         asked = EngineProcesses(self.tree, self.agents, device, self._ask_driver)
         asked.context = context_sizes(device, self._ask_driver, lambda pid: self.unseen.is_reported([pid]))
         asked.passed_over = self.left_running
@@ -336,7 +336,7 @@ class LifeProbes:
         self._orphaned_files.look()
 
     def explained(self, finding: Finding, names: Collection[str]) -> Finding:
-        """A finding about what a shutdown has left outside of this process, with what it holds and what ends it.
+        """Complete a finding about what a shutdown left outside of this process by what it holds and what ends it.
 
         Args:
             finding: about any resource; of another one it stays as it is.
@@ -355,7 +355,7 @@ class LifeProbes:
         return finding
 
     def judged(self, snapshot: Snapshot) -> Snapshot:
-        """A snapshot, taken just now, with those children, segments and files that are the program's to end."""
+        """Return a snapshot, taken just now, with those children, segments and files that are the program's to end."""
         # Those that serve a library for the whole process are no engine's; those whose parent has ended are.
         children = {name.partition(" ")[0]: name for name in snapshot.host.children}
         children |= {str(pid): f"{pid} {name_of(pid)}" for pid in self.tree.orphans()}

@@ -182,7 +182,7 @@ class LifecycleRun:
         return self._record.subject(self._failure, more, self._metrics.used_before)
 
     def _unseen(self) -> tuple[NotMeasured, ...]:
-        """What other processes and the tenant could not be judged by."""
+        """Return what other processes and the tenant could not be judged by."""
         untaken = () if self._tenant is None else self._tenant.not_measured.values()
         unseen = largest_of_each(self._probes.unseen.besides(self._processes.judged, self._processes.answering))
         return (*unseen, *untaken, *self._processes.not_measured.values(), *self._processes.not_judged_asleep)
@@ -300,7 +300,7 @@ class LifecycleRun:
             self._own_growth.look(cycle, engine)
 
     def _kept_asleep(self, slept: SleptTensors, stage: str, engine: object) -> list[Finding]:
-        """What an engine of this process holds asleep, if that is most of what it held; noted if nobody forbids it."""
+        """Report what an engine of this process holds asleep, if most of what it held; note it if nobody forbids it."""
         sizes = slept.kept_asleep()
         if sizes is None:
             return []
@@ -346,7 +346,7 @@ class LifecycleRun:
         return tokens, time.perf_counter() - started
 
     def _idle(self, life: Life, stage: str) -> list[Finding]:
-        """Who holds KV blocks now that no request runs, if the engine reports it."""
+        """Return who holds KV blocks now that no request runs, if the engine reports it."""
         held = asked(life, "kv_blocks_held")
         after = None
         step = getattr(life, "step", None)
@@ -428,7 +428,7 @@ class LifecycleRun:
         )
 
     def _importing(self, owner: Owner) -> None:
-        """What a module makes and changes when a life imports it belongs to the process, as in tests."""
+        """Count what a module makes and changes when a life imports it as the process's own, as in tests."""
         self._imported.begin(owner)
         self._leftovers.importing(owner)
 
@@ -461,7 +461,7 @@ class LifecycleRun:
             )
 
     def _driver_bytes(self) -> int:
-        """What the driver counts for this process; 0 where it is not asked or reports nothing."""
+        """Return what the driver counts for this process; 0 where it is not asked or reports nothing."""
         return sum(self._driver.read(index).process_bytes or 0 for index in self._indices)
 
     def _snapshot(self, label: str) -> Snapshot:
@@ -490,7 +490,7 @@ class OwnGrowth:
         self._inferences.again, self._found = [], []
 
     def after(self, stage: str) -> None:
-        """A stage has ended."""
+        """Note that a stage has ended."""
         self._inferences.after(stage)
 
     @property
@@ -499,7 +499,7 @@ class OwnGrowth:
         return max(0, FEWEST_TURNS - len(self._inferences.again))
 
     def keeps_any(self, cycle: int, engine: object) -> bool:
-        """Whether an engine keeps anything that it has made while it inferred in this life."""
+        """Return whether an engine keeps anything that it has made while it inferred in this life."""
         return any(is_under(ENGINE, finding) for finding, _ in self._left(cycle, engine))
 
     def look(self, cycle: int, engine: object) -> None:
@@ -515,7 +515,7 @@ class OwnGrowth:
         return left
 
     def findings(self, known: Sequence[Finding]) -> list[Finding]:
-        """What has grown under the engine, and is not known as what it has kept asleep or left."""
+        """Return what has grown under the engine, and is not known as what it has kept asleep or left."""
         holders = {finding.holder for finding in known}
         return [finding for finding in self._found if finding.holder not in holders]
 

@@ -52,11 +52,11 @@ class ProcessState:
         self._left: dict[str, SettingChange] = {}
 
     def mark(self) -> None:
-        """A life begins."""
+        """Note what is there when a life begins."""
         self._baseline = self._read()
 
     def adopt(self, owner: Owner) -> None:
-        """What the import of a module has set or made is what lives must leave as it is.
+        """Take what the import of a module has set or made for what lives must leave as it is.
 
         Args:
             owner: the import, with what it took.
@@ -72,7 +72,7 @@ class ProcessState:
         self._baseline = dataclasses.replace(self._baseline, settings=settings, items=items)
 
     def findings(self, stage: str, *, remedies: bool) -> list[Finding]:
-        """What is there now and was not at the mark, or is not as it was; of what has a name, not at the first mark.
+        """Report what was not there, or not so, at the mark; of what has a name, what was not there at the first mark.
 
         Args:
             stage: after which this is.
@@ -107,7 +107,7 @@ class ProcessState:
         return found
 
     def _left_of(self, resource: Resource, now: Counters, stage: str) -> ItemLeak | None:
-        """What is there of a resource that was not there at the first mark."""
+        """Return what is there of a resource that was not there at the first mark."""
         assert self._baseline is not None
         key = resource.rule.key
         there = now.items[key].keys()

@@ -67,10 +67,10 @@ class Recorded(Protocol):
     """What a run has read so far."""
 
     def sizes(self) -> Mapping[str, int]:
-        """Bytes at the latest reading, by name."""
+        """Return the bytes at the latest reading, by name."""
 
     def latest_stages(self, most: int) -> Sequence[Stage]:
-        """The last stages that have ended, as a report has them."""
+        """Return the last stages that have ended, as a report has them."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Event:
 
     @classmethod
     def at(cls, turn: int, script: Sequence[str], cycle: int, cycles: int, record: Recorded) -> Event:
-        """The event before the stage `turn` of a life's script; past its end, before the judgement."""
+        """Return the event before stage `turn` of a life's script; past its end, before the judgement."""
         done, total = (cycle - 1) * len(script) + turn, cycles * len(script)
         doing = (*script, JUDGEMENT)[turn]
         return cls(cycle, cycles, doing, done, total, record.sizes(), record.latest_stages)
@@ -122,7 +122,7 @@ def perform(life: Life, name: str) -> Sequence[Sequence[int]]:
 
 
 def asked(life: Life, name: str) -> Mapping[str, Any]:
-    """What a life says of itself, if it does."""
+    """Return what a life says of itself, if it does."""
     method = getattr(life, name, None)
     return {} if method is None else method()
 
@@ -133,14 +133,14 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def failures(error: BaseException) -> list[BaseException]:
-    """The parts of an error that are no interrupt."""
+    """Return the parts of an error that are no interrupt."""
     if isinstance(error, BaseExceptionGroup):
         return [part for inner in error.exceptions for part in failures(inner)]
     return [] if isinstance(error, KeyboardInterrupt) else [error]
 
 
 def was_interrupted(error: BaseException) -> bool:
-    """Whether a Ctrl-C is in it."""
+    """Return whether a Ctrl-C is in it."""
     if isinstance(error, BaseExceptionGroup):
         return any(was_interrupted(part) for part in error.exceptions)
     return isinstance(error, KeyboardInterrupt)
@@ -209,19 +209,19 @@ class Coverage:
 
 
 def simplest(capabilities: Capabilities) -> dict[str, Any]:
-    """The first value of every setting."""
+    """Return the first value of every setting."""
     return {name: values[0] for name, values in capabilities.configs.items()}
 
 
 def varied(capabilities: Capabilities) -> list[dict[str, Any]]:
-    """The simplest configuration, and it with each other value of each setting."""
+    """Return the simplest configuration, and it with each other value of each setting."""
     plain = simplest(capabilities)
     others = [(name, value) for name, values in capabilities.configs.items() for value in dict.fromkeys(values[1:])]
     return [plain, *({**plain, name: value} for name, value in others if value != plain[name])]
 
 
 def failure_of(findings: Sequence[Finding]) -> LifeError:
-    """The failure that has these findings; its class is that of the first one's resource and cause."""
+    """Return the failure that has these findings; its class is that of the first one's resource and cause."""
     kind = (findings[0].resource, findings[0].cause)
     if kind not in _KINDS:
         _KINDS[kind] = type("LifeError", (LifeError,), {"kind": kind, "__module__": __name__})

@@ -86,7 +86,7 @@ class LifeProcesses:
         self._life += 1
 
     def begin_call(self, name: str) -> None:
-        """What appears in any process from here on, appeared in this call."""
+        """Take what appears in any process from here on for what appeared in this call."""
         if self._tree.any_alive():
             self._engine.begin_stage(name, self._life)
 
@@ -96,11 +96,11 @@ class LifeProcesses:
             self._engine.before_sleep()
 
     def after_wake(self) -> list[Finding]:
-        """What any process has lost of it, once everything is awake."""
+        """Report what any process has lost of it, once everything is awake."""
         return self._engine.after_wake("wake")
 
     def end_call(self, name: str, level: int | None = None) -> list[Finding]:
-        """What is not as it must be in any process after a call, also after one that failed.
+        """Report what is not as it must be in any process after a call, also after one that failed.
 
         Args:
             name: of the call.
@@ -121,11 +121,11 @@ class LifeProcesses:
         return found
 
     def grown(self) -> list[Finding]:
-        """What has grown from inference to inference in the processes of all lives so far."""
+        """Report what has grown from inference to inference in the processes of all lives so far."""
         return self._engine.findings_at_end()
 
     def _nobodys(self, reading: ProcessStage, stage: str) -> Finding | None:
-        """The host memory of one process that is under no tensor and in no arena, where it has grown too much."""
+        """Report host memory of one process under no tensor and in no arena, where it has grown too much."""
         pid, now = reading.process.pid, reading.unexplained.get("cpu")
         if now is None or reading.host is None:
             return None
@@ -153,7 +153,7 @@ class LifeProcesses:
         )
 
     def unseen(self, noted: Collection[NotMeasured], *, growth: bool) -> list[NotMeasured]:
-        """What could not be judged of what was noted from outside: processes that did not answer, or infer too rarely.
+        """Return what was not judged of what was noted from outside: no answer of a process, or too few inferences.
 
         A process that begins and ends within one call has nothing left that could be judged but what it made for
         others to find, and one that never infers does not grow with its inferences.
@@ -253,20 +253,20 @@ class SharedLives:
             self._driver = None
 
     def begin(self) -> None:
-        """A life begins: what is there now is its baseline."""
+        """Take what is there when a life begins as its baseline."""
         with self._judging():
             self.processes.begin_life()
             self.watch.begin("create")
             self._is_watching = True
 
     def end(self) -> Verdict:
-        """A life is over: what it has left behind."""
+        """Report what a life that is over has left behind."""
         with self._judging():
             return self.watch.end()
 
     @contextmanager
     def _judging(self) -> Iterator[None]:
-        """What this checker itself imports now is nobody's."""
+        """Count what this checker itself imports now as nobody's."""
         self.imports.active = False
         try:
             yield
@@ -285,7 +285,7 @@ class SharedLives:
             gc.collect()
 
     def expected(self, prompt_length: int, max_tokens: int) -> Sequence[int]:
-        """What a fresh engine with the simplest settings says to this request alone."""
+        """Return what a fresh engine with the simplest settings says to this request alone."""
         asked, tokens = self._tokens.get(prompt_length, (0, ()))
         if asked < max_tokens:
             asked = max(self.capabilities.max_tokens, max_tokens)

@@ -110,7 +110,7 @@ class ShutdownJudgement:
         """How far each metric was above its life's own baseline, after each shutdown so far."""
 
     def begin(self, cycle: int, baseline: Snapshot) -> None:
-        """A life begins, from this reading."""
+        """Begin a life, from this reading."""
         self._types = TypeCounts(f"before cycle {cycle}")
         self._own_baseline = baseline
         if cycle == 1:
@@ -119,12 +119,12 @@ class ShutdownJudgement:
             self._warm_baseline = baseline
 
     def settle(self, cycle: int, baseline: Snapshot, *, failed: bool) -> list[LadderStep[Snapshot]]:
-        """The readings right after a shutdown: at once, waited, collected; `failed`: the run ends with it."""
+        """Take the readings right after a shutdown: at once, waited, collected; `failed`: the run ends with it."""
         self._is_last = cycle == self._cycles or failed
         return self._climbed(self._judged_in(cycle), self._baselines(baseline), (Rung.SETTLE, Rung.COLLECT))
 
     def leaves(self, cycle: int, baseline: Snapshot, steps: Sequence[LadderStep[Snapshot]]) -> bool:
-        """Whether something has not come back after these steps."""
+        """Return whether something has not come back after these steps."""
         return bool(self._missing(self._judged_in(cycle), self._baselines(baseline), steps[-1].reading))
 
     def __call__(
@@ -173,7 +173,7 @@ class ShutdownJudgement:
         self.is_concluded = is_last
 
     def not_compared(self, deep_sleeps: Collection[str]) -> list[NotMeasured]:
-        """What the first life left of what libraries move in it, where no second one has shown what is theirs.
+        """Return what the first life left of what libraries move in it, where no second one has shown what is theirs.
 
         Args:
             deep_sleeps: the sleeps in which a driver must count no more than before create.
@@ -202,7 +202,7 @@ class ShutdownJudgement:
         *,
         is_last: bool,
     ) -> Judgement:
-        """What is left since one baseline, with its holders."""
+        """Judge what is left since one baseline, with its holders."""
         judged = self._metrics_since(start, metrics)
         judgement = judge(judged, start, steps, stage="shutdown", cycle=cycle, actions=actions)
         judgement = with_pools(judgement, start, steps[-1].reading, lambda: self._leftovers.context(engine))
@@ -258,7 +258,7 @@ class ShutdownJudgement:
     def _with_what_went_too(
         self, groups: Finding, metrics: Sequence[Metric[Snapshot]], baselines: Sequence[Snapshot]
     ) -> Finding:
-        """What is back now that process groups are destroyed was theirs, and is a part of their finding.
+        """Make what is back now that process groups are destroyed a part of their finding: it was theirs.
 
         Of what came back in part, the rest is reported.
         """
@@ -281,7 +281,7 @@ class ShutdownJudgement:
         return msgspec.structs.replace(groups, parts=one_for_each_level(grouped(back), self._record.level_of))
 
     def _baselines(self, baseline: Snapshot) -> list[Snapshot]:
-        """What the end of a life must return to: its own beginning, and after the last life that of all of them.
+        """Return what a life must return to at its end: its own beginning, and after the last life that of all of them.
 
         What each life leaves may be within the tolerance; what all of them leave must be too.
         """
@@ -289,7 +289,7 @@ class ShutdownJudgement:
         return [baseline, *(start for start in earlier if start is not None and start is not baseline)]
 
     def _judged_in(self, cycle: int) -> tuple[Metric[Snapshot], ...]:
-        """What can be judged in this life: in the first, not what libraries move in it."""
+        """Return what can be judged in this life: in the first, not what libraries move in it."""
         metrics = self._metrics.all()
         if cycle > 1:
             return metrics
@@ -302,7 +302,7 @@ class ShutdownJudgement:
         return tuple(metric for metric in metrics if not metric.first_use)
 
     def _metrics_since(self, start: Snapshot, metrics: Sequence[Metric[Snapshot]]) -> Sequence[Metric[Snapshot]]:
-        """Those that can be judged from a baseline on: from the first one, not what libraries move in a first life."""
+        """Return what can be judged from a baseline on: from the first one, not what libraries move in a first life."""
         if start is self._own_baseline:
             # Not where several lives add up: their noise does, too.
             own = self._tolerances
@@ -329,7 +329,7 @@ class ShutdownJudgement:
 
 
 def with_pools(judgement: Judgement, start: Snapshot, now: Snapshot, context: Callable[[], Context]) -> Judgement:
-    """With who holds the private pools of torch's allocator; those that its cache held are reported with the rest."""
+    """Add who holds the private pools of torch's allocator; those that its cache held are reported with the rest."""
     rows = list(zip(judgement.findings, judgement.metrics, judgement.keys, strict=True))
     for pools in [each for each in rows if each[2].startswith(_OF_PRIVATE_POOLS)]:
         finding, metric, key = pools
@@ -349,7 +349,7 @@ def with_pools(judgement: Judgement, start: Snapshot, now: Snapshot, context: Ca
 
 
 def _with_holders(judgement: Judgement, start: Snapshot, now: Snapshot, context: Context) -> Judgement:
-    """With who holds the threads, processes, descriptors and the like that are left."""
+    """Add who holds the threads, processes, descriptors and the like that are left."""
     rows = list(zip(judgement.findings, judgement.metrics, strict=True))
     if not any(metric.key in BELONGING for _, metric in rows):
         return judgement
@@ -365,7 +365,7 @@ def _with_holders(judgement: Judgement, start: Snapshot, now: Snapshot, context:
 
 
 def with_arrays(judgement: Judgement, context: Context) -> Judgement:
-    """With who holds the arrays that the host memory is which nothing else explains."""
+    """Add who holds the arrays that the host memory is which nothing else explains."""
     findings = []
     for finding in judgement.findings:
         if finding.resource == "host-memory" and finding.cause == "unknown":
@@ -379,7 +379,7 @@ def with_arrays(judgement: Judgement, context: Context) -> Judgement:
 
 
 def less(finding: Finding, rest: Finding) -> Finding:
-    """A finding with what is left of it; as it was where that is no less."""
+    """Return a finding with what is left of it; as it was where that is no less."""
     if (rest.bytes, rest.count) >= (finding.bytes, finding.count):
         return finding
     facts = {"bytes": rest.bytes, "count": rest.count, "holder": rest.holder}
@@ -387,7 +387,7 @@ def less(finding: Finding, rest: Finding) -> Finding:
 
 
 def _is_cached_like(finding: Finding, other: Finding) -> bool:
-    """Whether torch's cache on one card is the cause of both."""
+    """Return whether torch's cache on one card is the cause of both."""
     return finding.cause == "allocator-cache" and (finding.resource, finding.device) == (other.resource, other.device)
 
 
@@ -425,11 +425,11 @@ class LifeMetrics:
         """What to say of a first use as long as no life has followed."""
 
     def all(self) -> tuple[Metric[Snapshot], ...]:
-        """All that is judged, without what libraries have from their first use and what imports left."""
+        """Return all that is judged, without what libraries have from their first use and what imports left."""
         return tuple(map(self._without_first_use, self._without_what_imports_left()))
 
     def note_imports(self, snapshot: Snapshot) -> None:
-        """How much of a snapshot, taken just now, is of imports."""
+        """Note how much of a snapshot, taken just now, is of imports."""
         found = self._tensors_of_imports()
         # Tensors are counted by themselves.
         of_host = max(0, self._imported.growth("host-memory") - found.get("cpu", 0))
@@ -457,7 +457,7 @@ class LifeMetrics:
         self.once_so_far = found.listed
 
     def _without_first_use(self, metric: Metric[Snapshot]) -> Metric[Snapshot]:
-        """Of what is counted, without what libraries have from their first use."""
+        """Return a metric of what is counted without what libraries have from their first use."""
         items = metric.items
         if metric.resource not in JUDGED or items is None:
             return metric

@@ -103,7 +103,7 @@ class SweptLife:
 
 
 def stages(capabilities: Capabilities, config: Mapping[str, Any]) -> list[SweptCall]:
-    """The stages of a life that a target with these capabilities has."""
+    """Return the stages of a life that a target with these capabilities has."""
     able = capabilities
     create = Call("create", {"config": dict(config)} if config else {})
     longest = max(able.prompt_lengths)
@@ -175,7 +175,7 @@ def sweep(
 
 
 def live(lives: Lives, stage: SweptCall, fault: Fault) -> SweptLife:
-    """A life in which one point of a stage fails, or in which they are counted."""
+    """Live a life in which one point of a stage fails, or in which they are counted."""
     life = CheckedLife(lives)
     points = 0
     try:
@@ -221,7 +221,7 @@ def shared_sweep(
     kinds: Sequence[Kind] = KINDS,
     listener: Callable[[str, Kind, int, int], None] = lambda stage, kind, at, points: None,
 ) -> Iterator[Swept]:
-    """What `sweep` does, in several processes at the same time; what is reported, and in which order, is the same.
+    """Do what `sweep` does, in several processes at the same time; reports and their order are the same.
 
     A process in which a life failed lives no other: what that one left must not be found in the next.  One that ends
     by itself over a fault point, or does not end its life, is a finding of that point.
@@ -270,7 +270,7 @@ def shared_sweep(
 
 
 def live_what_is_asked(factory: TargetFactory, config: Mapping[str, Any], descriptor: int, stacks: int) -> None:
-    """In a process of its own: lives the lives it is asked for, until it is asked for no more.
+    """Live the lives that are asked for, in a process of its own, until no more are.
 
     Args:
         factory: makes a target.
@@ -445,7 +445,7 @@ class _Worker:
         return self._is_loaded and limit is not None and self.seconds > limit + _LOOK_S
 
     def answer(self, device: str) -> SweptLife | None:
-        """What came of the life that it was asked for; None as long as it was only loading.
+        """Return what came of the life that it was asked for; None as long as it was only loading.
 
         Raises:
             TargetError: it cannot drive the target, or ended by itself where nothing was made to fail.
@@ -503,7 +503,7 @@ class _Worker:
 
 
 def where_it_stood(stacks: str) -> str:
-    """In words, from what `faulthandler` writes of all threads: the innermost calls of the main one.
+    """Say, from what `faulthandler` writes of all threads, where the main one was: its innermost calls.
 
     Args:
         stacks: the text; the main thread is the last.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def script_of(capabilities: Capabilities) -> tuple[str, ...]:
-    """The stages of one life: to work, through a sleep of every level that there is, and to work again after each."""
+    """Return the stages of one life: work, then a sleep of every level that there is, with work again after each."""
     stages = ["create", "infer"]
     for level in capabilities.sleep_levels:
         stages += [f"sleep({level})", "wake", "infer"]
@@ -40,7 +40,7 @@ def check_run(
     tolerances_on: Callable[[str], Mapping[str, int]] = lambda device: {},
     snapshots: AllocatorSnapshots | None = None,
 ) -> LifecycleRun:
-    """The run of `cycles` fixed lives of a factory's targets.
+    """Return the run of `cycles` fixed lives of a factory's targets.
 
     Args:
         name: of the subject in the report.
@@ -97,7 +97,7 @@ class TargetLife:
         self._target.create(simplest(self._able))
 
     def infer(self) -> Sequence[Sequence[int]]:
-        """The tokens of as many prompts at a time as the target takes."""
+        """Generate for all prompts, in batches of as many as the target takes."""
         lengths, most = list(self._able.prompt_lengths), self._able.max_requests
         batches = [lengths[start : start + most] for start in range(0, len(lengths), most)]
         return [tokens for batch in batches for tokens in self._target.infer(batch, self._able.max_tokens)]
@@ -119,7 +119,7 @@ class TargetLife:
         self._target.shutdown()
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
-        """What must survive a sleep, by name, if the target reports it."""
+        """Return what must survive a sleep, by name, if the target reports it."""
         tensors: Mapping[str, torch.Tensor] = self._asked("preserved")
         return tensors
 
@@ -129,7 +129,7 @@ class TargetLife:
         return buffers
 
     def kv_blocks_held(self) -> Mapping[str, int]:
-        """Who holds KV blocks although no request does, with how many; the target forgets its prefixes first."""
+        """Return who holds how many KV blocks although no request does, once the target has forgotten its prefixes."""
         if not self._able.prefix_cache or self._target.reset_prefix_cache():
             return {}
         usage = self._asked("kv_usage")

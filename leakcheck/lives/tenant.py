@@ -51,7 +51,7 @@ class Tenant:
     not_measured: dict[str, NotMeasured] = field(default_factory=dict)
 
     def after_sleep(self, stage: str, freed: int | None) -> list[Finding]:
-        """What another process cannot have of what a sleep freed; returns once it has given all of it back.
+        """Report what another process cannot have of what a sleep freed; return once it has given all of it back.
 
         Args:
             stage: the sleep.
@@ -115,12 +115,12 @@ class Tenant:
 
 
 def tenant_of(device: str) -> Tenant | None:
-    """The tenant of an engine's device; None on the CPU, whose memory the kernel gives to whoever asks."""
+    """Return the tenant of an engine's device; None on the CPU, whose memory the kernel gives to whoever asks."""
     return None if device == "cpu" else Tenant(device, kind_of_cards())
 
 
 def freed_between(before: Snapshot, after: Snapshot, device: str) -> int | None:
-    """Bytes that the driver counts less for this process; None if it does not say."""
+    """Return the bytes that the driver counts less for this process; None if it does not say."""
     held, holds = before.driver_bytes(device), after.driver_bytes(device)
     return None if held is None or holds is None else held - holds
 
@@ -143,7 +143,7 @@ class BareContexts:
     _sizes: dict[str, int | None] = field(default_factory=dict)
 
     def size(self, device: str) -> int | None:
-        """Bytes on a card, such as `cuda:0`; None where the card has no room for it or the driver does not say."""
+        """Return the bytes on a card, as `cuda:0`; None where it has no room for it or the driver does not say."""
         if device not in self._sizes:
             self._sizes[device] = self._measure(device)
         return self._sizes[device]
@@ -169,7 +169,7 @@ class BareContexts:
 def context_sizes(
     device: str, driver: Callable[[], Driver], ended: Callable[[int], None] = lambda pid: None
 ) -> Callable[[str], int | None]:
-    """What gives the bytes of a context alone on each card; nothing where the engine is on the CPU.
+    """Return what gives the bytes of a context alone on each card; nothing where the engine is on the CPU.
 
     Args:
         device: the engine's.

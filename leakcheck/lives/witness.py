@@ -100,7 +100,7 @@ def kill_in_each_stage(
 
 
 def stand_still(factory: TargetFactory, config: Mapping[str, Any], index: int) -> None:
-    """In the process that will be killed: come to the middle of a stage, say so, and stay there.
+    """Come to the middle of a stage, say so, and stay there, in the process that will be killed.
 
     Args:
         factory: makes the target.
@@ -121,7 +121,7 @@ def stand_still(factory: TargetFactory, config: Mapping[str, Any], index: int) -
 
 
 def _come_to(target: Any, stage: SweptCall, injection: Injection) -> int:
-    """The stage's calls up to its last, and that one with an injection; how many points it passed."""
+    """Make the stage's calls up to its last, and that one with an injection; return how many points it passed."""
     for call in stage.before:
         _perform(target, call)
     with injecting_into(target, injection):
@@ -215,7 +215,7 @@ class _Card:
         self._distinguished = now is not None and not self._own.isdisjoint(now.processes)
 
     def grown(self) -> int:
-        """Bytes that it has in use since the start and no neighbour took."""
+        """Return the bytes that it has in use since the start and no neighbour took."""
         now = self._use()
         if self._before is None or now is None:
             return 0
@@ -233,7 +233,7 @@ class _Card:
 
 
 def _what_stays(stage: str, started: set[psutil.Process], segments: set[str], card: _Card) -> list[Finding]:
-    """What is still there when the kernel and the driver have had their time."""
+    """Report what is still there when the kernel and the driver have had their time."""
     deadline = time.monotonic() + PATIENCE_S
     device = card.device
     while True:
@@ -292,13 +292,13 @@ def _segments() -> set[str]:
 
 
 def _numbered(names: set[str], pids: Sequence[int]) -> set[str]:
-    """Those that carry the number of one of the processes."""
+    """Return those that carry the number of one of the processes."""
     numbers = set(map(str, pids))
     return {name for name in names if numbers & set(re.findall(r"\d+", name))}
 
 
 def _marked(mark: str, besides: int) -> set[psutil.Process]:
-    """The processes that have a mark in their environment: also those that have left their parent."""
+    """Return the processes that have a mark in their environment: also those that have left their parent."""
     found = set()
     for process in psutil.process_iter():
         # The environment of another user's process cannot be read.

@@ -159,7 +159,7 @@ class AllocatorSnapshot:
 
 
 def read_snapshot(path: Path) -> AllocatorSnapshot:
-    """A file that `torch.cuda.memory._dump_snapshot` has written, or a pickle of `torch.cuda.memory_snapshot()`.
+    """Read what `torch.cuda.memory._dump_snapshot` has written, or a pickle of `torch.cuda.memory_snapshot()`.
 
     Nothing in it is executed: whatever is more than plain data is refused by its name.
 
@@ -200,7 +200,7 @@ def _summed(name: str, sums: SnapshotSums, snapshot: Mapping[str, Any]) -> Alloc
 
 
 def _annotations(entries: Iterable[Mapping[str, Any]]) -> dict[int, list[Annotation]]:
-    """By device those that torch since 2.5 keeps beside the history."""
+    """Return by device the annotations that torch since 2.5 keeps beside the history."""
     found: dict[int, list[Annotation]] = {}
     for entry in entries:
         annotation = Annotation(int(entry["time_us"]), entry["stage"] == "START", stage_name(entry["name"]))
@@ -209,7 +209,7 @@ def _annotations(entries: Iterable[Mapping[str, Any]]) -> dict[int, list[Annotat
 
 
 def _stages(history: Events, timeline: StageTimeline) -> dict[int, str]:
-    """By address the stages of the blocks of which they are known."""
+    """Return by address the stages of the blocks, where they are known."""
     found = {}
     for address, (time, metadata, _) in history.live.items():
         stage = stage_name(metadata) if metadata else None if time is None else timeline.at(time)
@@ -242,7 +242,7 @@ def _survivors(
 
 
 def _distinct(kinds: NDArray[np.int64], end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The kinds below `end` that occur, and for each the place of its kind among them."""
+    """Return the kinds below `end` that occur, and for each value the place of its kind among them."""
     # A table of all takes a fifth of the time that sorting takes, and of very many it would take all memory.
     if end > _LARGEST_TABLE:
         found, which = np.unique(kinds, return_inverse=True)
@@ -321,7 +321,7 @@ class Compared:
 
 
 def compare(snapshots: Sequence[AllocatorSnapshot], by: By = "cycle") -> list[Compared]:
-    """What differs between snapshots; the largest difference first.
+    """Return what differs between snapshots; the largest difference first.
 
     Args:
         snapshots: in the order of their time, or of their ranks.
@@ -334,7 +334,7 @@ def compare(snapshots: Sequence[AllocatorSnapshot], by: By = "cycle") -> list[Co
 
 
 def sum_stages(snapshot: AllocatorSnapshot) -> list[Compared]:
-    """What was allocated in each stage of one snapshot; the most bytes first."""
+    """Sum what was allocated in each stage of one snapshot; the most bytes first."""
     return sorted(_side_by_side([snapshot], "stage"), key=lambda each: -each.bytes[0])
 
 
@@ -358,7 +358,7 @@ def _side_by_side(snapshots: Sequence[AllocatorSnapshot], by: By) -> list[Compar
 
 
 def read_apart(path: Path) -> AllocatorSnapshot:
-    """What `read_snapshot` returns, with an end to the processor time that a file may take.
+    """Read as `read_snapshot` does, with an end to the processor time that a file may take.
 
     A tuple that has itself twice, sixty times over, is a key whose hash takes years, and one that is nested a million
     times overflows the C stack: CPython bounds neither, and nothing in the same process can.

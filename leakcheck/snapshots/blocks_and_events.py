@@ -64,7 +64,7 @@ class StageTimeline:
             self._stages.append(stages.innermost)
 
     def at(self, time: int) -> str | None:
-        """The stage at a moment in microseconds since 1970; `OUTSIDE` of all, None where no stages were recorded."""
+        """Return the stage at a moment (microseconds since 1970): `OUTSIDE` of all, None where none were recorded."""
         if not self._times:
             return None
         stage = self._stages[bisect_right(self._times, time)]
@@ -72,7 +72,7 @@ class StageTimeline:
 
 
 def stage_name(text: object) -> str:
-    """A stage's name as it is shown.
+    """Return a stage's name as it is shown.
 
     Raises:
         TypeError: it is no text.
@@ -109,7 +109,7 @@ class _OpenStages:
 
 
 def _open_at_first(ordered: Iterable[Annotation]) -> list[str]:
-    """The stages that end without a begin, the outermost first: that one ends last."""
+    """Return the stages that end without a begin, the outermost first: that one ends last."""
     begun: dict[str, int] = {}
     found = []
     for each in ordered:
@@ -227,7 +227,7 @@ class Stacks:
         self._last: dict[tuple[int, int, int], tuple[list[Any], _Number]] = {}
 
     def numbers(self, lists: Sequence[list[Any]]) -> list[int]:
-        """A number for each stack; a list is replaced by it, for memory and for the next one that refers to it."""
+        """Number each stack; a list is replaced by its number, for memory and for the next one that refers to it."""
         found = []
         last_of_kind = self._last
         for frames in lists:
@@ -292,7 +292,7 @@ class Events:
 
 
 def read_segment(segment: Mapping[str, Any], stacks: Stacks) -> tuple[Segment, Blocks]:
-    """A segment as torch writes it, and its blocks."""
+    """Read a segment as torch writes it, and its blocks."""
     blocks = _rest_of(segment["blocks"], Blocks)
     blocks.add(segment["blocks"], stacks)
     # Another segment that refers to the same list has them no second time.
@@ -329,7 +329,7 @@ _Sums = TypeVar("_Sums", Blocks, Events)
 
 
 def _rest_of(items: list[Any], kind: type[_Sums]) -> _Sums:
-    """The sums of what has been taken from a list before; they are taken out of it."""
+    """Take out of a list the sums of what was in it before; make new ones where there are none."""
     return items.pop(0) if items and type(items[0]) is kind else kind()
 
 
@@ -340,7 +340,7 @@ def _empty(items: list[Any]) -> None:
 
 
 def _whole(value: object) -> int:
-    """A size, an address or a number of something.
+    """Check a size, an address or a number of something.
 
     Raises:
         ValueError: it is none.
@@ -351,12 +351,12 @@ def _whole(value: object) -> int:
 
 
 def _whole_pages(begin: int, length: int, page: int) -> int:
-    """Bytes of the pages that lie completely in a range of a segment."""
+    """Return the bytes of the pages that lie completely in a range of a segment."""
     return max(0, (begin + length) // page - -(-begin // page)) * page
 
 
 def _older_frames(block: Mapping[str, Any]) -> list[Any]:
-    """The frames of a block of torch before 2.1, in the last entry of a history; empty if it has none."""
+    """Return the frames of a block of torch before 2.1, in the last entry of a history; none if it has none."""
     history = block.get("history") or [{}]
     return history[-1].get("frames") or []
 
@@ -372,7 +372,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _is_python(file: str, frame: Mapping[str, Any]) -> bool:
-    """Whether a frame is Python's: a history with `stacks="all"` has those of C++ too."""
+    """Return whether a frame is Python's: a history with `stacks="all"` has those of C++ too."""
     if file.endswith(".py") or file.startswith("<"):
         return True
     # A program that is started by its name, or a notebook's command. So are headers of C++ called, but not what is in
@@ -388,7 +388,7 @@ def _text(value: object) -> str:
 
 
 def _annotation_among_events(event: Mapping[str, Any]) -> Annotation:
-    """Of torch 2.4: an event whose only frame is called as the annotation's end."""
+    """Return the annotation that an event of torch 2.4 stands for: its only frame is called as the annotation's end."""
     (frame,) = event["frames"]
     return Annotation(_whole(event["time_us"]), frame["name"] == "START", stage_name(frame["filename"]))
 
@@ -437,7 +437,7 @@ class SnapshotSums:
         _empty(segments)
 
     def events(self, items: list[Any]) -> Events:
-        """The events of a device, from its list in the history."""
+        """Return the events of a device, from its list in the history."""
         events = _rest_of(items, Events)
         events.add(items)
         return events

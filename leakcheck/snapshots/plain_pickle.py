@@ -51,7 +51,7 @@ class BatchedOpcodes(io.RawIOBase):
         self._part = memoryview(b"")
 
     def readable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -84,7 +84,7 @@ class BatchedOpcodes(io.RawIOBase):
 
 
 def _payloads(file: BinaryIO) -> Iterator[bytes]:
-    """What is in the frames, about `_PART` bytes at a time, until something comes that is in none."""
+    """Yield what is in the frames, about `_PART` bytes at a time, until something comes that is in none."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -134,7 +134,7 @@ class PickleError(ValueError):
 
 
 def quoted(text: str) -> str:
-    """What a file says, or an error about it, as a part of a message: one line that is not too long."""
+    """Return what a file says, or an error about it, as part of a message: one line that is not too long."""
     return one_line(text[:_LONGEST_QUOTE])
 
 

@@ -75,11 +75,11 @@ class Suppression:
         return f"{self.id}: {' '.join(self.reason.split())}"
 
     def is_expired(self, today: date) -> bool:
-        """Whether its last day is over."""
+        """Return whether its last day is over."""
         return self.expires is not None and self.expires < today
 
     def matches(self, finding: Finding) -> bool:
-        """Whether a finding is what the entry describes."""
+        """Return whether a finding is what the entry describes."""
         if self.fingerprint not in (None, finding.fingerprint):
             return False
         if self.resource not in (None, finding.resource) or self.cause not in (None, finding.cause):
@@ -119,7 +119,7 @@ class Suppressions:
         return Applied(marked, frozenset(used))
 
     def judge(self, subject: Subject, today: date) -> tuple[Subject, frozenset[str]]:
-        """A subject with the findings marked that an entry matches, its outcome as that of the others, and who matched.
+        """Mark the findings that an entry matches; return the subject with the outcome of the others, and who matched.
 
         What is known is no leak; but what failed for another reason too is not clean either.
         """
@@ -135,7 +135,7 @@ class Suppressions:
 
 
 def _marked(finding: Finding, in_force: Sequence[Suppression], used: set[str]) -> Finding:
-    """The finding with why it is known, if it is, and its parts; what is known of a part says nothing of the rest."""
+    """Mark a finding with why it is known, and its parts; what is known of a part says nothing of the rest."""
     matching = [entry for entry in in_force if finding.suppressed_by is None and entry.matches(finding)]
     # Not only the first: an entry that another one hides is still one that matches something.
     used.update(entry.id for entry in matching)
@@ -154,7 +154,7 @@ def problems(
     *,
     ran_all: bool = True,
 ) -> tuple[str, ...]:
-    """What is wrong with the entries after a run, a line each: expired, replaced, or nothing that they match.
+    """Return what is wrong with the entries after a run: expired, replaced, or matching nothing; a line each.
 
     Args:
         entries: all that were loaded.
@@ -190,7 +190,7 @@ def _replaced(former: str, findings: Sequence[Finding]) -> str:
 
 
 def load(path: Path) -> Suppressions:
-    """The entries of a file: `[[suppressions]]`, or `[[tool.lowtide.suppressions]]` in a `pyproject.toml`.
+    """Read the entries of a file: `[[suppressions]]`, or `[[tool.lowtide.suppressions]]` in a `pyproject.toml`.
 
     Raises:
         SuppressionError: the file cannot be read, or an entry in it cannot be used.
@@ -199,13 +199,13 @@ def load(path: Path) -> Suppressions:
 
 
 def shipped() -> Suppressions:
-    """What libraries are known to leave behind: each entry with its evidence, and never unused."""
+    """Read what libraries are known to leave behind: each entry with its evidence, and never unused."""
     text = resources.files("lowtide.leakcheck.suppressions").joinpath(_SHIPPED).read_text(encoding="utf-8")
     return _parse(text, _SHIPPED, OWN_TABLE, (*KEYS, "evidence"))
 
 
 def find(start: Path) -> Path | None:
-    """The file of suppressions that belongs to a folder: its own, or that of the nearest folder above with one.
+    """Return the file of suppressions that belongs to a folder: its own, or that of the nearest folder above with one.
 
     Raises:
         SuppressionError: a `pyproject.toml` on the way cannot be read.
@@ -283,7 +283,7 @@ def _applies(written: Written) -> bool:
 
 
 def _holds(written: Written, predicate: str) -> bool:
-    """Whether a version predicate is true here; it is not where the distribution is not installed."""
+    """Return whether a version predicate is true here; it is not where the distribution is not installed."""
     try:
         wanted = Requirement(predicate)
     except InvalidRequirement:

@@ -53,11 +53,11 @@ class Written:
     values: Mapping[str, Any]
 
     def error(self, message: str, key: str = "") -> SuppressionError:
-        """What is wrong with the entry, or with the value of one key, and where that is."""
+        """Return what is wrong with the entry, or with the value of one key, and where that is."""
         return SuppressionError(f"{self.file}:{self.lines.get(key, self.line)}: {message}")
 
     def text(self, key: str) -> str | None:
-        """The text of a key; None without it.
+        """Return the text of a key; None without it.
 
         Raises:
             SuppressionError: it is no text, or an empty one.
@@ -70,7 +70,7 @@ class Written:
         return value.strip()
 
     def required(self, key: str, what: str) -> str:
-        """The text of a key that every entry has.
+        """Return the text of a key that every entry has.
 
         Raises:
             SuppressionError: there is none.
@@ -81,7 +81,7 @@ class Written:
         return text
 
     def one_of(self, key: str, allowed: Collection[str]) -> str | None:
-        """The text of a key that has a few possible values; None without it.
+        """Return the text of a key that has a few possible values; None without it.
 
         Raises:
             SuppressionError: it is none of them.
@@ -102,17 +102,17 @@ class _Statement:
 
 
 def table_of(path: Path) -> tuple[str, ...]:
-    """The name of the tables in which a file has its entries."""
+    """Return the name of the tables in which a file has its entries."""
     return PYPROJECT_TABLE if path.name == "pyproject.toml" else OWN_TABLE
 
 
 def header(table: Sequence[str]) -> str:
-    """The line above an entry: `[[suppressions]]`."""
+    """Return the line above an entry: `[[suppressions]]`."""
     return f"[[{'.'.join(table)}]]"
 
 
 def read_text(path: Path) -> str:
-    """A file's text, with its line ends as they are.
+    """Read a file's text, with its line ends as they are.
 
     Raises:
         SuppressionError: it cannot be read, or is no text.
@@ -129,7 +129,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_document(text: str, file: str) -> dict[str, Any]:
-    """The values of a whole file.
+    """Return the values of a whole file.
 
     Raises:
         SuppressionError: it is not TOML.
@@ -147,14 +147,14 @@ def parse_document(text: str, file: str) -> dict[str, Any]:
 
 
 def refused(error: ValueError | RecursionError) -> str:
-    """Why Python's reader of TOML refuses a document, as far as it is not for its syntax."""
+    """Return why Python's reader of TOML refuses a document, as far as it is not for its syntax."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return "a number in it has too many digits" if "digits" in str(error) else str(error)
 
 
 def value_at(document: object, keys: Iterable[str]) -> object | None:
-    """The value under some keys, one inside the other; None if there is none."""
+    """Return the value under some keys, one inside the other; None if there is none."""
     for key in keys:
         if not isinstance(document, dict) or key not in document:
             return None
@@ -163,7 +163,7 @@ def value_at(document: object, keys: Iterable[str]) -> object | None:
 
 
 def written_entries(text: str, file: str, table: tuple[str, ...]) -> list[Written]:
-    """The entries of a file, whatever they say.
+    """Return the entries of a file, whatever they say.
 
     Args:
         text: the file's.
@@ -200,7 +200,7 @@ def written_entries(text: str, file: str, table: tuple[str, ...]) -> list[Writte
 
 
 def _statements(text: str) -> Iterator[_Statement]:
-    """What a valid document consists of, with lines, which the parser does not report."""
+    """Yield what a valid document consists of, with lines, which the parser does not report."""
     table: tuple[str, ...] = ()
     for line, source in _logical_lines(text):
         name: list[str] = []
@@ -217,7 +217,7 @@ def _statements(text: str) -> Iterator[_Statement]:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Each line with its number, those that one array or one string spans as one."""
+    """Yield each line with its number, those that one array or one string spans as one."""
     text += "\n"
     depth, start, line = 0, 0, 1
     for token in _TOKEN.finditer(text):
@@ -286,7 +286,7 @@ def append_entries(path: Path, findings: Iterable[Finding]) -> Added:
 
 
 def _open(findings: Iterable[Finding]) -> list[Finding]:
-    """The first finding of each fingerprint that is not suppressed."""
+    """Return the first finding of each fingerprint that is not suppressed."""
     groups: dict[str, Finding] = {}
     for finding in findings:
         if finding.suppressed_by is None:
@@ -295,7 +295,7 @@ def _open(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _text_of(path: Path) -> str:
-    """The file's text; none where there is no file yet."""
+    """Return the file's text; none where there is no file yet."""
     if not path.exists():
         return ""
     # A device or a pipe would be replaced by a file.

@@ -156,7 +156,7 @@ class Injection:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """In here this thread passes no fault points: they are part of one that it has passed."""
+        """Let this thread pass no fault points meanwhile: they are part of one that it has passed."""
         depth = getattr(self._within, "depth", 0)
         self._within.depth = depth + 1
         try:
@@ -165,7 +165,7 @@ class Injection:
             self._within.depth = depth
 
     def reach(self, kind: Kind, what: str, error: Callable[[str], BaseException]) -> None:
-        """A fault point: returns, or raises."""
+        """Pass a fault point: return, or raise."""
         if getattr(self._within, "depth", 0):
             return
         if self.kind == "interrupt":
@@ -181,7 +181,7 @@ class Injection:
             raise self.raised
 
     def open(self, shard: Path, folder: Path) -> Path:
-        """The shard, or the damaged copy of it in `folder` that is to be opened instead."""
+        """Return the shard, or the damaged copy of it in `folder` that is to be opened instead."""
         if self.kind not in DAMAGES:
             self.reach("interrupt", f"open {shard.name}", _interrupt)
             return shard
@@ -194,7 +194,7 @@ class Injection:
         return copy
 
     def caused(self, error: BaseException, wrappers: tuple[type[BaseException], ...] = ()) -> bool:
-        """Whether `error` is what was raised, or one of `wrappers` that has it as its cause, at whatever depth.
+        """Return whether `error` is what was raised, or has it as its cause below `wrappers`, at whatever depth.
 
         Over a damaged shard: whether it is one of `wrappers`, and names the file.
         """
@@ -216,7 +216,7 @@ class Injection:
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A `__torch_dispatch__` that torch.compile leaves alone, without loading it where that can be."""
+    """Make torch.compile leave a `__torch_dispatch__` alone, without loading it where that can be."""
     try:
         keep_from_compiler(torch, function.__code__)
     except AttributeError:
@@ -321,13 +321,13 @@ def _opening(seam: ShardSeam, injection: Injection, folder: Path) -> Iterator[No
 
 
 def _allocates(function: Any) -> bool:
-    """Whether an operator returns memory that is not one of its arguments', according to its schema."""
+    """Return whether an operator returns memory that is not one of its arguments', according to its schema."""
     schema = function._schema
     return any(value.alias_info is None and "Tensor" in str(value.type) for value in schema.returns)
 
 
 def _is_of_nothing(function: Any, args: Sequence[Any]) -> bool:
-    """Whether what is made is of a size with a 0 in it: that takes no memory, and cannot fail for a lack of it."""
+    """Return whether a size with a 0 in it is made: that takes no memory, and cannot fail for a lack of it."""
     arguments = function._schema.arguments
     return bool(args and arguments and arguments[0].name == "size" and 0 in args[0])
 
@@ -345,7 +345,7 @@ def _interrupt(what: str) -> BaseException:
 
 
 def _out_of_memory(what: str, device: str) -> BaseException:
-    """What torch raises where there is no memory for an operator."""
+    """Return what torch raises where there is no memory for an operator."""
     if device == "cpu":
         return RuntimeError(f"[enforce fail] DefaultCPUAllocator: can't allocate memory for {what} (injected)")
     return torch.OutOfMemoryError(f"CUDA out of memory in {what} (injected)")
@@ -375,7 +375,7 @@ class Pause(Injection):
         self._made = made
 
     def reach(self, kind: Kind, what: str, error: Callable[[str], BaseException]) -> None:
-        """A fault point: returns, or never does."""
+        """Pass a fault point: return, or stand still for ever."""
         before = len(self.passed)
         # The one that would be raised is where to stand.
         with suppress(KeyboardInterrupt):

@@ -123,7 +123,7 @@ class ReferenceLife:
         return self._engine
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
-        """What must survive a sleep, by name."""
+        """Return what must survive a sleep, by name."""
         return self._engine.preserved_tensors()
 
     def create(self) -> None:
@@ -140,7 +140,7 @@ class ReferenceLife:
         return self._engine.graph_addresses()
 
     def kv_blocks_held(self) -> Mapping[str, int]:
-        """Who holds KV blocks although no request does, with how many; the engine is asked to forget its prefixes."""
+        """Return who holds how many KV blocks although no request does, once the engine has forgotten its prefixes."""
         if self._engine.reset_prefix_cache():
             return {}
         return holders(self._engine.kv_cache_usage())
@@ -174,7 +174,7 @@ def make_prompts(vocab_size: int, seed: int, scale: int = 1) -> list[list[int]]:
 
 
 def reference_seams(device: str) -> Sequence[Seam | ShardSeam]:
-    """Those of an engine on a device."""
+    """Return those of an engine on a device."""
     pages = CpuPages if device == "cpu" else VmmPages
     # None of these may fail, but Ctrl-C comes when it comes.
     gives_back = (
@@ -268,7 +268,7 @@ def _take(injection: Injection, report: FaultReport) -> None:
 
 @contextmanager
 def followed(path: str) -> Iterator[None]:
-    """In the core's process: each order is followed with the faults that the file asks for."""
+    """Follow each order, in the core's process, with the faults that the file asks for."""
     follow = CoreProcess.follow
     made = OwnSegments()
     made.start()
@@ -370,7 +370,7 @@ class ReferenceTarget:
         return self._capabilities
 
     def create(self, config: Mapping[str, Any]) -> None:
-        """A new engine, unless there is one."""
+        """Make a new engine, unless there is one."""
         if self.engine.state in (EngineState.NEW, EngineState.CLOSED):
             settings = {**self._settings, **config}
             if settings.get("cuda_graphs"):
@@ -421,16 +421,16 @@ class ReferenceTarget:
         self.engine.shutdown()
 
     def state(self) -> str:
-        """The engine's own word for its state."""
+        """Return the engine's own word for its state."""
         return self.engine.state.value
 
     def kv_usage(self) -> KVCacheUsage | None:
-        """Who has the KV blocks; None where there are none."""
+        """Return who has the KV blocks; None where there are none."""
         alive = self.engine.state in (EngineState.RUNNING, EngineState.ASLEEP)
         return self.engine.kv_cache_usage() if alive else None
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
-        """What must survive a sleep, by name."""
+        """Return what must survive a sleep, by name."""
         return self.engine.preserved_tensors()
 
     def graph_buffers(self) -> Mapping[str, tuple[int, int]]:
@@ -438,17 +438,17 @@ class ReferenceTarget:
         return self.engine.graph_addresses()
 
     def pages(self) -> Mapping[str, int] | None:
-        """Bytes with pages by arena tag, as the engine counts them in its other processes; None where it has none."""
+        """Return the bytes with pages by arena tag, as the engine counts them in its other processes; None without."""
         return self.engine.memory_mapped() if self._has_processes else None
 
     def injecting(self, injection: Injection) -> AbstractContextManager[Injection] | None:
-        """What fails, in the core's process; None where the core has none of its own."""
+        """Let something fail in the core's process; None where the core has none of its own."""
         if not self.engine.config.engine_process:
             return None
         return injecting_in_core(self._faults, injection, self._settings["device"])
 
     def fault_seams(self) -> Sequence[Seam | ShardSeam]:
-        """The places outside torch's operators at which the engine can fail."""
+        """Return the places outside torch's operators at which the engine can fail."""
         return reference_seams(self._settings["device"])
 
     @property
@@ -466,7 +466,7 @@ def _greedy(max_tokens: int) -> SamplingParams:
 
 
 def reference(device: str = "cpu") -> ReferenceTarget:
-    """The reference engine, as the fuzzer drives it."""
+    """Return the reference engine, as the fuzzer drives it."""
     return ReferenceTarget(device)
 
 
@@ -522,7 +522,7 @@ def _write_checkpoint(folder: Path) -> None:
 
 
 def reference_target(device: str, defect: Defect | None, shape: Mapping[str, Any] | None = None) -> Subjected:
-    """The reference engine, with a historical bug or without.
+    """Return the reference engine, with a historical bug or without.
 
     Args:
         device: "cpu" or "cuda:N".
@@ -558,7 +558,7 @@ def reference_target(device: str, defect: Defect | None, shape: Mapping[str, Any
 
 
 def checkpoint_target(device: str, shape: Mapping[str, Any] | None = None) -> Subjected:
-    """The reference engine with its weights in the shards of a checkpoint, which can be damaged; see the above."""
+    """Return the reference engine with its weights in the shards of a checkpoint, which can be damaged."""
     own = dict(shape or {})
     plain = reference_target(device, None, own)
     if find_spec("safetensors") is None:

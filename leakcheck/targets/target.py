@@ -41,7 +41,7 @@ class Device(str, Enum):
 
 
 def device_name(device: Device) -> str:
-    """The name that torch has for it; `auto` takes a card if there is one."""
+    """Return the name that torch has for it; `auto` takes a card if there is one."""
     import torch
 
     if device is Device.CPU or (device is Device.AUTO and not torch.cuda.is_available()):
@@ -185,7 +185,7 @@ class Preserving(Protocol):
     """A target that reports what must survive a sleep."""
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
-        """The tensors, by name."""
+        """Return the tensors, by name."""
 
 
 TargetFactory = Callable[[], LifecycleTarget]
@@ -199,7 +199,7 @@ _NEEDED: tuple[tuple[str, type], ...] = (
 
 
 def make_target(factory: TargetFactory) -> LifecycleTarget:
-    """A new target, checked for having what it declares.
+    """Make a new target, checked for having what it declares.
 
     Raises:
         TargetError: it cannot be made, or lacks a method.
@@ -237,7 +237,7 @@ class Unjudged:
         self._target = target
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """The call of that name, which raises nothing but `TargetError`."""
+        """Return the call of that name, which raises nothing but `TargetError`."""
         method = getattr(self._target, name)
 
         def call(*arguments: Any) -> Any:
@@ -256,7 +256,7 @@ class Unjudged:
 
 
 def tokens_of_one(said: Any) -> tuple[int, ...]:
-    """The tokens of the only request of an `infer`.
+    """Return the tokens of the only request of an `infer`.
 
     Raises:
         TargetError: that is not what it gave.
@@ -271,7 +271,7 @@ def tokens_of_one(said: Any) -> tuple[int, ...]:
 
 
 def load_factory(name: str) -> TargetFactory:
-    """The factory that `MODULE:FACTORY` names; the current directory is looked in too.
+    """Import the factory that `MODULE:FACTORY` names; the current directory is looked in too.
 
     Raises:
         TargetError: there is none, or its import fails.
@@ -319,7 +319,7 @@ class TargetSource:
 
 
 def start_program(program: str, *, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[bytes]:
-    """A process of its own that runs Python, and finds the modules that this one finds.
+    """Start a process of its own that runs Python, and finds the modules that this one finds.
 
     A terminal's Ctrl-C, which it gets from its beginning on, is for the one who has started it, and ends it.
 
@@ -362,7 +362,7 @@ class Subjected:
 
 
 def named_target(name: str) -> Subjected:
-    """The user's own, as MODULE:FACTORY.
+    """Return the user's own target, as MODULE:FACTORY.
 
     Raises:
         TargetError: there is none of that name.

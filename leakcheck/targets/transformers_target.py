@@ -49,7 +49,7 @@ class TransformersTarget:
         self._on_host: dict[str, torch.Tensor] = {}
 
     def create(self, config: Mapping[str, Any]) -> None:
-        """A model with the same weights each time."""
+        """Make a model with the same weights each time."""
         from transformers import LlamaConfig, LlamaForCausalLM
 
         with torch.random.fork_rng(devices=[]):
@@ -100,7 +100,7 @@ class TransformersTarget:
         self._on_host = {}
 
     def preserved(self) -> Mapping[str, torch.Tensor]:
-        """The weights, by name."""
+        """Return the weights, by name."""
         return dict(self.engine.named_parameters())
 
     def shutdown(self) -> None:
@@ -110,5 +110,5 @@ class TransformersTarget:
 
 
 def transformers_model(device: str = "cpu") -> TransformersTarget:
-    """A small `transformers` model, as the fuzzer drives it."""
+    """Return a small `transformers` model, as the fuzzer drives it."""
     return TransformersTarget(device)

@@ -234,12 +234,12 @@ class CellNames:
         self._bound = {name: id(value) for name, value in shell.user_ns.items()}
 
     def is_bound_since(self, name: str, value: object) -> bool:
-        """Whether a variable was bound to a value after this was made."""
+        """Return whether a variable was bound to a value after this was made."""
         return self._bound.get(name) != id(value)
 
 
 def in_words_of_a_notebook(report: Report, shell: InteractiveShell, before: CellNames) -> Report:
-    """The same report, with holders as the user of a notebook writes them, and how each is given back.
+    """Return the report with holders as the user of a notebook writes them, and how each is given back.
 
     Args:
         report: of a cell.
@@ -316,7 +316,7 @@ def _of_variable(finding: Finding, holder: str, name: str, shell: InteractiveShe
 
 
 def _begins_with(finding: Finding, holder: str, name: str, shell: InteractiveShell) -> bool:
-    """Whether a holder is a variable or in one, and does not only begin with a word that is a variable's name too."""
+    """Return whether a holder is a variable or in one, and does not only begin with a variable's name."""
     edges = [hop.edge for hop in finding.path[:2]]
     return edges == [shell.user_module.__name__, f".{name}"] or _CODE.fullmatch(holder) is not None
 
@@ -343,7 +343,7 @@ def _renamed(finding: Finding, holder: str, name: str) -> Finding:
 
 
 def _with_texts(finding: Finding, change: Callable[[str], str]) -> Finding:
-    """The finding with its texts for people changed; its path and its fingerprint stay."""
+    """Return the finding with its texts for people changed; its path and its fingerprint stay."""
     remedy = finding.remedy
     return reworded(
         finding,
@@ -358,19 +358,19 @@ def _with_texts(finding: Finding, change: Callable[[str], str]) -> Finding:
 
 
 def _variables(shell: InteractiveShell) -> list[str]:
-    """The variables that the user has bound, and none of those that IPython has."""
+    """Return the variables that the user has bound, and none of those that IPython has."""
     return [name for name in shell.user_ns if not name.startswith("_") and name not in shell.user_ns_hidden]
 
 
 def _value_of(shown: str, shell: InteractiveShell) -> Any:
-    """The value under a name that IPython gives to what a cell has shown."""
+    """Return the value under a name that IPython gives to what a cell has shown."""
     if shown.endswith("]"):
         return _outputs(shell).get(int(shown[shown.index("[") + 1 : -1]))
     return shell.user_ns.get(shown)
 
 
 def _output_of(value: object, shell: InteractiveShell) -> int | None:
-    """The number under which a value is in `Out`; the latest; None if it is not there."""
+    """Return the latest number under which a value is in `Out`; None if it is not there."""
     return next((number for number in reversed(list(_outputs(shell))) if _outputs(shell)[number] is value), None)
 
 
