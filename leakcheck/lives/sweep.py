@@ -1,6 +1,6 @@
 """Fails every fault point of every stage in turn, each in a life of its own, and sees what becomes of it.
 
-`shared_sweep` does it in several processes at the same time, each of which lives one life after the other.
+It is done in several processes at the same time, each of which lives one life after the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import Pipe
@@ -129,51 +129,6 @@ def stages(capabilities: Capabilities, config: Mapping[str, Any]) -> list[SweptC
     return found
 
 
-def sweep(
-    factory: TargetFactory,
-    *,
-    config: Mapping[str, Any],
-    kinds: Sequence[Kind] = KINDS,
-    among: Collection[str] | None = None,
-    every: int = 1,
-    listener: Callable[[str, Kind, int, int], None] = lambda stage, kind, at, points: None,
-) -> Iterator[Swept]:
-    """Fail every point; of each, the error that comes out must be the one that was raised, the state and the memory
-    those of before, a second try must work, and the life must end with nothing left.
-
-    Args:
-        factory: makes a target.
-        config: of every engine.
-        kinds: what is to fail.
-        among: the names of the stages in which it is; None for all.
-        every: only each so-many-th point is failed, from the first on.
-        listener: hears of each point before its life: stage, kind, which one, of how many.
-
-    Raises:
-        TargetError: the target cannot be driven.
-    """
-    # Whether inferring leaves something in another process is for random lives: they infer often enough.
-    with Lives(factory, growth=False) as lives:
-        for stage in stages(lives.capabilities, config):
-            if among is not None and stage.name not in among:
-                continue
-            for kind in kinds:
-                counted = live(lives, stage, Fault(kind, None))
-                raised = 0
-                bad = counted
-                for at in range(0, counted.points, every):
-                    if bad.findings:
-                        break
-                    listener(stage.name, kind, at, counted.points)
-                    bad = live(lives, stage, Fault(kind, at))
-                    raised += bad.raised
-                unmeasured = lives.unmeasured
-                yield Swept(stage.name, kind, counted.points, raised, bad.findings, bad.life, unmeasured)
-                if counted.findings:
-                    # It goes wrong without anything that fails: what fails in it besides says nothing.
-                    break
-
-
 def live(lives: Lives, stage: SweptCall, fault: Fault) -> SweptLife:
     """Live a life in which one point of a stage fails, or in which they are counted."""
     life = CheckedLife(lives)
@@ -221,7 +176,10 @@ def shared_sweep(
     kinds: Sequence[Kind] = KINDS,
     listener: Callable[[str, Kind, int, int], None] = lambda stage, kind, at, points: None,
 ) -> Iterator[Swept]:
-    """Do what `sweep` does, in several processes at the same time; reports and their order are the same.
+    """Fail every point in several processes at the same time; reports and their order are those of one after the other.
+
+    Of each point the error that comes out must be the one that was raised, the state and the memory those of before, a
+    second try must work, and the life must end with nothing left.
 
     A process in which a life failed lives no other: what that one left must not be found in the next.  One that ends
     by itself over a fault point, or does not end its life, is a finding of that point.

@@ -22,13 +22,13 @@ from lowtide.leakcheck.lives import checked_life
 from lowtide.leakcheck.lives.checked_life import CheckedLife, Lives
 from lowtide.leakcheck.lives.fuzz import fuzz
 from lowtide.leakcheck.lives.script import Call, Fault, LifeError
-from lowtide.leakcheck.lives.sweep import sweep
 from lowtide.leakcheck.resources.rule import Rung
 from lowtide.leakcheck.targets.faults import Seam
 from lowtide.leakcheck.targets.target import Capabilities, TargetError, TargetFactory
 from lowtide.probes.host.counters import Counters
 from lowtide.reports.schema import NotMeasured
 from tests.leakcheck.small_target import KEPT, KIB, NoRoomError, SmallTarget
+from tests.leakcheck.swept import sweep
 
 Play = Callable[[CheckedLife], object]
 

@@ -13,11 +13,11 @@ import torch
 from lowtide.engine import EngineConfig
 from lowtide.engine.defects import find_defect
 from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-from lowtide.leakcheck.lives.sweep import sweep
 from lowtide.leakcheck.targets.reference import ReferenceLife, reference_target
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver, find_driver
 from lowtide.reports.schema import Subject
+from tests.leakcheck.swept import sweep
 
 pytestmark = [
     pytest.mark.cuda,

@@ -22,11 +22,12 @@ from lowtide.engine.defects import DEFECTS
 from lowtide.leakcheck.cli import fuzz as fuzz_command
 from lowtide.leakcheck.lives.fuzz import Found, as_program, fuzz, lifecycle_machine
 from lowtide.leakcheck.lives.script import Call, Coverage, Fault, LifeError
-from lowtide.leakcheck.lives.sweep import stages, sweep
+from lowtide.leakcheck.lives.sweep import stages
 from lowtide.leakcheck.targets.reference import THOROUGH, reference, reference_target
 from lowtide.leakcheck.targets.target import TargetSource, start_program
 from tests.leakcheck.lives.test_checked_life import DoesNotRollBack, ForgetsAtWake, SaysOtherThings
 from tests.leakcheck.small_target import KEPT, SmallTarget
+from tests.leakcheck.swept import sweep
 
 
 @pytest.fixture(autouse=True)

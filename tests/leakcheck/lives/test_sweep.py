@@ -20,11 +20,12 @@ import torch
 from lowtide.leakcheck.lives import sweep as module
 from lowtide.leakcheck.lives import witness
 from lowtide.leakcheck.lives.script import Call, Fault
-from lowtide.leakcheck.lives.sweep import Swept, SweptCall, SweptLife, shared_sweep, sweep
+from lowtide.leakcheck.lives.sweep import Swept, SweptCall, SweptLife, shared_sweep
 from lowtide.leakcheck.targets.target import TargetError, TargetSource
 from tests.leakcheck.lives.test_checked_life import NOT_USED, ElsewhereOnCard
 from tests.leakcheck.lives.test_witness import Bare
 from tests.leakcheck.small_target import KEPT, SmallTarget
+from tests.leakcheck.swept import sweep
 from tests.waiting import HANG_S
 
 

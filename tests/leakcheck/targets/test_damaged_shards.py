@@ -16,9 +16,10 @@ from lowtide.engine import EngineConfig, LLMEngine
 from lowtide.engine.errors import CheckpointError
 from lowtide.engine.model_executor import checkpoint as module
 from lowtide.engine.model_executor.tensor_parallel import Shard
-from lowtide.leakcheck.lives.sweep import Swept, sweep
+from lowtide.leakcheck.lives.sweep import Swept
 from lowtide.leakcheck.targets.faults import DamagedShardError, Injection, ShardSeam, cut_short, injecting, misshape
 from lowtide.leakcheck.targets.reference import SmallCheckpoint, checkpoint_target
+from tests.leakcheck.swept import sweep
 
 DAMAGES = ("shard-cut", "shard-shape")
 
