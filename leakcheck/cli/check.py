@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, Wide, refuse, say
+from lowtide.leakcheck.cli.console import Wide, interruptible, refuse
 from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances, snapshots_in
 from lowtide.leakcheck.cli.reporting import check_writable
+from lowtide.leakcheck.targets.target import TargetError, load_factory
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.lives.lifecycle import LifecycleRun
     from lowtide.leakcheck.lives.script import Event
-    from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.probes.device.driver import Driver
 
 
@@ -45,43 +45,25 @@ def check(
     known = load_suppressions(suppressions)
     if report is not None:
         check_writable(report)
-    try:
-        code = _check(target, cycles, report, known, tenant, calibration, wide=wide)
-    except KeyboardInterrupt:
-        say("lowtide: interrupted before there was anything to report", err=True)
-        code = INTERRUPTED
+    with interruptible("interrupted before there was anything to report"):
+        from lowtide.leakcheck.lives.target_life import check_run
+
+        try:
+            factory = load_factory(target)
+
+            def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
+                return check_run(
+                    f"check[{target}]",
+                    factory,
+                    driver=driver,
+                    cycles=cycles,
+                    listener=show,
+                    tenant=tenant,
+                    tolerances_on=partial(load_tolerances, calibration),
+                    snapshots=snapshots_in(report),
+                )
+
+            code = live(make_run, report, known, wide=wide)
+        except TargetError as error:
+            refuse(str(error))
     raise typer.Exit(code)
-
-
-def _check(
-    target: str,
-    cycles: int,
-    report: Path | None,
-    suppressions: Suppressions,
-    tenant: bool,
-    calibration: Path | None,
-    *,
-    wide: bool,
-) -> int:
-    from lowtide.leakcheck.lives.target_life import check_run
-    from lowtide.leakcheck.targets.target import TargetError, load_factory
-
-    try:
-        factory = load_factory(target)
-
-        def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
-            name = f"check[{target}]"
-            return check_run(
-                name,
-                factory,
-                driver=driver,
-                cycles=cycles,
-                listener=show,
-                tenant=tenant,
-                tolerances_on=partial(load_tolerances, calibration),
-                snapshots=snapshots_in(report),
-            )
-
-        return live(make_run, report, suppressions, wide=wide)
-    except TargetError as error:
-        refuse(str(error))

@@ -11,7 +11,8 @@ import io
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -133,6 +134,16 @@ def refuse(message: str) -> NoReturn:
     """End with one line and exit code 2."""
     say(f"lowtide: {message}", err=True)
     raise typer.Exit(2)
+
+
+@contextmanager
+def interruptible(said: str) -> Iterator[None]:
+    """End the command with one line and exit code 130 when Ctrl-C comes in here."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        say(f"lowtide: {said}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def report_own_error(error: BaseException) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,13 +11,13 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, progress_line, refuse, say
+from lowtide.leakcheck.cli.console import find_console, interruptible, progress_line, refuse, say
 from lowtide.leakcheck.cli.reporting import begin_report, check_writable, ended_with, make_report, write_report
 from lowtide.leakcheck.targets.target import Device, Subjected, TargetError, device_name, make_target, named_target
 from lowtide.reports.escaping import one_line
 from lowtide.reports.hanging_text import HangingText
 from lowtide.reports.outcomes import judged_as, largest_of_each
-from lowtide.reports.schema import Finding, ReportError, Subject
+from lowtide.reports.schema import Finding, ReportError, Subject, exit_code
 from lowtide.reports.terminal import finding_text, not_judged_text
 
 if TYPE_CHECKING:
@@ -30,25 +29,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "life.py"
 """The file of a report's folder that has the life that fails."""
-
-
-@dataclass(frozen=True)
-class EngineShape:
-    """In how many processes lowtide's own engine is.
-
-    Attributes:
-        tensor_parallel_size: ranks, each in a process of its own.
-        engine_process: whether the core has one.
-    """
-
-    tensor_parallel_size: int = 1
-    engine_process: bool = False
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """As settings of the engine, without those that are its defaults."""
-        ranks = {"tensor_parallel_size": self.tensor_parallel_size} if self.tensor_parallel_size != 1 else {}
-        return {**ranks, **({"engine_process": True} if self.engine_process else {})}
 
 
 def fuzz(
@@ -92,86 +72,56 @@ def fuzz(
         refuse("--engine-process is for lowtide's own engine: leave --target out")
     if report is not None:
         check_writable(report)
-    shape = EngineShape(tensor_parallel_size, engine_process)
-    try:
-        code = _fuzz(target, device, examples, steps, seed, shape, defect, faults, jobs, report)
-    except KeyboardInterrupt:
-        say("lowtide: interrupted", err=True)
-        code = INTERRUPTED
-    raise typer.Exit(code)
+    shape: dict[str, Any] = {} if tensor_parallel_size == 1 else {"tensor_parallel_size": tensor_parallel_size}
+    if engine_process:
+        shape["engine_process"] = True
+    with interruptible("interrupted"):
+        from lowtide.engine import EngineError
+        from lowtide.probes.device.driver import find_driver
 
-
-def _fuzz(
-    target: str | None,
-    device: Device,
-    examples: int,
-    steps: int,
-    seed: int | None,
-    shape: EngineShape,
-    defect: str | None,
-    faults: bool,
-    jobs: int,
-    report: Path | None,
-) -> int:
-    from lowtide.probes.device.driver import find_driver
-    from lowtide.reports import schema
-
-    console = find_console()
-    driver = find_driver()
-    try:
-        with begin_report(report, driver):
-            subject, program, attempts = _search(
-                target, device, examples, steps, seed, shape, defect, faults, jobs, console
-            )
-        written = make_report(subject, driver)
-    finally:
-        driver.close()
-    # Written before it is shown: a pipe that breaks must not cost the report.
-    where, unwritten = write_report(written, report)
-    if report is not None and not unwritten:
+        console, driver = find_console(), find_driver()
         try:
-            write_program(report, program)
-        except schema.ReportError as error:
-            unwritten = str(error)
-    for line in verdict(subject, attempts):
-        console.print(line)
-    if program:
-        say("", "The life that fails, as a program:", "", *program.split("\n"))
-    if where is not None:
-        console.print(HangingText(f"report: {where}"))
-    return ended_with(schema.exit_code(written), unwritten)
+            with begin_report(report, driver):
+                subjected = _subjected(target, device, shape, defect, with_shards=faults)
+                found: tuple[Subject, str, str | Table]
+                if faults:
+                    found = fail_all(subjected, jobs=jobs, console=console)
+                else:
+                    found = search(subjected, examples=examples, seed=seed, steps=steps, console=console)
+                subject, program, attempts = found
+            written = make_report(subject, driver)
+        except (EngineError, TargetError) as error:
+            refuse(str(error))
+        finally:
+            driver.close()
+        # Written before it is shown: a pipe that breaks must not cost the report.
+        where, unwritten = write_report(written, report)
+        if report is not None and not unwritten:
+            try:
+                write_program(report, program)
+            except ReportError as error:
+                unwritten = str(error)
+        for line in verdict(subject, attempts):
+            console.print(line)
+        if program:
+            say("", "The life that fails, as a program:", "", *program.split("\n"))
+        if where is not None:
+            console.print(HangingText(f"report: {where}"))
+        raise typer.Exit(ended_with(exit_code(written), unwritten))
 
 
-def _search(
-    target: str | None,
-    device: Device,
-    examples: int,
-    steps: int,
-    seed: int | None,
-    shape: EngineShape,
-    defect: str | None,
-    faults: bool,
-    jobs: int,
-    console: Console,
-) -> tuple[Subject, str, str | Table]:
-    """Return what was found, the life that fails as a program, and how much was tried."""
-    from lowtide.engine import EngineError
+def _subjected(
+    target: str | None, device: Device, shape: Mapping[str, Any], defect: str | None, *, with_shards: bool
+) -> Subjected:
+    """Return what is fuzzed: the user's target, or lowtide's own engine, with shards that can be damaged or a bug."""
+    if target is not None:
+        return named_target(target)
     from lowtide.engine.defects import find_defect
     from lowtide.leakcheck.targets.reference import checkpoint_target, reference_target
 
-    try:
-        if target is not None:
-            subjected = named_target(target)
-        elif faults and defect is None:
-            subjected = checkpoint_target(device_name(device), shape.settings)
-        else:
-            bug = find_defect(defect) if defect is not None else None
-            subjected = reference_target(device_name(device), bug, shape.settings)
-        if faults:
-            return fail_all(subjected, jobs=jobs, console=console)
-        return search(subjected, examples=examples, seed=seed, steps=steps, console=console)
-    except (EngineError, TargetError) as error:
-        refuse(str(error))
+    if with_shards and defect is None:
+        return checkpoint_target(device_name(device), shape)
+    return reference_target(device_name(device), find_defect(defect) if defect is not None else None, shape)
 
 
 def search(

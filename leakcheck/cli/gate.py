@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, find_console, refuse, say
+from lowtide.leakcheck.cli.console import find_console, interruptible, refuse, say
 from lowtide.leakcheck.cli.reporting import check_writable, ended_with, show_on_github
 
 if TYPE_CHECKING:
@@ -60,27 +60,6 @@ def gate(
         refuse(f"--days {days} is not possible: use 1 or more")
     if (reason or owner) and not update:
         refuse("--reason and --owner belong to --update: add it, or leave them out")
-    try:
-        code = _gate(config, report, shard, only, new_since, update, reason, owner, days, ray, list_cells)
-    except KeyboardInterrupt:
-        say("lowtide: interrupted; the report has what was finished", err=True)
-        code = INTERRUPTED
-    raise typer.Exit(code)
-
-
-def _gate(
-    config: Path | None,
-    folder: Path,
-    shard: str | None,
-    only: str | None,
-    new_since: Path | None,
-    update: bool,
-    reason: str,
-    owner: str,
-    days: int,
-    ray: str | None,
-    list_cells: bool,
-) -> int:
     from lowtide.leakcheck.gate.cells import count_cards
     from lowtide.leakcheck.gate.gate import Gate, earlier_findings
     from lowtide.leakcheck.gate.known_findings import KnownFindings, KnownFindingsError
@@ -89,7 +68,7 @@ def _gate(
     from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.reports.schema import ReportError, exit_code
 
-    with ExitStack() as stack:
+    with interruptible("interrupted; the report has what was finished"), ExitStack() as stack:
         try:
             settings, file = load_settings(config, Path.cwd())
             known = KnownFindings.load(file.parent / settings.baseline)
@@ -102,10 +81,10 @@ def _gate(
             refuse(str(error))
         if list_cells:
             _list(cells)
-            return 0
-        check_writable(folder)
+            return
+        check_writable(report)
         console = find_console()
-        run = Gate(cells, folder, _machine())
+        run = Gate(cells, report, _machine())
         run.cards, run.cpu_workers, run.cluster = cards, settings.cpu_workers, cluster
         run.known, run.earlier, run.listener = known, earlier, _Lines(console, len(cells)).show
         unwritten = ""
@@ -120,7 +99,7 @@ def _gate(
             written, unwritten = run.report(), str(error)
         _show(console, run, written)
         show_on_github(written)
-        return ended_with(exit_code(written), unwritten)
+        raise typer.Exit(ended_with(exit_code(written), unwritten))
 
 
 def _chosen(cells: list[Cell], only: str | None, shard: object) -> list[Cell]:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowtide.leakcheck.cli.console import INTERRUPTED, Wide, refuse, say
+from lowtide.leakcheck.cli.console import Wide, interruptible, refuse
 from lowtide.leakcheck.cli.judged_lives import live, load_suppressions, load_tolerances, snapshots_in
 from lowtide.leakcheck.cli.reporting import check_writable
 from lowtide.leakcheck.targets.target import Device, device_name
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from lowtide.engine.defects import Defect
     from lowtide.leakcheck.lives.lifecycle import LifecycleRun
     from lowtide.leakcheck.lives.script import Event
-    from lowtide.leakcheck.suppressions.entries import Suppressions
     from lowtide.probes.device.driver import Driver
 
 
@@ -78,76 +76,49 @@ def run(
     known = load_suppressions(suppressions)
     if report is not None:
         check_writable(report)
+    with interruptible("interrupted before there was anything to report"):
+        # Only now: importing torch takes seconds, and refusing bad input should not.
+        from lowtide.engine import EngineError
+        from lowtide.engine.defects import find_defect
+        from lowtide.leakcheck.lives.lifecycle import LifecycleRun
+        from lowtide.leakcheck.lives.tenant import tenant_of
+        from lowtide.leakcheck.targets.reference import ReferenceLife
 
-    try:
-        name = str(model) if model else (preset or Preset.TINY).value
-        shape = _Shape(tensor_parallel_size, engine_process)
-        code = _run(device, name, cycles, seed, shape, defect, twin, report, known, tenant, calibration, wide=wide)
-    except KeyboardInterrupt:
-        say("lowtide: interrupted before there was anything to report", err=True)
-        code = INTERRUPTED
+        settings = {
+            "model": str(model) if model else (preset or Preset.TINY).value,
+            "device": device_name(device),
+            "seed": seed,
+            "tensor_parallel_size": tensor_parallel_size,
+            "engine_process": engine_process,
+        }
+        try:
+            active = find_defect(defect) if defect is not None else None
+            config, vocab_size = _configure(settings, active, twin=twin)
+        except EngineError as error:
+            refuse(str(error))
+        tolerances = load_tolerances(calibration, config.device)
+
+        def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
+            return LifecycleRun(
+                f"run[{config.model}]",
+                lambda: ReferenceLife(config, vocab_size, active.prompt_scale if active is not None else 1),
+                device=config.device,
+                driver=driver,
+                cycles=cycles,
+                listener=show,
+                tenant=tenant_of(config.device) if tenant else None,
+                tolerances=tolerances,
+                snapshots=snapshots_in(report),
+            )
+
+        with ExitStack() as stack:
+            if active is not None:
+                stack.enter_context(active.trigger() if twin else active.switched_on())
+            code = live(make_run, report, known, wide=wide)
     raise typer.Exit(code)
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """The processes that an engine has: how many ranks, and whether its core has one of its own."""
-
-    ranks: int
-    engine_process: bool
-
-
-def _run(
-    device: Device,
-    model: str,
-    cycles: int,
-    seed: int,
-    shape: _Shape,
-    defect: str | None,
-    twin: bool,
-    report: Path | None,
-    suppressions: Suppressions,
-    tenant: bool,
-    calibration: Path | None,
-    *,
-    wide: bool,
-) -> int:
-    # Only now: importing torch takes seconds, and refusing bad input should not.
-    from lowtide.engine import EngineError
-    from lowtide.engine.defects import find_defect
-    from lowtide.leakcheck.lives.lifecycle import LifecycleRun
-    from lowtide.leakcheck.lives.tenant import tenant_of
-    from lowtide.leakcheck.targets.reference import ReferenceLife
-
-    try:
-        active = find_defect(defect) if defect is not None else None
-        config, vocab_size = _configure(device, model, seed, shape, active, twin=twin)
-    except EngineError as error:
-        refuse(str(error))
-    tolerances = load_tolerances(calibration, config.device)
-
-    def make_run(driver: Driver, show: Callable[[Event], None]) -> LifecycleRun:
-        return LifecycleRun(
-            f"run[{config.model}]",
-            lambda: ReferenceLife(config, vocab_size, active.prompt_scale if active is not None else 1),
-            device=config.device,
-            driver=driver,
-            cycles=cycles,
-            listener=show,
-            tenant=tenant_of(config.device) if tenant else None,
-            tolerances=tolerances,
-            snapshots=snapshots_in(report),
-        )
-
-    with ExitStack() as stack:
-        if active is not None:
-            stack.enter_context(active.trigger() if twin else active.switched_on())
-        return live(make_run, report, suppressions, wide=wide)
-
-
-def _configure(
-    device: Device, model: str, seed: int, shape: _Shape, defect: Defect | None, *, twin: bool
-) -> tuple[EngineConfig, int]:
+def _configure(settings: Mapping[str, Any], defect: Defect | None, *, twin: bool) -> tuple[EngineConfig, int]:
     """Return the engine's settings and the size of its vocabulary, checked as far as that goes without memory.
 
     Raises:
@@ -156,13 +127,7 @@ def _configure(
     from lowtide.engine import EngineConfig, LLMEngine
     from lowtide.engine.config import load_model_config
 
-    config = EngineConfig(
-        model=model,
-        device=device_name(device),
-        seed=seed,
-        tensor_parallel_size=shape.ranks,
-        engine_process=shape.engine_process,
-    )
+    config = EngineConfig(**settings)
     if defect is not None:
         config = defect.configure(config, twin=twin)
     LLMEngine(config).check()
