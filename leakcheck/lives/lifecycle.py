@@ -44,7 +44,6 @@ from lowtide.leakcheck.targets.target import TargetError
 from lowtide.probes.device.allocator_snapshots import AllocatorSnapshots
 from lowtide.probes.device.driver import Driver
 from lowtide.probes.host.counters import child_processes
-from lowtide.probes.host.makers import Makers
 from lowtide.probes.originals import gc, threading, time
 from lowtide.probes.snapshot import Snapshot, take_snapshot
 from lowtide.probes.stages import announced_pools, listening
@@ -119,7 +118,6 @@ class LifecycleRun:
             self._leftovers.imported_bytes,
             device,
         )
-        self._makers = Makers()
         self._judgement = ShutdownJudgement(
             cycles,
             self._record,
@@ -130,7 +128,7 @@ class LifecycleRun:
             self._snapshot_at_end,
             self._probes.explained,
             tolerances,
-            self._makers.place_of,
+            self._probes.makers.place_of,
         )
         self._processes = self._probes.engine_processes(device)
         self._preserved_state = PreservedState(device)
@@ -151,7 +149,6 @@ class LifecycleRun:
         try:
             self._open_device()
             self._leftovers.open()
-            self._makers.start()
             self._imports.install()
             self._imports.active = True
             self._probes.start()
@@ -170,7 +167,6 @@ class LifecycleRun:
             self._interrupt()
         finally:
             self._imports.remove()
-            self._makers.stop()
             self._leftovers.close()
             self._probes.stop()
         self._record.findings += self._processes.findings_at_end()
