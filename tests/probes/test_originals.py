@@ -32,6 +32,7 @@ JUDGING = (
 
 MAY_LOOK_UP = {
     "leakcheck/processes/tree_end.py": "of a command that looks at another program",
+    "leakcheck/watching/notebook.py": "of a cell of a notebook, where no test has replaced anything",
     "probes/device/allocator_snapshots.py": "writes a file that the user asked for",
     "probes/objects/whose_code.py": "while it is imported",
     "probes/kernels/host.py": "called by engines",
