@@ -9,8 +9,17 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lowtide.leakcheck import targets
-from lowtide.leakcheck.targets import *  # noqa: F403 - the room's face is the public one
+from lowtide.leakcheck.targets.target import (
+    Capabilities,
+    LifecycleTarget,
+    PrefixCaching,
+    Preserving,
+    Reloading,
+    Sleeping,
+    Stepwise,
+    TargetError,
+    TargetFactory,
+)
 
 if TYPE_CHECKING:
     from lowtide.leakcheck.targets.reference import reference
@@ -18,8 +27,19 @@ if TYPE_CHECKING:
 
 _HOMES = {"reference": "reference", "transformers_model": "transformers_target"}
 
-__all__ = ["reference", "transformers_model"]
-__all__ += targets.__all__
+__all__ = [
+    "Capabilities",
+    "LifecycleTarget",
+    "PrefixCaching",
+    "Preserving",
+    "Reloading",
+    "Sleeping",
+    "Stepwise",
+    "TargetError",
+    "TargetFactory",
+    "reference",
+    "transformers_model",
+]
 
 
 def __getattr__(name: str) -> Any:
