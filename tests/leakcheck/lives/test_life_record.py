@@ -1,8 +1,16 @@
-"""The sizes that a life is watched by: arenas in all processes, each process, the driver, and this process's RSS."""
+"""What is kept of a life: its sizes, and contents that nobody can read.
+
+The sizes are those of arenas in all processes, of each process, what the driver counts, and this process's RSS.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
 
 from lowtide.leakcheck.lives.life_record import LifeRecord, Lived, sizes_of
 from lowtide.probes.device.driver import DriverReading
@@ -66,3 +74,31 @@ def test_the_sizes_are_those_of_the_latest_reading() -> None:
     assert record.sizes()["arena weights"] == 3 * MIB
     record.note_baseline(2, snapshot(pool("weights", 2 * MIB)))
     assert record.sizes()["arena weights"] == 2 * MIB
+
+
+class Names:
+    """A life that says what must survive a sleep."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def preserved(self) -> Mapping[str, torch.Tensor]:
+        return self._tensors
+
+
+@pytest.mark.parametrize(
+    ("life", "elsewhere", "said"),
+    [
+        (Names({}), False, ["contents after a wake"]),
+        # Its ranks judge their own.
+        (Names({}), True, []),
+        (Names({"table": torch.zeros(2)}), False, []),
+        # It never claimed that anything survives.
+        (object(), False, []),
+    ],
+)
+def test_contents_that_nobody_can_read_are_reported_as_not_judged(life: Any, elsewhere: bool, said: list[str]) -> None:
+    record = LifeRecord("run", "cpu", 1)
+    preserved = record.note_preserved(life, elsewhere=elsewhere)
+    assert list(preserved) == (["table"] if isinstance(life, Names) and life.preserved() else [])
+    assert [item.what for item in record.not_measured.values()] == said
