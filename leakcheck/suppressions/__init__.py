@@ -3,16 +3,6 @@
 `entries` matches them with findings; `toml` reads and writes the files.
 """
 
-from lowtide.leakcheck.suppressions.entries import Suppression, Suppressions, find, load, problems, shipped
-from lowtide.leakcheck.suppressions.toml import SuppressionError, write_entries
+from lowtide.leakcheck.suppressions.entries import Suppressions
 
-__all__ = [
-    "Suppression",
-    "SuppressionError",
-    "Suppressions",
-    "find",
-    "load",
-    "problems",
-    "shipped",
-    "write_entries",
-]
+__all__ = ["Suppressions"]
