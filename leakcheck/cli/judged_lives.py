@@ -1,4 +1,8 @@
-"""What `lowtide run` and `lowtide check` share: whole lives are run, judged against suppressions, and reported."""
+"""What `lowtide run` and `lowtide check` share: whole lives are run, judged against suppressions, and reported.
+
+While they run they are drawn on a terminal, from the readings that their judge takes anyway; who watches the folder of
+a report is told the same.
+"""
 
 from __future__ import annotations
 

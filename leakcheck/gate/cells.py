@@ -38,8 +38,6 @@ _STACK = re.compile(
     r'Current thread .*most recent call first\):\n  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)'
 )
 
-_LOCK_POLL_S = 0.2
-
 
 @dataclass(frozen=True)
 class CellResult:
@@ -280,7 +278,7 @@ def exclusive(card: int, stopped: Callable[[], bool]) -> Iterator[None]:
             except BlockingIOError:
                 if stopped():
                     raise GateError(f"stopped while another gate had card {card}") from None
-                time.sleep(_LOCK_POLL_S)
+                time.sleep(_POLL_S)
         yield
     finally:
         os.close(handle)

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from lowtide.leakcheck.targets.faults import Kind
 
 
-_KINDS: dict[tuple[str, str], type[LifeError]] = {}
-
-
 if sys.version_info < (3, 11):
     from exceptiongroup import BaseExceptionGroup
+
+_KINDS: dict[tuple[str, str], type[LifeError]] = {}
 
 SCRIPT = ("create", "infer", "sleep(1)", "wake", "infer", "sleep(2)", "wake", "infer", "shutdown")
 """One whole life."""
