@@ -45,8 +45,8 @@ NIGHTLY := tests/package/test_cli.py tests/package/test_examples.py tests/packag
 	$(addprefix tests/pytest_plugin/test_, causes.py growth.py growth_in_processes.py hidden_holders.py later_tests.py library_insides.py \
 	library_tables.py passes.py remedies.py retention.py run_by_another.py settings.py settings_left.py shapes.py \
 	spent.py xdist.py) \
-	$(addprefix tests/leakcheck/cli/test_, defects.py execute.py watched_life.py) \
-	$(addprefix tests/leakcheck/gate/test_, bisect_run.py calibration.py history_postgresql.py planted_leaks.py ray_cells.py) \
+	$(addprefix tests/leakcheck/cli/test_, bisect_run.py defects.py execute.py watched_life.py) \
+	$(addprefix tests/leakcheck/gate/test_, calibration.py history_postgresql.py planted_leaks.py ray_cells.py) \
 	$(addprefix tests/leakcheck/lives/test_, checked_life.py empty_pools_in_lives.py first_use_in_lives.py fuzz.py host_figure.py \
 	imports_in_lives.py life_processes.py lifecycle.py own_growth.py ranks_in_lives.py ray_workers.py sleeping_lives.py sweep.py \
 	target_life.py witness.py) \

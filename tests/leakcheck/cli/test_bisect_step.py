@@ -12,9 +12,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from lowtide.leakcheck.cli.bisect_step import BisectStep, CommandRun
 from lowtide.leakcheck.cli.commands import app, command_line
-from lowtide.leakcheck.gate import bisection
-from lowtide.leakcheck.gate.bisection import BisectStep, CommandRun
 from lowtide.reports import schema
 from tests.reports.small_reports import finding, report, subject
 
@@ -60,7 +59,7 @@ def write_in_turn(monkeypatch: pytest.MonkeyPatch, folder: Path, names: list[str
             shutil.copy(source, Path(env["LOWTIDE_REPORT"]) / "leakcheck.json")
         return {"code": code, "timed_out": False}
 
-    monkeypatch.setattr(bisection, "run_guarded", ended)
+    monkeypatch.setattr("lowtide.leakcheck.gate.cells.run_guarded", ended)
 
 
 def run(step: BisectStep) -> tuple[str, list[CommandRun]]:
